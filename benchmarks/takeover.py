@@ -50,8 +50,9 @@ _LATEST = 200  # updates of each process that are looked at
 class Update(NamedTuple):
     """An update, as a process has noted it.
 
-    :ivar at: the time
-    :ivar spent: the seconds of takeovers until then
+    Attributes:
+        at: the time
+        spent: the seconds of takeovers until then
     """
 
     at: float
@@ -64,7 +65,8 @@ class Update(NamedTuple):
 class Job:
     """A job of four processes, each of which notes its updates.
 
-    :param options: of the command
+    Args:
+        options: of the command
     """
 
     def __init__(self, folder: Path, width: int, *options: str) -> None:
@@ -144,7 +146,8 @@ def running(width: int, *options: str) -> Iterator[Job]:
 def replaced(width: int, kills: int, every: float) -> None:
     """Kill processes of a job that replaces them, one after another, and print how long it takes.
 
-    :param every: seconds between two kills, at least
+    Args:
+        every: seconds between two kills, at least
     """
     until_next, until_whole = [], []
     with running(width, "--replace") as job:

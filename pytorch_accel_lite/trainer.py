@@ -136,49 +136,52 @@ class Trainer:
     Customise it with callbacks, or by overriding step methods such as ``calculate_train_batch_loss()``;
     ``TrainerCallback`` shows when each is called.
 
-    :param model: the model to train
-    :param loss_func: called as ``loss_func(model_outputs, targets)``; returns a scalar that is a mean over the
-        batch, or a dict of named scalars whose sum is minimised; ``None`` for models that return their own loss
-    :param optimizer: an optimizer of the model's parameters, or a dict or list of optimizers that step together, each
-        with some of them, available as ``trainer.optimizer["name"]``; or a factory such as ``partial(AdamW, lr=1e-3)``,
-        called with the trainable parameters when a run first prepares the model; ``None`` to only evaluate or predict
-    :param callbacks: callbacks, as instances or classes, called in this order; ``None`` is left out
-    :param run_history: where metrics are recorded; by default an ``InMemoryRunHistory``
-    :param accelerator: an ``accelerate.Accelerator``; by default one is created by ``_create_accelerator()``
-    :param mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``; by default that of the launcher, or of an
-        ``Accelerator`` that you have already created. Trainers of a process may differ.
-    :param metrics: metrics to compute in each evaluation: a ``MetricsCallback`` with
-        these is added before the other callbacks
-    :param seed: makes each run a function of (code, data, seed): ``train`` seeds all generators, and the seed
-        determines the order of the data; by default no generator is ever seeded
-    :param compile_model: compile the model in place before its first run, with ``torch.compile``'s defaults or the
-        arguments in a dict; the names in its state do not change. ``"blocks"`` compiles the model's repeated blocks one
-        by one, which takes less time. A dict may have ``"blocks"``, too, see ``activation_checkpointing``.
-    :param compile_step: compile the forward pass and the loss of training batches as one, and their backward pass, in
-        the same way; a batch that cannot be compiled is computed as usual, with a warning that says why
-    :param channels_last: store the model's weights, and all tensors with 4 dimensions in batches, in the channels-last
-        memory format, which is faster for convolutions on many devices; shapes do not change
-    :param check_replicas: with several processes, check after the first update and after each epoch that all hold the
-        same weights; pass ``False`` if you average weights or gradients yourself, and not in every epoch
-    :param find_unused_parameters: with several processes, let ``DistributedDataParallel`` look in each step for
-        parameters that the loss does not depend on, which takes time; for models that use different parts in different
-        steps
-    :param logical_processes: number of processes for which the job is defined: with a ``seed``, the run gives the same
-        bits on any number of real processes up to this. Everything counted per process is then per logical process.
-    :param deterministic: use deterministic kernels in runs, which may be slower, and raise an error for operations
-        without one; ``None`` leaves torch's setting unchanged. It is restored after a run.
-    :param activation_checkpointing: recompute activations in the backward pass instead of keeping them, which saves
-        memory and gives the same bits. ``True`` for all repeated blocks of the model, a fraction for a share of them,
-        or names of modules (with ``*``), classes, or a function ``(name, module) -> bool``
-    :ivar scheduler: the scheduler of the run, or ``None``
-    :ivar callback_handler: calls the callbacks; add another by ``callback_handler.add_callback``
-    :ivar division: how the work of each step is divided among the processes, a ``Division``
-    :ivar logical: with ``logical_processes``, the logical processes of this process, and the outputs of each in a step
-    :cvar saves_attributes: whether checkpoints and training states include what is trained besides the model, and
-        training states also all attributes of users that they can hold
-    :cvar unsaved_attributes: names of attributes to leave out of both
-    :cvar recomputes_gradients: whether updates may call ``recompute_gradients()``; with ``None``, they may if
-        ``optimizer_step`` is overridden and a method of the class names it
+    Args:
+        model: the model to train
+        loss_func: called as ``loss_func(model_outputs, targets)``; returns a scalar that is a mean over the batch, or a
+            dict of named scalars whose sum is minimised; ``None`` for models that return their own loss
+        optimizer: an optimizer of the model's parameters, or a dict or list of optimizers that step together, each with
+            some of them, available as ``trainer.optimizer["name"]``; or a factory such as ``partial(AdamW, lr=1e-3)``,
+            called with the trainable parameters when a run first prepares the model; ``None`` to only evaluate or
+            predict
+        callbacks: callbacks, as instances or classes, called in this order; ``None`` is left out
+        run_history: where metrics are recorded; by default an ``InMemoryRunHistory``
+        accelerator: an ``accelerate.Accelerator``; by default one is created by ``_create_accelerator()``
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``; by default that of the launcher, or of an
+            ``Accelerator`` that you have already created. Trainers of a process may differ.
+        metrics: metrics to compute in each evaluation: a ``MetricsCallback`` with these is added before the other
+            callbacks
+        seed: makes each run a function of (code, data, seed): ``train`` seeds all generators, and the seed determines
+            the order of the data; by default no generator is ever seeded
+        compile_model: compile the model in place before its first run, with ``torch.compile``'s defaults or the
+            arguments in a dict; the names in its state do not change. ``"blocks"`` compiles the model's repeated blocks
+            one by one, which takes less time. A dict may have ``"blocks"``, too, see ``activation_checkpointing``.
+        compile_step: compile the forward pass and the loss of training batches as one, and their backward pass, in the
+            same way; a batch that cannot be compiled is computed as usual, with a warning that says why
+        channels_last: store the model's weights, and all tensors with 4 dimensions in batches, in the channels-last
+            memory format, which is faster for convolutions on many devices; shapes do not change
+        check_replicas: with several processes, check after the first update and after each epoch that all hold the same
+            weights; pass ``False`` if you average weights or gradients yourself, and not in every epoch
+        find_unused_parameters: with several processes, let ``DistributedDataParallel`` look in each step for parameters
+            that the loss does not depend on, which takes time; for models that use different parts in different steps
+        logical_processes: number of processes for which the job is defined: with a ``seed``, the run gives the same
+            bits on any number of real processes up to this. Everything counted per process is then per logical process.
+        deterministic: use deterministic kernels in runs, which may be slower, and raise an error for operations without
+            one; ``None`` leaves torch's setting unchanged. It is restored after a run.
+        activation_checkpointing: recompute activations in the backward pass instead of keeping them, which saves memory
+            and gives the same bits. ``True`` for all repeated blocks of the model, a fraction for a share of them, or
+            names of modules (with ``*``), classes, or a function ``(name, module) -> bool``
+
+    Attributes:
+        scheduler: the scheduler of the run, or ``None``
+        callback_handler: calls the callbacks; add another by ``callback_handler.add_callback``
+        division: how the work of each step is divided among the processes, a ``Division``
+        logical: with ``logical_processes``, the logical processes of this process, and the outputs of each in a step
+        saves_attributes: whether checkpoints and training states include what is trained besides the model, and
+            training states also all attributes of users that they can hold
+        unsaved_attributes: names of attributes to leave out of both
+        recomputes_gradients: whether updates may call ``recompute_gradients()``; with ``None``, they may if
+            ``optimizer_step`` is overridden and a method of the class names it
     """
 
     saves_attributes: ClassVar[bool] = True
@@ -461,46 +464,49 @@ class Trainer:
     ) -> None:
         """Train the model.
 
-        :param train_dataset: a map or iterable dataset, or a ``DataLoader`` of one, which keeps its own options;
-            batches are ``(inputs, targets)`` or dicts. A dict of map datasets gives dicts of batches, see
-            ``NamedDatasets``; for shares of several datasets, see ``Mixture``.
-        :param num_epochs: number of passes over the training data
-        :param eval_dataset: dataset or ``DataLoader`` to evaluate on, see ``eval_every_n_epochs``; ``None`` for no
-            evaluation. Datasets in a dict are evaluated one by one, and their names (strings) prefix the names of the
-            metrics.
-        :param per_device_batch_size: number of samples in a batch of one process. Like ``collate_fn`` and the
-            dataloader kwargs, it applies to datasets: a ``DataLoader`` has its own.
-        :param max_num_train_steps: number of optimizer updates after which to stop; overrides ``num_epochs``
-        :param gradient_accumulation_steps: number of batches per process in one update. A dict changes it after a
-            number of updates: with ``{0: 1, 1000: 4}``, updates use four times as many samples after 1000 updates
-        :param gradient_clip_value: maximum absolute value of each element of the gradients
-        :param gradient_clip_norm: maximum total norm of the gradients
-        :param create_scheduler_fn: ``"constant"``, ``"linear"``, ``"cosine"`` or ``"wsd"``, as long as the run, see
-            ``warmup_steps``; or a function that is called with the optimizer and returns a scheduler, such as a
-            ``functools.partial``, which may contain ``TrainerPlaceholderValues``. For several optimizers, it may
-            be a dict of these by optimizer name; optimizers that are not in the dict keep their rates.
-        :param train_dataloader_kwargs: arguments for the training ``DataLoader``, which override the defaults
-        :param eval_dataloader_kwargs: arguments for the evaluation ``DataLoader``, which override the defaults
-        :param reset_run_history: whether to delete the metrics of earlier runs
-        :param collate_fn: makes a batch from a list of samples
-        :param resume_from: training state to resume from: its directory, or ``"latest"`` for the newest intact one in
-            the ``save_dir`` of the ``SaveTrainingStateCallback``, if any; pass the same data and arguments as before
-        :param eval_every_n_epochs: evaluate after every n epochs, and after the last
-        :param evaluate_every: instead, evaluate at an ``Interval``, such as ``"500 updates"``, ``"0.25 epochs"``,
-            ``"100_000 samples"`` or ``"10 minutes"``, and at the end of the run
-        :param scheduler_interval: step the scheduler after every ``"update"``, or after every ``"epoch"`` and its
-            evaluation
-        :param scheduler_metric: with ``"epoch"``, the metric whose latest value is passed to the scheduler's ``step``,
-            as ``ReduceLROnPlateau`` needs; must be recorded before the end of the epoch's evaluation. The scheduler is
-            then stepped after every evaluation, also within an epoch, and not after epochs without one.
-        :param warmup_steps: with a schedule by name, the number of updates (or epochs, see ``scheduler_interval``) over
-            which the rate rises linearly; a number below 1 is a fraction of the run
-        :param auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many
-            micro-batches as needed, and accumulate their gradients, which are those of the whole batch; likewise
-            evaluation batches, whose losses and metrics are those of the whole batch
-        :param sanity_check: before the first update, try model, loss and metrics on one batch of each ``eval_dataset``
-            that can be indexed, so that mistakes show before an epoch is over. Nothing of it is kept or counted.
-        :raises NonFiniteLossError: if ``TerminateOnNaNCallback`` encounters a loss that is infinite or NaN
+        Args:
+            train_dataset: a map or iterable dataset, or a ``DataLoader`` of one, which keeps its own options; batches
+                are ``(inputs, targets)`` or dicts. A dict of map datasets gives dicts of batches, see
+                ``NamedDatasets``; for shares of several datasets, see ``Mixture``.
+            num_epochs: number of passes over the training data
+            eval_dataset: dataset or ``DataLoader`` to evaluate on, see ``eval_every_n_epochs``; ``None`` for no
+                evaluation. Datasets in a dict are evaluated one by one, and their names (strings) prefix the names of
+                the metrics.
+            per_device_batch_size: number of samples in a batch of one process. Like ``collate_fn`` and the dataloader
+                kwargs, it applies to datasets: a ``DataLoader`` has its own.
+            max_num_train_steps: number of optimizer updates after which to stop; overrides ``num_epochs``
+            gradient_accumulation_steps: number of batches per process in one update. A dict changes it after a number
+                of updates: with ``{0: 1, 1000: 4}``, updates use four times as many samples after 1000 updates
+            gradient_clip_value: maximum absolute value of each element of the gradients
+            gradient_clip_norm: maximum total norm of the gradients
+            create_scheduler_fn: ``"constant"``, ``"linear"``, ``"cosine"`` or ``"wsd"``, as long as the run, see
+                ``warmup_steps``; or a function that is called with the optimizer and returns a scheduler, such as a
+                ``functools.partial``, which may contain ``TrainerPlaceholderValues``. For several optimizers, it may be
+                a dict of these by optimizer name; optimizers that are not in the dict keep their rates.
+            train_dataloader_kwargs: arguments for the training ``DataLoader``, which override the defaults
+            eval_dataloader_kwargs: arguments for the evaluation ``DataLoader``, which override the defaults
+            reset_run_history: whether to delete the metrics of earlier runs
+            collate_fn: makes a batch from a list of samples
+            resume_from: training state to resume from: its directory, or ``"latest"`` for the newest intact one in the
+                ``save_dir`` of the ``SaveTrainingStateCallback``, if any; pass the same data and arguments as before
+            eval_every_n_epochs: evaluate after every n epochs, and after the last
+            evaluate_every: instead, evaluate at an ``Interval``, such as ``"500 updates"``, ``"0.25 epochs"``,
+                ``"100_000 samples"`` or ``"10 minutes"``, and at the end of the run
+            scheduler_interval: step the scheduler after every ``"update"``, or after every ``"epoch"`` and its
+                evaluation
+            scheduler_metric: with ``"epoch"``, the metric whose latest value is passed to the scheduler's ``step``, as
+                ``ReduceLROnPlateau`` needs; must be recorded before the end of the epoch's evaluation. The scheduler is
+                then stepped after every evaluation, also within an epoch, and not after epochs without one.
+            warmup_steps: with a schedule by name, the number of updates (or epochs, see ``scheduler_interval``) over
+                which the rate rises linearly; a number below 1 is a fraction of the run
+            auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many
+                micro-batches as needed, and accumulate their gradients, which are those of the whole batch; likewise
+                evaluation batches, whose losses and metrics are those of the whole batch
+            sanity_check: before the first update, try model, loss and metrics on one batch of each ``eval_dataset``
+                that can be indexed, so that mistakes show before an epoch is over. Nothing of it is kept or counted.
+
+        Raises:
+            NonFiniteLossError: if ``TerminateOnNaNCallback`` encounters a loss that is infinite or NaN
         """
         request = RunRequest(
             "training",
@@ -551,16 +557,19 @@ class Trainer:
         Can be called within a training run, which continues as if the evaluation had not happened. The other arguments
         are those of ``train()``.
 
-        :param dataset: a dataset or a ``DataLoader``; defaults to the ``eval_dataset`` of the last training run, and is
-            not needed if ``create_eval_dataloader`` is overridden. Datasets in a dict are evaluated one by one, and
-            their names (strings) prefix the names of the metrics.
-        :param dataloader_kwargs: arguments for the ``DataLoader``, which override the defaults; ``drop_last=True``
-            leaves out the samples of a smaller last batch
-        :param auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many
-            parts as needed; losses and metrics are those of the whole batch. Always on within a run that uses it.
-        :return: the latest value of every metric recorded during this evaluation, by name. The values are also appended
-            to the run history, except, within a run, for metrics that the run's own evaluations record. After a run,
-            its curves and rows do not contain them.
+        Args:
+            dataset: a dataset or a ``DataLoader``; defaults to the ``eval_dataset`` of the last training run, and is
+                not needed if ``create_eval_dataloader`` is overridden. Datasets in a dict are evaluated one by one, and
+                their names (strings) prefix the names of the metrics.
+            dataloader_kwargs: arguments for the ``DataLoader``, which override the defaults; ``drop_last=True`` leaves
+                out the samples of a smaller last batch
+            auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many parts
+                as needed; losses and metrics are those of the whole batch. Always on within a run that uses it.
+
+        Returns:
+            the latest value of every metric recorded during this evaluation, by name. The values are also appended to
+            the run history, except, within a run, for metrics that the run's own evaluations record. After a run, its
+            curves and rows do not contain them.
         """
         dataset = self._latest_eval_dataset if dataset is None else dataset
         return evaluation.evaluate(
@@ -580,14 +589,19 @@ class Trainer:
         evaluations of the run itself do not call it: to add to each of them, override ``eval_epoch_start`` or
         ``eval_epoch_end``.
 
-        :param model: a module to evaluate in place of the trainer's model, for example averaged weights. Checkpoints
-            saved meanwhile still contain the trainer's model.
-        :param prefix: prefix of the metric names in the run history
-        :param is_intermediate: passed to the evaluation events. If ``True``, losses are recorded as
-            ``intermediate_eval_loss``, otherwise as ``eval_loss_epoch``.
-        :param callbacks: called instead of the trainer's callbacks
-        :return: the mean losses by metric name
-        :raises RuntimeError: if called outside a training run, or in one without an ``eval_dataset``
+        Args:
+            model: a module to evaluate in place of the trainer's model, for example averaged weights. Checkpoints saved
+                meanwhile still contain the trainer's model.
+            prefix: prefix of the metric names in the run history
+            is_intermediate: passed to the evaluation events. If ``True``, losses are recorded as
+                ``intermediate_eval_loss``, otherwise as ``eval_loss_epoch``.
+            callbacks: called instead of the trainer's callbacks
+
+        Returns:
+            the mean losses by metric name
+
+        Raises:
+            RuntimeError: if called outside a training run, or in one without an ``eval_dataset``
         """
         return evaluation.run_evaluation(self, model, prefix, is_intermediate, callbacks)
 
@@ -605,11 +619,14 @@ class Trainer:
         Takes the same arguments as ``evaluate()``, and can be called in the same places. If ``dataloader_kwargs`` has a
         ``sampler`` or ``batch_sampler``, the outputs are for its samples, in its order.
 
-        :param dataset: a dataset, or a ``DataLoader`` in order, with or without targets, which are ignored
-        :param only_first: return the outputs only on the first process, and ``None`` on the others, which then need no
-            memory for them. All processes must make the call.
-        :return: the outputs of the model, concatenated over all samples, as a tensor of shape ``(len(dataset), ...)``,
-            or as tuples, lists or dicts of such tensors; the same on every process unless ``only_first``
+        Args:
+            dataset: a dataset, or a ``DataLoader`` in order, with or without targets, which are ignored
+            only_first: return the outputs only on the first process, and ``None`` on the others, which then need no
+                memory for them. All processes must make the call.
+
+        Returns:
+            the outputs of the model, concatenated over all samples, as a tensor of shape ``(len(dataset), ...)``, or as
+            tuples, lists or dicts of such tensors; the same on every process unless ``only_first``
         """
         return prediction.predict(
             self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first=only_first
@@ -661,16 +678,18 @@ class Trainer:
         critics, wherever it is, and modules in attributes that the run has changed (unless ``saves_attributes = False``
         in the trainer's class).
 
-        :param save_path: path of the file, usually ending in ``.pt``; missing folders are created. Or an open binary
-            file or ``io.BytesIO``, which the main process of the job writes from its position, flushes and leaves open;
-            the other processes may pass anything.
-        :param checkpoint_kwargs: further entries of the file
-        :param save_optimizer: whether to include the state of the optimizer, and of optimizers that are attributes
-        :param save_scheduler: whether to include the state of the scheduler, if any, and of schedulers that are
-            attributes
-        :param save_per_node: whether to save once on every machine, instead of once in the job
-        :param trainable_only: whether to leave out frozen parameters of the model, see ``save_model()``
-        :raises ValueError: if ``trainable_only`` would leave out everything, or a file is closed or cannot be written
+        Args:
+            save_path: path of the file, usually ending in ``.pt``; missing folders are created. Or an open binary file
+                or ``io.BytesIO``, which the main process of the job writes from its position, flushes and leaves open;
+                the other processes may pass anything.
+            checkpoint_kwargs: further entries of the file
+            save_optimizer: whether to include the state of the optimizer, and of optimizers that are attributes
+            save_scheduler: whether to include the state of the scheduler, if any, and of schedulers that are attributes
+            save_per_node: whether to save once on every machine, instead of once in the job
+            trainable_only: whether to leave out frozen parameters of the model, see ``save_model()``
+
+        Raises:
+            ValueError: if ``trainable_only`` would leave out everything, or a file is closed or cannot be written
         """
         saving.save_checkpoint(
             self,
@@ -696,16 +715,20 @@ class Trainer:
         have them. Weights that were left out (``trainable_only=True``) stay as they are, with a warning if they differ
         from those of the saved model.
 
-        :param checkpoint_path: path of the file, or of a directory of safetensors files; if the model is sharded, each
-            process reads only its own shards. A model from ``save_model()`` may be given by its URL. Or a training
-            state, for its weights alone: pass ``load_optimizer=False, load_scheduler=False``. Or an open binary file,
-            which each process reads from its own position.
-        :param load_optimizer: whether to load the state of the optimizer, if it was saved
-        :param load_scheduler: whether to load the state of the scheduler, if it was saved and the trainer has a
-            scheduler
-        :param strict: ``False`` to load only the weights that fit, and warn of the others
-        :return: the full content of the file
-        :raises ValueError: if it does not fit the model; lists missing and unexpected keys
+        Args:
+            checkpoint_path: path of the file, or of a directory of safetensors files; if the model is sharded, each
+                process reads only its own shards. A model from ``save_model()`` may be given by its URL. Or a training
+                state, for its weights alone: pass ``load_optimizer=False, load_scheduler=False``. Or an open binary
+                file, which each process reads from its own position.
+            load_optimizer: whether to load the state of the optimizer, if it was saved
+            load_scheduler: whether to load the state of the scheduler, if it was saved and the trainer has a scheduler
+            strict: ``False`` to load only the weights that fit, and warn of the others
+
+        Returns:
+            the full content of the file
+
+        Raises:
+            ValueError: if it does not fit the model; lists missing and unexpected keys
         """
         return saving.load_checkpoint(self, checkpoint_path, load_optimizer, load_scheduler, strict=strict)
 
@@ -726,19 +749,22 @@ class Trainer:
         Call it on every process, between updates: in ``on_train_step_checkpoint`` or ``on_epoch_checkpoint``, or after
         a run.
 
-        :param output_dir: directory of the state, or a URL such as ``"s3://bucket/state"`` (see
-            ``SaveTrainingStateCallback``); an existing state is replaced once the new one is complete
-        :param checkpoint_kwargs: further entries, returned by ``load_training_state()``
-        :param writer: writes a copy of the state in host memory while training continues; ``None`` to write immediately
-        :param then: called on every process once the state is complete
-        :param created_weights: fingerprints of weights that the resuming program creates itself; frozen parameters that
-            still have them are left out. By default, all weights are saved.
-        :param sharded: whether each process writes its own shards of sharded weights and of their optimizer state. By
-            default, they are gathered in the host memory of the first process, which writes them.
-        :raises TypeError: if a value cannot be stored without pickle; names the path to it
-        :raises OSError: if the state cannot be written
-        :raises RuntimeError: within a step or an accumulation window, even if the run was interrupted there, or in an
-            epoch whose order does not follow from a seed
+        Args:
+            output_dir: directory of the state, or a URL such as ``"s3://bucket/state"`` (see
+                ``SaveTrainingStateCallback``); an existing state is replaced once the new one is complete
+            checkpoint_kwargs: further entries, returned by ``load_training_state()``
+            writer: writes a copy of the state in host memory while training continues; ``None`` to write immediately
+            then: called on every process once the state is complete
+            created_weights: fingerprints of weights that the resuming program creates itself; frozen parameters that
+                still have them are left out. By default, all weights are saved.
+            sharded: whether each process writes its own shards of sharded weights and of their optimizer state. By
+                default, they are gathered in the host memory of the first process, which writes them.
+
+        Raises:
+            TypeError: if a value cannot be stored without pickle; names the path to it
+            OSError: if the state cannot be written
+            RuntimeError: within a step or an accumulation window, even if the run was interrupted there, or in an epoch
+                whose order does not follow from a seed
         """
         saving.save_training_state(
             self,
@@ -753,10 +779,15 @@ class Trainer:
     def load_training_state(self, input_dir: StrPath) -> StateDict:
         """Load a training state into the trainer. To resume a run, use ``train(resume_from=...)``, which calls this.
 
-        :param input_dir: directory or URL of the state
-        :return: the metadata of the state, ``current_epoch``, and the entries given as ``checkpoint_kwargs``
-        :raises DamagedStateError: if the state is damaged; names the file
-        :raises ValueError: if it does not fit the model or the optimizer
+        Args:
+            input_dir: directory or URL of the state
+
+        Returns:
+            the metadata of the state, ``current_epoch``, and the entries given as ``checkpoint_kwargs``
+
+        Raises:
+            DamagedStateError: if the state is damaged; names the file
+            ValueError: if it does not fit the model or the optimizer
         """
         return saving.load_training_state(self, input_dir)
 
@@ -765,7 +796,8 @@ class Trainer:
 
         Call it on every process.
 
-        :raises NonFiniteLossError: on all processes, if a weight is infinite or NaN on any of them
+        Raises:
+            NonFiniteLossError: on all processes, if a weight is infinite or NaN on any of them
         """
         saving.check_weights(self)
 
@@ -775,9 +807,10 @@ class Trainer:
         A resumed run restores it before it starts, and again when training continues, as ``train_epoch_start()`` and
         starting events may have reset it. ``find_lr`` and the like leave it as it was.
 
-        :param name: name of the object; the same in the resumed run
-        :param obj: an object with ``state_dict()`` and ``load_state_dict(state)``. Both are called on every process.
-            The state of the first process is saved for all: if states differ, ``gather()`` them in ``state_dict()``.
+        Args:
+            name: name of the object; the same in the resumed run
+            obj: an object with ``state_dict()`` and ``load_state_dict(state)``. Both are called on every process. The
+                state of the first process is saved for all: if states differ, ``gather()`` them in ``state_dict()``.
         """
         if not hasattr(obj, "state_dict") or not hasattr(obj, "load_state_dict"):
             raise TypeError(f"{name}={obj!r} must have state_dict() and load_state_dict(state).")
@@ -847,8 +880,11 @@ class Trainer:
         The samples of a ``DataLoader`` over a map dataset are divided among the processes; for other iterables, see
         ``pytorch_accel_lite.data``.
 
-        :param train_dl_kwargs: the user's arguments, which override those of ``get_default_train_dl_kwargs()``
-        :return: by default, a ``DataLoader`` of ``self.train_dataset``, or that itself if it is a loader
+        Args:
+            train_dl_kwargs: the user's arguments, which override those of ``get_default_train_dl_kwargs()``
+
+        Returns:
+            by default, a ``DataLoader`` of ``self.train_dataset``, or that itself if it is a loader
         """
         defaults = self.get_default_train_dl_kwargs(batch_size)
         source, self._train_dl_kwargs = loader_for(self.train_dataset, self.collate_fn, defaults, train_dl_kwargs)
@@ -885,8 +921,11 @@ class Trainer:
     def parallelize_model(self, mesh: DeviceMesh) -> str | os.PathLike[str] | None:
         """Override it to shard ``self.model`` in place, before the first run. The optimizer must then be a factory.
 
-        :param mesh: a ``DeviceMesh`` of all processes: the accelerator's, or one with a single dimension, ``"dp"``
-        :return: file or directory of safetensors for the tensors on the meta device; ``None`` to initialise them
+        Args:
+            mesh: a ``DeviceMesh`` of all processes: the accelerator's, or one with a single dimension, ``"dp"``
+
+        Returns:
+            file or directory of safetensors for the tensors on the meta device; ``None`` to initialise them
         """
 
     # -------------------------------------------------------------------------------- steps to override
@@ -907,10 +946,11 @@ class Trainer:
         ``target``, ``labels`` or ``y`` to a loss of torch), unless an optional argument is named like a target
         (``labels=None``); or the model returns its own ``loss``.
 
-        :return: a dict with ``loss``, a scalar tensor that is a mean over the batch, or a dict of named scalars whose
-            sum is minimised; optionally ``model_outputs``; ``batch_size``, derived from the batch if missing;
-            ``num_items_in_batch`` if the loss is a mean over something other than samples, such as tokens; and
-            anything else that callbacks need
+        Returns:
+            a dict with ``loss``, a scalar tensor that is a mean over the batch, or a dict of named scalars whose sum is
+            minimised; optionally ``model_outputs``; ``batch_size``, derived from the batch if missing;
+            ``num_items_in_batch`` if the loss is a mean over something other than samples, such as tokens; and anything
+            else that callbacks need
         """
         adapter = self.compiled_forward or self._batch_adapter
         return adapter.outputs_and_loss(self.model, self.loss_func, batch, self.current_run.batch)
@@ -921,7 +961,8 @@ class Trainer:
         Compute losses and call ``update()`` for each, as often as needed. A step counts as one update, however often it
         calls ``update()``. The model is then not wrapped in ``DistributedDataParallel``.
 
-        :return: values for callbacks; optionally ``loss``, to be recorded instead of the losses passed to ``update``
+        Returns:
+            values for callbacks; optionally ``loss``, to be recorded instead of the losses passed to ``update``
         """
         output = self.calculate_train_batch_loss(batch)
         self.update(total_loss(output["loss"]), num_items=output.get("num_items_in_batch"))
@@ -961,9 +1002,11 @@ class Trainer:
         epoch. Steps the scheduler ``num_updates`` times by default. Override it if the scheduler is stepped
         differently.
 
-        :param num_updates: number of updates that a run with the new settings would have made for the samples seen so
-            far
-        :raises TypeError: if ``scheduler_step`` is overridden and this method is not
+        Args:
+            num_updates: number of updates that a run with the new settings would have made for the samples seen so far
+
+        Raises:
+            TypeError: if ``scheduler_step`` is overridden and this method is not
         """
         if "scheduler_step" in self.current_run.overridden:
             raise TypeError(f"{type(self).__name__}.scheduler_step is overridden, so how to advance is unknown.")
@@ -1031,7 +1074,8 @@ class Trainer:
     def get_model(self, keep_torch_compile: bool = True) -> nn.Module:
         """Return the model without its wrappers for distributed training.
 
-        :param keep_torch_compile: whether to keep the wrapper of ``torch.compile``
+        Args:
+            keep_torch_compile: whether to keep the wrapper of ``torch.compile``
         """
         trained = self.current_run.loop.trained_model
         model = self.model if trained is None else trained
@@ -1047,7 +1091,8 @@ class Trainer:
         ``on_train_epoch_start``: the wrapper averages only gradients of parameters that were trained when it was
         created. With one process, it does nothing.
 
-        :raises RuntimeError: if the weights are sharded, or Accelerate has compiled the wrapper
+        Raises:
+            RuntimeError: if the weights are sharded, or Accelerate has compiled the wrapper
         """
         preparing.rewrap_model(self)
 
@@ -1080,7 +1125,8 @@ class Trainer:
         Checks every trained parameter (of the optimizer, and of optimizers that are attributes of a subclass) and the
         frozen parameters of the model. Skips sharded weights, and buffers, which may differ between two forward passes.
 
-        :raises RuntimeError: if they differ; names the ranks, the parameter and the likely cause
+        Raises:
+            RuntimeError: if they differ; names the ranks, the parameter and the likely cause
         """
         replicas.compare_replicas(self)
 

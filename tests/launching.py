@@ -81,7 +81,8 @@ def _await_all_ranks(begun: Any) -> None:
     The launcher has a thread that answers the ranks, and asks the system for their names, which takes a lock of the C
     library. A rank forked in the meantime would find that lock taken for ever, and could not connect to anything.
 
-    :param begun: the last attempt that each rank has begun, in memory that the ranks share
+    Args:
+        begun: the last attempt that each rank has begun, in memory that the ranks share
     """
     attempt, launcher = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1, os.getppid()
     begun[int(os.environ["LOCAL_RANK"])] = attempt
@@ -97,8 +98,9 @@ class WarmPython(subprocess.Popen[str]):
     So are the programs that it starts itself, such as the ranks of torchrun. Each is a process of its own, with an
     environment, pipes, signals, children and an end of its own.
 
-    :cvar children: how it starts programs itself
-    :cvar begun: for each job of which this process is the launcher or a rank, see ``_await_all_ranks()``
+    Attributes:
+        children: how it starts programs itself
+        begun: for each job of which this process is the launcher or a rank, see ``_await_all_ranks()``
     """
 
     children: type[subprocess.Popen[str]]
@@ -198,7 +200,8 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program, and return what it printed.
 
-    :param warm: Python, and all Python that it starts, as copies of this process; or the launcher of a job alone
+    Args:
+        warm: Python, and all Python that it starts, as copies of this process; or the launcher of a job alone
     """
     (done,) = launch_together([command], timeout, warm)
     return done
@@ -230,7 +233,8 @@ def launch_together(
 def use_filters(filters: Iterable[Any]) -> None:
     """In a copy of a process, treat warnings like a test does: most are errors. Print the others; pytest collects them.
 
-    :param filters: those of the test
+    Args:
+        filters: those of the test
     """
     kept = [*filters]
     warnings.resetwarnings()  # also forgets what was shown already
@@ -256,8 +260,11 @@ def _begin_copy() -> None:
 class Fork:
     """A copy of this process that runs something and ends: a program of its own, whose imports are paid for already.
 
-    :param output: a file for what it prints
-    :ivar returncode: minus the number of the signal that killed it; ``None`` while it runs
+    Args:
+        output: a file for what it prints
+
+    Attributes:
+        returncode: minus the number of the signal that killed it; ``None`` while it runs
     """
 
     def __init__(self, action: Callable[[], Any], output: Path) -> None:
@@ -449,7 +456,8 @@ def keeping_handlers() -> Iterator[None]:
 def run_elastic(processes: int, function: Callable[..., Any], *arguments: Any, max_restarts: int = 0) -> None:
     """Run a function as the ranks of a job, as torchrun does, but in copies of this process: nothing is imported again.
 
-    :raises torch.distributed.elastic.multiprocessing.errors.ChildFailedError: when a rank failed for good
+    Raises:
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: when a rank failed for good
     """
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 

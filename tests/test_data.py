@@ -423,7 +423,8 @@ def test_an_error_due_to_a_number_is_due_to_that_of_the_seed():
 class CollatesRarely:
     """Draws from the generators while collating the batch that has a chosen sample, and notes how often it is called.
 
-    :param draw: returns what is drawn
+    Args:
+        draw: returns what is drawn
     """
 
     def __init__(self, chosen: float, draw: Any) -> None:

@@ -229,7 +229,8 @@ def test_evaluation_after_every_nth_epoch_and_the_last(tmp_path):
 def only_within_epochs(callbacks: list[Any], epochs: int = 3, rises: bool = False, **kwargs: Any) -> Trainer:
     """Six updates in an epoch, and an evaluation after every fourth and after the last.
 
-    :param rises: whether the loss rises, so that the first evaluation is the best
+    Args:
+        rises: whether the loss rises, so that the first evaluation is the best
     """
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, maximize=rises)

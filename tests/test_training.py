@@ -46,7 +46,8 @@ class LearnedScale(nn.Module):
 class OfFirstRank(nn.Module):
     """A loss with a gradient for the third centre that only the first rank has; the others may have one for all.
 
-    :param others: whether they have, a dense one
+    Args:
+        others: whether they have, a dense one
     """
 
     def __init__(self, sparse: bool, others: bool) -> None:

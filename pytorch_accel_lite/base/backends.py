@@ -16,7 +16,8 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 def deterministic_kernels(wanted: bool | None) -> Iterator[None]:
     """Set ``torch.use_deterministic_algorithms`` for a block; if true, cuDNN does not choose kernels by their speed.
 
-    :param wanted: ``None`` leaves the user's own settings as they are
+    Args:
+        wanted: ``None`` leaves the user's own settings as they are
     """
     with ExitStack() as undo:
         if wanted is not None:

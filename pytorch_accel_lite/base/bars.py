@@ -67,8 +67,9 @@ class TerminalBar(tqdm):  # type: ignore[misc]
 class _AboveBars:
     """Stand-in for a terminal stream while bars are drawn: writes text above them, in complete lines.
 
-    :param stream: the wrapped stream
-    :param bars: the stream on which the bars are drawn
+    Args:
+        stream: the wrapped stream
+        bars: the stream on which the bars are drawn
     """
 
     def __init__(self, stream: TextIO, bars: TextIO) -> None:
@@ -183,8 +184,9 @@ class NotebookBar(tqdm):  # type: ignore[misc]
 class NotebookOutput:
     """The notebook output of a run, created once there is something to show, then updated in place.
 
-    :ivar html: content above the bars; ``text`` is its plain-text alternative
-    :ivar bars: the live bars
+    Attributes:
+        html: content above the bars; ``text`` is its plain-text alternative
+        bars: the live bars
     """
 
     _of_trainers: ClassVar[WeakKeyDictionary[object, NotebookOutput]] = WeakKeyDictionary()

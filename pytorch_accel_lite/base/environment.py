@@ -23,7 +23,8 @@ def available_cores() -> int:
 def cores_per_process(processes: int) -> int:
     """Return the number of cores of this machine available to each process, at least one.
 
-    :param processes: number of processes in the job, assumed to be on this machine unless the launcher says otherwise
+    Args:
+        processes: number of processes in the job, assumed to be on this machine unless the launcher says otherwise
     """
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     return max(available_cores() // max(local_processes, 1), 1)
@@ -60,7 +61,8 @@ def install_command(extra: str, package: str) -> str:
     It names the requirements rather than the extra: ``pip install 'pytorch-accel-lite[extra]'`` finds nothing, or
     another version, if this package was installed from a clone, a git URL or a file.
 
-    :param package: the package to install if the extra is unknown, as in a checkout that was never installed
+    Args:
+        package: the package to install if the extra is unknown, as in a checkout that was never installed
     """
     try:
         required = metadata.requires("pytorch-accel-lite") or []

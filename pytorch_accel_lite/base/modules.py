@@ -19,7 +19,8 @@ def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> nn.Module:
 
     Unlike Accelerate's function, it modifies no wrapper, so it can be used in the middle of a run.
 
-    :param keep_torch_compile: whether to keep the wrapper of ``torch.compile``
+    Args:
+        keep_torch_compile: whether to keep the wrapper of ``torch.compile``
     """
     while True:
         inner = getattr(model, "_orig_mod", None) if "_orig_mod" in getattr(model, "_modules", ()) else None

@@ -39,8 +39,9 @@ _TASKS = {"multiclass": "num_classes", "multilabel": "num_labels"}
 class Classification(NamedTuple):
     """The task of a classifier, as far as its outputs and targets show.
 
-    :ivar task: ``"binary"``, ``"multiclass"`` or ``"multilabel"``
-    :ivar size: the number of classes or labels; 2 in a binary task
+    Attributes:
+        task: ``"binary"``, ``"multiclass"`` or ``"multilabel"``
+        size: the number of classes or labels; 2 in a binary task
     """
 
     task: str
@@ -50,7 +51,8 @@ class Classification(NamedTuple):
     def of(cls, predictions: torch.Tensor, targets: torch.Tensor) -> Classification:
         """Return the task that the shapes of outputs and targets show. No value is read.
 
-        :raises ValueError: if the shapes are not those of a classifier
+        Raises:
+            ValueError: if the shapes are not those of a classifier
         """
         shape, wanted = predictions.shape, targets.shape
         is_of_classes = predictions.is_floating_point() and not targets.is_floating_point()
@@ -76,10 +78,13 @@ class Classification(NamedTuple):
 class NamedMetric:
     """A metric given by its name, and not created yet.
 
-    :param name: name of the class, in upper or lower case, with or without underscores; its initials, such as
-        ``"mse"``; or a common name, such as ``"f1"``, ``"auc"``, ``"iou"`` and ``"top5"``
-    :param arguments: arguments for the metric
-    :raises ValueError: if there is no such metric
+    Args:
+        name: name of the class, in upper or lower case, with or without underscores; its initials, such as ``"mse"``;
+            or a common name, such as ``"f1"``, ``"auc"``, ``"iou"`` and ``"top5"``
+        arguments: arguments for the metric
+
+    Raises:
+        ValueError: if there is no such metric
     """
 
     def __init__(self, name: str, arguments: Mapping[str, object]) -> None:

@@ -18,9 +18,12 @@ _LONGEST_PART = 150  # of a name made of several parts
 def parse_location(path: StrPath, argument: str = "path") -> Path | str:
     """Return a path as a ``Path``, without ``~``, and the URL of a folder in a remote store without a final slash.
 
-    :param argument: name of the argument, for the error
-    :raises TypeError: if it is neither text nor a path
-    :raises ValueError: if it names nothing
+    Args:
+        argument: name of the argument, for the error
+
+    Raises:
+        TypeError: if it is neither text nor a path
+        ValueError: if it names nothing
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
@@ -51,8 +54,11 @@ def _expand(text: str, argument: str) -> Path:
 def local_path(argument: str, path: StrPath, what: str = "what is written there") -> Path:
     """Return a path on a disk, without ``~``.
 
-    :param what: what is at the path, for the error
-    :raises ValueError: if it is the URL of a remote store, names nothing, or lies below a file
+    Args:
+        what: what is at the path, for the error
+
+    Raises:
+        ValueError: if it is the URL of a remote store, names nothing, or lies below a file
     """
     location = parse_location(path, argument)
     if isinstance(location, str):
@@ -74,7 +80,8 @@ def local_path(argument: str, path: StrPath, what: str = "what is written there"
 def file_path(argument: str, path: StrPath, what: str = "what is written there") -> Path:
     """Return the path of a file to write.
 
-    :raises ValueError: if it cannot be a file on a disk; names the argument
+    Raises:
+        ValueError: if it cannot be a file on a disk; names the argument
     """
     location = local_path(argument, path, what)
     text = os.fspath(path)
@@ -86,7 +93,8 @@ def file_path(argument: str, path: StrPath, what: str = "what is written there")
 def folder_path(argument: str, path: StrPath, what: str = "what is written there") -> Path:
     """Return the path of a folder to write to, which need not exist.
 
-    :raises ValueError: if it cannot be a folder on a disk; names the argument
+    Raises:
+        ValueError: if it cannot be a folder on a disk; names the argument
     """
     location = local_path(argument, path, what)
     if os.path.lexists(location) and not location.is_dir():
@@ -97,8 +105,9 @@ def folder_path(argument: str, path: StrPath, what: str = "what is written there
 def check_open_file(argument: str, file: PathOrFile, *, to_write: bool) -> None:
     """Check that an argument is an open file. Paths pass.
 
-    :raises TypeError: if it is neither a path nor a binary file; names the argument
-    :raises ValueError: if it is closed, or open only for the opposite direction
+    Raises:
+        TypeError: if it is neither a path nor a binary file; names the argument
+        ValueError: if it is closed, or open only for the opposite direction
     """
     if isinstance(file, (str, os.PathLike)):
         return

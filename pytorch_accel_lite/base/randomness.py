@@ -29,7 +29,8 @@ def mix(*numbers: int, after: int = 0) -> int:
 
     Torch's generators get the upper 63 bits, ``seed >> 1``.
 
-    :param after: the result of ``mix`` for preceding numbers
+    Args:
+        after: the result of ``mix`` for preceding numbers
     """
     state = after
     for number in numbers:
@@ -58,8 +59,9 @@ def seed_run(seed: int, alike: bool = False) -> None:
 def seed_generators(seed: int, with_torch: bool = True, with_others: bool = True) -> None:
     """Seed the generators of the CPU, which is ten times as fast as capturing and restoring their states.
 
-    :param with_torch: whether to seed torch's generator
-    :param with_others: whether to seed Python's and NumPy's
+    Args:
+        with_torch: whether to seed torch's generator
+        with_others: whether to seed Python's and NumPy's
     """
     if with_torch:
         # torch.manual_seed also visits every device, which costs a hundred times as much.

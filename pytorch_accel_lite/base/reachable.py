@@ -52,7 +52,8 @@ def reachable_from(roots: Iterable[object], in_loaders: bool = False) -> list[ob
     that they use, and methods their object. Lists that begin with data, and long lists and dicts, are not searched:
     they hold samples. Nor are objects of this package, except datasets.
 
-    :param in_loaders: whether to search what a ``DataLoader`` holds
+    Args:
+        in_loaders: whether to search what a ``DataLoader`` holds
     """
     excluded = (*_DATA, ModuleType, type) if in_loaders else (*_DATA, ModuleType, type, DataLoader)
     reached: dict[int, object] = {}

@@ -12,7 +12,8 @@ from pytorch_accel_lite.base.text import align, wrapped
 class Report:
     """The result of a tool, which consoles and notebooks show as a sentence, a table and a list of advice.
 
-    :cvar is_text: whether values are texts, aligned to the left, rather than numbers
+    Attributes:
+        is_text: whether values are texts, aligned to the left, rather than numbers
     """
 
     is_text: ClassVar[bool] = False

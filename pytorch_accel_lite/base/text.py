@@ -30,7 +30,8 @@ def visible(text: object, keeps: str = "") -> str:
 
     Line breaks would break a table, terminal codes would move the cursor, and lone surrogates fit into no file.
 
-    :param keeps: characters that stay unchanged
+    Args:
+        keeps: characters that stay unchanged
     """
     text = str(text)
     if text.isprintable():
@@ -69,7 +70,8 @@ def format_metric(value: object) -> str:
 def format_value(value: object, scientific: bool = False) -> str:
     """Return a number with four decimals, or three significant digits if small or large; empty if not a number.
 
-    :param scientific: always use scientific notation
+    Args:
+        scientific: always use scientific notation
     """
     value = to_number(value)
     if not isinstance(value, (int, float)):
@@ -100,7 +102,8 @@ def format_bytes(size: float) -> str:
 def wrapped(text: str, indent: str = "") -> str:
     """Wrap a text to the width of the terminal, or leave it in one line if the output is not a terminal.
 
-    :param indent: prefix of all lines after the first
+    Args:
+        indent: prefix of all lines after the first
     """
     if not is_terminal(sys.stdout):
         return text

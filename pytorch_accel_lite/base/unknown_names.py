@@ -231,7 +231,8 @@ _GONE = {
 def suggest(word: str, existing: Collection[str], cutoff: float = 0.6) -> str:
     """Return ``" Did you mean 'x'?"`` for the name that other libraries call ``word``, or a similar one, or nothing.
 
-    :param cutoff: how similar a word must be, from 0 to 1
+    Args:
+        cutoff: how similar a word must be, from 0 to 1
     """
     ours = [ours for ours in _our_names(word) if ours in existing]
     return f" Did you mean {' or '.join(map(repr, ours))}?" if ours else did_you_mean(word, existing, cutoff)
@@ -356,8 +357,11 @@ def _warn_of_hooks(cls: type, defined: Collection[str], events: Collection[str])
 def check_subclass(cls: type, trainer_class: type, events: Collection[str] = ()) -> None:
     """Warn of overrides that are never called when a subclass of the trainer is defined.
 
-    :param events: names of the events of callbacks
-    :raises TypeError: if it redefines a read-only attribute of the trainer, on which the trainer relies
+    Args:
+        events: names of the events of callbacks
+
+    Raises:
+        TypeError: if it redefines a read-only attribute of the trainer, on which the trainer relies
     """
     classes = [c for c in cls.__mro__ if c is not object and (c is cls or not issubclass(c, trainer_class))]
     defined = {name: value for c in reversed(classes) for name, value in vars(c).items()}

@@ -118,7 +118,8 @@ __all__ = [
 def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallback], ...]:
     """Return the callbacks that a trainer uses by default.
 
-    :param progress_bar: include ``ProgressBarCallback``
+    Args:
+        progress_bar: include ``ProgressBarCallback``
     """
     is_shown = check_bool("progress_bar", progress_bar)
     bar: tuple[type[TrainerCallback], ...] = (ProgressBarCallback,) if is_shown else ()

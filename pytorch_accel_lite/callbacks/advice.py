@@ -50,7 +50,8 @@ class AdviceCallback(TrainerCallback):
     Only the first epoch of a run is measured. For a closer look at speed before a run, see
     ``Trainer.diagnose()``.
 
-    :param min_seconds: shortest waiting time in seconds to report
+    Args:
+        min_seconds: shortest waiting time in seconds to report
     """
 
     def __init__(self, min_seconds: float = 1.0) -> None:

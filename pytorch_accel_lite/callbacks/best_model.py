@@ -33,24 +33,25 @@ class SaveBestModelCallback(MetricWatcher):
     model of an attempt that was killed before the run resumed. Non-finite weights are never saved; they end the run
     with ``NonFiniteLossError``.
 
-    :param save_path: the checkpoint file, usually ending in ``.pt``; see ``Trainer.save_checkpoint()``
-    :param watch_metric: name of the metric in the run history; its value is saved in the file under the same name. A
-        training loss is a mean over an epoch in which the weights change; the weights at its end are saved. To choose
-        by the loss of the saved weights, pass the training data as an ``eval_dataset``, too.
-    :param greater_is_better: whether larger values are better; ``None`` uses what the metric declares, see
-        ``MetricsCallback``. If it declares nothing, smaller values are better, with
-        a warning unless it is a loss. A value that contradicts the metric raises an error.
-    :param reset_on_train: compare only with values of the current training run
-    :param save_optimizer: include the optimizer's state
-    :param save_scheduler: include the scheduler's state
-    :param load_saved_checkpoint: load the best model at the end of the run
-    :param keep: number of best models to keep. If more than one, each is also saved with its epoch in the name, such as
-        ``best_model-epoch0003.pt`` next to ``best_model.pt``, which is always the best; or, in a run that evaluates
-        within epochs, with its update, such as ``best_model-update000000500.pt``. A second run with ``reset_on_train``
-        removes the files of the previous run, even from another program; without it, the better of two models
-        of the same name is kept.
-    :param trainable_only: leave out frozen parameters of the model, such as those of a pretrained one with adapters,
-        which must stay frozen during the run; see ``Trainer.save_model()``
+    Args:
+        save_path: the checkpoint file, usually ending in ``.pt``; see ``Trainer.save_checkpoint()``
+        watch_metric: name of the metric in the run history; its value is saved in the file under the same name. A
+            training loss is a mean over an epoch in which the weights change; the weights at its end are saved. To
+            choose by the loss of the saved weights, pass the training data as an ``eval_dataset``, too.
+        greater_is_better: whether larger values are better; ``None`` uses what the metric declares, see
+            ``MetricsCallback``. If it declares nothing, smaller values are better, with a warning unless it is a loss.
+            A value that contradicts the metric raises an error.
+        reset_on_train: compare only with values of the current training run
+        save_optimizer: include the optimizer's state
+        save_scheduler: include the scheduler's state
+        load_saved_checkpoint: load the best model at the end of the run
+        keep: number of best models to keep. If more than one, each is also saved with its epoch in the name, such as
+            ``best_model-epoch0003.pt`` next to ``best_model.pt``, which is always the best; or, in a run that evaluates
+            within epochs, with its update, such as ``best_model-update000000500.pt``. A second run with
+            ``reset_on_train`` removes the files of the previous run, even from another program; without it, the better
+            of two models of the same name is kept.
+        trainable_only: leave out frozen parameters of the model, such as those of a pretrained one with adapters, which
+            must stay frozen during the run; see ``Trainer.save_model()``
     """
 
     _failed = False

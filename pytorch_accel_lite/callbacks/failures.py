@@ -36,13 +36,16 @@ class SkipFailedBatchesCallback(TrainerCallback):
 
     Batches of a stream or of your own loader must be readable.
 
-    :param max_failures: number of batches that may fail in a run; the next failure ends the run with its error
-    :param phases: where batches are skipped: any of ``"training"``, ``"evaluation"`` and ``"prediction"``. Tests
-        evaluate and predict.
-    :ivar failures: a dict for each failed batch of the run, or of ``evaluate`` or ``predict`` outside one, with
-        ``phase``, ``epoch``, ``step``, ``rank``, the ``indices`` of its samples in the dataset (``None`` if unknown)
-        and the ``error``; in an evaluation of several datasets also ``dataset``. Evaluations and predictions add
-        failures when they end.
+    Args:
+        max_failures: number of batches that may fail in a run; the next failure ends the run with its error
+        phases: where batches are skipped: any of ``"training"``, ``"evaluation"`` and ``"prediction"``. Tests evaluate
+            and predict.
+
+    Attributes:
+        failures: a dict for each failed batch of the run, or of ``evaluate`` or ``predict`` outside one, with
+            ``phase``, ``epoch``, ``step``, ``rank``, the ``indices`` of its samples in the dataset (``None`` if
+            unknown) and the ``error``; in an evaluation of several datasets also ``dataset``. Evaluations and
+            predictions add failures when they end.
     """
 
     def __init__(self, max_failures: int = 10, *, phases: Collection[str] = ("training",)) -> None:

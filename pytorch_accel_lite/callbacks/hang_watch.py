@@ -28,11 +28,12 @@ class HangWatchCallback(TrainerCallback):
 
     A step only increments a counter; it reads no clock.
 
-    :param seconds: how long a run may make no progress
-    :param end: after the report, end every process with exit code 75, so that a launcher restarts the job from its last
-        training state. The time limit of all process groups is then lowered to a little more than twice ``seconds``,
-        in case a process cannot end itself. Both apply only after the first update of a run, which may take longer, for
-        example to compile the model; before it, a hang is only reported.
+    Args:
+        seconds: how long a run may make no progress
+        end: after the report, end every process with exit code 75, so that a launcher restarts the job from its last
+            training state. The time limit of all process groups is then lowered to a little more than twice
+            ``seconds``, in case a process cannot end itself. Both apply only after the first update of a run, which may
+            take longer, for example to compile the model; before it, a hang is only reported.
     """
 
     def __init__(self, seconds: float = 300, end: bool = False) -> None:

@@ -21,7 +21,8 @@ class LimitBatchesCallback(TrainerCallback):
     ``PT_ACC_LIMIT_BATCHES`` adds this callback to every trainer; see also
     ``pytorch_accel_lite.utils.LimitBatches``.
 
-    :param num_batches: number of batches that each process reads
+    Args:
+        num_batches: number of batches that each process reads
     """
 
     def __init__(self, num_batches: int) -> None:
@@ -47,8 +48,9 @@ def limit_from_environment() -> list[TrainerCallback]:
 class LimitEvalStepsCallback(TrainerCallback):
     """Limit the number of batches in evaluations. If several limits apply, the smallest wins.
 
-    :param num_eval_steps: number of batches that each process reads
-    :param limit_intermediate_only: limit only evaluations within a training epoch
+    Args:
+        num_eval_steps: number of batches that each process reads
+        limit_intermediate_only: limit only evaluations within a training epoch
     """
 
     def __init__(self, num_eval_steps: int, limit_intermediate_only: bool = True) -> None:

@@ -42,20 +42,21 @@ class MetricsCallback(TrainerCallback):
     Callbacks that watch a metric learn from its ``higher_is_better`` which values are better. Metrics that validate
     their inputs may read from the device in every step; create them with ``validate_args=False``.
 
-    :param metrics: a ``Metric``, a ``MetricCollection``, or a dict of metrics by name; or the name of a torchmetrics
-        metric, such as ``"accuracy"``, ``"f1"``, ``"top5"`` or ``"mse"``, a list of names, or names in the dict
-    :param transform: called as ``transform(batch, batch_output)``; returns the arguments for the metric's ``update``:
-        predictions and targets. Defaults to the model's output (or its ``logits``) and the batch's second element (or
-        its ``labels``).
-    :param train: also compute the metrics over each training epoch, recorded with the prefix ``train_``
-    :param only: names of the values to record; by default all, which may be many for metrics that compute several, such
-        as ``MeanAveragePrecision``
-    :param num_classes: number of classes of metrics by name, which are then multiclass metrics
-    :param num_labels: number of labels of metrics by name, which are then multilabel metrics
-    :param task: task of classification metrics by name. Without it, ``num_classes`` and ``num_labels``, the shapes of
-        the first outputs and targets show what the classifier does.
-    :param arguments: further arguments of metrics by name, such as ``average="macro"``, with the defaults of
-        ``torchmetrics.Accuracy(task=...)`` and the like
+    Args:
+        metrics: a ``Metric``, a ``MetricCollection``, or a dict of metrics by name; or the name of a torchmetrics
+            metric, such as ``"accuracy"``, ``"f1"``, ``"top5"`` or ``"mse"``, a list of names, or names in the dict
+        transform: called as ``transform(batch, batch_output)``; returns the arguments for the metric's ``update``:
+            predictions and targets. Defaults to the model's output (or its ``logits``) and the batch's second element
+            (or its ``labels``).
+        train: also compute the metrics over each training epoch, recorded with the prefix ``train_``
+        only: names of the values to record; by default all, which may be many for metrics that compute several, such as
+            ``MeanAveragePrecision``
+        num_classes: number of classes of metrics by name, which are then multiclass metrics
+        num_labels: number of labels of metrics by name, which are then multilabel metrics
+        task: task of classification metrics by name. Without it, ``num_classes`` and ``num_labels``, the shapes of the
+            first outputs and targets show what the classifier does.
+        arguments: further arguments of metrics by name, such as ``average="macro"``, with the defaults of
+            ``torchmetrics.Accuracy(task=...)`` and the like
     """
 
     def __init__(
@@ -356,7 +357,8 @@ def _merge_over_ranks(metrics: MetricCollection, shares: Callable[[], list[Metri
 
     Unlike torchmetrics' own synchronisation, this works if a process has no samples and states are lists.
 
-    :param shares: returns the shares of this process
+    Args:
+        shares: returns the shares of this process
     """
     if ranks.world_size == 1 and shares()[0] is metrics:
         return
@@ -397,7 +399,8 @@ def _never() -> bool:
 def default_transform(batch: BatchData, batch_output: Mapping[str, Tree]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the predictions and targets of a batch: the default ``transform`` of ``MetricsCallback``.
 
-    :raises ValueError: if they cannot be determined
+    Raises:
+        ValueError: if they cannot be determined
     """
     outputs = batch_output.get("model_outputs", batch_output)  # an overridden method may return logits directly
     predictions = outputs if isinstance(outputs, torch.Tensor) else _find(outputs, ("logits", "predictions"))

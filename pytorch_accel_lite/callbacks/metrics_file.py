@@ -32,13 +32,16 @@ class MetricsFileCallback(StepLogger):
     ``NaN``, ``Infinity`` and ``-Infinity``; values that are not numbers are written as strings. In CSV, names and texts
     that a spreadsheet would take for formulas begin with a quote.
 
-    :param path: the file to write; missing directories are created. A run that is not resumed replaces the file.
-    :param every_n_updates: also write a row every n updates to a second file, ``metrics_updates.jsonl`` next to
-        ``metrics.jsonl``, with ``update``, ``epoch``, the mean ``loss`` since the previous row and the
-        ``step_metrics`` of other callbacks
-    :param every: instead, write these rows at an ``Interval``, such as ``"10_000 samples"``
-    :raises ValueError: for any other suffix; at the start of a run, if another callback writes to one of the files
-    :raises OSError: at the start of a run, if the file cannot be written
+    Args:
+        path: the file to write; missing directories are created. A run that is not resumed replaces the file.
+        every_n_updates: also write a row every n updates to a second file, ``metrics_updates.jsonl`` next to
+            ``metrics.jsonl``, with ``update``, ``epoch``, the mean ``loss`` since the previous row and the
+            ``step_metrics`` of other callbacks
+        every: instead, write these rows at an ``Interval``, such as ``"10_000 samples"``
+
+    Raises:
+        ValueError: for any other suffix; at the start of a run, if another callback writes to one of the files
+        OSError: at the start of a run, if the file cannot be written
     """
 
     def __init__(
@@ -109,7 +112,8 @@ class MetricsFileCallback(StepLogger):
 class _RowFile:
     """A file of rows, as JSON lines or CSV by its suffix.
 
-    :ivar last_row: the row written last
+    Attributes:
+        last_row: the row written last
     """
 
     def __init__(self, path: Path) -> None:

@@ -36,23 +36,28 @@ class ModelEmaCallback(MetricWatcher):
     Place this callback before callbacks that use its metrics. The averaged weights never replace the trained ones: they
     are in ``callback.ema.module`` and in the saved file.
 
-    :param decay: fraction of the average retained at each update, from 0 to 1
-    :param evaluate_during_training: evaluate the averaged model whenever the model is evaluated at the end of an
-        epoch, and save it if it is the best so far; if ``False``, save it after every epoch
-    :param save_path: portable checkpoint file for the averaged model; ``None`` does not save it. If the same callback
-        is used in several runs, only a better average replaces the best one.
-    :param watch_metric: name, including the prefix, of the metric that determines the best average; defaults to the
-        evaluation loss, ``ema_model_eval_loss_epoch``
-    :param greater_is_better: whether larger values are better; ``None`` uses what the metric declares, see
-        ``SaveBestModelCallback``
-    :param model_ema: the averaging class, called as ``model_ema(model, decay=decay)``
-    :param callbacks: the only callbacks, such as metrics, that take part in evaluating the averaged model
-    :param update_every: ``"update"``, or ``"epoch"`` to average once per epoch
-    :param warmup: start with a smaller decay, see ``ModelEma``
-    :param prefix: prefix of the averaged model's metric names; must be unique if there are several averages
-    :ivar ema: the ``ModelEma`` of the current or last run, also available as ``ema_model``
-    :raises ValueError: at the start of a run, if two averages share a prefix, or the weights are sharded by an engine
-        that does not show them (FSDP1, DeepSpeed)
+    Args:
+        decay: fraction of the average retained at each update, from 0 to 1
+        evaluate_during_training: evaluate the averaged model whenever the model is evaluated at the end of an epoch,
+            and save it if it is the best so far; if ``False``, save it after every epoch
+        save_path: portable checkpoint file for the averaged model; ``None`` does not save it. If the same callback is
+            used in several runs, only a better average replaces the best one.
+        watch_metric: name, including the prefix, of the metric that determines the best average; defaults to the
+            evaluation loss, ``ema_model_eval_loss_epoch``
+        greater_is_better: whether larger values are better; ``None`` uses what the metric declares, see
+            ``SaveBestModelCallback``
+        model_ema: the averaging class, called as ``model_ema(model, decay=decay)``
+        callbacks: the only callbacks, such as metrics, that take part in evaluating the averaged model
+        update_every: ``"update"``, or ``"epoch"`` to average once per epoch
+        warmup: start with a smaller decay, see ``ModelEma``
+        prefix: prefix of the averaged model's metric names; must be unique if there are several averages
+
+    Attributes:
+        ema: the ``ModelEma`` of the current or last run, also available as ``ema_model``
+
+    Raises:
+        ValueError: at the start of a run, if two averages share a prefix, or the weights are sharded by an engine that
+            does not show them (FSDP1, DeepSpeed)
     """
 
     def __init__(

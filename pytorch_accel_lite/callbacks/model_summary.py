@@ -21,7 +21,8 @@ class ModelSummaryCallback(TrainerCallback):
 
     One more forward pass, in evaluation mode, gives the shapes, and changes nothing. See ``Trainer.summary()``.
 
-    :param depth: number of levels of nested modules to list
+    Args:
+        depth: number of levels of nested modules to list
     """
 
     def __init__(self, depth: int = 3) -> None:

@@ -33,12 +33,17 @@ class MomentumTeacherCallback(ModelEmaCallback):
     Training states include the teacher. It works for any model that
     ``ModelEmaCallback`` can average, including sharded models.
 
-    :param momentum: fraction of the teacher retained at each update, from 0 to 1, or a function that is called with
-        the number of updates made before this one, from 0, and the number of updates of the run. 0 copies the model.
-    :param every_n_updates: number of updates between two updates of the teacher
-    :param save_path: portable checkpoint file for the teacher, saved after every epoch; ``None`` does not save it
-    :ivar ema: the average that serves as the teacher
-    :raises ValueError: at the start of a run, if ``momentum`` is a function and the length of the run is not known
+    Args:
+        momentum: fraction of the teacher retained at each update, from 0 to 1, or a function that is called with the
+            number of updates made before this one, from 0, and the number of updates of the run. 0 copies the model.
+        every_n_updates: number of updates between two updates of the teacher
+        save_path: portable checkpoint file for the teacher, saved after every epoch; ``None`` does not save it
+
+    Attributes:
+        ema: the average that serves as the teacher
+
+    Raises:
+        ValueError: at the start of a run, if ``momentum`` is a function and the length of the run is not known
     """
 
     def __init__(

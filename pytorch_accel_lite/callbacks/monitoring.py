@@ -120,7 +120,8 @@ class GradientNormCallback(TrainerCallback):
 class GradientNorms:
     """The norms of an epoch.
 
-    :param clipped: how many were above the limit; ``None`` without a limit
+    Args:
+        clipped: how many were above the limit; ``None`` without a limit
     """
 
     sum: float | torch.Tensor = 0.0

@@ -31,11 +31,12 @@ from pytorch_accel_lite.run.state import TrainerLike
 class NonFinite:
     """Where numbers stopped being finite in a forward pass.
 
-    :param layer: name of the first module whose output is not finite, ``None`` if all outputs are finite
-    :param kind: class of that module
-    :param inputs_are_finite: whether the module's inputs are finite
-    :param weights_are_finite: whether the parameters and buffers of the module itself are finite
-    :param operations: where the first infinite value and the first NaN come from, if the step was repeated
+    Args:
+        layer: name of the first module whose output is not finite, ``None`` if all outputs are finite
+        kind: class of that module
+        inputs_are_finite: whether the module's inputs are finite
+        weights_are_finite: whether the parameters and buffers of the module itself are finite
+        operations: where the first infinite value and the first NaN come from, if the step was repeated
     """
 
     layer: str | None = None
@@ -75,10 +76,13 @@ class NaNReportCallback(TrainerCallback):
     This is a debugging tool: it looks at the outputs of all layers, reads the loss of every batch and the gradient norm
     of every update from the device, and makes compiled models run uncompiled.
 
-    :param directory: where reports are written
-    :param check_gradients: check gradients as well as losses; ignored with a gradient scaler (fp16), which finds its
-        scale by letting gradients overflow
-    :ivar report: path of this process's report, ``None`` if everything was finite
+    Args:
+        directory: where reports are written
+        check_gradients: check gradients as well as losses; ignored with a gradient scaler (fp16), which finds its scale
+            by letting gradients overflow
+
+    Attributes:
+        report: path of this process's report, ``None`` if everything was finite
     """
 
     def __init__(self, directory: str | os.PathLike[str] = "nan_reports", check_gradients: bool = True) -> None:
@@ -98,11 +102,16 @@ class NaNReportCallback(TrainerCallback):
         run, bit by bit. Without a state, trains from the start, which needs a seed and a trainer that has not trained.
         The callbacks of the trainer do everything again, such as saving. Call it on every process.
 
-        :param trainer: created as for the run, with a callback of this class
-        :param report: path of the report
-        :param args: the arguments of ``Trainer.train()``, as for the run
-        :return: where the numbers stopped being finite, on any process; also printed
-        :raises ValueError: if the step cannot be repeated, or if the trainer has no callback of this class
+        Args:
+            trainer: created as for the run, with a callback of this class
+            report: path of the report
+            args: the arguments of ``Trainer.train()``, as for the run
+
+        Returns:
+            where the numbers stopped being finite, on any process; also printed
+
+        Raises:
+            ValueError: if the step cannot be repeated, or if the trainer has no callback of this class
         """
         repeated = _Repetition(json.loads(Path(report).read_text()))
         callback = next((callback for callback in trainer.callback_handler if isinstance(callback, cls)), None)
@@ -267,9 +276,10 @@ class _Found(NamedTuple):
 class _Repetition:
     """A step that is repeated.
 
-    :ivar state: the training state from which the run resumes
-    :ivar is_reached: whether the step, or the accumulation window that it ends, has begun
-    :ivar found: the first step of this process with a number that is not finite
+    Attributes:
+        state: the training state from which the run resumes
+        is_reached: whether the step, or the accumulation window that it ends, has begun
+        found: the first step of this process with a number that is not finite
     """
 
     def __init__(self, summary: JsonObject) -> None:

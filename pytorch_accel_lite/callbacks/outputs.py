@@ -52,14 +52,17 @@ class ShowOutputsCallback(TrainerCallback):
     with the same states of random generators, so that sharded models can compute; only the value of the first one is
     shown. Training is unaffected: its results are the same bits.
 
-    :param function: called with the trainer's model, without wrappers; returns a text or a picture, or a dict of them
-        by name, such as the prompt. Other values are shown as ``str`` shows them.
-    :param every: an ``Interval`` between the calls, such as ``"500 updates"``
-    :param name: name of the text or picture, unless the function returns a dict
-    :param show: print the texts, and show pictures in notebooks
-    :param folder: where pictures are written, as ``name-000500.png`` after update 500; created if there are any
-    :ivar shown: what was shown in the run, the latest 100 times: dicts of the ``update``, the ``texts`` by name (for
-        pictures, their paths) and, if there are any, the paths of ``pictures`` by name
+    Args:
+        function: called with the trainer's model, without wrappers; returns a text or a picture, or a dict of them by
+            name, such as the prompt. Other values are shown as ``str`` shows them.
+        every: an ``Interval`` between the calls, such as ``"500 updates"``
+        name: name of the text or picture, unless the function returns a dict
+        show: print the texts, and show pictures in notebooks
+        folder: where pictures are written, as ``name-000500.png`` after update 500; created if there are any
+
+    Attributes:
+        shown: what was shown in the run, the latest 100 times: dicts of the ``update``, the ``texts`` by name (for
+            pictures, their paths) and, if there are any, the paths of ``pictures`` by name
     """
 
     def __init__(

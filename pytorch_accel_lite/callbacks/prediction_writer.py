@@ -35,11 +35,14 @@ class PredictionWriterCallback(TrainerCallback):
 
     Samples of batches that are left out (``SkipFailedBatchesCallback``) count as written, without an output.
 
-    :param directory: where shards are written; created if missing
-    :param shard_size: minimum number of samples in a process's shard
-    :param overwrite: remove the shards of an earlier prediction instead of resuming it
-    :raises ValueError: if the directory contains predictions for a dataset of another length
-    :raises OSError: if the processes do not share the directory
+    Args:
+        directory: where shards are written; created if missing
+        shard_size: minimum number of samples in a process's shard
+        overwrite: remove the shards of an earlier prediction instead of resuming it
+
+    Raises:
+        ValueError: if the directory contains predictions for a dataset of another length
+        OSError: if the processes do not share the directory
     """
 
     def __init__(

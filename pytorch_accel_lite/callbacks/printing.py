@@ -77,7 +77,8 @@ class LogMetricsCallback(TrainerCallback):
     def log_metrics(self, trainer: TrainerLike, metrics: dict[str, MetricValue]) -> None:
         """Print metrics on one line.
 
-        :param metrics: new values by name
+        Args:
+            metrics: new values by name
         """
         trainer.print("  " + ", ".join(f"{visible(name)}: {format_metric(value)}" for name, value in metrics.items()))
 

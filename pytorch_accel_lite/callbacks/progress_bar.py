@@ -25,8 +25,9 @@ from pytorch_accel_lite.run.state import TrainerLike
 class _Speed:
     """Samples and seconds of training, decaying exponentially with a time constant of ten seconds.
 
-    :ivar samples: the decaying number of samples
-    :ivar seconds: the decaying time; 0 until the end of the first step, which may take much longer than others
+    Attributes:
+        samples: the decaying number of samples
+        seconds: the decaying time; 0 until the end of the first step, which may take much longer than others
     """
 
     def __init__(self) -> None:
@@ -58,9 +59,10 @@ class ProgressBarCallback(TrainerCallback):
     printed text appears above the bar. Only the first process of each machine shows bars, and only if its output is a
     terminal or a notebook; otherwise, as in a cluster job's log, it prints a line at intervals.
 
-    :param show_always: show bars even if the output is a file or a pipe
-    :param refresh_seconds: seconds between refreshes of the bar
-    :param line_every_seconds: seconds between lines where there are no bars; ``None`` prints no lines
+    Args:
+        show_always: show bars even if the output is a file or a pipe
+        refresh_seconds: seconds between refreshes of the bar
+        line_every_seconds: seconds between lines where there are no bars; ``None`` prints no lines
     """
 
     def __init__(

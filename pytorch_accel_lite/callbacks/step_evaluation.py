@@ -15,7 +15,8 @@ class StepBasedEvaluationCallback(TrainerCallback):
     run's own, pass ``evaluate_every`` to ``train()`` instead. Training is unaffected: the final weights have the same
     bits as without these evaluations.
 
-    :param eval_every_n_steps: number of optimizer updates between evaluations
+    Args:
+        eval_every_n_steps: number of optimizer updates between evaluations
     """
 
     def __init__(self, eval_every_n_steps: int) -> None:

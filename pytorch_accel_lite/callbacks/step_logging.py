@@ -56,7 +56,8 @@ class BackgroundWorker:
     def submit(self, job: Callable[[], None]) -> None:
         """Run a job after all earlier ones.
 
-        :raises BaseException: the error of an earlier job that failed
+        Raises:
+            BaseException: the error of an earlier job that failed
         """
         self._raise_failure()
         self._jobs.put(job)
@@ -64,8 +65,11 @@ class BackgroundWorker:
     def wait(self, seconds: float | None = None) -> None:
         """Wait until all jobs are done.
 
-        :param seconds: timeout
-        :raises BaseException: the error of a job that failed
+        Args:
+            seconds: timeout
+
+        Raises:
+            BaseException: the error of a job that failed
         """
         with self._jobs.all_tasks_done:
             self._jobs.all_tasks_done.wait_for(lambda: not self._jobs.unfinished_tasks, seconds)
@@ -99,8 +103,9 @@ class StepLogger(TrainerCallback, ABC):
     computes, and averaged over all processes a few rows later; rows are written in the background. ``state_dict()``
     waits for all of this, so that every state has its rows and no row is lost or written twice.
 
-    :param every_n_updates: number of updates between rows; ``None`` logs no rows
-    :param every: instead, an ``Interval`` between rows, such as ``"10_000 samples"``
+    Args:
+        every_n_updates: number of updates between rows; ``None`` logs no rows
+        every: instead, an ``Interval`` between rows, such as ``"10_000 samples"``
     """
 
     def __init__(self, every_n_updates: int | None = None, every: str | Interval | None = None) -> None:
@@ -121,9 +126,10 @@ class StepLogger(TrainerCallback, ABC):
     def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:
         """Write a row. Called on the first process only, in order, in the background.
 
-        :param update: number of updates made
-        :param epoch: number of the epoch, from 1
-        :param values: the mean ``loss`` since the last row, and the step metrics, averaged over the processes with them
+        Args:
+            update: number of updates made
+            epoch: number of the epoch, from 1
+            values: the mean ``loss`` since the last row, and the step metrics, averaged over the processes with them
         """
 
     def in_background(self, job: Callable[[], None]) -> None:
@@ -238,7 +244,8 @@ class StepLogger(TrainerCallback, ABC):
     def state_dict(self) -> StateDict:
         """Wait for all rows, and return what the next row needs. Must be called on every process.
 
-        :raises RuntimeError: if a row could not be written, because no training state may be saved without it
+        Raises:
+            RuntimeError: if a row could not be written, because no training state may be saved without it
         """
         self._average(keep=0)
         if self._background is not None:

@@ -25,21 +25,24 @@ class EarlyStoppingCallback(MetricWatcher):
     than 0.01. For a loss that is itself that small, pass ``early_stopping_threshold=0``, or
     ``threshold_mode="relative"``. The reason for the stop says by how much the metric has improved.
 
-    :param early_stopping_patience: number of epochs (or evaluations) without improvement after which the run stops;
-        epochs without a value of the metric do not count
-    :param early_stopping_threshold: minimum change to count as an improvement; it must be exceeded
-    :param watch_metric: name of the metric in the run history
-    :param greater_is_better: whether larger values are better; ``None`` uses what the metric declares, see
-        ``MetricsCallback``. If it declares nothing, smaller values are better, with
-        a warning unless it is a loss. A value that contradicts the metric raises an error.
-    :param reset_on_train: reset the best value and the patience at the start of every training run
-    :param threshold_mode: ``"absolute"``, or ``"relative"`` for a threshold that is a fraction of the best value, as in
-        ``torch.optim.lr_scheduler.ReduceLROnPlateau``: 0.01 asks for a change of 1 %
-    :param patience_in: ``"epochs"``, or ``"evaluations"`` to count every new value of the metric, including those
-        within an epoch, see ``evaluate_every`` of ``Trainer.train()``. An epoch
-        counts as an improvement if any of its values is one.
-    :param baseline: a value that the first one must improve on, such as an earlier model's; ``None`` for none
-    :ivar best_metric: the best value so far, also if it was better by less than the threshold
+    Args:
+        early_stopping_patience: number of epochs (or evaluations) without improvement after which the run stops; epochs
+            without a value of the metric do not count
+        early_stopping_threshold: minimum change to count as an improvement; it must be exceeded
+        watch_metric: name of the metric in the run history
+        greater_is_better: whether larger values are better; ``None`` uses what the metric declares, see
+            ``MetricsCallback``. If it declares nothing, smaller values are better, with a warning unless it is a loss.
+            A value that contradicts the metric raises an error.
+        reset_on_train: reset the best value and the patience at the start of every training run
+        threshold_mode: ``"absolute"``, or ``"relative"`` for a threshold that is a fraction of the best value, as in
+            ``torch.optim.lr_scheduler.ReduceLROnPlateau``: 0.01 asks for a change of 1 %
+        patience_in: ``"epochs"``, or ``"evaluations"`` to count every new value of the metric, including those within
+            an epoch, see ``evaluate_every`` of ``Trainer.train()``. An epoch counts as an improvement if any of its
+            values is one.
+        baseline: a value that the first one must improve on, such as an earlier model's; ``None`` for none
+
+    Attributes:
+        best_metric: the best value so far, also if it was better by less than the threshold
     """
 
     def __init__(
@@ -212,7 +215,8 @@ class TimeLimitCallback(TrainerCallback):
     If the job itself has a limit, leave time for saving and for an epoch's evaluation, which is not interrupted. A
     ``SaveTrainingStateCallback`` saves the final state.
 
-    :param limit: time from the start of the run, in seconds or as a ``datetime.timedelta``
+    Args:
+        limit: time from the start of the run, in seconds or as a ``datetime.timedelta``
     """
 
     def __init__(self, limit: float | timedelta) -> None:

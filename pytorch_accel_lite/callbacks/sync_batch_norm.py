@@ -17,7 +17,8 @@ class ConvertSyncBatchNormCallback(TrainerCallback):
     Parameters and buffers remain the same objects, so the optimizer stays valid, and checkpoints fit either form. On
     the CPU, where torch cannot train ``SyncBatchNorm``, the model is left unchanged with a warning.
 
-    :raises ValueError: at the start of the run, for a subclass of batch norm with its own forward pass
+    Raises:
+        ValueError: at the start of the run, for a subclass of batch norm with its own forward pass
     """
 
     def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: object) -> None:

@@ -54,12 +54,13 @@ class ProgressTableCallback(LogMetricsCallback):
     ``PrintProgressCallback`` and ``LogMetricsCallback`` instead, a line of times and rates after each epoch,
     and the summary.
 
-    :param metrics: names of the metrics to show, in this order; by default losses come first, then evaluation metrics,
-        then any others
-    :param show_always: show a table even if the output is a file or a pipe
-    :param row_every_n_updates: number of updates between rows within an epoch; their training losses are means since
-        the previous row. By default, only epochs of data without a length have such rows: about 20 in
-        ``max_num_train_steps``, but at least 10 updates apart, or every 500 updates.
+    Args:
+        metrics: names of the metrics to show, in this order; by default losses come first, then evaluation metrics,
+            then any others
+        show_always: show a table even if the output is a file or a pipe
+        row_every_n_updates: number of updates between rows within an epoch; their training losses are means since the
+            previous row. By default, only epochs of data without a length have such rows: about 20 in
+            ``max_num_train_steps``, but at least 10 updates apart, or every 500 updates.
     """
 
     def __init__(
@@ -211,8 +212,9 @@ class ProgressTableCallback(LogMetricsCallback):
 class _RunTable:
     """The rows and the summary of a training run. The time to add a row does not grow with their number.
 
-    :param chosen: names of the metrics that the user wants to see; ``None`` for any
-    :param is_drawn: whether rows are drawn as a table
+    Args:
+        chosen: names of the metrics that the user wants to see; ``None`` for any
+        is_drawn: whether rows are drawn as a table
     """
 
     def __init__(self, trainer: TrainerLike, chosen: list[str] | None, is_drawn: bool) -> None:
@@ -433,7 +435,8 @@ class _RunTable:
     def end(self, trainer: TrainerLike, failure: str) -> None:
         """Show the summary, unless nothing was trained.
 
-        :param failure: how the run ended, if with an error
+        Args:
+            failure: how the run ended, if with an error
         """
         if trainer.progress.update == self._first.update and not failure:
             return

@@ -24,7 +24,8 @@ class TerminateOnNaNCallback(TrainerCallback):
     Other logged numbers may be infinite or NaN. No step waits for the device: losses on a GPU are checked a few steps
     after they were computed, and always by the end of the epoch.
 
-    :ivar triggered: whether a non-finite loss has been seen
+    Attributes:
+        triggered: whether a non-finite loss has been seen
     """
 
     #: Steps between checks of losses on a GPU.

@@ -76,17 +76,22 @@ class ThroughputCallback(TrainerCallback):
     includes what activation checkpointing recomputes, and runs compiled code uncompiled. All samples are assumed to
     take as many FLOPs as in this batch: if lengths differ a lot, pass a mean as ``flops_per_sample``.
 
-    :param window: number of updates over which the latest rates are measured
-    :param count_flops: count the FLOPs of a sample. A warning says if that is not possible: with sharded weights,
-        ``logical_processes`` or an overridden ``train_step``, or if the counter fails.
-    :param flops_per_sample: the FLOPs of a sample, forward and backward, in place of a count. For a transformer, about
-        6 times its number of parameters times the number of tokens.
-    :param peak_flops: the peak of one device in FLOPs per second, such as ``989e12``. By default from a table of common
-        GPUs, in the precision of the run; if it is unknown, a warning before training says so, and no ``mfu`` is
-        recorded.
-    :ivar per_process: the numbers of the latest epoch by rank: a dict with ``"samples_per_second"`` and, if known,
-        ``"items_per_second"``, ``"flops_per_second"``, ``"mfu"`` and, on several processes, ``"forward_seconds"``
-    :raises ValueError: if an argument is not positive, or cannot be combined with the others
+    Args:
+        window: number of updates over which the latest rates are measured
+        count_flops: count the FLOPs of a sample. A warning says if that is not possible: with sharded weights,
+            ``logical_processes`` or an overridden ``train_step``, or if the counter fails.
+        flops_per_sample: the FLOPs of a sample, forward and backward, in place of a count. For a transformer, about 6
+            times its number of parameters times the number of tokens.
+        peak_flops: the peak of one device in FLOPs per second, such as ``989e12``. By default from a table of common
+            GPUs, in the precision of the run; if it is unknown, a warning before training says so, and no ``mfu`` is
+            recorded.
+
+    Attributes:
+        per_process: the numbers of the latest epoch by rank: a dict with ``"samples_per_second"`` and, if known,
+            ``"items_per_second"``, ``"flops_per_second"``, ``"mfu"`` and, on several processes, ``"forward_seconds"``
+
+    Raises:
+        ValueError: if an argument is not positive, or cannot be combined with the others
     """
 
     def __init__(

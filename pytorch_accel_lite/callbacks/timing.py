@@ -35,8 +35,11 @@ class TimingCallback(TrainerCallback):
     ``time_optimizer``, ``time_evaluation``, ``time_saving``, ``time_callbacks`` and ``time_epoch``. Saving at the very
     end of an epoch counts towards the next. Each event costs a few microseconds.
 
-    :param show: print the table
-    :ivar totals: seconds per phase, of the entire ``"run"``, and of each callback by class name
+    Args:
+        show: print the table
+
+    Attributes:
+        totals: seconds per phase, of the entire ``"run"``, and of each callback by class name
     """
 
     def __init__(self, show: bool = True) -> None:
@@ -179,12 +182,13 @@ class TimingCallback(TrainerCallback):
 class ProfilerCallback(TrainerCallback):
     """Write ``torch.profiler`` traces of some steps of a run, to open in Perfetto or chrome://tracing.
 
-    :param output_dir: where traces are written, as ``rank0.TIME.pt.trace.json``
-    :param wait: number of steps to skip before each trace
-    :param warmup: number of steps before each trace that are profiled but discarded
-    :param active: number of steps in a trace
-    :param repeat: number of traces
-    :param profile_kwargs: further arguments for ``torch.profiler.profile``, such as ``profile_memory=True``
+    Args:
+        output_dir: where traces are written, as ``rank0.TIME.pt.trace.json``
+        wait: number of steps to skip before each trace
+        warmup: number of steps before each trace that are profiled but discarded
+        active: number of steps in a trace
+        repeat: number of traces
+        profile_kwargs: further arguments for ``torch.profiler.profile``, such as ``profile_memory=True``
     """
 
     def __init__(

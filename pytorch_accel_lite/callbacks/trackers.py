@@ -45,18 +45,21 @@ class TrackerCallback(StepLogger):
 
     During a training run, Accelerate's tracker is in ``trainer.accelerator.trackers``; outside, nothing is logged.
 
-    :param tracker: ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"comet_ml"``, ``"aim"``, ``"clearml"``,
-        ``"dvclive"``, ``"swanlab"``, ``"trackio"``, or your own ``GeneralTracker``
-    :param project_name: name of the tracker's project or experiment; for TensorBoard, the directory in ``project_dir``
-    :param project_dir: directory for trackers that write files
-    :param every_n_updates: number of updates between rows with the mean loss and the ``step_metrics`` of other
-        callbacks; ``None`` logs only epochs
-    :param every: instead, log these rows at an ``Interval``, such as ``"10_000 samples"``
-    :param config: your own hyper-parameters, logged with the run's configuration
-    :param init_kwargs: further arguments for the tracker, such as a run name or tags; ``{"mode": "offline"}`` lets
-        Weights & Biases and SwanLab write to this machine only, without an account
-    :raises ValueError: if the tracker is unknown
-    :raises ImportError: if the tracker's package is not installed; lists the installed ones
+    Args:
+        tracker: ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"comet_ml"``, ``"aim"``, ``"clearml"``, ``"dvclive"``,
+            ``"swanlab"``, ``"trackio"``, or your own ``GeneralTracker``
+        project_name: name of the tracker's project or experiment; for TensorBoard, the directory in ``project_dir``
+        project_dir: directory for trackers that write files
+        every_n_updates: number of updates between rows with the mean loss and the ``step_metrics`` of other callbacks;
+            ``None`` logs only epochs
+        every: instead, log these rows at an ``Interval``, such as ``"10_000 samples"``
+        config: your own hyper-parameters, logged with the run's configuration
+        init_kwargs: further arguments for the tracker, such as a run name or tags; ``{"mode": "offline"}`` lets Weights
+            & Biases and SwanLab write to this machine only, without an account
+
+    Raises:
+        ValueError: if the tracker is unknown
+        ImportError: if the tracker's package is not installed; lists the installed ones
     """
 
     def __init__(
@@ -216,7 +219,8 @@ class TrackerCallback(StepLogger):
     def _log(self, values: dict[str, MetricValue], step: int, pictures: Mapping[str, Picture] = _NO_PICTURES) -> None:
         """Log values that the tracker does not have yet, not even from an earlier attempt. Runs in the background.
 
-        :param pictures: the values that are paths of pictures, by name
+        Args:
+            pictures: the values that are paths of pictures, by name
         """
         values = {self._key(name): value for name, value in values.items()}
         images = {self._key(name): picture for name, picture in pictures.items()}

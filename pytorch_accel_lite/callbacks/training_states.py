@@ -77,31 +77,32 @@ class SaveTrainingStateCallback(TrainerCallback):
     end the run with ``NonFiniteLossError``. All processes of a job take part. The data order
     is seeded even if the trainer has no seed.
 
-    :param save_dir: directory for states named like ``update-000000123``; other files in it are left alone. Or the URL
-        of a folder in a store that fsspec supports, such as ``"s3://bucket/run"``: then the machines of a job need no
-        shared disk.
-    :param save_every_n_epochs: save every n epochs
-    :param save_every_n_steps: save every n optimizer updates
-    :param save_every_n_minutes: save when this many minutes have passed since the last state
-    :param save_every: save at an ``Interval``, such as ``"500 updates"``, ``"0.25 epochs"``,
-        ``"100_000 samples"`` or ``"10 minutes"``; the arguments above are short forms of it. ``"auto"`` saves as often
-        as ``overhead`` allows, and at most once a second.
-    :param overhead: with ``save_every="auto"``, the fraction of the run's time that training may wait for saving
-    :param save_at_end: save when the run ends or is stopped early
-    :param max_checkpoints: number of newest states to keep; ``None`` keeps all
-    :param save_on_signal: save and end the run cleanly on SIGTERM, SIGUSR1, SIGUSR2 (Slurm's warnings) and Ctrl-C.
-        Handlers that the program has installed for them are called afterwards.
-    :param requeue: when SIGUSR1 or SIGUSR2 has ended the run of a Slurm job, return the job to the queue, with
-        ``scontrol requeue``. Does nothing after SIGTERM, which ``scancel`` sends, or outside of Slurm.
-    :param asynchronous: training waits only for a copy in host memory, which is written in the background. Errors are
-        raised at the next save or at the end of the run.
-    :param continue_on_error: report an ``OSError`` while saving, such as a full disk, and continue; by default it ends
-        the run. Existing states stay intact either way.
-    :param trainable_only: leave out frozen parameters that have not changed since the start of the run, such as those
-        of a pretrained model. The resumed program must create them with the same values, or an error is raised.
-    :param sharded: each process writes its own shards of the weights and the optimizer's state, and nothing is
-        gathered; ``"auto"`` if the weights are sharded, ``True`` to also raise an error if they are not. By default,
-        the first process gathers and writes them. Either way, any number of processes can resume, sharded or not.
+    Args:
+        save_dir: directory for states named like ``update-000000123``; other files in it are left alone. Or the URL of
+            a folder in a store that fsspec supports, such as ``"s3://bucket/run"``: then the machines of a job need no
+            shared disk.
+        save_every_n_epochs: save every n epochs
+        save_every_n_steps: save every n optimizer updates
+        save_every_n_minutes: save when this many minutes have passed since the last state
+        save_every: save at an ``Interval``, such as ``"500 updates"``, ``"0.25 epochs"``, ``"100_000 samples"`` or
+            ``"10 minutes"``; the arguments above are short forms of it. ``"auto"`` saves as often as ``overhead``
+            allows, and at most once a second.
+        overhead: with ``save_every="auto"``, the fraction of the run's time that training may wait for saving
+        save_at_end: save when the run ends or is stopped early
+        max_checkpoints: number of newest states to keep; ``None`` keeps all
+        save_on_signal: save and end the run cleanly on SIGTERM, SIGUSR1, SIGUSR2 (Slurm's warnings) and Ctrl-C.
+            Handlers that the program has installed for them are called afterwards.
+        requeue: when SIGUSR1 or SIGUSR2 has ended the run of a Slurm job, return the job to the queue, with ``scontrol
+            requeue``. Does nothing after SIGTERM, which ``scancel`` sends, or outside of Slurm.
+        asynchronous: training waits only for a copy in host memory, which is written in the background. Errors are
+            raised at the next save or at the end of the run.
+        continue_on_error: report an ``OSError`` while saving, such as a full disk, and continue; by default it ends the
+            run. Existing states stay intact either way.
+        trainable_only: leave out frozen parameters that have not changed since the start of the run, such as those of a
+            pretrained model. The resumed program must create them with the same values, or an error is raised.
+        sharded: each process writes its own shards of the weights and the optimizer's state, and nothing is gathered;
+            ``"auto"`` if the weights are sharded, ``True`` to also raise an error if they are not. By default, the
+            first process gathers and writes them. Either way, any number of processes can resume, sharded or not.
     """
 
     def __init__(
@@ -346,8 +347,9 @@ def _requeue(trainer: TrainerLike, pause: RunPausedError) -> None:
 def _explain_how_to_resume(trainer: TrainerLike, complete: tuple[StrPath, int] | None, error: BaseException) -> None:
     """Report where an unfinished run was last saved: in a note, or printed if there is no traceback.
 
-    :param complete: path and update of the state
-    :param error: the error that ended the run
+    Args:
+        complete: path and update of the state
+        error: the error that ended the run
     """
     is_interrupt = isinstance(error, (RunInterruptedError, KeyboardInterrupt))
     if complete is None or (is_interrupt and trainer.ranks.rank > 0):  # all end alike, and one reports it

@@ -27,12 +27,13 @@ class GradualUnfreezingCallback(TrainerCallback):
     group, so every scheduler sees all of them; the optimizer ignores frozen ones. A scheduler that sets learning rates
     itself, such as ``OneCycleLR``, needs a list of rates if the groups are to differ.
 
-    :param every_n_epochs: number of epochs between unfreezings
-    :param lr_decay: factor between the learning rate of an added group and that of the next group towards the head;
-        groups already in the optimizer keep theirs
-    :param freeze_batch_norms: keep the weights and statistics of batch norms in frozen groups fixed; if ``False``, they
-        are trained from the beginning
-    :param groups: the layer groups from the input to the head; defaults to those of ``ModelFreezer``
+    Args:
+        every_n_epochs: number of epochs between unfreezings
+        lr_decay: factor between the learning rate of an added group and that of the next group towards the head; groups
+            already in the optimizer keep theirs
+        freeze_batch_norms: keep the weights and statistics of batch norms in frozen groups fixed; if ``False``, they
+            are trained from the beginning
+        groups: the layer groups from the input to the head; defaults to those of ``ModelFreezer``
     """
 
     def __init__(

@@ -118,10 +118,11 @@ def attribute_states(
 ) -> dict[str, Tree]:
     """Return the states of the attributes that are saved with a trainer, by name. A collective if they are sharded.
 
-    :param keep: ``False`` on processes that will not write them
-    :param optimizers: whether to include optimizers
-    :param schedulers: whether to include schedulers
-    :param others: further modules to include, by attribute
+    Args:
+        keep: ``False`` on processes that will not write them
+        optimizers: whether to include optimizers
+        schedulers: whether to include schedulers
+        others: further modules to include, by attribute
     """
     included = _included(trainer, optimizers, schedulers) | dict(others or {})
     return {name: _state_of(owner, keep) for name, owner in included.items()}
@@ -144,9 +145,12 @@ def load_attribute_states(
 ) -> None:
     """Restore the attributes from their states.
 
-    :param strict: ``False`` to load only the weights that fit, and warn of the others
-    :param is_final: whether no more attributes will be created, so that mismatches with states are worth a warning
-    :raises ValueError: if a state does not fit; names the attribute
+    Args:
+        strict: ``False`` to load only the weights that fit, and warn of the others
+        is_final: whether no more attributes will be created, so that mismatches with states are worth a warning
+
+    Raises:
+        ValueError: if a state does not fit; names the attribute
     """
     if trainer.saves_attributes:
         load = partial(load_state, source=source, strict=strict)
@@ -162,7 +166,8 @@ def load_attribute_states(
 def load_state(name: str, owner: Owner, state: Tree, source: StrPath, strict: bool = True) -> None:
     """Load the state of a module, an optimizer or a scheduler.
 
-    :raises ValueError: if it does not fit; names it
+    Raises:
+        ValueError: if it does not fit; names it
     """
     try:
         if isinstance(owner, nn.Module):

@@ -94,8 +94,9 @@ class BackgroundWriter:
     The writers of a process run one after another, in the order in which they were started. This order is the same on
     all ranks, so they can share one process group.
 
-    :ivar ranks: the processes, with a group that is used only by background threads
-    :ivar memory: memory for copies of the data to write
+    Attributes:
+        ranks: the processes, with a group that is used only by background threads
+        memory: memory for copies of the data to write
     """
 
     _newest: ClassVar[threading.Thread | None] = None  # of all writers
@@ -109,7 +110,8 @@ class BackgroundWriter:
     def start(self, job: Callable[[], None]) -> None:
         """Start a job once the previous one is complete.
 
-        :raises Exception: the error of the previous job, if it failed
+        Raises:
+            Exception: the error of the previous job, if it failed
         """
         self.wait()
         # A daemon, so that a failing process does not wait for its peers.
@@ -130,7 +132,8 @@ class BackgroundWriter:
     def wait(self) -> None:
         """Wait for the current job.
 
-        :raises Exception: the error of the job, if it failed
+        Raises:
+            Exception: the error of the job, if it failed
         """
         if self._thread is not None:
             self._thread.join()

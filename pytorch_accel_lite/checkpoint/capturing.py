@@ -78,9 +78,12 @@ def capture(
 ) -> CapturedState:
     """Return the part of a trainer's state that this rank writes, without copying it. Call it on every process.
 
-    :param created: fingerprints of weights; frozen weights that match them are left out
-    :param sharded: whether each rank keeps its shards; by default they are gathered
-    :raises TypeError: if a value cannot be stored without pickle; names the path to it
+    Args:
+        created: fingerprints of weights; frozen weights that match them are left out
+        sharded: whether each rank keeps its shards; by default they are gathered
+
+    Raises:
+        TypeError: if a value cannot be stored without pickle; names the path to it
     """
     is_first = trainer.accelerator.is_main_process
     shared = _collect_shared(trainer, is_first, sharded) | {"extra": extra}
@@ -231,7 +234,8 @@ def _collect_metadata(trainer: TrainerLike) -> StateDict:
 def find_state(trainer: TrainerLike, sources: list[StateSource], resume_from: StrPath) -> TrainingState | None:
     """Find, verify and read the state to resume from; ``None`` means a fresh start.
 
-    :param sources: where to look for ``"latest"``, see ``RunRequest.state_sources``
+    Args:
+        sources: where to look for ``"latest"``, see ``RunRequest.state_sources``
     """
     if resume_from != "latest":
         state = read_state(parse_location(resume_from, "resume_from"), trainer.ranks)

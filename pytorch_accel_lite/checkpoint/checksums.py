@@ -43,7 +43,8 @@ def checksum(path: Path) -> str:
 def hash_files(paths: Iterable[Path]) -> dict[str, str]:
     """Return a checksum of each file, by name: the SHA-256 of the SHA-256 of its pieces, computed on all cores.
 
-    :raises OSError: if a file cannot be read
+    Raises:
+        OSError: if a file cannot be read
     """
     with _threads() as pool:
         pieces = {
@@ -116,8 +117,9 @@ def _find_seal(content: Content) -> tuple[int, str]:
 def verify(path: Path) -> None:
     """Check the content of a file of tensors against its own checksums, if it has any.
 
-    :raises ValueError: if it is damaged; names the file
-    :raises OSError: if it cannot be read
+    Raises:
+        ValueError: if it is damaged; names the file
+        OSError: if it cannot be read
     """
     verify_content(path, os.fspath(path), is_safetensors=path.suffix == ".safetensors")
 
@@ -125,9 +127,12 @@ def verify(path: Path) -> None:
 def verify_content(content: Content, name: str, *, is_safetensors: bool) -> None:
     """Check the content of a file of tensors against its own checksums, if it has any.
 
-    :param name: what to call it in the error
-    :raises ValueError: if it is damaged; names the file
-    :raises OSError: if it cannot be read
+    Args:
+        name: what to call it in the error
+
+    Raises:
+        ValueError: if it is damaged; names the file
+        OSError: if it cannot be read
     """
     if is_safetensors:
         start, stored = _find_seal(content)

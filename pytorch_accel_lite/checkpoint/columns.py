@@ -49,8 +49,9 @@ def unpack_columns(
 ) -> Iterable[object]:
     """Return the items of columns.
 
-    :param place: returns the device for tensors that were on a type of device
-    :param find_class: returns a class by its name
+    Args:
+        place: returns the device for tensors that were on a type of device
+        find_class: returns a class by its name
     """
     kind, shared, packed = columns
     values = [_unpack(column, place) for column in packed]

@@ -96,8 +96,11 @@ def _error_number(error: BaseException | None) -> int | None:
 def check_is_shared(directory: Path, name: str, ranks: Ranks) -> None:
     """Check that all ranks see the same directory, before each writes there; created if missing. All ranks take part.
 
-    :param name: what to call it in the error
-    :raises OSError: on all ranks, if they see different directories
+    Args:
+        name: what to call it in the error
+
+    Raises:
+        OSError: on all ranks, if they see different directories
     """
     if ranks.world_size == 1:
         return
@@ -119,8 +122,11 @@ def check_is_shared(directory: Path, name: str, ranks: Ranks) -> None:
 def require_shared(path: Path, name: str) -> None:
     """Wait for what the first process has created in a shared directory, perhaps on another machine.
 
-    :param name: what to call the directory in the error
-    :raises FileNotFoundError: if it does not appear
+    Args:
+        name: what to call the directory in the error
+
+    Raises:
+        FileNotFoundError: if it does not appear
     """
     end = time.monotonic() + _SECONDS_TO_APPEAR
     while not path.exists():
@@ -136,7 +142,8 @@ def require_shared(path: Path, name: str) -> None:
 def no_link(path: str, flags: int) -> int:
     """Open a file for ``open(..., opener=no_link)``, but not through a link that others may have put in its place.
 
-    :raises OSError: if the path is a symbolic link (links among its folders are followed), or not a regular file
+    Raises:
+        OSError: if the path is a symbolic link (links among its folders are followed), or not a regular file
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -223,8 +230,11 @@ def _remove_stale_files(target: Path) -> None:
 def storable(value: Tree, path: str) -> Tree:
     """Convert a value to types that ``torch.load(weights_only=True)`` can load; numpy numbers become Python numbers.
 
-    :param path: name of the value in the error
-    :raises TypeError: if the value, or one nested in it, cannot be converted; names the path to it
+    Args:
+        path: name of the value in the error
+
+    Raises:
+        TypeError: if the value, or one nested in it, cannot be converted; names the path to it
     """
     if type(value) in _PLAIN or isinstance(value, (torch.Tensor, str, bytes)):
         return value
@@ -251,8 +261,9 @@ def map_nested(
 
     Like torch's ``tree_map_with_path``, at a fraction of the cost.
 
-    :param function: takes the keys and indices that lead to a value, and the value
-    :param is_leaf: whether a dict counts as a value
+    Args:
+        function: takes the keys and indices that lead to a value, and the value
+        is_leaf: whether a dict counts as a value
     """
     if isinstance(value, dict) and not is_leaf(value):
         items = {key: map_nested(function, item, (*path, key), is_leaf) for key, item in value.items()}
@@ -271,9 +282,12 @@ def write_plain(value: Tree, path: Path) -> None:
 def load_plain(path: Path | io.BytesIO, mapped: bool = False, name: str | None = None) -> Tree:
     """Load a file written by ``torch.save`` onto the CPU, without running code from the file.
 
-    :param mapped: whether to leave the tensors in the file until they are used
-    :param name: what to call it in the error, instead of its path
-    :raises ValueError: if it cannot be loaded this way
+    Args:
+        mapped: whether to leave the tensors in the file until they are used
+        name: what to call it in the error, instead of its path
+
+    Raises:
+        ValueError: if it cannot be loaded this way
     """
     try:
         with torch.serialization.safe_globals(_NUMPY_NUMBERS):
@@ -288,7 +302,8 @@ def load_plain(path: Path | io.BytesIO, mapped: bool = False, name: str | None =
 def load_verified(path: Path) -> Tree:
     """Load a single file written by ``torch.save``, after checking its content against its own checksums.
 
-    :raises ValueError: if it is damaged, or cannot be loaded without running code
+    Raises:
+        ValueError: if it is damaged, or cannot be loaded without running code
     """
     verify(path)
     return load_plain(path)
@@ -309,8 +324,11 @@ def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write tensors as safetensors, without syncing the file. Tied tensors are not supported: each gets its own copy.
 
-    :param metadata: further texts to store in the file, by name
-    :raises OSError: if the file cannot be written
+    Args:
+        metadata: further texts to store in the file, by name
+
+    Raises:
+        OSError: if the file cannot be written
     """
     separate = _separate(tensors)
     path.touch()
@@ -361,7 +379,8 @@ class _Whole:
 def open_tensors(path: StrPath) -> tuple[Any, dict[str, str]]:
     """Return an open safetensors file and the texts stored in it. It stays open, and may be removed.
 
-    :raises ValueError: if it is damaged
+    Raises:
+        ValueError: if it is damaged
     """
     try:
         file: Any = safetensors.safe_open(path, framework="pt")
@@ -373,11 +392,14 @@ def open_tensors(path: StrPath) -> tuple[Any, dict[str, str]]:
 def write_checkpoint(checkpoint: StateDict, path: PathOrFile) -> None:
     """Write a checkpoint atomically: even if the process is killed, ``path`` holds either the old or the new one.
 
-    :param path: the path, or a binary file or ``io.BytesIO``, which is written from its position, flushed, and left
-        open there. That is not atomic.
-    :raises ValueError: if ``path`` is a URL, or a file that is closed or cannot be written
-    :raises TypeError: if an entry could not be loaded again without running code; names the path to it
-    :raises OSError: if it cannot be written; the previous file is left unchanged
+    Args:
+        path: the path, or a binary file or ``io.BytesIO``, which is written from its position, flushed, and left open
+            there. That is not atomic.
+
+    Raises:
+        ValueError: if ``path`` is a URL, or a file that is closed or cannot be written
+        TypeError: if an entry could not be loaded again without running code; names the path to it
+        OSError: if it cannot be written; the previous file is left unchanged
     """
     check_open_file("path", path, to_write=True)
     content = storable(checkpoint, "checkpoint")
@@ -392,11 +414,14 @@ def write_checkpoint(checkpoint: StateDict, path: PathOrFile) -> None:
 def read_checkpoint(path: PathOrFile, *, is_verified: bool = False) -> StateDict:
     """Read a checkpoint, or weights alone, from a safetensors or torch file onto the CPU, without running code.
 
-    :param path: the path, or an open binary file, which is read from its position to its end into memory, verified, and
-        left open
-    :param is_verified: whether its content has already been compared with its checksums, as on another process
-    :raises FileNotFoundError: if the file does not exist
-    :raises ValueError: if the file is damaged, is not a checkpoint, or holds objects that need code to be rebuilt
+    Args:
+        path: the path, or an open binary file, which is read from its position to its end into memory, verified, and
+            left open
+        is_verified: whether its content has already been compared with its checksums, as on another process
+
+    Raises:
+        FileNotFoundError: if the file does not exist
+        ValueError: if the file is damaged, is not a checkpoint, or holds objects that need code to be rebuilt
     """
     check_open_file("path", path, to_write=False)
     if not isinstance(path, (str, os.PathLike)):
@@ -438,7 +463,8 @@ def _read_open(file: IO[bytes]) -> StateDict:
 def _entries_of(checkpoint: Tree, name: str) -> StateDict:
     """Return the entries of a checkpoint that torch has read.
 
-    :raises ValueError: if it is not a checkpoint; names the file
+    Raises:
+        ValueError: if it is not a checkpoint; names the file
     """
     entries = checkpoint if isinstance(checkpoint, dict) else {}
     if entries and all(isinstance(value, torch.Tensor) for value in entries.values()):

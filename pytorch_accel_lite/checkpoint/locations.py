@@ -24,15 +24,17 @@ class Store(Protocol):
 
         An existing state there is replaced once the new one is complete.
 
-        :raises OSError: on all ranks, if one fails; an existing state is left unchanged
+        Raises:
+            OSError: on all ranks, if one fails; an existing state is left unchanged
         """
 
     def read_state(self, url: str, ranks: Ranks) -> TrainingState:
         """Verify a state and read it, with the weights; see ``extending.read_verified``.
 
-        :raises FileNotFoundError: if there is no state
-        :raises DamagedStateError: on all ranks, if it is damaged; names the file
-        :raises OSError: if the store cannot be reached
+        Raises:
+            FileNotFoundError: if there is no state
+            DamagedStateError: on all ranks, if it is damaged; names the file
+            OSError: if the store cannot be reached
         """
 
     def fetch_state(self, url: str) -> AbstractContextManager[Path]:
@@ -41,7 +43,8 @@ class Store(Protocol):
     def fetch_weights(self, url: str) -> AbstractContextManager[Path]:
         """Return a context of a directory with a copy of the safetensors files, or of the single file at a URL.
 
-        :raises FileNotFoundError: if there are none
+        Raises:
+            FileNotFoundError: if there are none
         """
 
     def collect(self, url: str) -> AbstractContextManager[Path]:
@@ -58,7 +61,8 @@ STORES: dict[str, Store] = {}
 def store_of(url: str) -> Store:
     """Return the store for a URL.
 
-    :raises ValueError: if there is none
+    Raises:
+        ValueError: if there is none
     """
     scheme = url.partition("://")[0]
     store = STORES.get(scheme, STORES.get("*"))
@@ -77,7 +81,8 @@ def write_state(location: Path | str, ranks: Ranks, captured: CapturedState) -> 
 
     An existing state there is replaced once the new one is complete.
 
-    :raises OSError: if it cannot be written; an existing state is left unchanged
+    Raises:
+        OSError: if it cannot be written; an existing state is left unchanged
     """
     if isinstance(location, Path):
         write_directory(location, ranks, captured)
@@ -88,9 +93,10 @@ def write_state(location: Path | str, ranks: Ranks, captured: CapturedState) -> 
 def read_state(location: Path | str, ranks: Ranks) -> TrainingState:
     """Verify a state, once in the job or once on each machine that fetches it, and read it. All ranks take part.
 
-    :raises FileNotFoundError: if there is no state
-    :raises DamagedStateError: on all ranks, if it is damaged; names the file
-    :raises OSError: if the store cannot be reached
+    Raises:
+        FileNotFoundError: if there is no state
+        DamagedStateError: on all ranks, if it is damaged; names the file
+        OSError: if the store cannot be reached
     """
     if isinstance(location, Path):
         return read_directory(location, ranks)

@@ -26,7 +26,8 @@ _guard = threading.RLock()  # also taken by finalizers, which run at any time
 class LockedError(RuntimeError):
     """Another run holds the lock.
 
-    :ivar owner: the number of its process, or ``"unknown"``
+    Attributes:
+        owner: the number of its process, or ``"unknown"``
     """
 
     def __init__(self, owner: str) -> None:
@@ -37,12 +38,17 @@ class LockedError(RuntimeError):
 class FileLock:
     """A lock that is held until ``release()``, or until the process ends however it may.
 
-    :param path: a file that exists only for the lock; created if missing. Links are not followed, and a file that is
-        not a lock is not touched.
-    :param is_temporary: whether to remove it when the lock is released
-    :ivar alive_at: when an earlier holder was last known to be alive, if at all
-    :raises LockedError: if another run of this or any other process holds it
-    :raises OSError: if the file cannot be created, or is not a lock
+    Args:
+        path: a file that exists only for the lock; created if missing. Links are not followed, and a file that is not a
+            lock is not touched.
+        is_temporary: whether to remove it when the lock is released
+
+    Attributes:
+        alive_at: when an earlier holder was last known to be alive, if at all
+
+    Raises:
+        LockedError: if another run of this or any other process holds it
+        OSError: if the file cannot be created, or is not a lock
     """
 
     alive_at: float | None = None
@@ -129,9 +135,12 @@ def lock_path(argument: str, path: str | os.PathLike[str]) -> FileLock:
 
     If the parent folder cannot be written, the hidden file is inside the path.
 
-    :param argument: name of the argument with the path, for the error
-    :raises RuntimeError: if another run writes there
-    :raises OSError: if neither folder can be written: training would end with that error
+    Args:
+        argument: name of the argument with the path, for the error
+
+    Raises:
+        RuntimeError: if another run writes there
+        OSError: if neither folder can be written: training would end with that error
     """
     refused: OSError | None = None
     target = Path(os.path.realpath(path))

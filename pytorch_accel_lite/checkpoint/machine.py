@@ -34,7 +34,8 @@ def describe_changes(trainer: TrainerLike, metadata: JsonObject) -> str:
 
     Empty if nothing differs, or if the run differs anyway because the number of processes has changed.
 
-    :param metadata: from the manifest of the state
+    Args:
+        metadata: from the manifest of the state
     """
     for name, count in numbers_of_shares(trainer.division).items():
         before = metadata.get(name)

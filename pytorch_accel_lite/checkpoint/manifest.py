@@ -36,7 +36,8 @@ class DamagedStateError(ValueError):
 def manifest_text(entries: list[JsonObject], metadata: JsonObject) -> str:
     """Return the manifest of a state.
 
-    :param entries: entries of each rank's files
+    Args:
+        entries: entries of each rank's files
     """
     manifest = {
         "format_version": FORMAT_VERSION,
@@ -67,10 +68,11 @@ def _manifest_checksum(manifest: JsonObject) -> str:
 def read_manifest(directory: Path) -> JsonObject:
     """Return the manifest of a state.
 
-    :raises FileNotFoundError: if the directory does not exist
-    :raises NotADirectoryError: if it is a file
-    :raises DamagedStateError: if it holds no state, or the manifest is damaged
-    :raises ValueError: if it was written by a newer version of this library, or by another library
+    Raises:
+        FileNotFoundError: if the directory does not exist
+        NotADirectoryError: if it is a file
+        DamagedStateError: if it holds no state, or the manifest is damaged
+        ValueError: if it was written by a newer version of this library, or by another library
     """
     recover(directory)
     if directory.is_file():
@@ -191,7 +193,8 @@ def _no_manifest(directory: Path) -> ValueError:
 def verify_state(directory: StrPath) -> JsonObject:
     """Check that a state is complete and every byte is intact, and return its manifest.
 
-    :raises DamagedStateError: if it is damaged; names the file
+    Raises:
+        DamagedStateError: if it is damaged; names the file
     """
     directory = Path(directory)
     manifest = read_manifest(directory)

@@ -12,10 +12,11 @@ from pytorch_accel_lite.run.state import TrainerLike
 class SavedModel(NamedTuple):
     """A model in a directory that already has its weights.
 
-    :param folder: the directory; for a URL, a temporary one, whose files are then sent there
-    :param location: the path or URL passed to ``save_model()``
-    :param trainable_only: whether the frozen parameters were left out
-    :param card_data: the argument of ``save_model()``; empty by default
+    Args:
+        folder: the directory; for a URL, a temporary one, whose files are then sent there
+        location: the path or URL passed to ``save_model()``
+        trainable_only: whether the frozen parameters were left out
+        card_data: the argument of ``save_model()``; empty by default
     """
 
     folder: Path
@@ -30,7 +31,8 @@ class ModelWriter(Protocol):
     def check(self, card_data: Mapping[str, object]) -> None:
         """Check the user's ``card_data`` on each process, before anything is saved.
 
-        :raises TypeError: if it cannot be written; likewise ``ValueError``
+        Raises:
+            TypeError: if it cannot be written; likewise ``ValueError``
         """
 
     def write(self, trainer: TrainerLike, saved: SavedModel) -> None:

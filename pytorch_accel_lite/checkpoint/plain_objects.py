@@ -72,9 +72,12 @@ class NoPlaceError(Exception):
 class Encoder:
     """Converts one object, with all its contents, into plain values.
 
-    :param is_saved: whether an object is saved elsewhere, and is skipped
-    :param most_parts: number of parts after which to raise ``TooManyPartsError``
-    :ivar left_out: the paths to parts that cannot be stored, with their classes
+    Args:
+        is_saved: whether an object is saved elsewhere, and is skipped
+        most_parts: number of parts after which to raise ``TooManyPartsError``
+
+    Attributes:
+        left_out: the paths to parts that cannot be stored, with their classes
     """
 
     def __init__(
@@ -90,7 +93,8 @@ class Encoder:
     def encode(self, value: Tree, path: str) -> Node:
         """Return the value as a node.
 
-        :param path: its name in messages about parts that cannot be stored
+        Args:
+            path: its name in messages about parts that cannot be stored
         """
         self._parts_left -= 1
         if self._parts_left < 0:
@@ -204,8 +208,9 @@ class Encoder:
 class Decoder:
     """Restores objects from their nodes, in place if the program has an object of the same kind there.
 
-    :param device: where to create tensors that were not in host memory
-    :param source: the origin of the nodes, for error messages
+    Args:
+        device: where to create tensors that were not in host memory
+        source: the origin of the nodes, for error messages
     """
 
     def __init__(self, device: torch.device, source: str) -> None:
@@ -218,9 +223,12 @@ class Decoder:
     def decode(self, node: Node, current: Current) -> Any:
         """Return the object of a node: the current one, changed in place, or a new one.
 
-        :param current: the program's object in this place; ``NoPlaceError`` if there is none
-        :raises NoPlaceError: if the program lacks an object that only it can create
-        :raises ValueError: if the state of a module does not fit
+        Args:
+            current: the program's object in this place; ``NoPlaceError`` if there is none
+
+        Raises:
+            NoPlaceError: if the program lacks an object that only it can create
+            ValueError: if the state of a module does not fit
         """
         if not isinstance(node, tuple):
             return node
@@ -528,7 +536,8 @@ def _name_of(kind: type) -> str:
 def _find_class(name: str) -> type:
     """Return a class that the program has imported, if an instance can be created without running its code.
 
-    :raises NoPlaceError: if there is none
+    Raises:
+        NoPlaceError: if there is none
     """
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)

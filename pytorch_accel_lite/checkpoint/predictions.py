@@ -35,11 +35,14 @@ class PredictionFolder:
     def begin(self, length: int, weights: str, overwrite: bool, locks: ExitStack) -> tuple[int, bool]:
         """Lock the directory, remove predictions of other weights, and count the leading samples already written.
 
-        :param length: the number of samples of the dataset
-        :param weights: fingerprint of the weights
-        :param overwrite: whether to remove predictions of the same weights, too
-        :param locks: frees the directory when it is closed
-        :return: the number of samples, and whether predictions of other or unknown weights were removed
+        Args:
+            length: the number of samples of the dataset
+            weights: fingerprint of the weights
+            overwrite: whether to remove predictions of the same weights, too
+            locks: frees the directory when it is closed
+
+        Returns:
+            the number of samples, and whether predictions of other or unknown weights were removed
         """
         locks.callback(lock_path("directory", self._path).release)
         self._path.mkdir(parents=True, exist_ok=True)
@@ -68,9 +71,10 @@ class PredictionFolder:
     def write(self, rank: int, indices: list[int], outputs: list[Tree], left_out: list[int]) -> None:
         """Write a shard, unless it would be empty.
 
-        :param indices: indices of the samples, in the order of the outputs
-        :param outputs: the outputs of batches
-        :param left_out: the indices of samples without an output, because they failed
+        Args:
+            indices: indices of the samples, in the order of the outputs
+            outputs: the outputs of batches
+            left_out: the indices of samples without an output, because they failed
         """
         if samples := indices + left_out:
             name = f"shard-{min(samples):012d}-{max(samples):012d}-rank{rank}.pt"
@@ -80,7 +84,8 @@ class PredictionFolder:
 def _read_description(path: Path) -> JsonObject:
     """Read the description of predictions.
 
-    :raises ValueError: if the file is something else; names it
+    Raises:
+        ValueError: if the file is something else; names it
     """
     try:
         content = json.loads(path.read_bytes())
@@ -140,8 +145,9 @@ def read_predictions(directory: str | os.PathLike[str]) -> Tree:
 
     Samples that failed are missing; a warning names them.
 
-    :raises FileNotFoundError: if the directory contains no predictions
-    :raises ValueError: if some are missing because the prediction did not finish, or a file is damaged
+    Raises:
+        FileNotFoundError: if the directory contains no predictions
+        ValueError: if some are missing because the prediction did not finish, or a file is damaged
     """
     description = local_path("directory", directory) / _DESCRIPTION
     if not description.is_file():

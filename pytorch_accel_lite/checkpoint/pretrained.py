@@ -51,7 +51,8 @@ def base_of(model: nn.Module) -> str:
 def own_form(model: nn.Module) -> Form | None:
     """Return a function that saves a model in the form of its library. Warns if that would leave out trained weights.
 
-    :return: ``None`` for other models, and for models that only their library itself can save
+    Returns:
+        ``None`` for other models, and for models that only their library itself can save
     """
     if has_adapters(model):
         if left_out := _trained_beside_adapters(model):
@@ -137,8 +138,9 @@ def write_own_form(
 ) -> None:
     """Save a model in its own form, in safetensors with checksums. Each file is written atomically.
 
-    :param weights: the full state of the model
-    :param preprocessors: tokenizers and the like to save with it
+    Args:
+        weights: the full state of the model
+        preprocessors: tokenizers and the like to save with it
     """
     with tempfile.TemporaryDirectory(prefix=".pretrained.", dir=_made(directory)) as temporary:
         new = Path(temporary)

@@ -95,7 +95,8 @@ def saved_optimizers(trainer: TrainerLike) -> dict[str, Optimizer]:
 def record_settings(trainer: TrainerLike, reads_data: bool = True) -> JsonObject:
     """Return the settings of the current run by name, as texts, and the fingerprints of its data.
 
-    :param reads_data: whether to read a few samples
+    Args:
+        reads_data: whether to read a few samples
     """
     run = trainer.current_run
     options = run.schedule.initial_options
@@ -129,7 +130,8 @@ def _of_train(trainer: TrainerLike) -> dict[str, str]:
 def describe_optimizers(trainer: TrainerLike, initial: Options | None = None) -> dict[str, str]:
     """Return the options of all parameter groups, with the rates before any schedule.
 
-    :param initial: these rates of the trainer's optimizer, if known
+    Args:
+        initial: these rates of the trainer's optimizer, if known
     """
     result = {}
     for name, optimizer in saved_optimizers(trainer).items() if is_created(trainer.optimizer) else ():
@@ -213,7 +215,8 @@ def _datasets(trainer: TrainerLike) -> dict[str, Source]:
 def described(value: object, name: str = "", depth: int = 0) -> str:
     """Return a text that is equal for equal settings, in any process; secrets are hidden.
 
-    :param name: name of the setting, which shows whether it is a secret
+    Args:
+        name: name of the setting, which shows whether it is a secret
     """
     if isinstance(value, (bool, int, float, complex, type(None), np.generic)):
         return repr(value.item() if isinstance(value, np.generic) else value)
@@ -324,7 +327,8 @@ def compare_settings(trainer: TrainerLike, state: TrainingState) -> str:
 
     The run then records those that hold. Empty if nothing differs, or if the state is from an earlier version.
 
-    :param state: the state that the run has loaded
+    Args:
+        state: the state that the run has loaded
     """
     run = trainer.current_run
     now: JsonObject = run.settings or {}
@@ -351,7 +355,8 @@ def compare_settings(trainer: TrainerLike, state: TrainingState) -> str:
 def describe_loaded(trainer: TrainerLike, before: Mapping[str, str], source: str) -> str:
     """Return the options of optimizers that a file or a state has changed; empty if none.
 
-    :param before: the result of ``describe_optimizers()`` before loading
+    Args:
+        before: the result of ``describe_optimizers()`` before loading
     """
     now = describe_optimizers(trainer)
     changes = [_change(key, before[key], now[key], "not") for key in now if before.get(key, now[key]) != now[key]]

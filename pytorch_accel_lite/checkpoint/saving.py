@@ -92,7 +92,8 @@ def _timed(trainer: TrainerLike) -> Iterator[None]:
 def _check_on_all_ranks(trainer: TrainerLike, look_at: Callable[[], object]) -> None:
     """Check a file that a user has opened. Call it on every process.
 
-    :raises TypeError: on all processes, if raised on any; likewise ``ValueError``
+    Raises:
+        TypeError: on all processes, if raised on any; likewise ``ValueError``
     """
 
     def find_problem() -> TypeError | ValueError | None:
@@ -206,7 +207,8 @@ def load_checkpoint(
 def _say_what_was_loaded(trainer: TrainerLike, source: str, options: Mapping[str, str], wants_scheduler: bool) -> None:
     """Print which options of the optimizer a checkpoint has changed, and whether its schedule was left out.
 
-    :param options: the options before loading
+    Args:
+        options: the options before loading
     """
     if changes := describe_loaded(trainer, options, source):
         trainer.print(f"{changes} To keep this program's options, pass load_optimizer=False, or set them again.")
@@ -222,7 +224,8 @@ def _read(trainer: TrainerLike, path: PathOrFile, model: nn.Module, only_weights
 
     Call it on every process.
 
-    :param only_weights: whether the path may be a training state
+    Args:
+        only_weights: whether the path may be a training state
     """
     if not isinstance(path, (str, os.PathLike)):
         return _read_open_file(trainer, path)
@@ -278,18 +281,21 @@ def save_model(
 
     Call it on every process. Sharded weights are gathered in the host memory of the first, which writes the files.
 
-    :param path: path of the directory, or its URL in a remote store, such as ``"hf://name/repository"``; missing
-        folders are created. A path that ends in ``.safetensors`` is a single file with the weights alone.
-        So is an open binary file or ``io.BytesIO``, which the main process writes from its position, flushes and leaves
-        open; the other processes may pass anything.
-    :param trainable_only: whether to leave out frozen parameters. ``load_checkpoint()`` then leaves them in the model
-        as they are.
-    :param card_data: further metadata of the card, such as ``{"license": "mit", "datasets": ["mnist"],
-        "pipeline_tag": "image-classification"}``; see ``huggingface_hub.ModelCardData``
-    :raises ValueError: if ``trainable_only`` would leave out everything, if ``path`` is a file and should be a
-        directory, or if it is a URL of an unknown kind
-    :raises TypeError: if ``card_data`` is not a dict of texts, numbers, and lists and dicts of them
-    :raises OSError: if a file cannot be written
+    Args:
+        path: path of the directory, or its URL in a remote store, such as ``"hf://name/repository"``; missing folders
+            are created. A path that ends in ``.safetensors`` is a single file with the weights alone. So is an open
+            binary file or ``io.BytesIO``, which the main process writes from its position, flushes and leaves open; the
+            other processes may pass anything.
+        trainable_only: whether to leave out frozen parameters. ``load_checkpoint()`` then leaves them in the model as
+            they are.
+        card_data: further metadata of the card, such as ``{"license": "mit", "datasets": ["mnist"], "pipeline_tag":
+            "image-classification"}``; see ``huggingface_hub.ModelCardData``
+
+    Raises:
+        ValueError: if ``trainable_only`` would leave out everything, if ``path`` is a file and should be a directory,
+            or if it is a URL of an unknown kind
+        TypeError: if ``card_data`` is not a dict of texts, numbers, and lists and dicts of them
+        OSError: if a file cannot be written
     """
     is_directory = isinstance(path, (str, os.PathLike)) and not os.fspath(path).endswith(".safetensors")
     if card_data is not None:
@@ -320,7 +326,8 @@ def _save_model(
 ) -> None:
     """Save the weights in a directory with further files, or as one file. Call it on every process.
 
-    :param write_beside: called on the first process with the directory, once the weights are in it; ``None`` for a file
+    Args:
+        write_beside: called on the first process with the directory, once the weights are in it; ``None`` for a file
     """
     location = parse_location(path) if isinstance(path, (str, os.PathLike)) else path
     writes = trainer.accelerator.is_main_process
@@ -359,7 +366,8 @@ def _write_weights(
 ) -> None:
     """Write weights as a safetensors file, or into a directory with further files.
 
-    :param form: saves the model as its library does, with its preprocessors; ``None`` for the weights alone
+    Args:
+        form: saves the model as its library does, with its preprocessors; ``None`` for the weights alone
     """
     if write_beside is not None and isinstance(location, Path) and location.is_file():
         raise ValueError(

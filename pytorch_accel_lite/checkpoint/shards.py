@@ -50,8 +50,9 @@ def extract_tensors(state: Tree, sharded: dict[str, DTensor], large: dict[str, t
     Files of tensors are faster to write and read than pickled ones, but cannot represent shared memory, strides or rare
     types. Tensors with these stay in the state.
 
-    :param sharded: gets the sharded tensors, by name
-    :param large: gets the large tensors
+    Args:
+        sharded: gets the sharded tensors, by name
+        large: gets the large tensors
     """
     owners: Counter[int] = Counter()
 
@@ -88,8 +89,9 @@ def restore_tensors(
 ) -> Tree:
     """Return the state that was passed to ``extract_tensors()``.
 
-    :param find_like: returns, for a path of keys, a tensor with the sharding to use, if any; by default, tensors are
-        not sharded
+    Args:
+        find_like: returns, for a path of keys, a tensor with the sharding to use, if any; by default, tensors are not
+            sharded
     """
 
     def restore(path: Keys, value: Tree) -> Tree:
@@ -145,7 +147,8 @@ def _bounds(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def write_parts(parts: Parts, path: Path) -> None:
     """Write the parts of tensors that this process holds, without syncing the file.
 
-    :raises OSError: if the file cannot be written
+    Raises:
+        OSError: if the file cannot be written
     """
     info = {name: {_OFFSETS: list(start)} for name, (start, _) in parts.items()}
     tensors = {name: tensor for name, (_, tensor) in parts.items()}
@@ -156,7 +159,8 @@ def write_parts(parts: Parts, path: Path) -> None:
 class StoredTensor:
     """A tensor in open files, in one or several parts.
 
-    :ivar parts: the offsets, the shape and the file of each part
+    Attributes:
+        parts: the offsets, the shape and the file of each part
     """
 
     name: str
@@ -210,7 +214,8 @@ class StoredTensor:
 def find_tensors(paths: Iterable[Path]) -> dict[str, StoredTensor]:
     """Return the tensors in safetensors files, by name. The files stay open, and may be removed.
 
-    :raises ValueError: if a file is damaged
+    Raises:
+        ValueError: if a file is damaged
     """
     stored: dict[str, StoredTensor] = {}
     for path in paths:

@@ -43,9 +43,10 @@ def _release(lock: FileLock, is_unlocked: threading.Event) -> None:
 class StateStore(ABC):
     """The states of a run. Anything else in the same place is left alone.
 
-    :cvar NAME: the pattern of the names of states
-    :ivar location: the directory, or the URL
-    :ivar alive_at: when an earlier run was last known to be alive, if at all
+    Attributes:
+        NAME: the pattern of the names of states
+        location: the directory, or the URL
+        alive_at: when an earlier run was last known to be alive, if at all
     """
 
     NAME: ClassVar[re.Pattern[str]] = STATE_NAME
@@ -71,7 +72,8 @@ class StateStore(ABC):
     def read(self, name: str, ranks: Ranks) -> TrainingState:
         """Verify and read a state. All ranks take part.
 
-        :raises DamagedStateError: on all ranks, if it is damaged
+        Raises:
+            DamagedStateError: on all ranks, if it is damaged
         """
 
     @abstractmethod
@@ -82,15 +84,19 @@ class StateStore(ABC):
     def lock(self) -> bool:
         """Claim the location until ``unlock()``, and remove remains of killed runs. Does nothing if it is claimed.
 
-        :return: whether it was not claimed before
-        :raises RuntimeError: if another live run has locked it
-        :raises OSError: if it cannot be written
+        Returns:
+            whether it was not claimed before
+
+        Raises:
+            RuntimeError: if another live run has locked it
+            OSError: if it cannot be written
         """
 
     def check_is_shared(self, ranks: Ranks) -> None:  # noqa: B027
         """Check that all ranks reach the same location; by a URL, they do. All ranks take part.
 
-        :raises OSError: on all ranks, if they do not
+        Raises:
+            OSError: on all ranks, if they do not
         """
 
     @abstractmethod
@@ -103,7 +109,8 @@ class StateStore(ABC):
     def check_lock(self, ranks: Ranks) -> None:
         """Check, on all ranks, that no other run has taken over.
 
-        :raises RuntimeError: if one has
+        Raises:
+            RuntimeError: if one has
         """
         ranks.run_together(self._check_lock, only_first=True)
 
@@ -119,8 +126,11 @@ class StateStore(ABC):
     def read_latest(self, ranks: Ranks, report: Callable[[str], object]) -> TrainingState | None:
         """Return the newest intact state, or ``None`` if there is none. All ranks take part.
 
-        :param report: called with a message for each damaged state that is skipped
-        :raises DamagedStateError: if there are states, but all are damaged
+        Args:
+            report: called with a message for each damaged state that is skipped
+
+        Raises:
+            DamagedStateError: if there are states, but all are damaged
         """
         problems = []
         for name in ranks.broadcast_object(self.newest_first):

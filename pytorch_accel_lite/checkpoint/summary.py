@@ -47,7 +47,8 @@ def _saved(manifest: JsonObject) -> str:
 def print_contents(state: StrPath) -> None:
     """Print the contents of a training state, or list the states in a folder.
 
-    :param state: its directory, or its URL in a remote store; or a folder of states, of a run, or of runs
+    Args:
+        state: its directory, or its URL in a remote store; or a folder of states, of a run, or of runs
     """
     location = parse_location(state, "state")
     if isinstance(location, Path) and not (location / MANIFEST).exists() and (lines := _states_in(location)):

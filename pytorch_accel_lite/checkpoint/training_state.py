@@ -64,7 +64,8 @@ _NUMBERS = "numbers"  # marks a list of numbers that is stored as a tensor
 def read_weights(state: TrainingState, like: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """Return the state of the model, by name.
 
-    :param like: the weights of a model, with the sharding for weights saved in shards; by default, none is sharded
+    Args:
+        like: the weights of a model, with the sharding for weights saved in shards; by default, none is sharded
     """
     weights = read_model(Path(state.directory)) if state.weights is None else state.weights
     sharded = {
@@ -78,7 +79,8 @@ def read_weights(state: TrainingState, like: Mapping[str, torch.Tensor] | None =
 def read_tensors(state: TrainingState, find_like: Callable[[Keys], torch.Tensor | None] = lambda keys: None) -> None:
     """Read the large and the sharded tensors in ``shared``.
 
-    :param find_like: returns, for a path of keys, a tensor with the sharding to use; by default, none is sharded
+    Args:
+        find_like: returns, for a path of keys, a tensor with the sharding to use; by default, none is sharded
     """
     history = state.shared.pop("history")  # it may be long, and has no tensors to read
     state.shared = restore_tensors(state.shared, state.tensors, find_like) | {"history": history}
@@ -88,10 +90,11 @@ def read_tensors(state: TrainingState, find_like: Callable[[Keys], torch.Tensor 
 class CapturedState:
     """The contents that this rank writes to a training state; only ``local`` on ranks other than the first.
 
-    :param parts: the parts of sharded tensors that this rank writes; ``None`` if they have been gathered
-    :param weights: tensors of the model by name, tied ones once
-    :param tied: the other names of tied weights, mapped to the names under which they are kept
-    :param tensors: large tensors by name, marked in ``shared``
+    Args:
+        parts: the parts of sharded tensors that this rank writes; ``None`` if they have been gathered
+        weights: tensors of the model by name, tied ones once
+        tied: the other names of tied weights, mapped to the names under which they are kept
+        tensors: large tensors by name, marked in ``shared``
     """
 
     local: StateDict
@@ -112,7 +115,8 @@ def write_directory(directory: Path, ranks: Ranks, captured: CapturedState) -> N
 
     An existing state of this name is replaced once the new one is complete.
 
-    :raises OSError: if it cannot be written; an existing state is left unchanged
+    Raises:
+        OSError: if it cannot be written; an existing state is left unchanged
     """
     temporary = directory.with_name(hidden_name(directory.name, "tmp"))
 
@@ -175,7 +179,8 @@ def _commit(temporary: Path, directory: Path, entries: list[JsonObject], metadat
 def read_directory(directory: Path, ranks: Ranks) -> TrainingState:
     """Verify a state, once in the job, and read everything except the weights. All ranks take part.
 
-    :raises DamagedStateError: on all ranks, if it is damaged; names the file
+    Raises:
+        DamagedStateError: on all ranks, if it is damaged; names the file
     """
     manifest = ranks.broadcast_object(lambda: catch_damage(lambda: verify_state(directory)))
     if isinstance(manifest, DamagedStateError):
@@ -186,7 +191,8 @@ def read_directory(directory: Path, ranks: Ranks) -> TrainingState:
 def read_verified(directory: Path, metadata: JsonObject, ranks: Ranks) -> TrainingState:
     """Read everything except the weights of a state with intact files. All ranks take part.
 
-    :raises DamagedStateError: on all ranks, if a file has the wrong content; names the file
+    Raises:
+        DamagedStateError: on all ranks, if a file has the wrong content; names the file
     """
 
     def read() -> TrainingState:
@@ -205,7 +211,8 @@ def read_verified(directory: Path, metadata: JsonObject, ranks: Ranks) -> Traini
 def _load_part(path: Path, names: Iterable[str]) -> StateDict:
     """Load a file with a matching checksum, and check that it holds a dict with these keys.
 
-    :raises DamagedStateError: if it does not; names the file
+    Raises:
+        DamagedStateError: if it does not; names the file
     """
     try:
         content = load_plain(path)
@@ -221,7 +228,8 @@ def _load_part(path: Path, names: Iterable[str]) -> StateDict:
 def open_state(directory: Path, metadata: JsonObject) -> TrainingState:
     """Read the part shared by all ranks, except the weights. Files of large tensors are opened, but not read.
 
-    :raises DamagedStateError: if a file has the wrong content; names the file
+    Raises:
+        DamagedStateError: if a file has the wrong content; names the file
     """
     for name in (MODEL, TRAINER):
         if name not in metadata["files"]:
@@ -235,7 +243,8 @@ def open_state(directory: Path, metadata: JsonObject) -> TrainingState:
 def read_learned(directory: StrPath) -> StateDict:
     """Return the learned part of a training state, like the content of a checkpoint without optimizers and schedulers.
 
-    :raises DamagedStateError: if the state is damaged; names the file
+    Raises:
+        DamagedStateError: if the state is damaged; names the file
     """
     state = open_state(Path(directory), verify_state(directory))
     weights = read_weights(state)

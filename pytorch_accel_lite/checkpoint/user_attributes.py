@@ -125,8 +125,9 @@ def restore_attributes(
 ) -> None:
     """Restore the users' attributes, in place if the program has created them.
 
-    :param own: the states of this process; ``None`` if another number of processes saved them
-    :param is_final: whether nothing more will be created, so that missing attributes are reported
+    Args:
+        own: the states of this process; ``None`` if another number of processes saved them
+        is_final: whether nothing more will be created, so that missing attributes are reported
     """
     owners = _owners(trainer)
     lost = []

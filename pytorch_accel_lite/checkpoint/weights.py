@@ -44,7 +44,8 @@ _PARALLEL = "module."
 def full_state_dict(state: Tree, keep: bool) -> Tree:
     """Return a state with every sharded tensor gathered in host memory.
 
-    :param keep: ``False`` on processes that will not write it, where sharded tensors become ``None``
+    Args:
+        keep: ``False`` on processes that will not write it, where sharded tensors become ``None``
     """
 
     def gather(path: Keys, value: Tree) -> Tree:
@@ -77,9 +78,12 @@ def fit_model_state(
 
     Prefixes that wrappers have left in the names are ignored.
 
-    :param strict: ``False`` to warn of entries that do not fit and return the rest
-    :param left_out: entries that the state lacks on purpose; the model must have them, and keeps them
-    :raises ValueError: if the state does not fit; lists missing and unexpected keys and mismatched shapes
+    Args:
+        strict: ``False`` to warn of entries that do not fit and return the rest
+        left_out: entries that the state lacks on purpose; the model must have them, and keeps them
+
+    Raises:
+        ValueError: if the state does not fit; lists missing and unexpected keys and mismatched shapes
     """
     current = model.state_dict()
     names = {key.replace(_COMPILED, ""): key for key in current}
@@ -124,7 +128,8 @@ def verify_weights(trainer: TrainerLike, location: Path) -> None:
 
     Call it on every process. Missing files are left to the readers.
 
-    :raises ValueError: on all processes, if a file is damaged on any of them; names the file
+    Raises:
+        ValueError: on all processes, if a file is damaged on any of them; names the file
     """
 
     def find_damage() -> ValueError | None:
@@ -145,7 +150,8 @@ def verify_weights(trainer: TrainerLike, location: Path) -> None:
 def _find_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
     """Return the safetensors files of the weights in a directory, and the metadata stored with them.
 
-    :raises FileNotFoundError: if there are none, or if files in the index are missing
+    Raises:
+        FileNotFoundError: if there are none, or if files in the index are missing
     """
     is_single_file = (directory / WEIGHTS).is_file()
     has_index = not is_single_file and (directory / _INDEX).is_file()
@@ -165,10 +171,13 @@ def _find_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
 def read_pretrained(directory: Path, model: nn.Module) -> StateDict:
     """Read weights from a directory of safetensors files, each process only what it needs for a sharded model.
 
-    :return: the content of a checkpoint. Weights that are tied in the model have all their names. For adapters alone,
-        all other weights of the model count as left out, with unknown fingerprints.
-    :raises FileNotFoundError: if the directory has no weights, or if files in its index are missing
-    :raises ValueError: if a file is damaged
+    Returns:
+        the content of a checkpoint. Weights that are tied in the model have all their names. For adapters alone, all
+        other weights of the model count as left out, with unknown fingerprints.
+
+    Raises:
+        FileNotFoundError: if the directory has no weights, or if files in its index are missing
+        ValueError: if a file is damaged
     """
     if (directory / ADAPTERS).is_file() and has_adapters(model):
         return _read_adapters(directory, model)
@@ -201,7 +210,8 @@ def _read_adapters(directory: Path, model: nn.Module) -> StateDict:
 def load_optimizer_state(optimizer: TrainerOptimizer, state: StateDict) -> None:
     """Load the full state of an optimizer; its parameters may be sharded.
 
-    :raises ValueError: if it does not fit the optimizer's groups and parameters
+    Raises:
+        ValueError: if it does not fit the optimizer's groups and parameters
     """
     groups = getattr(optimizer, "param_groups", ())  # an optimizer that is not created yet keeps the state as it is
     parameters = dict(enumerate(p for group in groups for p in group["params"]))
@@ -257,7 +267,8 @@ def model_fingerprints(model: nn.Module) -> dict[str, int]:
 def check_has_trainable(model: nn.Module) -> None:
     """Check that a model has something to save once its frozen parameters are left out.
 
-    :raises ValueError: if all of its parameters are frozen
+    Raises:
+        ValueError: if all of its parameters are frozen
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
@@ -274,9 +285,10 @@ def leave_out_frozen(
     Buffers stay, as training changes them even if everything around them is frozen. Quantised weights never stay: they
     cannot be trained, nor loaded into a model that has them already.
 
-    :param created: fingerprints of weights that the loading program creates itself, such as pretrained ones; other
-        weights stay. By default, all frozen parameters are removed.
-    :param only_quantised: whether to remove no others
+    Args:
+        created: fingerprints of weights that the loading program creates itself, such as pretrained ones; other weights
+            stay. By default, all frozen parameters are removed.
+        only_quantised: whether to remove no others
     """
     left_out = fingerprints({name: state.pop(name) for name in sorted(quantised_entries(model, state))})
     if only_quantised:
@@ -293,7 +305,8 @@ def describe_other_weights(model: nn.Module, left_out: Mapping[str, int | None],
 
     A collective operation if they are sharded.
 
-    :param left_out: the fingerprints of these; ``None`` for unknown ones
+    Args:
+        left_out: the fingerprints of these; ``None`` for unknown ones
     """
     known = {name: number for name, number in left_out.items() if number is not None}
     current = fingerprints(

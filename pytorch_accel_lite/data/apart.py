@@ -28,7 +28,8 @@ def can_read_apart(loader: ShardedLoader) -> bool:
 def read_apart(loader: ShardedLoader) -> Batch:
     """Read the first samples of a loader's dataset as one of its batches, in this process.
 
-    :return: the batch; if it could not be read, its data are a ``FailedRead``
+    Returns:
+        the batch; if it could not be read, its data are a ``FailedRead``
     """
     source = loader.source
     indices = list(range(min(int(source.batch_size), len(source.dataset))))

@@ -29,10 +29,13 @@ TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 def find_batch_size(batch: BatchData, expected: int | None = None) -> int:
     """Return the number of samples in a batch.
 
-    :param expected: number of samples that were collated, or ``None`` if unknown. It is returned if anything in the
-        batch has this length, or if the batch is a row of packed sequences. Otherwise, the collate function has dropped
-        some, and the length of the first tensor with dimensions is returned.
-    :raises ValueError: if the size cannot be determined
+    Args:
+        expected: number of samples that were collated, or ``None`` if unknown. It is returned if anything in the batch
+            has this length, or if the batch is a row of packed sequences. Otherwise, the collate function has dropped
+            some, and the length of the first tensor with dimensions is returned.
+
+    Raises:
+        ValueError: if the size cannot be determined
     """
     first = batch[0] if type(batch) in (tuple, list) and batch else None
     if isinstance(first, torch.Tensor) and first.ndim:
@@ -144,7 +147,8 @@ class BatchAdapter:
     ``model`` is passed to each call, because it is wrapped during training. The keys that its ``forward`` takes are
     looked up once.
 
-    :ivar is_new: whether the shapes of outputs and targets are still to be checked
+    Attributes:
+        is_new: whether the shapes of outputs and targets are still to be checked
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -165,7 +169,8 @@ class BatchAdapter:
     ) -> BatchOutput:
         """Return the model's outputs for a batch, their loss, and the number of items averaged in the loss.
 
-        :param read: the batch as it was read; a step may have passed other data
+        Args:
+            read: the batch as it was read; a step may have passed other data
         """
         if type(batch) in (tuple, list) and len(batch) == 2 and loss_func is not None and batch[1] is not None:
             outputs = model(batch[0])  # the usual case
@@ -302,9 +307,10 @@ def _count_labels(batch: BatchData, first: int | None) -> torch.Tensor | None:
 def complete_output(output: BatchOutput, data: BatchData, num_samples: int | None, method: str, training: bool) -> None:
     """Check the output of a step and add missing entries.
 
-    :param data: the batch
-    :param num_samples: number of samples collated into the batch, or ``None`` if unknown
-    :param method: name of the method that returned the output, for errors
+    Args:
+        data: the batch
+        num_samples: number of samples collated into the batch, or ``None`` if unknown
+        method: name of the method that returned the output, for errors
     """
     losses = output.get("loss") if type(output) is dict else None
     if not (isinstance(losses, torch.Tensor) and losses.ndim == 0 and (losses.requires_grad or not training)):
@@ -352,9 +358,10 @@ def total_loss(losses: Losses) -> torch.Tensor:
 class Share(NamedTuple):
     """One of a fixed number of shares in a step.
 
-    :param number: its number
-    :param seed: the seed of the step, a mixture of the run's seed, the epoch and the position
-    :param ends_step: whether it is the last of this step on this process
+    Args:
+        number: its number
+        seed: the seed of the step, a mixture of the run's seed, the epoch and the position
+        ends_step: whether it is the last of this step on this process
     """
 
     number: int
@@ -365,14 +372,15 @@ class Share(NamedTuple):
 class Batch(NamedTuple):
     """A batch of this process, with the number of samples of all processes in the same step.
 
-    :param data: the batch, on the device
-    :param num_samples: number of samples of this process. 0 for a filler batch, see ``is_filler``. ``None`` if only the
-        step can tell.
-    :param total_samples: number of samples of all processes in this step; ``None`` if unknown, like ``num_samples``
-    :param is_last: whether this is the last step of the epoch
-    :param indices: indices of the samples in the dataset, as a list or a tensor; ``None`` if unknown
-    :param share: the share that this is, if their number is fixed; ``None`` for the batch of a process. In a training
-        step, the last share of the step, while ``data`` has the batches of all.
+    Args:
+        data: the batch, on the device
+        num_samples: number of samples of this process. 0 for a filler batch, see ``is_filler``. ``None`` if only the
+            step can tell.
+        total_samples: number of samples of all processes in this step; ``None`` if unknown, like ``num_samples``
+        is_last: whether this is the last step of the epoch
+        indices: indices of the samples in the dataset, as a list or a tensor; ``None`` if unknown
+        share: the share that this is, if their number is fixed; ``None`` for the batch of a process. In a training
+            step, the last share of the step, while ``data`` has the batches of all.
     """
 
     data: BatchData

@@ -29,9 +29,10 @@ class ShuffledStream(IterableDataset[Sample]):
     The order is a function of (seed, epoch, number of the block), and so are random numbers drawn while reading a
     block. A stream that is not stateful is read again from its beginning.
 
-    :param stream: an iterable dataset; its ``set_epoch``, if any, is called with the epoch
-    :param block_size: number of samples that are read and shuffled together
-    :param seed: seed of the orders
+    Args:
+        stream: an iterable dataset; its ``set_epoch``, if any, is called with the epoch
+        block_size: number of samples that are read and shuffled together
+        seed: seed of the orders
     """
 
     def __init__(self, stream: Source, block_size: int = 1000, seed: int = 0) -> None:
@@ -107,11 +108,14 @@ class MixtureStream(IterableDataset[Sample]):
     A resumed run continues stateful streams at their states. It rereads the current pass of other streams up to the
     next sample. If a stream has ``set_epoch``, it is called before each pass.
 
-    :param streams: iterable datasets by name
-    :param weights: the shares of the samples that come from each stream, relative to each other; by default equal
-    :param repeat: whether a stream that ends is repeated. The mixture is then endless, and ``train`` needs
-        ``max_num_train_steps``. Otherwise, an epoch ends with the stream that ends first.
-    :raises ValueError: if there are no streams, or a name or a weight is wrong; when it is read, if one is empty
+    Args:
+        streams: iterable datasets by name
+        weights: the shares of the samples that come from each stream, relative to each other; by default equal
+        repeat: whether a stream that ends is repeated. The mixture is then endless, and ``train`` needs
+            ``max_num_train_steps``. Otherwise, an epoch ends with the stream that ends first.
+
+    Raises:
+        ValueError: if there are no streams, or a name or a weight is wrong; when it is read, if one is empty
     """
 
     #: The state is complete, because streams with incomplete states (those with shuffle buffers) are reread.
@@ -146,7 +150,8 @@ class MixtureStream(IterableDataset[Sample]):
 
         Within an epoch, batches that were read ahead must be read again: ``trainer.train_dataloader.read_again()``.
 
-        :param weights: as in the constructor, but some may be 0
+        Args:
+            weights: as in the constructor, but some may be 0
         """
         self.weights.update(check_weights(weights, self.names, may_be_zero=True))
 
@@ -179,7 +184,8 @@ class MixtureStream(IterableDataset[Sample]):
     def load_state_dict(self, state: StateDict) -> None:
         """Make the next iteration begin at a state.
 
-        :raises ValueError: if it belongs to other streams
+        Raises:
+            ValueError: if it belongs to other streams
         """
         if state and list(state) != self.names:
             raise ValueError(f"it holds the streams {list(state)} instead of {self.names}")
@@ -190,14 +196,15 @@ class MixtureStream(IterableDataset[Sample]):
 class _Passes:
     """A stream of a mixture, which is read once or repeatedly.
 
-    :param weight: its present weight
-    :param given: number of samples that have been read
-    :param since: number of samples of all streams that had been read when the weights changed last
-    :param due: number of samples of this one that were due then, with its fraction
-    :param weight_since: its weight after that; ``None`` if that is the present one
-    :param given_in_pass: number of those in the current pass
-    :param completed: number of passes completed
-    :param state: the state of the stream
+    Args:
+        weight: its present weight
+        given: number of samples that have been read
+        since: number of samples of all streams that had been read when the weights changed last
+        due: number of samples of this one that were due then, with its fraction
+        weight_since: its weight after that; ``None`` if that is the present one
+        given_in_pass: number of those in the current pass
+        completed: number of passes completed
+        state: the state of the stream
     """
 
     name: str

@@ -39,7 +39,8 @@ def check_same_data(dataset: Source, ranks: Ranks) -> None:
     are attributes of others. If the contents of other datasets differ, there is only a warning, as they need not be
     samples. Call it on every process.
 
-    :raises ValueError: on all processes, for example after a ``random_split`` that was not seeded
+    Raises:
+        ValueError: on all processes, for example after a ``random_split`` that was not seeded
     """
     parts = nested_in(dataset, lambda value: isinstance(value, Dataset) or is_table(value))
     local = find_length(dataset), [_described(part) for part in parts], fingerprint_of(dataset)
@@ -65,7 +66,8 @@ def check_same_data(dataset: Source, ranks: Ranks) -> None:
 def check_same_order(sampler: SamplerLike, order: list[Index], ranks: Ranks) -> int:
     """Check that a sampler has drawn the same order, or piece of one, on all processes, and return its checksum.
 
-    :raises OtherOrderError: on all processes; for example if the sampler has its own generator, or divides by rank
+    Raises:
+        OtherOrderError: on all processes; for example if the sampler has its own generator, or divides by rank
     """
     local = len(order), checksum(order)
     gathered = ranks.all_gather_object(local)
@@ -83,12 +85,15 @@ def check_order(
 ) -> None:
     """Check the order of an epoch, drawn by each process itself, and store its identity in ``drawn``.
 
-    :param order: the order of a user's sampler; ``None`` for other samplers, whose orders depend only on the length
-    :param drawn: the ``"length"`` of the order, if it consists of indices. For a user's sampler, the ``"checksum"`` of
-        the order and the ``"batch_size"`` of the sampler, if any, are added.
-    :param resumed: the same from the training state, if the epoch is resumed in its middle
-    :raises OtherOrderError: if the order differs from that of other processes
-    :raises WrongLengthError: if the length of the data differs from that in the state
+    Args:
+        order: the order of a user's sampler; ``None`` for other samplers, whose orders depend only on the length
+        drawn: the ``"length"`` of the order, if it consists of indices. For a user's sampler, the ``"checksum"`` of the
+            order and the ``"batch_size"`` of the sampler, if any, are added.
+        resumed: the same from the training state, if the epoch is resumed in its middle
+
+    Raises:
+        OtherOrderError: if the order differs from that of other processes
+        WrongLengthError: if the length of the data differs from that in the state
     """
     if order is not None:
         drawn["checksum"] = check_same_order(sampler, order, ranks)

@@ -63,7 +63,8 @@ def loader_for(
 ) -> tuple[Source, LoaderKwargs]:
     """Return a loader of a dataset, and its arguments. The user may have passed a loader in place of a dataset.
 
-    :param arguments: the user's arguments, which override the defaults
+    Args:
+        arguments: the user's arguments, which override the defaults
     """
     if is_loader(dataset):
         return dataset, options_of(dataset)

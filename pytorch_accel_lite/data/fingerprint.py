@@ -55,8 +55,9 @@ def fingerprint_of(data: Source) -> Fingerprint:
 def difference(before: Fingerprint, now: Fingerprint, data: Source = None) -> str:
     """Return what differs between two fingerprints, as part of a sentence; empty if nothing is known to differ.
 
-    :param data: the data of the second one. Samples that seem to differ are read again, as their augmentation may draw
-        from generators that no seed reaches.
+    Args:
+        data: the data of the second one. Samples that seem to differ are read again, as their augmentation may draw
+            from generators that no seed reaches.
     """
     if before["length"] != now["length"] and None not in (before["length"], now["length"]):
         return f"{now['length']} samples instead of {before['length']}"

@@ -97,7 +97,8 @@ class ReadInTurn(ShardedLoader):
     def read_again(self) -> None:
         """Also check that the epoch can continue where it is.
 
-        :raises RuntimeError: if its position is unknown
+        Raises:
+            RuntimeError: if its position is unknown
         """
         super().read_again()
         reads = self._reads_alone or self._ranks.rank == 0
@@ -297,7 +298,8 @@ class PreShardedLoader(ReadInTurn):
     compute the previous one. A process that has no batch left repeats its last one with zero weight until the others
     are done.
 
-    :param shared_by: name of the mechanism by which a stream shards itself, if detected
+    Args:
+        shared_by: name of the mechanism by which a stream shards itself, if detected
     """
 
     has_own_position = True
@@ -375,7 +377,8 @@ def _generators_differ(source: Source, ranks: Ranks) -> bool:
 def _describe_other_batches(source: Source, when: str) -> str:
     """Return the warning for a source that does not repeat the batches of the interrupted run.
 
-    :param when: the epoch, as part of a sentence
+    Args:
+        when: the epoch, as part of a sentence
     """
     dataset = getattr(source, "dataset", source)
     needs_arguments = callable(getattr(dataset, "state_dict", None))

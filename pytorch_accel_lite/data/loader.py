@@ -31,20 +31,20 @@ LoaderKwargs: TypeAlias = dict[str, Any]
 class LoaderOptions:
     """Options for sharding and loading the batches of a source.
 
-    :param seed: determines the order of the data and the randomness in the dataset; ``None`` to use the global
-        generators
-    :param fill: give a process without samples in a step a filler batch with zero weight, so that all processes take
-        the same number of steps; otherwise it takes fewer
-    :param limit: maximum number of steps per epoch; ``None`` for no limit
-    :param channels_last: convert tensors with 4 dimensions (batches of images) to the channels-last memory format
-    :param yields_failures: yield a ``FailedRead`` for a batch that cannot be read and continue, if the source can
-        be indexed
-    :param shares: the shares that this process reads, if a step has a fixed number; ``None`` for a batch of its own
-    :param first_epoch: the number passed to ``set_epoch`` of the user's samplers and datasets in the first epoch
-    :param divides: let each process read its own part of a stream that can be divided; otherwise, the batches of all
-        processes follow the order of the stream
-    :param evens_shares: give a process with fewer shares in a step filler batches for the missing ones, so that all
-        compute equally many
+    Args:
+        seed: determines the order of the data and the randomness in the dataset; ``None`` to use the global generators
+        fill: give a process without samples in a step a filler batch with zero weight, so that all processes take the
+            same number of steps; otherwise it takes fewer
+        limit: maximum number of steps per epoch; ``None`` for no limit
+        channels_last: convert tensors with 4 dimensions (batches of images) to the channels-last memory format
+        yields_failures: yield a ``FailedRead`` for a batch that cannot be read and continue, if the source can be
+            indexed
+        shares: the shares that this process reads, if a step has a fixed number; ``None`` for a batch of its own
+        first_epoch: the number passed to ``set_epoch`` of the user's samplers and datasets in the first epoch
+        divides: let each process read its own part of a stream that can be divided; otherwise, the batches of all
+            processes follow the order of the stream
+        evens_shares: give a process with fewer shares in a step filler batches for the missing ones, so that all
+            compute equally many
     """
 
     seed: int | None = None
@@ -74,11 +74,12 @@ class ShardedLoader(ABC):
 
     Attributes of the source (``dataset``, ``batch_size``, ``sampler`` ...) are available here, too.
 
-    :ivar seconds_waited: seconds that training has waited in the latest epoch for its batches after the first
-    :ivar batch_size_before: in a resumed run, the source's batch size when the state was saved; ``None`` if unknown
-    :ivar shared_by: name of the mechanism by which a stream shards itself by rank, if that was detected
-    :ivar undivided: name of the kind of iterable, if each of several processes reads all its batches
-    :cvar has_own_position: whether ``position()`` differs between processes; otherwise that of the first is kept
+    Attributes:
+        seconds_waited: seconds that training has waited in the latest epoch for its batches after the first
+        batch_size_before: in a resumed run, the source's batch size when the state was saved; ``None`` if unknown
+        shared_by: name of the mechanism by which a stream shards itself by rank, if that was detected
+        undivided: name of the kind of iterable, if each of several processes reads all its batches
+        has_own_position: whether ``position()`` differs between processes; otherwise that of the first is kept
     """
 
     has_own_position: ClassVar[bool] = False
@@ -156,7 +157,8 @@ class ShardedLoader(ABC):
     def move_to(self, position: SourceState) -> str:
         """Make the next, resumed epoch begin at a position, if the training state holds one.
 
-        :return: what the user should know about it
+        Returns:
+            what the user should know about it
         """
 
     def epoch_read(self) -> SourceState:
@@ -175,10 +177,11 @@ class ShardedLoader(ABC):
     def steps(self, epoch: int, start: int = 0, steps_done: int = 0, min_share: int = 1) -> Iterator[Batch]:
         """Return the steps of an epoch, starting after ``start`` samples of all processes.
 
-        :param epoch: with a seed, determines the order and the randomness in the dataset
-        :param steps_done: number of steps already taken in this epoch, which count towards the limit
-        :param min_share: if the source can be indexed, the least number of samples that a process gets in a step,
-            unless it gets none; capped at a full batch and at the samples available; the same on all processes
+        Args:
+            epoch: with a seed, determines the order and the randomness in the dataset
+            steps_done: number of steps already taken in this epoch, which count towards the limit
+            min_share: if the source can be indexed, the least number of samples that a process gets in a step, unless
+                it gets none; capped at a full batch and at the samples available; the same on all processes
         """
         self.is_outdated = False
         self._epoch = epoch
@@ -255,7 +258,8 @@ class ShardedLoader(ABC):
     def __len__(self) -> int:
         """Return the number of steps in an epoch, the same on every process.
 
-        :raises TypeError: if the source has no length
+        Raises:
+            TypeError: if the source has no length
         """
         steps = self._num_steps()
         return steps if self.limit is None else min(steps, self.limit)
@@ -276,8 +280,9 @@ def copy_loader(loader: DataLoader[Sample], **changes: object) -> DataLoader[Sam
 def placed(steps: Iterator[Batch], device: torch.device | None, channels_last: bool) -> Iterator[Batch]:
     """Return steps with their data on a device, without waiting for the copies.
 
-    :param device: ``None`` if the data are already there
-    :param channels_last: whether tensors of four dimensions are put into this memory format
+    Args:
+        device: ``None`` if the data are already there
+        channels_last: whether tensors of four dimensions are put into this memory format
     """
     if device is not None:
         steps = (step._replace(data=send_to_device(step.data, device, non_blocking=True)) for step in steps)

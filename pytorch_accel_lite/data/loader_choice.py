@@ -57,9 +57,10 @@ def shard(
 ) -> ShardedLoader:
     """Return a loader that yields this process's share of any source of batches.
 
-    :param source: a ``DataLoader``, or any other iterable of batches (see ``OwnShard``)
-    :param training: whether every process must take the same number of steps; in evaluation, a process may take fewer
-    :param options: further ``LoaderOptions``
+    Args:
+        source: a ``DataLoader``, or any other iterable of batches (see ``OwnShard``)
+        training: whether every process must take the same number of steps; in evaluation, a process may take fewer
+        options: further ``LoaderOptions``
     """
     if isinstance(source, ShardedLoader):
         return source
@@ -92,7 +93,8 @@ def _read_in_turn(
 ) -> ShardedLoader:
     """Return the loader for a source that cannot be indexed.
 
-    :param is_of_torch: whether the source is a ``DataLoader`` of torch
+    Args:
+        is_of_torch: whether the source is a ``DataLoader`` of torch
     """
     if not is_of_torch:
         return PreShardedLoader(source, ranks, device, options)

@@ -30,10 +30,11 @@ _MAX_BYTES = 2**25
 class AgreedStep(NamedTuple, Generic[T]):
     """A step for which any process has read something.
 
-    :param item: the item that this process has read; ``None`` if its source has ended
-    :param number: the number that describes the item; 0 if there is none
-    :param total: the sum of the numbers of all processes
-    :param without: number of processes that have read nothing
+    Args:
+        item: the item that this process has read; ``None`` if its source has ended
+        number: the number that describes the item; 0 if there is none
+        total: the sum of the numbers of all processes
+        without: number of processes that have read nothing
     """
 
     item: T | None
@@ -47,7 +48,8 @@ class AgreedStep(NamedTuple, Generic[T]):
 class _Round(Generic[T]):
     """Steps on which the processes agree at once: the items that this process has read, with a number for each.
 
-    :ivar size: the number of steps
+    Attributes:
+        size: the number of steps
     """
 
     size: int
@@ -60,8 +62,9 @@ class Lockstep(Generic[T]):
 
     While the agreed steps are computed, the following ones are read gradually.
 
-    :param source: yields an item for each step
-    :param describe: returns a number for an item
+    Args:
+        source: yields an item for each step
+        describe: returns a number for an item
     """
 
     def __init__(self, source: Iterator[T], ranks: Ranks, describe: Callable[[T], int]) -> None:
@@ -112,8 +115,9 @@ class Lockstep(Generic[T]):
     def _begin_reporting(self, coming: _Round[T]) -> Callable[[], list[list[int]]]:
         """Start telling the other processes what has been read for a round.
 
-        :return: a function that waits for the reports of all processes: the number of items read, whether reading
-            failed, the bytes of an item, and the number for each step
+        Returns:
+            a function that waits for the reports of all processes: the number of items read, whether reading failed,
+            the bytes of an item, and the number for each step
         """
         count = len(coming.items)
         coming.numbers = coming.numbers[:count] + [0] * (coming.size - count)
@@ -123,7 +127,8 @@ class Lockstep(Generic[T]):
     def _any_has_read(self, reports: list[list[int]], index: int) -> bool:
         """Whether any process has read something for a step.
 
-        :raises Exception: on all processes, if one of them could not read for this step
+        Raises:
+            Exception: on all processes, if one of them could not read for this step
         """
         if any(has_failed and count == index for count, has_failed, *_ in reports):
             self._ranks.run_together(self._raise_error)
@@ -157,8 +162,9 @@ def deal(groups: Iterator[list[BatchData]], ranks: Ranks, fill: bool) -> Iterato
 
     The first process reads all batches, and sends them to the others while these compute the previous step.
 
-    :param groups: the batches of all processes in each step, which only the first process reads
-    :param fill: whether a process that has no samples left in a step is sent a filler batch
+    Args:
+        groups: the batches of all processes in each step, which only the first process reads
+        fill: whether a process that has no samples left in a step is sent a filler batch
     """
     reads = ranks.rank == 0 and ranks.is_first_sharer
     steps = Lockstep(_prepared(groups, ranks, fill) if reads else iter(()), ranks.everyone, lambda dealt: dealt.size)
@@ -185,7 +191,8 @@ def _prepared(groups: Iterator[list[BatchData]], ranks: Ranks, fill: bool) -> It
 def _begin_receiving(step: AgreedStep[_Dealt], ranks: Ranks) -> Callable[[], tuple[Batch, int]]:
     """Start sending and receiving the batches of a step.
 
-    :return: a function that waits for this process's batch, and returns it with the number of batches it has read
+    Returns:
+        a function that waits for this process's batch, and returns it with the number of batches it has read
     """
     dealt = step.item
     pieces = None

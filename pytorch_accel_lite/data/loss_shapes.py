@@ -40,8 +40,11 @@ def is_of_torch(loss: object) -> bool:
 def shapes_are_known(loss: LossFunction | None, outputs: Tree, targets: Tree) -> bool:
     """Check shapes; return whether the check is conclusive. It is not for a batch with a single element.
 
-    :param loss: a loss function, or a loss module
-    :raises LossShapeError: if the loss accepts these shapes, but does not compute the loss of each sample
+    Args:
+        loss: a loss function, or a loss module
+
+    Raises:
+        LossShapeError: if the loss accepts these shapes, but does not compute the loss of each sample
     """
     if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
         return True

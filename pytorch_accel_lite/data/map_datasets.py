@@ -58,8 +58,9 @@ class _EpochShares:
 
     Holds no reference to its loader: a reference cycle would keep workers alive after the loader is dropped.
 
-    :param rows: number of rows of data in memory; their indices are tensors if the order is fixed when the epoch
-        begins. ``None`` for other data.
+    Args:
+        rows: number of rows of data in memory; their indices are tensors if the order is fixed when the epoch begins.
+            ``None`` for other data.
     """
 
     def __init__(self, source: DataLoader[Sample], ranks: Ranks, options: LoaderOptions, rows: int | None) -> None:
@@ -166,7 +167,8 @@ class _EpochShares:
     def _bring_sampler_to(self, epoch: int) -> EpochRead | None:
         """In a resumed run, bring a user's sampler to where it was in the interrupted one.
 
-        :return: the epoch that the interrupted run had read last, if its sampler had an order like this one
+        Returns:
+            the epoch that the interrupted run had read last, if its sampler had an order like this one
         """
         read, self.resumed_epoch_read = self.resumed_epoch_read, None
         if read is None and self.resumed_order_id is not None:  # a state of an earlier version

@@ -13,10 +13,11 @@ import torch
 class Stretch(NamedTuple):
     """A part of an epoch with constant shares. The sequences have a number for each dataset.
 
-    :param begin: number of samples in the epoch before the stretch
-    :param rates: number of samples in a whole epoch with these shares
-    :param due: number of samples that were due before the stretch, as a fraction
-    :param given: number of samples taken before the stretch
+    Args:
+        begin: number of samples in the epoch before the stretch
+        rates: number of samples in a whole epoch with these shares
+        due: number of samples that were due before the stretch, as a fraction
+        given: number of samples taken before the stretch
     """
 
     begin: int
@@ -30,8 +31,9 @@ class Stretch(NamedTuple):
         Sample ``i`` of a dataset is taken when ``i + 0.5`` are due, so shares hold in every part of an epoch, even if
         they change after each update.
 
-        :param length: number of samples to choose
-        :param size: number of samples in an epoch
+        Args:
+            length: number of samples to choose
+            size: number of samples in an epoch
         """
         spare = 2 * len(self.rates) + 2  # the sums of due and of given samples may differ by this
         numbers, times = [], []
@@ -46,8 +48,9 @@ class Stretch(NamedTuple):
     def followed_by(self, begin: int, shares: Sequence[float], size: int) -> Stretch:
         """Return a stretch with other shares that begins within this one.
 
-        :param begin: number of samples in the epoch before it
-        :param size: number of samples in an epoch
+        Args:
+            begin: number of samples in the epoch before it
+            size: number of samples in an epoch
         """
         length = begin - self.begin
         counts = self.choose(length, size).bincount(minlength=len(shares)).tolist()
@@ -83,8 +86,9 @@ def whole_epoch(counts: Sequence[int]) -> Stretch:
 def added_up(stages: dict[int, list[int]], others: dict[int, list[int]], epoch: int) -> list[int]:
     """Return the number of samples of each dataset before an epoch.
 
-    :param stages: the samples in an epoch by the first epoch of each stage
-    :param others: the samples in single epochs that differ from their stage
+    Args:
+        stages: the samples in an epoch by the first epoch of each stage
+        others: the samples in single epochs that differ from their stage
     """
     bounds = [*stages, epoch]
     lengths = [max(min(end, epoch) - first, 0) for first, end in pairwise(bounds)]

@@ -28,12 +28,17 @@ class Mixture(ConcatDataset[Sample]):
     an epoch continues where the previous one ended. Evaluation and prediction read every sample of all datasets once,
     in order.
 
-    :param datasets: the datasets by name
-    :param weights: the shares of the samples that come from each dataset, relative to each other; by default their
-        lengths, so that an epoch has each sample once
-    :param num_samples: length of a training epoch; by default the number of samples in all datasets
-    :ivar stages: the weights by the first epoch that begins with them, see ``change_weights()``
-    :raises ValueError: if a dataset is empty or has no length, a name is unknown, or a number is not positive
+    Args:
+        datasets: the datasets by name
+        weights: the shares of the samples that come from each dataset, relative to each other; by default their
+            lengths, so that an epoch has each sample once
+        num_samples: length of a training epoch; by default the number of samples in all datasets
+
+    Attributes:
+        stages: the weights by the first epoch that begins with them, see ``change_weights()``
+
+    Raises:
+        ValueError: if a dataset is empty or has no length, a name is unknown, or a number is not positive
     """
 
     def __init__(
@@ -68,8 +73,9 @@ class Mixture(ConcatDataset[Sample]):
 
         Within an epoch, batches that were read ahead must be read again: ``trainer.train_dataloader.read_again()``.
 
-        :param weights: as in the constructor, but some may be 0
-        :param begin: number of samples in that epoch before the change
+        Args:
+            weights: as in the constructor, but some may be 0
+            begin: number of samples in that epoch before the change
         """
         self.weights = check_weights(weights, self.names, may_be_zero=True)
         if not 0 <= begin < self.num_samples:
@@ -108,7 +114,8 @@ class Mixture(ConcatDataset[Sample]):
     def load_state_of_weights(self, state: StateDict) -> None:
         """Continue with the weights of a state.
 
-        :raises ValueError: if it belongs to other datasets
+        Raises:
+            ValueError: if it belongs to other datasets
         """
         for first, weights in state["stages"]:
             self.change_weights(weights, first)
@@ -120,9 +127,10 @@ class Mixture(ConcatDataset[Sample]):
     def loader_kwargs(self, batch_size: int, shuffle: bool = True, drop_last: bool = False) -> LoaderKwargs:
         """Return the arguments of a ``DataLoader`` that reads a training epoch.
 
-        :param batch_size: batch size per process
-        :param shuffle: whether each pass over a dataset has a random order; otherwise it is in order
-        :param drop_last: whether to drop smaller last batches
+        Args:
+            batch_size: batch size per process
+            shuffle: whether each pass over a dataset has a random order; otherwise it is in order
+            drop_last: whether to drop smaller last batches
         """
         return {"batch_size": batch_size, "sampler": MixtureSampler(self, shuffle), "drop_last": drop_last}
 
@@ -152,7 +160,8 @@ class Mixture(ConcatDataset[Sample]):
 class MixtureSampler(Sampler[int]):
     """Yields the indices of a training epoch, with each dataset of a mixture spread evenly.
 
-    :param shuffle: whether each pass over a dataset has a random order
+    Args:
+        shuffle: whether each pass over a dataset has a random order
     """
 
     def __init__(self, mixture: Mixture, shuffle: bool) -> None:
@@ -196,7 +205,8 @@ class MixtureSampler(Sampler[int]):
 def _sizes_of(datasets: Mapping[str, IndexedData], advice: str) -> dict[str, int]:
     """Check map datasets by name, and return their lengths.
 
-    :param advice: what to do with other datasets
+    Args:
+        advice: what to do with other datasets
     """
     check_are_named(datasets)
     sizes: dict[str, int] = {}
@@ -225,7 +235,8 @@ def check_are_named(datasets: Mapping[str, IndexedData]) -> None:
 def check_weights(weights: Mapping[str, float], names: list[str], may_be_zero: bool = False) -> dict[str, float]:
     """Return the weights in the order of the datasets, after checking that each dataset has a positive one.
 
-    :param may_be_zero: whether some, but not all, may be 0
+    Args:
+        may_be_zero: whether some, but not all, may be 0
     """
     if not isinstance(weights, Mapping):
         raise TypeError(f"weights must be a dict of numbers by name of the dataset, not {type(weights).__name__}.")
@@ -248,10 +259,13 @@ def check_weights(weights: Mapping[str, float], names: list[str], may_be_zero: b
 class NamedDatasets(Dataset[Sample]):
     """Several map datasets, by name. A sample is a dict with one sample of each, a batch a dict with one batch of each.
 
-    :param datasets: the datasets by name; when shuffled, they are paired at random in every epoch
-    :param length: length of an epoch: ``"min"`` for that of the shortest dataset, ``"max"`` for that of the longest,
-        with the shorter ones repeated
-    :raises ValueError: if there are no datasets, or one is empty or has no length
+    Args:
+        datasets: the datasets by name; when shuffled, they are paired at random in every epoch
+        length: length of an epoch: ``"min"`` for that of the shortest dataset, ``"max"`` for that of the longest, with
+            the shorter ones repeated
+
+    Raises:
+        ValueError: if there are no datasets, or one is empty or has no length
     """
 
     def __init__(self, datasets: Mapping[str, IndexedData], length: Literal["min", "max"] = "min") -> None:
@@ -277,7 +291,8 @@ class NamedDatasets(Dataset[Sample]):
 class NamedSampler(Sampler[tuple[int, ...]]):
     """Samples each dataset in a separate order, repeated as necessary for the length of an epoch.
 
-    :param shuffle: whether to draw a random order for every pass; otherwise the order is sequential
+    Args:
+        shuffle: whether to draw a random order for every pass; otherwise the order is sequential
     """
 
     def __init__(self, datasets: NamedDatasets, shuffle: bool) -> None:

@@ -53,8 +53,11 @@ def draw_order(sampler: SamplerLike, ranks: Ranks, seed: int | None, epoch: int,
 
     With a seed, the order is a function of (seed, epoch); without one, it is drawn on rank 0 from torch's generator.
 
-    :param reported: the epoch that is passed to the sampler's ``set_epoch``
-    :return: an iterable or, for very many samples in random order, a ``ComputedOrder``
+    Args:
+        reported: the epoch that is passed to the sampler's ``set_epoch``
+
+    Returns:
+        an iterable or, for very many samples in random order, a ``ComputedOrder``
     """
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
@@ -176,7 +179,8 @@ def _draw_pieces(sampler: Iterable[Index], seed: int, ranks: Ranks) -> Iterator[
 def of_all_processes(sampler: SamplerLike, world_size: int) -> SamplerLike:
     """Return a sampler for all processes. The order is sharded here, which a ``DistributedSampler`` would do again.
 
-    :raises ValueError: with several processes, if another sampler gives only a part of its order
+    Raises:
+        ValueError: with several processes, if another sampler gives only a part of its order
     """
     if isinstance(sampler, DistributedSampler):
         # No sample is repeated to pad shares. Samples left out by its drop_last stay out.
@@ -218,8 +222,9 @@ def indices_at(order: Divisible, bounds: Iterable[tuple[int, int]]) -> Iterator[
 
     Indices are computed or copied for many steps at once, which costs little per step for any number of samples.
 
-    :param order: a tensor, a range from 0, or a computed order
-    :param bounds: the bounds of each step, each beginning at the end of the previous one
+    Args:
+        order: a tensor, a range from 0, or a computed order
+        bounds: the bounds of each step, each beginning at the end of the previous one
     """
     return chain.from_iterable(_blocks(order, iter(bounds)))  # calls none of our code in each step
 

@@ -51,10 +51,13 @@ def track_position(batches: Source, keeps: bool) -> PositionTracker | None:
 class PositionTracker:
     """Keeps the state of a source after the batch used last, while later batches are read ahead.
 
-    :param batches: a loader that is stateful, or a ``DataLoader`` over a dataset that is
-    :param keeps: whether to keep states at all, as getting and copying them takes time
-    :ivar position: the state; ``None`` if unknown
-    :ivar obstacle: why the state cannot be known; empty if it can
+    Args:
+        batches: a loader that is stateful, or a ``DataLoader`` over a dataset that is
+        keeps: whether to keep states at all, as getting and copying them takes time
+
+    Attributes:
+        position: the state; ``None`` if unknown
+        obstacle: why the state cannot be known; empty if it can
     """
 
     def __init__(self, batches: Source, keeps: bool) -> None:
@@ -136,7 +139,8 @@ def _forget_position(stream: Source, items: Iterator[Sample]) -> Iterator[Sample
 
     Hugging Face's streams would return to it whenever they are read in the same epoch, for example in an evaluation.
 
-    :param items: the iterator of the stream, from which nothing has been read yet
+    Args:
+        items: the iterator of the stream, from which nothing has been read yet
     """
     first = list(islice(items, 1))
     for inner in streams_in(stream):

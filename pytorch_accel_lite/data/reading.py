@@ -48,9 +48,10 @@ def reads_batches(dataset: Source) -> bool:
 class InMemory(NamedTuple):
     """Data in memory.
 
-    :param tensors: tensors, which have a row for each sample
-    :param subset: the rows of a ``Subset``; ``None`` for all
-    :param arrange: makes a batch from a list of rows of each tensor
+    Args:
+        tensors: tensors, which have a row for each sample
+        subset: the rows of a ``Subset``; ``None`` for all
+        arrange: makes a batch from a list of rows of each tensor
     """
 
     tensors: Sequence[torch.Tensor]
@@ -107,10 +108,11 @@ def read_rows(
 ) -> Iterator[BatchData]:
     """Yield the batches of data in memory; from a device, without waiting for it.
 
-    :param indices: the indices of each step; none are negative in tensors
-    :param size: number of samples
-    :param has_fixed_order: whether indices may be drawn before the step that reads them
-    :param pin: whether to put batches into pinned memory
+    Args:
+        indices: the indices of each step; none are negative in tensors
+        size: number of samples
+        has_fixed_order: whether indices may be drawn before the step that reads them
+        pin: whether to put batches into pinned memory
     """
     tensors, subset, arrange = memory
     rows = (step if isinstance(step, torch.Tensor) else as_rows(step, size) for step in indices)

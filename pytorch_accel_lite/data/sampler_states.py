@@ -34,7 +34,8 @@ def bring_to(
     last epoch twice. Other samplers get the state that they have reported. If that does not lead to the same order,
     they draw the orders of all earlier epochs again. With ``ends``, warns if nothing leads to that order.
 
-    :param draw: draws the order of an epoch from a sampler
+    Args:
+        draw: draws the order of an epoch from a sampler
     """
     last, state = read["epoch"], read.get("sampler")
     copied = _copied(sampler)
@@ -56,7 +57,8 @@ def bring_to(
 def warn_of_other_order(sampler: SamplerLike, epoch: int, is_left: bool) -> None:
     """Warn that a sampler gives another order for an epoch than in the interrupted run.
 
-    :param is_left: whether a part of that epoch is left
+    Args:
+        is_left: whether a part of that epoch is left
     """
     effect = "some samples are seen twice in it and others not at all" if is_left else "so may be those of later epochs"
     warn_outside(

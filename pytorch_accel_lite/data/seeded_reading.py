@@ -45,7 +45,8 @@ class SeededReader(SampleReader):
     again, and from then on every sample gets its seed. Torch's generator is left as it was. Generators that the dataset
     and the collate function hold themselves, such as those of transforms, get the seed of each sample, too.
 
-    :param collate: makes a batch of samples
+    Args:
+        collate: makes a batch of samples
     """
 
     def __init__(self, dataset: Source, collate: CollateFunction) -> None:
@@ -92,8 +93,9 @@ class SeededReader(SampleReader):
     def _read(self, share: SeededShare, seeded: frozenset[str], state: torch.Tensor) -> BatchData:
         """Return a batch. It is read again if its samples depend on generators that were not seeded.
 
-        :param seeded: generators that get the seed of each sample
-        :param state: the state of torch's generator
+        Args:
+            seeded: generators that get the seed of each sample
+            state: the state of torch's generator
         """
         watched = _ALL - seeded
         if not watched:

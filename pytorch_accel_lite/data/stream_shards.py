@@ -32,8 +32,9 @@ def _is_stream(value: object) -> bool:
 class SelfSharding(NamedTuple):
     """The part of the data that a stream yields.
 
-    :param shared_by: name of the mechanism that shards the data
-    :param rank: index of the part, out of ``world_size``; ``None`` if it is the rank of the process
+    Args:
+        shared_by: name of the mechanism that shards the data
+        rank: index of the part, out of ``world_size``; ``None`` if it is the rank of the process
     """
 
     shared_by: str
@@ -70,7 +71,8 @@ def find_self_sharding(stream: Source, ranks: Ranks) -> str:
 
     Call it on every process.
 
-    :raises ValueError: with several processes, if their parts overlap or are incomplete
+    Raises:
+        ValueError: with several processes, if their parts overlap or are incomplete
     """
     share = next(filter(None, map(_self_sharding, streams_in(stream))), None)
     if share is not None and share.rank is None and ranks.replicas > 1:

@@ -128,7 +128,8 @@ class _Part(StreamLoader):
     def move_to_part(self, number: int, position: StateDict) -> str:
         """Make the epoch continue at a position in this part; see ``move_to()``.
 
-        :param number: the number of the part
+        Args:
+            number: the number of the part
         """
         self._batches_per_step = 1
         self._reader = number

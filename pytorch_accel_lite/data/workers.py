@@ -59,8 +59,9 @@ def _begin(
 ) -> None:
     """Initialise a worker: exclude all inherited objects from garbage collection, then enable it.
 
-    :param collects: whether to enable garbage collection
-    :param leaves_signals: whether to leave signals, which launchers send to the whole group, to the parent
+    Args:
+        collects: whether to enable garbage collection
+        leaves_signals: whether to leave signals, which launchers send to the whole group, to the parent
     """
     gc.freeze()
     if collects:
@@ -130,7 +131,8 @@ class CheckedProcess(ForkProcess):
 class CheckedForkContext(ForkContext):
     """A multiprocessing context whose processes are guaranteed to start.
 
-    :param count: number of processes to start; starting the last one waits for all
+    Args:
+        count: number of processes to start; starting the last one waits for all
     """
 
     def __init__(self, count: int) -> None:

@@ -20,8 +20,9 @@ def create_accelerator(create: Callable[[], Accelerator], precision: str | None)
 
     Without a precision, it shares the settings of an accelerator that the user has already created.
 
-    :param create: creates the accelerator
-    :param precision: the requested mixed precision, if any
+    Args:
+        create: creates the accelerator
+        precision: the requested mixed precision, if any
     """
     if not _ARE_OF_PROCESS:
         return create()

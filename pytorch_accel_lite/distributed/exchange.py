@@ -35,8 +35,9 @@ class ProcessLostError(RuntimeError):
 class ControlGroup:
     """A gloo group whose exchanges begin with a number for their purpose.
 
-    :param group: the process group
-    :param members: its processes, by their ranks in the job
+    Args:
+        group: the process group
+        members: its processes, by their ranks in the job
     """
 
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int]) -> None:
@@ -49,8 +50,9 @@ class ControlGroup:
     def begin(self, numbers: torch.Tensor, purpose: int) -> Callable[[], torch.Tensor]:
         """Start exchanging a few numbers, and return a function that waits for the numbers of all processes.
 
-        :param numbers: int64, at most ``CAPACITY``, equally many on each process
-        :param purpose: the purpose, see ``find_purpose()``
+        Args:
+            numbers: int64, at most ``CAPACITY``, equally many on each process
+            purpose: the purpose, see ``find_purpose()``
         """
         sent = torch.zeros(2 + CAPACITY, dtype=torch.int64)
         sent[0] = tag = purpose * 16 + len(numbers)

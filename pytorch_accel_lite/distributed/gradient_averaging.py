@@ -20,9 +20,12 @@ def average_gradients(
 ) -> None:
     """Average gradients over the ranks, like ``DistributedDataParallel``. A missing gradient counts as zero.
 
-    :param update: numbers that identify the update, if ranks may be at different ones
-    :param num_parameters: the largest number of parameters that an update may have
-    :raises RuntimeError: on all ranks, if they are at different updates
+    Args:
+        update: numbers that identify the update, if ranks may be at different ones
+        num_parameters: the largest number of parameters that an update may have
+
+    Raises:
+        RuntimeError: on all ranks, if they are at different updates
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     sparse_dims = [_NO_GRADIENT if p.grad is None else local(p.grad).sparse_dim() for p in trained]

@@ -39,9 +39,10 @@ class Progressed(NamedTuple):
 class Position(NamedTuple):
     """Where a process is.
 
-    :param waits: whether it seems to wait for other processes
-    :param function: its innermost function, in a few words
-    :param stack: its stack, as Python prints it
+    Args:
+        waits: whether it seems to wait for other processes
+        function: its innermost function, in a few words
+        stack: its stack, as Python prints it
     """
 
     epoch: int
@@ -57,10 +58,13 @@ class HangWatch(threading.Thread):
     A process without progress for half of the time keeps its position in the store. The first one to exceed the time
     prints a report on all processes. The store holds the number of reports so far.
 
-    :param seconds: how long a run may make no progress
-    :param progress: returns how far this process is; called in the thread
-    :param name: names the watch in the store of the job
-    :ivar may_end: whether a report may end the job
+    Args:
+        seconds: how long a run may make no progress
+        progress: returns how far this process is; called in the thread
+        name: names the watch in the store of the job
+
+    Attributes:
+        may_end: whether a report may end the job
     """
 
     def __init__(self, seconds: float, ranks: Ranks, progress: Callable[[], Progressed], name: str) -> None:
@@ -99,7 +103,8 @@ class HangWatch(threading.Thread):
     def stop(self, reason: str) -> None:
         """End the watch of this process.
 
-        :param reason: the reason, for reports of processes that are still in the run
+        Args:
+            reason: the reason, for reports of processes that are still in the run
         """
         self._timeouts.restore()
         self._is_over.set()
@@ -178,8 +183,9 @@ def describe(seconds: float, positions: dict[int, Position], silent: dict[int, s
 
     Processes that are behind, and processes that do not wait for others, come first.
 
-    :param positions: the positions of processes by rank
-    :param silent: why other processes have no position, by rank
+    Args:
+        positions: the positions of processes by rank
+        silent: why other processes have no position, by rank
     """
     by_position: dict[tuple[int, int, bool, str], list[int]] = defaultdict(list)
     for rank, position in sorted(positions.items()):

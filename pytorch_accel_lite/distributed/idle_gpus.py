@@ -27,12 +27,17 @@ def use_idle_gpus(count: int = 1, max_used_mib: float = 500) -> list[str]:
     Call it before anything uses a GPU, and in a single process: it sets ``CUDA_VISIBLE_DEVICES``, which child processes
     inherit. Two people who call it at the same moment may choose the same GPU.
 
-    :param count: number of GPUs
-    :param max_used_mib: memory in use, in MiB, above which a GPU is not idle
-    :return: the identifiers of the GPUs, as in ``CUDA_VISIBLE_DEVICES``. If that is already set, only its GPUs are
+    Args:
+        count: number of GPUs
+        max_used_mib: memory in use, in MiB, above which a GPU is not idle
+
+    Returns:
+        the identifiers of the GPUs, as in ``CUDA_VISIBLE_DEVICES``. If that is already set, only its GPUs are
         considered.
-    :raises RuntimeError: if fewer GPUs are idle, with the memory in use on each; if it is too late to choose; in one of
-        several processes
+
+    Raises:
+        RuntimeError: if fewer GPUs are idle, with the memory in use on each; if it is too late to choose; in one of
+            several processes
     """
     check_positive_int("count", count)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

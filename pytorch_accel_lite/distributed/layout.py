@@ -39,8 +39,9 @@ class DataRanks(Ranks):
     Sums, gathered objects, ``rank`` and ``world_size`` cover the processes that read different data: each batch counts
     once. Maxima, broadcasts and barriers cover all processes.
 
-    :param everyone: all processes
-    :param peers: for each position within a group that shares batches, the processes at that position, in order
+    Args:
+        everyone: all processes
+        peers: for each position within a group that shares batches, the processes at that position, in order
     """
 
     def __init__(self, everyone: Ranks, peers: tuple[Peers, ...]) -> None:
@@ -106,7 +107,8 @@ def find_data_ranks(model: nn.Module, everyone: Ranks) -> Ranks:
     ``fully_shard`` divides the data over its mesh. Processes along other dimensions of the weights' meshes, as in
     tensor parallelism, share their batches.
 
-    :raises ValueError: if the weights are sharded over some processes and nothing connects these to the others
+    Raises:
+        ValueError: if the weights are sharded over some processes and nothing connects these to the others
     """
     if everyone.world_size == 1:
         return everyone

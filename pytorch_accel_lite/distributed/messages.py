@@ -21,7 +21,8 @@ _HEADER = 8  # bytes at the front of a message, for the size of the pickled part
 class Message(pickle.Pickler):
     """An object that can be encoded as bytes. Only the elements of a view are encoded, not its entire storage.
 
-    :ivar size: number of bytes
+    Attributes:
+        size: number of bytes
     """
 
     def __init__(self, value: object) -> None:

@@ -29,7 +29,8 @@ _Outcome: TypeAlias = tuple[Any, Exception | None]
 def _job_group(job: dist.ProcessGroup, purpose: str) -> ControlGroup:
     """Return a gloo group shared by all trainers of a job: torch never frees the threads and files of a group.
 
-    :param job: the default process group of the job
+    Args:
+        job: the default process group of the job
     """
     group: Any = dist.new_group(backend="gloo", timeout=chosen_timeout(job))
     return ControlGroup(group, range(dist.get_world_size()))
@@ -67,16 +68,19 @@ class Ranks:
     Several processes communicate through a separate gloo group, so that nothing here waits for a device or interferes
     with the collectives of the model. Creating an instance is a collective operation: all ranks must do it.
 
-    :param purpose: name of the group; threads that communicate at the same time need different ones
-    :ivar rank: the rank of this process in the job, from 0
-    :ivar world_size: the number of processes in the job
-    :ivar members: the processes that read different data, by their ranks in the job
-    :ivar device_group: their process group for tensors on a device; ``None`` for the group of the job
-    :ivar replicas: number of processes that share each batch, as in tensor parallelism
-    :ivar is_first_sharer: whether this process is the first of the processes that share its batches
-    :ivar generation: how often the processes of a job that outlives them have changed, from 1; 0 in other jobs
-    :ivar allows_threads: whether a thread may communicate at the same time as the main thread
-    :ivar is_watched: whether each process monitors the processes for which it waits
+    Args:
+        purpose: name of the group; threads that communicate at the same time need different ones
+
+    Attributes:
+        rank: the rank of this process in the job, from 0
+        world_size: the number of processes in the job
+        members: the processes that read different data, by their ranks in the job
+        device_group: their process group for tensors on a device; ``None`` for the group of the job
+        replicas: number of processes that share each batch, as in tensor parallelism
+        is_first_sharer: whether this process is the first of the processes that share its batches
+        generation: how often the processes of a job that outlives them have changed, from 1; 0 in other jobs
+        allows_threads: whether a thread may communicate at the same time as the main thread
+        is_watched: whether each process monitors the processes for which it waits
     """
 
     replicas = 1
@@ -162,8 +166,9 @@ class Ranks:
 
         A collective operation, which is completed even if nobody waits for it.
 
-        :param pieces: on rank 0, the bytes for each rank, all of the same length; ``None`` on the others
-        :param size: the length
+        Args:
+            pieces: on rank 0, the bytes for each rank, all of the same length; ``None`` on the others
+            size: the length
         """
         piece = torch.empty(size, dtype=torch.uint8) if pieces is None else pieces[0]
         sent = None if pieces is None else list(pieces)
@@ -225,7 +230,8 @@ class Ranks:
         If it fails on one rank, or its result cannot be pickled there, that rank raises its error, and the others raise
         one that quotes it, so no rank waits for one that has failed.
 
-        :param only_first: whether to run it on rank 0 only
+        Args:
+            only_first: whether to run it on rank 0 only
         """
         if self.world_size == 1:
             return [action()]
@@ -255,7 +261,8 @@ class Ranks:
         In a job that outlives its processes (see ``use_ranks()``), the remaining processes repeat the action if one is
         lost meanwhile. Here, it is done once.
 
-        :param keep: called before an action that may be repeated; the function it returns undoes an attempt
+        Args:
+            keep: called before an action that may be repeated; the function it returns undoes an attempt
         """
         return action()
 
@@ -266,7 +273,8 @@ class Ranks:
     def barrier(self, timeout: timedelta | None = None) -> None:
         """Wait until every rank has reached this point.
 
-        :param timeout: raise a ``RuntimeError`` after this time; also applies to all later collectives
+        Args:
+            timeout: raise a ``RuntimeError`` after this time; also applies to all later collectives
         """
         if self.world_size > 1:
             if timeout is not None:
@@ -296,7 +304,8 @@ _kind: type[Ranks] = Ranks
 def use_ranks(kind: type[Ranks]) -> None:
     """Let the trainers of this program use another kind of ``Ranks``, such as for a job with changing processes.
 
-    :param kind: a subclass, called with the same arguments
+    Args:
+        kind: a subclass, called with the same arguments
     """
     global _kind
     _kind = kind
@@ -318,7 +327,8 @@ def connect(name: str) -> Store | None:
     It has a separate connection to the store of the default process group, whose own connection cannot be shared: a
     collective that waits on it would block every other user.
 
-    :param name: prefix of all keys, the same on every process, and different from those of earlier stores
+    Args:
+        name: prefix of all keys, the same on every process, and different from those of earlier stores
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None

@@ -45,12 +45,13 @@ _LOST = re.compile(r"gloo.*((closed|reset) by peer|Broken pipe)|remote process e
 class _Place(NamedTuple):
     """Where a process is.
 
-    :param call: the call that it is in, and the line
-    :param waited: for how many seconds it has waited for others without doing anything else
-    :param kind: the kind of collective that it waits in, if any
-    :param is_own: whether the user's code itself called that collective
-    :param runs: the numbers of the runs that it is in
-    :param begun: the number of the latest run that it has begun
+    Args:
+        call: the call that it is in, and the line
+        waited: for how many seconds it has waited for others without doing anything else
+        kind: the kind of collective that it waits in, if any
+        is_own: whether the user's code itself called that collective
+        runs: the numbers of the runs that it is in
+        begun: the number of the latest run that it has begun
     """
 
     call: str
@@ -67,9 +68,10 @@ class Watch(threading.Thread):
     Uses no collectives, and nothing of a step. A process that has waited long enough asks the others for their places
     through the store of the job, and prints a report.
 
-    :param processes: the host, the namespace of process ids and the process id of each rank
-    :param store: texts by key that all processes share, if any
-    :param seconds: how long to wait before the first report; the time doubles for each further one
+    Args:
+        processes: the host, the namespace of process ids and the process id of each rank
+        store: texts by key that all processes share, if any
+        seconds: how long to wait before the first report; the time doubles for each further one
     """
 
     def __init__(self, rank: int, processes: list[tuple[str, str, int]], store: Store | None, seconds: float) -> None:
@@ -411,7 +413,8 @@ def watching(trainer: Participant) -> Iterator[None]:
 def naming(ranks: Ranks, call: str = "") -> Iterator[None]:
     """In a block, replace an error about a lost connection by one that names the other process and the reason.
 
-    :param call: a call of the user, named if the others do not take part in it within the group's time limit
+    Args:
+        call: a call of the user, named if the others do not take part in it within the group's time limit
     """
     try:
         yield

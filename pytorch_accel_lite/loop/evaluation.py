@@ -122,8 +122,9 @@ def start_evaluations(run: Run) -> None:
 def evaluate_if_due(trainer: TrainerLike, run: Run, ends_epoch: bool = False) -> None:
     """Evaluate within an epoch, if that is due, and step a scheduler that follows a metric.
 
-    :param ends_epoch: whether the steps of the epoch are over. Unless it is due by time, the evaluation then follows
-        the epoch.
+    Args:
+        ends_epoch: whether the steps of the epoch are over. Unless it is due by time, the evaluation then follows the
+            epoch.
     """
     interval = run.loop.evaluations
     if interval is None or run.is_finished or not interval.is_due(run):
@@ -178,7 +179,8 @@ def evaluation_epoch(trainer: TrainerLike, run: Run, source: Source, is_training
 def _fillers(run: Run, last: Batch | None) -> list[Batch]:
     """Return the batches that the others have and this process lacks: one at the end, and those left out.
 
-    :param last: the last batch that this process has read
+    Args:
+        last: the last batch that this process has read
     """
     lacking = 0 if last is None or last.is_last else 1
     if run.left_out is not None:

@@ -20,10 +20,11 @@ from pytorch_accel_lite.run.state import TrainerLike
 class CountedFlops(NamedTuple):
     """What a process has counted, or why it could not.
 
-    :param flops: the FLOPs of a forward and a backward pass
-    :param samples: the number of samples in these passes
-    :param failure: type and text of an error
-    :param is_out_of_memory: whether memory ran out
+    Args:
+        flops: the FLOPs of a forward and a backward pass
+        samples: the number of samples in these passes
+        failure: type and text of an error
+        is_out_of_memory: whether memory ran out
     """
 
     flops: int = 0

@@ -173,7 +173,8 @@ def clip_shards(
 ) -> torch.Tensor | None:
     """Clip gradients as ``clip_grad_value_`` and ``clip_grad_norm_`` do; return the norm before clipping it.
 
-    :param norm_of: returns the total norm of gradients
+    Args:
+        norm_of: returns the total norm of gradients
     """
     # Accelerate compares the parameters with those of every model it prepared, which fails if there are several.
     accelerator.unscale_gradients()

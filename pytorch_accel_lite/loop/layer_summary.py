@@ -39,8 +39,9 @@ def summary(
     The forward pass of one batch, in evaluation mode, gives the shapes of the outputs and the multiply-adds, and
     changes nothing. Call it on every process.
 
-    :param dataset: data to take that batch from, read as by ``predict()``; ``None`` for a table without shapes
-    :param depth: number of levels of nested modules to list
+    Args:
+        dataset: data to take that batch from, read as by ``predict()``; ``None`` for a table without shapes
+        depth: number of levels of nested modules to list
     """
     torchinfo = _torchinfo("trainer.summary()")
     check_positive_int("depth", depth)

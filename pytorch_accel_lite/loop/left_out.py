@@ -23,7 +23,8 @@ _MOST_BATCHES = 8  # listed in the report
 def begin_leaving_out(trainer: TrainerLike, run: Run, request: RunRequest) -> None:
     """Prepare a run to leave out batches that fail in its evaluations or its prediction, if that is requested.
 
-    :raises ValueError: if the processes compute each batch together
+    Raises:
+        ValueError: if the processes compute each batch together
     """
     is_prediction = request.kind == "prediction"
     run.left_out = None
@@ -67,7 +68,8 @@ def leave_out(trainer: TrainerLike, run: Run, batch: Batch, error: Exception, be
 def report_left_out(trainer: TrainerLike, run: Run) -> None:
     """Gather what all processes have left out, and report it in a line.
 
-    :raises RuntimeError: on all processes, if every batch has failed
+    Raises:
+        RuntimeError: on all processes, if every batch has failed
     """
     left_out = run.left_out
     if left_out is None:

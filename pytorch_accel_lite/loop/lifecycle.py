@@ -72,9 +72,10 @@ def configure(trainer: TrainerLike, run: Run) -> None:
 class LoaderArguments(NamedTuple):
     """How a run reads its data.
 
-    :param batch_size: number of samples in a batch of one process
-    :param of_train: the user's arguments for the training loader
-    :param of_eval: the user's arguments for the evaluation loaders
+    Args:
+        batch_size: number of samples in a batch of one process
+        of_train: the user's arguments for the training loader
+        of_eval: the user's arguments for the evaluation loaders
     """
 
     batch_size: int
@@ -120,7 +121,8 @@ def _seed(trainer: TrainerLike, run: Run) -> None:
 def _lock_paths(trainer: TrainerLike, run: Run) -> None:
     """Keep other runs from writing to the paths that callbacks have claimed, until this run ends.
 
-    :raises RuntimeError: on all processes, if another run writes to one of them
+    Raises:
+        RuntimeError: on all processes, if another run writes to one of them
     """
 
     def lock() -> None:
@@ -251,7 +253,8 @@ def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRun
 def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batch_size: int) -> TrainerRunConfig:
     """Derive the settings of a run from its request and the length of its data.
 
-    :raises ValueError: if the training data do not fill a single batch
+    Raises:
+        ValueError: if the training data do not fill a single batch
     """
     accelerator = trainer.accelerator
     data = run.data
@@ -344,7 +347,8 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
 
     A run that has started stays as the latest one: see ``Run.stay()``.
 
-    :param call: the method that begins the run, which every process must call
+    Args:
+        call: the method that begins the run, which every process must call
     """
     run.previous = trainer.current_run
     run.outer = trainer.current_run if trainer.current_run in trainer.open_runs else None
@@ -463,7 +467,8 @@ def close_failed(trainer: TrainerLike, run: Run, error: BaseException, ended: bo
     Does nothing within an outer run, which may catch the error. A rank that fails alone does not fire the ending
     events, as they may communicate with ranks that have not failed.
 
-    :param ended: whether the ending events have already begun; one of their listeners may have failed
+    Args:
+        ended: whether the ending events have already begun; one of their listeners may have failed
     """
     if run.outer is not None:
         return

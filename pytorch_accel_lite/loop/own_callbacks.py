@@ -20,9 +20,12 @@ class OwnCallbacks(CallbackHandler):
 
     It may fail because it needs an earlier event.
 
-    :param now: returns the time in seconds
-    :ivar seconds: how long the callbacks took, by class
-    :ivar failures: the errors that they raised, by class
+    Args:
+        now: returns the time in seconds
+
+    Attributes:
+        seconds: how long the callbacks took, by class
+        failures: the errors that they raised, by class
     """
 
     def __init__(self, callbacks: Iterable[TrainerCallback], now: Callable[[], float] = time.perf_counter) -> None:

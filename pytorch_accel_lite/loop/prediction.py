@@ -95,7 +95,8 @@ def _predicted(
 ) -> Generator[list[Tree], None, None]:
     """Yield for each step the outputs of all processes, or an empty list where they are not wanted.
 
-    :param is_collected: whether the caller does nothing but collect them
+    Args:
+        is_collected: whether the caller does nothing but collect them
     """
     check_data(trainer, "dataset", dataset, batch_size, loader_kwargs, collate_fn)
     if isinstance(dataset, dict):
@@ -133,8 +134,9 @@ def _predicted(
 class _Report(NamedTuple):
     """What a process tells the others about its steps since they last gathered.
 
-    :param has_outputs: for each of these steps, whether it has outputs
-    :param size: the bytes of all its outputs
+    Args:
+        has_outputs: for each of these steps, whether it has outputs
+        size: the bytes of all its outputs
     """
 
     has_outputs: list[bool]
@@ -187,7 +189,8 @@ def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_collected
 def _predicting(trainer: TrainerLike, run: Run, generators: StateDict) -> Iterator[None]:
     """Let the model predict in a block, without effect on an outer run.
 
-    :param generators: the generator states of a prediction within a run, kept from one block to the next
+    Args:
+        generators: the generator states of a prediction within a run, kept from one block to the next
     """
     with preserving_randomness(trainer, run), evaluation_mode(trainer.model), inference(trainer):
         if generators:
@@ -223,7 +226,8 @@ def _outputs(
 ) -> Iterator[list[Tree]]:
     """Yield this process's outputs step by step, on the CPU.
 
-    :param copy: copies a tensor to the CPU
+    Args:
+        copy: copies a tensor to the CPU
     """
     listeners = trainer.callback_handler.listeners
     shares: list[Tree] = []

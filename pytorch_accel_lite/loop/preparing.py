@@ -90,8 +90,9 @@ class UnmadeOptimizer:
 
     It has no parameter groups. A state loaded into it is kept for the real optimizer.
 
-    :param factory: called with a list of the trainable parameters; or with the model, or a list of names and
-        parameters, if its first argument is called ``model`` or ``named_parameters``
+    Args:
+        factory: called with a list of the trainable parameters; or with the model, or a list of names and parameters,
+            if its first argument is called ``model`` or ``named_parameters``
     """
 
     def __init__(self, factory: OptimizerFactory) -> None:
@@ -102,8 +103,9 @@ class UnmadeOptimizer:
     def make(self, model: nn.Module) -> Optimizer:
         """Create the optimizer for a model that is otherwise ready to be trained.
 
-        :raises ValueError: when no parameter of the model is trainable
-        :raises TypeError: when the factory returns anything but an optimizer, or several in a dict or a list
+        Raises:
+            ValueError: when no parameter of the model is trainable
+            TypeError: when the factory returns anything but an optimizer, or several in a dict or a list
         """
         trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if not trainable:

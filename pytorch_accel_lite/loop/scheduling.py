@@ -199,9 +199,10 @@ def check_scheduler(
 ) -> None:
     """Check that a scheduler can be stepped, and is given a metric if and only if it takes one.
 
-    :param create_scheduler_fn: the function that created it; ``None`` if an overridden ``create_scheduler`` did, which
-        may return no scheduler
-    :param steps_itself: whether an overridden method steps the scheduler
+    Args:
+        create_scheduler_fn: the function that created it; ``None`` if an overridden ``create_scheduler`` did, which may
+            return no scheduler
+        steps_itself: whether an overridden method steps the scheduler
     """
     interval, metric = request.scheduler_interval, request.scheduler_metric
     parts = schedulers_in(scheduler)
@@ -324,7 +325,8 @@ def warn_of_other_schedule(trainer: TrainerLike, state: TrainingState) -> None:
 def resume_schedule(trainer: TrainerLike, run: Run, state: TrainingState) -> None:
     """Recreate the schedule of a resumed run with its new lengths, and advance it to the fraction of the run completed.
 
-    :raises ValueError: if it cannot be advanced, or its learning rate there differs from that of the run
+    Raises:
+        ValueError: if it cannot be advanced, or its learning rate there differs from that of the run
     """
     config = run.required_config
     per_epoch = int(config.num_update_steps_per_epoch or 0)

@@ -78,7 +78,8 @@ _placed: WeakSet[nn.Module] = WeakSet()
 def place_model(trainer: TrainerLike) -> None:
     """Shard the model as the trainer's class does, once, and give values to tensors left on the meta device.
 
-    :raises ValueError: if there are no values for a parameter or a buffer
+    Raises:
+        ValueError: if there are no values for a parameter or a buffer
     """
     model = trainer.get_model(keep_torch_compile=False)
     if model in _placed:
@@ -93,8 +94,9 @@ def place_model(trainer: TrainerLike) -> None:
 def shard_model(trainer: TrainerLike, mesh: DeviceMesh) -> str | os.PathLike[str] | None:
     """Shard the model as the trainer's class does, and return the path of its weights, if the class names one.
 
-    :raises TypeError: if the optimizer already exists, as sharding replaces its parameters
-    :raises ValueError: if the accelerator would shard the model again
+    Raises:
+        TypeError: if the optimizer already exists, as sharding replaces its parameters
+        ValueError: if the accelerator would shard the model again
     """
     if trainer.accelerator.is_fsdp2:
         raise ValueError(
@@ -124,9 +126,12 @@ def _create_mesh(trainer: TrainerLike) -> DeviceMesh:
 def fill(model: nn.Module, device: torch.device, source: str | os.PathLike[str] | None, seed: int) -> None:
     """Give values to all parameters and buffers of a model that are on the meta device, each process its own shards.
 
-    :param source: a safetensors file, or a directory of them; ``None`` to initialise the parameters as a model that is
-        not sharded would be after ``torch.manual_seed(seed)``, layer by layer
-    :raises ValueError: if there are no values for some of them
+    Args:
+        source: a safetensors file, or a directory of them; ``None`` to initialise the parameters as a model that is not
+            sharded would be after ``torch.manual_seed(seed)``, layer by layer
+
+    Raises:
+        ValueError: if there are no values for some of them
     """
     missing = {name for name, tensor in _tensors(model) if tensor.is_meta}
     if not missing and source is None:

@@ -26,7 +26,8 @@ class Snapshot(ExitStack):
 
     What was kept last is restored first. Without ``close()``, nothing is restored.
 
-    :param on_host: whether to copy tensors to host memory, leaving room on the device
+    Args:
+        on_host: whether to copy tensors to host memory, leaving room on the device
     """
 
     def __init__(self, on_host: bool = False) -> None:
@@ -86,7 +87,8 @@ class StepSnapshot(Snapshot):
     Gradients, buffers, generators, logged values, registered objects, and what the pass itself trains with optimizers
     in attributes of the trainer.
 
-    :ivar gradients: the gradients before the pass, by parameter, set aside
+    Attributes:
+        gradients: the gradients before the pass, by parameter, set aside
     """
 
     def __init__(self, trainer: TrainerLike) -> None:

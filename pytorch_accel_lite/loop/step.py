@@ -25,10 +25,11 @@ from pytorch_accel_lite.run.window import GradientWindow
 class PlainStep(Step):
     """The plain training step: one loss, one backward pass, one update. The steps in ``steps/`` replace parts of it.
 
-    :ivar averaged: parameters whose gradients ``DistributedDataParallel`` does not average
-    :ivar synced_buffers: buffers that ``DistributedDataParallel`` does not synchronise, in the loss function and
-        attributes, by module and name
-    :ivar must_examine_batch: whether the first batch is still to be checked for mistakes in the loss
+    Attributes:
+        averaged: parameters whose gradients ``DistributedDataParallel`` does not average
+        synced_buffers: buffers that ``DistributedDataParallel`` does not synchronise, in the loss function and
+            attributes, by module and name
+        must_examine_batch: whether the first batch is still to be checked for mistakes in the loss
     """
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
@@ -111,9 +112,12 @@ def backward(
 ) -> torch.Tensor:
     """Accumulate the gradients of a loss, weighted by its share of the accumulation window, in every kind of step.
 
-    :param samples: number of samples in this process's batch
-    :param total: number of samples in the batches of all processes
-    :return: the weighted loss
+    Args:
+        samples: number of samples in this process's batch
+        total: number of samples in the batches of all processes
+
+    Returns:
+        the weighted loss
     """
     listeners = trainer.callback_handler.listeners
     if listeners["on_backward_start"]:

@@ -112,8 +112,11 @@ def complete_epoch(trainer: TrainerLike, run: Run) -> None:
 def train_epoch(trainer: TrainerLike, run: Run, source: Source) -> bool:
     """Run the steps of an epoch, or the remaining ones, and record its losses.
 
-    :param source: the training batches, usually those of the run
-    :return: whether the run has made all its updates, if their number was given
+    Args:
+        source: the training batches, usually those of the run
+
+    Returns:
+        whether the run has made all its updates, if their number was given
     """
     with _reading(run, source):
         _train_epoch(trainer, run)
@@ -162,8 +165,9 @@ def _batches_left(trainer: TrainerLike, run: Run, min_share: int) -> Iterator[Ba
 def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit: float) -> bool:
     """Train on the batches of an epoch, up to a limit of updates, and measure how long training waits for them.
 
-    :return: whether that is done; otherwise the batches have to be read again, as the step repeats an update, or the
-        data have changed
+    Returns:
+        whether that is done; otherwise the batches have to be read again, as the step repeats an update, or the data
+        have changed
     """
     progress, loader = run.progress, run.data.required_train_loader
     with run.goodput.training(loader):

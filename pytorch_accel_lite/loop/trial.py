@@ -42,13 +42,16 @@ class Trial:
     training, and the methods read batches and compute with them; everything is restored afterwards. Create and run it
     on every process.
 
-    :param name: the method that tries the trainer, for error messages
-    :param train_dataset: as for ``train()``, like ``loader_kwargs`` and ``collate_fn``
-    :param request: the settings of the run
-    :param supports: what the tool can try besides steps with one loss and one update: ``"train_step"`` if overridden,
-        ``"closure"`` for optimizers that need one, and the ``argument`` of a ``Division``
-    :param sets_batch_size: whether ``batch_size`` also replaces that of a ``DataLoader``
-    :ivar run: the run
+    Args:
+        name: the method that tries the trainer, for error messages
+        train_dataset: as for ``train()``, like ``loader_kwargs`` and ``collate_fn``
+        request: the settings of the run
+        supports: what the tool can try besides steps with one loss and one update: ``"train_step"`` if overridden,
+            ``"closure"`` for optimizers that need one, and the ``argument`` of a ``Division``
+        sets_batch_size: whether ``batch_size`` also replaces that of a ``DataLoader``
+
+    Attributes:
+        run: the run
     """
 
     def __init__(
@@ -119,7 +122,8 @@ class Trial:
     def read_batch(self, batch_size: int) -> Batch:
         """Read the first training batch, with this number of samples from a dataset, also before the trial runs.
 
-        :raises ValueError: if there is none
+        Raises:
+            ValueError: if there is none
         """
         run, reader = self.run, self.trainer
         if reader.current_run is not run:
@@ -141,7 +145,8 @@ class Trial:
     def batches(self) -> Iterator[Batch]:
         """Yield training batches indefinitely, one epoch after another.
 
-        :raises ValueError: if an epoch is empty, as all later ones would be
+        Raises:
+            ValueError: if an epoch is empty, as all later ones would be
         """
         loader = self.run.data.required_train_loader
         for epoch in itertools.count(1):
@@ -168,7 +173,8 @@ class Trial:
     def output_of(self, batch: Batch, evaluation: bool = False, with_gradients: bool = True) -> BatchOutput:
         """Return the completed output of the trainer's method for training or evaluation batches.
 
-        :param with_gradients: whether the loss must have gradients
+        Args:
+            with_gradients: whether the loss must have gradients
         """
         trainer = self.trainer
         compute = trainer.calculate_eval_batch_loss if evaluation else trainer.calculate_train_batch_loss

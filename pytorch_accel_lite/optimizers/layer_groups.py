@@ -29,8 +29,9 @@ def has_adapters(model: nn.Module) -> bool:
 class Group:
     """Parts of a model that are frozen, unfrozen and scheduled together.
 
-    :param modules: modules, none of which is in another group
-    :param parameters: the parameters of the modules, and of modules around several groups; each in one group only
+    Args:
+        modules: modules, none of which is in another group
+        parameters: the parameters of the modules, and of modules around several groups; each in one group only
     """
 
     modules: list[nn.Module]
@@ -48,8 +49,11 @@ def find_groups(model: nn.Module, groups: Sequence[ModuleGroup] | None = None) -
     Parameters outside all groups, such as a class token, belong to the first group; shared ones to the first that has
     them.
 
-    :param groups: the groups; by default, those of ``ModelFreezer``
-    :raises ValueError: if a module in ``groups`` is not in the model, or is in two groups
+    Args:
+        groups: the groups; by default, those of ``ModelFreezer``
+
+    Raises:
+        ValueError: if a module in ``groups`` is not in the model, or is in two groups
     """
     if groups is not None:
         return _with_parameters(model, _check_groups(model, groups))

@@ -32,11 +32,14 @@ class ModelEma(nn.Module):
     Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992), in the exponential form of
     TensorFlow's ``ExponentialMovingAverage``.
 
-    :param model: the model, not wrapped for distributed training
-    :param decay: fraction of the average that is kept at each update, from 0 to 1
-    :param warmup: whether to increase the decay from 0.1 as ``min(decay, (1 + n) / (10 + n))`` with the number n of
-        updates, so that the first weights are forgotten quickly (as in TensorFlow if given the number of updates)
-    :ivar module: the averaged model, in evaluation mode
+    Args:
+        model: the model, not wrapped for distributed training
+        decay: fraction of the average that is kept at each update, from 0 to 1
+        warmup: whether to increase the decay from 0.1 as ``min(decay, (1 + n) / (10 + n))`` with the number n of
+            updates, so that the first weights are forgotten quickly (as in TensorFlow if given the number of updates)
+
+    Attributes:
+        module: the averaged model, in evaluation mode
     """
 
     _cached: SortedPairs | None = None
@@ -147,9 +150,10 @@ class SortedPairs:
     Collecting and sorting them takes longer than the update of a small model, so they are reused as long as both
     modules have the same tensors.
 
-    :ivar learned: averages, and the parameters of the model that are being trained
-    :ivar others: averages, and other floating-point tensors, by type
-    :ivar counts: pairs of tensors of another type, which are copied
+    Attributes:
+        learned: averages, and the parameters of the model that are being trained
+        others: averages, and other floating-point tensors, by type
+        counts: pairs of tensors of another type, which are copied
     """
 
     def __init__(self, model: nn.Module, average: nn.Module, pairs: Iterable[Pair]) -> None:
@@ -189,8 +193,9 @@ class SortedPairs:
 class ShardedEma(ModelEma):
     """A ``ModelEma`` of a sharded model.
 
-    :ivar module: holds the averaged weights, with the names and shards of the model's. It cannot be called: use the
-        model itself within ``in_place_of()``.
+    Attributes:
+        module: holds the averaged weights, with the names and shards of the model's. It cannot be called: use the model
+            itself within ``in_place_of()``.
     """
 
     def _copy(self, model: nn.Module) -> nn.Module:
@@ -224,7 +229,8 @@ class ShardedEma(ModelEma):
 def _copy_of_tensors(module: nn.Module, copies: dict[int, nn.Module | nn.Parameter]) -> nn.Module:
     """Return a module with copies of another module's tensors, in the same order, but no behaviour.
 
-    :param copies: the copies so far, by identity of the originals, so that shared tensors stay shared
+    Args:
+        copies: the copies so far, by identity of the originals, so that shared tensors stay shared
     """
     copy = nn.Module()
     copies[id(module)] = copy

@@ -96,7 +96,8 @@ def weights_are_finite(trainer: TrainerLike) -> bool:
 def unsaved(owner: TrainerLike | TrainerCallback) -> frozenset[str]:
     """Return the attributes of a trainer or a callback that its class keeps from being saved.
 
-    :raises TypeError: if they are not given as names
+    Raises:
+        TypeError: if they are not given as names
     """
     names = owner.unsaved_attributes
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):

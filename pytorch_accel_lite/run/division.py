@@ -23,13 +23,14 @@ class Division:
     Other kinds divide a step into a fixed number of shares and give each process some of them. The result of a share,
     and so of the run, then does not depend on the number of processes.
 
-    :cvar is_fixed: whether the number of shares is fixed. Between steps, all processes then have the same random
-        numbers, and the step adds up the gradients.
-    :cvar argument: the argument of a trainer that asks for it, for messages; empty if none does
-    :ivar shares: the shares that this process reads and computes; ``None`` for the batch of this process
-    :ivar current: number of the share that is being computed
-    :ivar outputs: for each share of this process in the latest training step, by number, its batch and the output of
-        the step; empty without shares
+    Attributes:
+        is_fixed: whether the number of shares is fixed. Between steps, all processes then have the same random numbers,
+            and the step adds up the gradients.
+        argument: the argument of a trainer that asks for it, for messages; empty if none does
+        shares: the shares that this process reads and computes; ``None`` for the batch of this process
+        current: number of the share that is being computed
+        outputs: for each share of this process in the latest training step, by number, its batch and the output of the
+            step; empty without shares
     """
 
     is_fixed = False
@@ -48,7 +49,8 @@ class Division:
     def check_tool(self, name: str, supports: Collection[str]) -> None:
         """Raise an error if a tool, such as ``find_lr``, does not support this division.
 
-        :param supports: the arguments of trainers that the tool supports
+        Args:
+            supports: the arguments of trainers that the tool supports
         """
 
     def check_gather(self) -> None:
@@ -68,8 +70,9 @@ class Division:
     def capture(self, ranks: Ranks, losses: LossTrackers, metrics: dict[str, MetricValue]) -> StateDict:
         """Return what a training state keeps of the shares, the same on all processes. Called on each of them.
 
-        :param losses: the running losses of the epoch
-        :param metrics: values measured in the latest update
+        Args:
+            losses: the running losses of the epoch
+            metrics: values measured in the latest update
         """
         return {}
 
@@ -84,8 +87,11 @@ DIVISIONS: dict[str, Callable[[int, Ranks, int | None], Division]] = {}
 def create_division(argument: str, value: int | None, ranks: Ranks, seed: int | None) -> Division:
     """Return the division that an argument of a trainer asks for.
 
-    :param value: its value; ``None`` for a batch of each process
-    :raises ValueError: if the extension with the argument is not installed
+    Args:
+        value: its value; ``None`` for a batch of each process
+
+    Raises:
+        ValueError: if the extension with the argument is not installed
     """
     if value is None:
         return Division()

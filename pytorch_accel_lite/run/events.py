@@ -105,9 +105,10 @@ def arguments_of(callback: TrainerCallback) -> dict[str, object]:
 class Failure(TypedDict):
     """What callbacks are told of a batch that has failed on a rank.
 
-    :param rank: the rank
-    :param indices: indices of the samples in the dataset, or ``None`` if unknown
-    :param error: type and text of the error
+    Args:
+        rank: the rank
+        indices: indices of the samples in the dataset, or ``None`` if unknown
+        error: type and text of the error
     """
 
     rank: int
@@ -216,8 +217,9 @@ class TrainerCallback:
     ``state_dict()`` and ``load_state_dict(state)`` is saved in training states. Of your callbacks without them, the
     states keep the attributes.
 
-    :cvar saves_attributes: whether training states keep the attributes of your callback
-    :cvar unsaved_attributes: names of attributes that they leave out
+    Attributes:
+        saves_attributes: whether training states keep the attributes of your callback
+        unsaved_attributes: names of attributes that they leave out
     """
 
     saves_attributes: ClassVar[bool] = True
@@ -242,8 +244,8 @@ class TrainerCallback:
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: object) -> None:
         """Declare what this callback needs from a run. Called once per run, before its dataloaders are created.
 
-        :param request: the settings requested for the run, to be changed as needed;
-            see ``RunRequest``
+        Args:
+            request: the settings requested for the run, to be changed as needed; see ``RunRequest``
         """
 
     def on_init_end(self, trainer: Trainer, **kwargs: object) -> None:
@@ -280,8 +282,9 @@ class TrainerCallback:
     ) -> None:
         """A batch has failed and is skipped on all ranks.
 
-        :param failures: for each rank that failed, its ``rank``, the ``indices`` of its samples, its ``error`` as text
-        :param error: the exception on the rank that raised it, ``None`` on the others
+        Args:
+            failures: for each rank that failed, its ``rank``, the ``indices`` of its samples, its ``error`` as text
+            error: the exception on the rank that raised it, ``None`` on the others
         """
 
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: object) -> None:
@@ -307,7 +310,8 @@ class TrainerCallback:
     def on_eval_epoch_start(self, trainer: Trainer, *, is_intermediate: bool, **kwargs: object) -> None:
         """An evaluation begins.
 
-        :param is_intermediate: whether it interrupts a training epoch
+        Args:
+            is_intermediate: whether it interrupts a training epoch
         """
 
     def on_eval_step_start(self, trainer: Trainer, **kwargs: object) -> None:
@@ -323,8 +327,9 @@ class TrainerCallback:
     ) -> None:
         """An evaluation batch of this rank has failed and is left out. Other ranks do not know: do not communicate.
 
-        :param failures: one dict: the ``rank``, the ``indices`` of the samples, the ``error`` as text
-        :param step: number of the batch in this evaluation, from 0
+        Args:
+            failures: one dict: the ``rank``, the ``indices`` of the samples, the ``error`` as text
+            step: number of the batch in this evaluation, from 0
         """
 
     def on_eval_epoch_end(self, trainer: Trainer, *, is_intermediate: bool, **kwargs: object) -> None:
@@ -374,8 +379,9 @@ class TrainerCallback:
         ``trainer.ranks`` already has the new ranks. Do not communicate here: the interrupted work has not been repeated
         yet.
 
-        :param left: the former ranks of the lost processes
-        :param came: the ranks of the new processes
+        Args:
+            left: the former ranks of the lost processes
+            came: the ranks of the new processes
         """
 
     def on_outputs(
@@ -383,8 +389,9 @@ class TrainerCallback:
     ) -> None:
         """A ``ShowOutputsCallback`` has shown outputs of the model.
 
-        :param outputs: by name, the text of an output, or the path of a picture
-        :param pictures: the pictures by name, as the bytes of a PNG file and as pixels
+        Args:
+            outputs: by name, the text of an output, or the path of a picture
+            pictures: the pictures by name, as the bytes of a PNG file and as pixels
         """
 
 
@@ -499,8 +506,9 @@ def callbacks_with(method: str, callbacks: Iterable[object]) -> dict[str, Any]:
 class CallbackHandler:
     """Calls the callbacks of a trainer, in the order in which they were passed.
 
-    :param callbacks: instances of ``TrainerCallback``, or subclasses of it, which are instantiated without
-        arguments. Several callbacks of the same class are allowed, and ``None`` is left out.
+    Args:
+        callbacks: instances of ``TrainerCallback``, or subclasses of it, which are instantiated without arguments.
+            Several callbacks of the same class are allowed, and ``None`` is left out.
     """
 
     def __init__(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback] | None] = ()) -> None:
@@ -688,7 +696,8 @@ def _check_constructed(callback: TrainerCallback) -> None:
 def _check_methods(callback: TrainerCallback) -> None:
     """Check that every event method of a callback accepts the arguments it will be called with.
 
-    :raises TypeError: if one does not; names the class, the method and the right signature
+    Raises:
+        TypeError: if one does not; names the class, the method and the right signature
     """
     for name in EVENTS:
         default: object = getattr(TrainerCallback, name)
@@ -700,8 +709,11 @@ def _check_methods(callback: TrainerCallback) -> None:
 def _check_call(method: Listener, name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
     """Check that the method of a callback can be called with these arguments.
 
-    :param name: name of the event
-    :raises TypeError: if it cannot
+    Args:
+        name: name of the event
+
+    Raises:
+        TypeError: if it cannot
     """
     try:
         signature = inspect.signature(method)

@@ -34,8 +34,9 @@ class Goodput:
     work included; training that was ``lost`` in an interruption and has to be repeated; and the time during which the
     job was ``down``.
 
-    :ivar used: what else the job has used, such as energy, by a name with its unit
-    :ivar takeovers: how often the job has continued without lost processes, or with new ones
+    Attributes:
+        used: what else the job has used, such as energy, by a name with its unit
+        takeovers: how often the job has continued without lost processes, or with new ones
     """
 
     def __init__(self) -> None:
@@ -107,7 +108,8 @@ class Goodput:
     def note_takeover(self, seconds: float) -> None:
         """Count a change of the processes.
 
-        :param seconds: seconds since the beginning of the work that is repeated
+        Args:
+            seconds: seconds since the beginning of the work that is repeated
         """
         self.takeovers += 1
         if self._end is None:
@@ -118,7 +120,8 @@ class Goodput:
     def training(self, loader: Timed) -> Iterator[None]:
         """Count the steps of an epoch; everything before the first epoch counts as starting.
 
-        :param loader: its ``seconds_waited`` measures how long training waits for it
+        Args:
+            loader: its ``seconds_waited`` measures how long training waits for it
         """
         if self._is_starting:
             self._seconds["starting"] = max(time.monotonic() - self._begin - sum(self._seconds.values()), 0.0)

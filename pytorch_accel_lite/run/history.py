@@ -51,7 +51,8 @@ class RunHistory(ABC):
     def get_latest_metric(self, metric_name: str) -> MetricValue:
         """Return the newest value of a metric.
 
-        :raises ValueError: if it was never recorded; lists the recorded metrics
+        Raises:
+            ValueError: if it was never recorded; lists the recorded metrics
         """
 
     @abstractmethod
@@ -97,7 +98,8 @@ class RunHistory(ABC):
 
         Only ``InMemoryRunHistory`` checks that.
 
-        :param source: what the means are of
+        Args:
+            source: what the means are of
         """
         for name, value in means.items():
             self.update_metric(name, value)
@@ -105,7 +107,8 @@ class RunHistory(ABC):
     def _shorten(self, counts: Mapping[str, int]) -> None:  # noqa: B027
         """Keep only the first values of some metrics. Histories may ignore it.
 
-        :param counts: the number of values to keep, by name
+        Args:
+            counts: the number of values to keep, by name
         """
 
     @abstractmethod
@@ -122,9 +125,12 @@ class RunHistory(ABC):
         The results of ``Trainer.evaluate()`` after a run are in the row of the last epoch, except for metrics that the
         run itself has recorded.
 
-        :param first_epoch: leave out the epochs before this one, at no cost; assumes that values were recorded in the
-            order of their epochs
-        :raises TypeError: if this kind of history does not know the epochs of its values
+        Args:
+            first_epoch: leave out the epochs before this one, at no cost; assumes that values were recorded in the
+                order of their epochs
+
+        Raises:
+            TypeError: if this kind of history does not know the epochs of its values
         """
         raise self._does_not_know_epochs("rows")
 
@@ -134,9 +140,12 @@ class RunHistory(ABC):
         The results of ``Trainer.evaluate()`` after a run are left out, unless you name a metric that has no other
         values.
 
-        :param metrics: names of the metrics; ``None`` for all that the run has recorded
-        :raises ValueError: if a metric was never recorded
-        :raises TypeError: if this kind of history does not know the epochs of its values
+        Args:
+            metrics: names of the metrics; ``None`` for all that the run has recorded
+
+        Raises:
+            ValueError: if a metric was never recorded
+            TypeError: if this kind of history does not know the epochs of its values
         """
         raise self._does_not_know_epochs("curves")
 
@@ -153,10 +162,13 @@ class RunHistory(ABC):
 
         Marks the best value of an evaluation if it is known which values are better. Needs the extra ``plot``.
 
-        :param path: file for the picture, in the format of its suffix (``.png``, ``.pdf``, ``.svg``); ``None`` to not
-            save it
-        :param metrics: names of the metrics to plot; ``None`` for all that the run has recorded (see ``curves()``)
-        :raises ValueError: if nothing has been recorded
+        Args:
+            path: file for the picture, in the format of its suffix (``.png``, ``.pdf``, ``.svg``); ``None`` to not save
+                it
+            metrics: names of the metrics to plot; ``None`` for all that the run has recorded (see ``curves()``)
+
+        Raises:
+            ValueError: if nothing has been recorded
         """
         return plot_curves(self.curves(metrics), path, self.directions)
 
@@ -214,7 +226,8 @@ def count_values(history: RunHistory) -> dict[str, int]:
 class NewMetrics:
     """The metrics that were recorded since they were last taken.
 
-    :ivar counts: the number of values of each metric that were taken or skipped
+    Attributes:
+        counts: the number of values of each metric that were taken or skipped
     """
 
     def __init__(self) -> None:

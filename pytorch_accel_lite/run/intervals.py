@@ -47,9 +47,12 @@ class Interval:
     after the first update at which another interval has passed, at the same update on all processes; a resumed run
     continues to count from where it was, but callbacks begin to count times again.
 
-    :param every: the interval in words, such as ``"0.25 epochs"``, or a number
-    :param unit: the unit of a number
-    :raises ValueError: if it cannot be understood
+    Args:
+        every: the interval in words, such as ``"0.25 epochs"``, or a number
+        unit: the unit of a number
+
+    Raises:
+        ValueError: if it cannot be understood
     """
 
     def __init__(self, every: str | float | Interval, unit: str | None = None) -> None:
@@ -88,8 +91,11 @@ class Interval:
     def start(self, run: CountedRun, argument: str = "") -> None:
         """Start counting from the position of a run, which may be a resumed one.
 
-        :param argument: the argument with the interval; named in a warning if the run is too short for it
-        :raises ValueError: if it is a fraction of an epoch of unknown length
+        Args:
+            argument: the argument with the interval; named in a warning if the run is too short for it
+
+        Raises:
+            ValueError: if it is a fraction of an epoch of unknown length
         """
         if self.is_within_epochs and self.unit == "epochs" and run.trained_fraction is None:
             raise ValueError(
@@ -106,7 +112,8 @@ class Interval:
     def is_due(self, run: CountedRun, *, ends_epoch: bool = False) -> bool:
         """Whether another interval has passed. Times are checked only within epochs.
 
-        :param ends_epoch: whether the current epoch has ended
+        Args:
+            ends_epoch: whether the current epoch has ended
         """
         if self.is_time:
             return bool(not ends_epoch and run.clock - self._passed >= float(self.amount) * _SECONDS[self.unit])

@@ -14,7 +14,8 @@ class JobQueue(Protocol):
     def check(self) -> None:
         """Check before training that this job could return to the queue.
 
-        :raises RuntimeError: if it could not
+        Raises:
+            RuntimeError: if it could not
         """
 
     def was_requeued(self) -> bool:
@@ -23,8 +24,11 @@ class JobQueue(Protocol):
     def requeue_after(self, interruption: Exception) -> str:
         """Return this job to the queue if an interruption of its run asks for that.
 
-        :param interruption: what has paused the run, for example a ``RunInterruptedError``
-        :return: what has been done, in a sentence to be printed; empty if nothing
+        Args:
+            interruption: what has paused the run, for example a ``RunInterruptedError``
+
+        Returns:
+            what has been done, in a sentence to be printed; empty if nothing
         """
 
 

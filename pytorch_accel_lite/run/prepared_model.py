@@ -22,13 +22,16 @@ class PreparedModel:
 
     A model that the user has sharded with ``fully_shard`` is left unchanged.
 
-    :param training: whether to prepare for training; otherwise only place the model and apply mixed precision
-    :ivar optimizer: the optimizer to step: the user's own if Accelerate adds nothing to it, otherwise the prepared one
-    :ivar is_plain: whether Accelerate adds nothing to the backward pass and the optimizer
-    :ivar is_sharded: whether the weights are sharded over the processes, so that no process can compute alone
-    :ivar outlives_runs: whether it is kept at the end of a run, because its weights exist in no other form
-    :ivar trains: whether optimizers that have modes are in training mode
-    :ivar has_run: whether the prepared model has been called, and not just the bare one inside it
+    Args:
+        training: whether to prepare for training; otherwise only place the model and apply mixed precision
+
+    Attributes:
+        optimizer: the optimizer to step: the user's own if Accelerate adds nothing to it, otherwise the prepared one
+        is_plain: whether Accelerate adds nothing to the backward pass and the optimizer
+        is_sharded: whether the weights are sharded over the processes, so that no process can compute alone
+        outlives_runs: whether it is kept at the end of a run, because its weights exist in no other form
+        trains: whether optimizers that have modes are in training mode
+        has_run: whether the prepared model has been called, and not just the bare one inside it
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: TrainerOptimizer, training: bool) -> None:

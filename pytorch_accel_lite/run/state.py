@@ -55,7 +55,8 @@ T = TypeVar("T")
 class CompiledForwardLike(Protocol):
     """A compiled ``calculate_train_batch_loss``.
 
-    :ivar logged: the values logged during compilation: name, value and weight of each
+    Attributes:
+        logged: the values logged during compilation: name, value and weight of each
     """
 
     logged: list[tuple[str, torch.Tensor | float, Count | None]]
@@ -219,17 +220,18 @@ class Step:
 
     What other code asks of any kind has a default here. What only one kind needs is in its class.
 
-    :ivar closure: argument of the optimizer's ``step``: nothing, or a function that recomputes the gradients
-    :ivar updates_one_by_one: whether it updates each optimizer by itself
-    :ivar updating: name of the optimizer being updated, or updated last, if they are updated one by one
-    :ivar num_microbatches: number of parts that each batch is split into
-    :ivar num_eval_parts: number of parts that each evaluation batch of this process is split into
-    :ivar gradient_norm: the total norm of the gradients of the current update, if it has been computed
-    :ivar skips_update: whether the current update is skipped
-    :ivar skipped_updates: number of updates skipped in the run
-    :ivar must_warm_up_ddp: whether ``DistributedDataParallel`` has still to arrange its gradients
-    :ivar must_compare_replicas: whether the first update has still to be compared between the processes
-    :ivar without_gradient: the parameters that had no gradient on this process in the first update
+    Attributes:
+        closure: argument of the optimizer's ``step``: nothing, or a function that recomputes the gradients
+        updates_one_by_one: whether it updates each optimizer by itself
+        updating: name of the optimizer being updated, or updated last, if they are updated one by one
+        num_microbatches: number of parts that each batch is split into
+        num_eval_parts: number of parts that each evaluation batch of this process is split into
+        gradient_norm: the total norm of the gradients of the current update, if it has been computed
+        skips_update: whether the current update is skipped
+        skipped_updates: number of updates skipped in the run
+        must_warm_up_ddp: whether ``DistributedDataParallel`` has still to arrange its gradients
+        must_compare_replicas: whether the first update has still to be compared between the processes
+        without_gradient: the parameters that had no gradient on this process in the first update
     """
 
     closure: tuple[Callable[[], torch.Tensor]] | tuple[()] = ()
@@ -264,7 +266,8 @@ class Step:
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Accumulate the gradients of a batch and track its losses.
 
-        :return: the output of the step, or ``None`` if the batch is skipped
+        Returns:
+            the output of the step, or ``None`` if the batch is skipped
         """
         raise NotImplementedError
 
@@ -293,14 +296,15 @@ class Step:
 class LoopState:
     """What the loop of a run keeps for itself.
 
-    :ivar is_ours: whether our own loop has begun, rather than one in an overridden ``_run_training``
-    :ivar has_reached_limit: whether an overridden ``_run_train_epoch`` says that it has made all updates
-    :ivar evaluations: how often the run evaluates, if it does
-    :ivar has_update_schedules: whether evaluations, or the sizes of windows, are scheduled by updates
-    :ivar completes_evaluation: whether the evaluation that begins next is the last of an epoch
-    :ivar trained_model: the trainer's model, while another one is evaluated in its place
-    :ivar unrecorded: the running losses of the training epoch, until they are recorded
-    :ivar global_modes: settings of torch after the starting events
+    Attributes:
+        is_ours: whether our own loop has begun, rather than one in an overridden ``_run_training``
+        has_reached_limit: whether an overridden ``_run_train_epoch`` says that it has made all updates
+        evaluations: how often the run evaluates, if it does
+        has_update_schedules: whether evaluations, or the sizes of windows, are scheduled by updates
+        completes_evaluation: whether the evaluation that begins next is the last of an epoch
+        trained_model: the trainer's model, while another one is evaluated in its place
+        unrecorded: the running losses of the training epoch, until they are recorded
+        global_modes: settings of torch after the starting events
     """
 
     is_ours: bool = False
@@ -320,30 +324,31 @@ class Run:
     Callbacks may read what is listed here. It only mirrors the trainer: do not change it. The other attributes belong
     to the trainer, and may change with any version.
 
-    :ivar kind: ``"training"``, also in evaluations within it; ``"evaluation"``, by ``evaluate``; or ``"prediction"``
-    :ivar ranks: the processes of the job, and their communication
-    :ivar device: the device of this process
-    :ivar overridden: names of the methods of a trainer that the user's class overrides
-    :ivar request: the settings requested for the run
-    :ivar config: the settings resolved from the request and the data; ``None`` before that
-    :ivar data: the data and their loaders
-    :ivar progress: its epoch, update, step and so on
-    :ivar step: how the run trains on a batch
-    :ivar window: the accumulation window, and how much of it is filled
-    :ivar accumulation: how many batches there are in an update
-    :ivar schedule: what is known of the learning rate schedule
-    :ivar end: how the run ends
-    :ivar batch: the batch being processed; ``None`` outside a step
-    :ivar batch_number: the number, in the epoch or evaluation, of the batch being read or processed, if any
-    :ivar loss_trackers: the running losses of the epoch or evaluation
-    :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
-    :ivar step_metrics: values measured in the latest update, by name: numbers, or tensors on the device
-    :ivar epoch_phase: how far the epoch has got
-    :ivar left_out: the batches that fail in its evaluations or its prediction; ``None`` if such a failure is an error
-    :ivar outer: the run within which this one was started, if any
-    :ivar resumed: the training state from which the run starts, until it is restored
-    :ivar goodput: how the time of the job is spent
-    :ivar cleanup: closed when the run ends: frees the paths that it writes to, and undoes what holds only within it
+    Attributes:
+        kind: ``"training"``, also in evaluations within it; ``"evaluation"``, by ``evaluate``; or ``"prediction"``
+        ranks: the processes of the job, and their communication
+        device: the device of this process
+        overridden: names of the methods of a trainer that the user's class overrides
+        request: the settings requested for the run
+        config: the settings resolved from the request and the data; ``None`` before that
+        data: the data and their loaders
+        progress: its epoch, update, step and so on
+        step: how the run trains on a batch
+        window: the accumulation window, and how much of it is filled
+        accumulation: how many batches there are in an update
+        schedule: what is known of the learning rate schedule
+        end: how the run ends
+        batch: the batch being processed; ``None`` outside a step
+        batch_number: the number, in the epoch or evaluation, of the batch being read or processed, if any
+        loss_trackers: the running losses of the epoch or evaluation
+        recorded_losses: the mean losses of the last epoch or evaluation, by metric name
+        step_metrics: values measured in the latest update, by name: numbers, or tensors on the device
+        epoch_phase: how far the epoch has got
+        left_out: the batches that fail in its evaluations or its prediction; ``None`` if such a failure is an error
+        outer: the run within which this one was started, if any
+        resumed: the training state from which the run starts, until it is restored
+        goodput: how the time of the job is spent
+        cleanup: closed when the run ends: frees the paths that it writes to, and undoes what holds only within it
     """
 
     ranks: Ranks
@@ -392,7 +397,8 @@ class Run:
     ) -> Run:
         """Create a run that has not started yet. A dict of training datasets is combined into one.
 
-        :param ranks: the processes, if the trainer has no run yet to take them from
+        Args:
+            ranks: the processes, if the trainer has no run yet to take them from
         """
         if isinstance(train_data, dict):
             train_data = NamedDatasets(train_data)
@@ -434,7 +440,8 @@ class Run:
     def required_config(self) -> TrainerRunConfig:
         """The config of the run.
 
-        :raises RuntimeError: if there is none yet
+        Raises:
+            RuntimeError: if there is none yet
         """
         if self.config is None:
             raise RuntimeError("There is no run_config before train() or evaluate() has been called.")
@@ -534,9 +541,12 @@ class Run:
 def run_to_change(trainer: TrainerLike, loader_of: Literal["train", "eval"] | None = None) -> Run:
     """Return the current run, for a program to set an attribute of it.
 
-    :param loader_of: for a dataloader, whether it trains or evaluates
-    :raises AttributeError: before the trainer is initialised; or for a dataloader while nothing is running, as the next
-        run would replace it
+    Args:
+        loader_of: for a dataloader, whether it trains or evaluates
+
+    Raises:
+        AttributeError: before the trainer is initialised; or for a dataloader while nothing is running, as the next run
+            would replace it
     """
     if "current_run" not in vars(trainer):
         raise AttributeError(f"{type(trainer).__name__}: call super().__init__(...) before setting attributes.")

@@ -56,8 +56,9 @@ class StopCoordinator:
     def sync(self, now: bool = False, can_save: bool = False) -> None:
         """Raise the error requested on any rank on all ranks. All ranks must call it at the same points.
 
-        :param now: synchronise in any case, for example at the end of an epoch
-        :param can_save: whether a run could resume exactly from here; only then is a ``RunPausedError`` raised
+        Args:
+            now: synchronise in any case, for example at the end of an epoch
+            can_save: whether a run could resume exactly from here; only then is a ``RunPausedError`` raised
         """
         self._calls += 1
         if not self.must_sync:

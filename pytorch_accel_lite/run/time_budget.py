@@ -10,8 +10,9 @@ from contextlib import contextmanager
 class TimeBudget:
     """Limits a recurring action, such as drawing a plot after each epoch, to a share of the time.
 
-    :param share: maximum share of the time, from 0 to 1
-    :param expected: approximate duration of the first time, in seconds
+    Args:
+        share: maximum share of the time, from 0 to 1
+        expected: approximate duration of the first time, in seconds
     """
 
     def __init__(self, share: float, expected: float) -> None:

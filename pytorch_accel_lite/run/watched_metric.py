@@ -18,12 +18,15 @@ Key = TypeVar("Key")
 class WatchedMetric:
     """Returns each value of a metric once. Epochs without an evaluation have none.
 
-    :param owner: the callback that watches the metric
-    :param argument: the argument of the callback that names the metric
-    :param name: name of the metric in the run history
-    :param greater_is_better: whether greater values are better; ``None``: see ``settle()``
-    :param remedy: what to do if ``greater_is_better`` contradicts the metric itself
-    :ivar seen: number of values that have been returned or skipped
+    Args:
+        owner: the callback that watches the metric
+        argument: the argument of the callback that names the metric
+        name: name of the metric in the run history
+        greater_is_better: whether greater values are better; ``None``: see ``settle()``
+        remedy: what to do if ``greater_is_better`` contradicts the metric itself
+
+    Attributes:
+        seen: number of values that have been returned or skipped
     """
 
     def __init__(
@@ -59,9 +62,12 @@ class WatchedMetric:
         """Determine which values are better, from the user's argument or the metric itself. For losses, smaller ones
         are.
 
-        :param known: whether greater values are better according to the metric, or ``None`` if unknown
-        :param warns: whether this process warns if neither is known
-        :raises ValueError: if the argument and the metric contradict each other
+        Args:
+            known: whether greater values are better according to the metric, or ``None`` if unknown
+            warns: whether this process warns if neither is known
+
+        Raises:
+            ValueError: if the argument and the metric contradict each other
         """
         if self._requested is None:
             if known is None and "loss" not in self.name and warns:
@@ -88,9 +94,12 @@ class WatchedMetric:
     def new_value(self, trainer: TrainerLike, mid_epoch: bool = False) -> float | None:
         """Return the newest value, or ``None`` if there is none since the last call.
 
-        :param mid_epoch: whether the evaluation of the epoch is still to come
-        :raises TypeError: if it is not a single number
-        :raises ValueError: if the run has recorded no value although one was due; lists the recorded metrics
+        Args:
+            mid_epoch: whether the evaluation of the epoch is still to come
+
+        Raises:
+            TypeError: if it is not a single number
+            ValueError: if the run has recorded no value although one was due; lists the recorded metrics
         """
         values = trainer.run_history.get_metric_values(self.name)
         count = len(values)
@@ -129,7 +138,8 @@ class WatchedMetric:
 
         Warns if not, as the other values in the callback's state cannot be compared with new ones.
 
-        :param owner: the callback whose state it is
+        Args:
+            owner: the callback whose state it is
         """
         name = state.get("watch_metric", self.name)  # older states lack it
         direction = state.get("greater_is_better")  # unknown before a run
@@ -154,9 +164,12 @@ def latest_metric(where: object, name: str, trainer: TrainerLike) -> float:
     """Return the newest value of a metric, ignoring an ``evaluate`` within the run if the run itself records the
     metric.
 
-    :param where: the callback and its argument, or the argument of ``train``, that names the metric
-    :raises TypeError: if it is not a single number
-    :raises ValueError: if there is none; lists the recorded metrics
+    Args:
+        where: the callback and its argument, or the argument of ``train``, that names the metric
+
+    Raises:
+        TypeError: if it is not a single number
+        ValueError: if there is none; lists the recorded metrics
     """
     values = trainer.run_history.get_metric_values(name)
     is_evaluated = name in trainer.current_run.request.metrics.evaluated

@@ -18,7 +18,8 @@ from pytorch_accel_lite.optimizers.operations import optimized_parameters
 class Accumulation:
     """The number of batches per process in an update, which may change during a run.
 
-    :param steps: the number, or a dict from a number of updates to the number that holds after it
+    Args:
+        steps: the number, or a dict from a number of updates to the number that holds after it
     """
 
     def __init__(self, steps: int | Mapping[int, int]) -> None:
@@ -86,9 +87,10 @@ class GradientWindow:
     micro-batches of unequal size, a short last window and any number of ranks, whose gradients DDP averages. With a
     single micro-batch, the true size is known at once and is used directly.
 
-    :param device: the device of the gradients
-    :param steps: number of micro-batches per rank in a full window; may change between windows
-    :param batch_size: number of samples in a nominal micro-batch of one rank
+    Args:
+        device: the device of the gradients
+        steps: number of micro-batches per rank in a full window; may change between windows
+        batch_size: number of samples in a nominal micro-batch of one rank
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, steps: int, batch_size: int) -> None:
@@ -139,9 +141,10 @@ class GradientWindow:
     def scale(self, loss: torch.Tensor, num_samples: int, total_samples: int, items: Count | None) -> torch.Tensor:
         """Return the loss weighted by its share of the window.
 
-        :param num_samples: number of samples in this rank's micro-batch; 0 for a filler batch
-        :param total_samples: number of samples in this micro-batch over all ranks
-        :param items: number of items averaged in the loss, unless those are samples
+        Args:
+            num_samples: number of samples in this rank's micro-batch; 0 for a filler batch
+            total_samples: number of samples in this micro-batch over all ranks
+            items: number of items averaged in the loss, unless those are samples
         """
         self.has_gradients = True
         if self.steps == 1 and self._ranks.world_size == 1 and not self.is_split:
@@ -168,7 +171,8 @@ class GradientWindow:
     def finish(self, optimizer: Optimizer) -> Count:
         """Correct the gradients if the window's true size differs from the nominal one, and start a new window.
 
-        :return: the factor by which the gradients were multiplied
+        Returns:
+            the factor by which the gradients were multiplied
         """
         nominal, true = self.nominal_size, self.true_size
         self.has_gradients, self.nominal_size, self.true_size = False, 1, 0  # as reset(), without a call in every step

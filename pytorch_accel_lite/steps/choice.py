@@ -20,7 +20,8 @@ def replace_step(kind: Kind, by: Kind) -> None:
 def create_step(trainer: TrainerLike, run: Run) -> Step:
     """Create the training step of a run.
 
-    :raises ValueError: if the run uses features that do not work together, see ``.combinations``
+    Raises:
+        ValueError: if the run uses features that do not work together, see ``.combinations``
     """
     features = find_features(trainer, run)
     if trainer.compiled_forward is not None:

@@ -130,9 +130,12 @@ def recompute_gradients(self: TrainerLike) -> torch.Tensor:
     and clipped as before. The events of the backward pass fire again. Losses, logged values and buffers (running
     statistics of batch norm) are left as they were after the first pass.
 
-    :return: the mean loss of the window over all processes, a scalar without gradients
-    :raises RuntimeError: outside ``optimizer_step``, or in a run where it does not work: with fp16 (bf16 works),
-        sharded models, ``auto_microbatch``, ``SkipFailedBatchesCallback`` or an overridden ``train_step``
+    Returns:
+        the mean loss of the window over all processes, a scalar without gradients
+
+    Raises:
+        RuntimeError: outside ``optimizer_step``, or in a run where it does not work: with fp16 (bf16 works), sharded
+            models, ``auto_microbatch``, ``SkipFailedBatchesCallback`` or an overridden ``train_step``
     """
     run = self.current_run
     if isinstance(run.step, ReplayingStep):

@@ -20,7 +20,8 @@ def all_features() -> list[Feature]:
 def find_features(trainer: TrainerLike, run: Run) -> list[Feature]:
     """Return the features that a run uses, and that work in it.
 
-    :raises ValueError: for two that do not work together, unless the feature itself handles that
+    Raises:
+        ValueError: for two that do not work together, unless the feature itself handles that
     """
     found = []
     for feature in [feature for feature in all_features() if feature.is_used(trainer, run)]:

@@ -79,10 +79,13 @@ class CompiledForward:
     A batch that cannot be compiled is computed as usual, so that mistakes are reported as usual, too. A last batch of
     another size is never compiled, as it would slow down all others: code for one size is faster than code for any.
 
-    :param options: arguments for ``torch.compile``
-    :param adapter: feeds batches to the trainer's model
-    :ivar num_samples: number of samples that were collated into the batch; ``None`` if unknown
-    :ivar logged: names, values and weights that the compiled code has logged
+    Args:
+        options: arguments for ``torch.compile``
+        adapter: feeds batches to the trainer's model
+
+    Attributes:
+        num_samples: number of samples that were collated into the batch; ``None`` if unknown
+        logged: names, values and weights that the compiled code has logged
     """
 
     def __init__(self, trainer: TrainerLike, options: dict[str, Any], adapter: BatchAdapter) -> None:

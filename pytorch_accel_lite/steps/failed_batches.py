@@ -36,9 +36,10 @@ SKIPPED_BATCHES = Feature(
 class BatchFailure(NamedTuple):
     """A process's report on a batch that failed.
 
-    :param rank: the rank of the process
-    :param indices: indices of the samples in the dataset, or ``None`` if unknown
-    :param error: type and text of the error
+    Args:
+        rank: the rank of the process
+        indices: indices of the samples in the dataset, or ``None`` if unknown
+        error: type and text of the error
     """
 
     rank: int
@@ -96,7 +97,8 @@ class GuardedStep(PlainStep):
     def _attempt(self, trainer: TrainerLike, run: Run, batch: Batch, returned: list[BatchOutput]) -> list[BatchOutput]:
         """Run the forward and backward pass on each part of a batch, freeing each part's memory before the next.
 
-        :param returned: gets the recorded output of each part
+        Args:
+            returned: gets the recorded output of each part
         """
         if isinstance(batch.data, FailedRead):
             raise batch.data.error

@@ -11,7 +11,8 @@ from pytorch_accel_lite.run.state import Run, Step, TrainerLike
 class Conflict(NamedTuple):
     """Another feature that a feature does not work with.
 
-    :param reason: why, and what to do instead, as sentences without the first capital letter
+    Args:
+        reason: why, and what to do instead, as sentences without the first capital letter
     """
 
     other: Feature
@@ -21,10 +22,11 @@ class Conflict(NamedTuple):
 class Feature(NamedTuple):
     """A feature of a run, as messages name it.
 
-    :param is_used: whether a run of a trainer uses it
-    :param own_conflicts: the features that it does not work with
-    :param is_refused: whether a conflict is an error before training; otherwise the feature itself handles it
-    :param excludes: further conflicts, which the other features do not declare
+    Args:
+        is_used: whether a run of a trainer uses it
+        own_conflicts: the features that it does not work with
+        is_refused: whether a conflict is an error before training; otherwise the feature itself handles it
+        excludes: further conflicts, which the other features do not declare
     """
 
     name: str

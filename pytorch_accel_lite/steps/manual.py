@@ -41,10 +41,11 @@ MANUAL = Feature(
 class ManualStep(Step):
     """The user's ``train_step``, with an accumulation window for each optimizer.
 
-    :ivar optimizers: the optimizers, by name
-    :ivar updated: names of those that have been updated in the run
-    :ivar losses: losses of the current step, by optimizer name
-    :ivar items: number of items averaged in each loss, unless those are samples
+    Attributes:
+        optimizers: the optimizers, by name
+        updated: names of those that have been updated in the run
+        losses: losses of the current step, by optimizer name
+        items: number of items averaged in each loss, unless those are samples
     """
 
     features = (MANUAL,)
@@ -252,7 +253,8 @@ def _refuse_gradients(name: str, optimizer: TrainerOptimizer) -> None:
 class _ScaledOptimizer:
     """An optimizer stepped by a gradient scaler, which skips steps with infinite gradients.
 
-    :ivar was_skipped: whether the step was skipped
+    Attributes:
+        was_skipped: whether the step was skipped
     """
 
     def __init__(self, optimizer: TrainerOptimizer, scaler: Any) -> None:
@@ -301,13 +303,16 @@ def update(
     without ``DistributedDataParallel``, so any part of the model may be called any number of times. Call it on every
     process.
 
-    :param loss: a scalar tensor, the mean over the samples of the batch
-    :param optimizer: name of the optimizer to update; may be omitted if there is only one
-    :param num_items: number of items averaged in the loss, if those are not samples but tokens, for example. The mean
-        recorded for the epoch is then over items, too. The sum of several losses is recorded as a mean over samples,
-        unless the same number is passed for all of them.
-    :param retain_graph: keep the graph for another loss over the same outputs
-    :raises ValueError: if the optimizer is unknown, or the loss does not depend on its parameters
+    Args:
+        loss: a scalar tensor, the mean over the samples of the batch
+        optimizer: name of the optimizer to update; may be omitted if there is only one
+        num_items: number of items averaged in the loss, if those are not samples but tokens, for example. The mean
+            recorded for the epoch is then over items, too. The sum of several losses is recorded as a mean over
+            samples, unless the same number is passed for all of them.
+        retain_graph: keep the graph for another loss over the same outputs
+
+    Raises:
+        ValueError: if the optimizer is unknown, or the loss does not depend on its parameters
     """
     step = self.current_run.step
     if not isinstance(step, ManualStep):

@@ -55,10 +55,13 @@ def main(
 ) -> int:
     """Run the command line.
 
-    :param arguments: by default those of this process
-    :param others: the parsers of other commands, by their names, for the help and for completion
-    :return: the exit code: 0; 1 if a check has failed; 2 for what is wrong in the file or in the arguments, and 130
-        after Ctrl-C, both without a traceback
+    Args:
+        arguments: by default those of this process
+        others: the parsers of other commands, by their names, for the help and for completion
+
+    Returns:
+        the exit code: 0; 1 if a check has failed; 2 for what is wrong in the file or in the arguments, and 130 after
+        Ctrl-C, both without a traceback
     """
     if os.getcwd() not in sys.path and "" not in sys.path:  # the console script does not add it
         sys.path.insert(0, os.getcwd())
@@ -92,7 +95,8 @@ def main(
 def _check_command(arguments: Sequence[str], commands: Collection[str]) -> None:
     """Check the first argument, which is the command.
 
-    :raises ExperimentError: if there is no such command; says which one may have been meant
+    Raises:
+        ExperimentError: if there is no such command; says which one may have been meant
     """
     command = next(iter(arguments), "-")
     if command in commands or command.startswith("-"):

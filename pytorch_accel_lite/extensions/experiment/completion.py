@@ -40,11 +40,14 @@ def completion_script(
 ) -> str:
     """Return a script for a shell that completes commands, their options, and values that can be known.
 
-    :param parser: that of the command line
-    :param commands: those of its commands, to which this adds the options of experiments
-    :param shell: one of ``SHELLS``
-    :param file: an experiment, whose options are completed, too; without one, only those that all have
-    :raises ImportError: if shtab is not installed
+    Args:
+        parser: that of the command line
+        commands: those of its commands, to which this adds the options of experiments
+        shell: one of ``SHELLS``
+        file: an experiment, whose options are completed, too; without one, only those that all have
+
+    Raises:
+        ImportError: if shtab is not installed
     """
     shtab = import_extra("shtab", "cli", "Completion in shells")
     parser.prog = PROGRAM

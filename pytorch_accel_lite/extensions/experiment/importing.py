@@ -35,7 +35,8 @@ _MODULES = {
 def import_path(document: Document, key: str, path: Any) -> Any:
     """Return the class or function that a key names by its dotted path, or by name alone for torch's and ours.
 
-    :raises ExperimentError: if there is none
+    Raises:
+        ExperimentError: if there is none
     """
     where = document.locate(key)
     if not isinstance(path, str) or not _PATH.fullmatch(path):
@@ -116,7 +117,8 @@ _KINDS: dict[str, Any] = {
 def check_kinds(document: Document, parts: Mapping[str, Any]) -> None:
     """Check that the classes of all parts have the required base class. What functions return is unknown.
 
-    :raises ExperimentError: if one is not
+    Raises:
+        ExperimentError: if one is not
     """
     for key, thing in parts.items():
         kind = _KINDS.get(key.partition(".")[0], object)

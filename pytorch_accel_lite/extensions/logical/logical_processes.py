@@ -31,11 +31,16 @@ class LogicalProcesses(Division):
     A step of a logical process depends only on its number, not on the process that computes it: it has its own share
     of the data, its own random numbers, and the buffers as they were before the step.
 
-    :param value: number of logical processes
-    :param seed: that of the trainer
-    :ivar shares: those of this process
-    :ivar is_computing: whether the forward or backward pass of one of them is under way in training
-    :raises ValueError: if they are fewer than the real processes, or the trainer has no seed
+    Args:
+        value: number of logical processes
+        seed: that of the trainer
+
+    Attributes:
+        shares: those of this process
+        is_computing: whether the forward or backward pass of one of them is under way in training
+
+    Raises:
+        ValueError: if they are fewer than the real processes, or the trainer has no seed
     """
 
     is_fixed = True
@@ -66,7 +71,8 @@ class LogicalProcesses(Division):
     def divide(self, ranks: Ranks) -> None:
         """Divide the logical processes among the real ones, of which there may be others than before.
 
-        :raises ValueError: if there are more of them
+        Raises:
+            ValueError: if there are more of them
         """
         if self.count < ranks.world_size:
             raise ValueError(

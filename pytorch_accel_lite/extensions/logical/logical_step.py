@@ -100,7 +100,8 @@ LOGICAL = Feature(
 class LogicalWindow(GradientWindow):
     """Weights the shares of one update, whose gradients are added up over logical processes rather than averaged.
 
-    :param count: number of logical processes
+    Args:
+        count: number of logical processes
     """
 
     def __init__(self, trainer: TrainerLike, steps: int, batch_size: int, count: int) -> None:
@@ -184,7 +185,8 @@ class LogicalStep(PlainStep):
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the forward and backward pass of each logical process, and add up their gradients.
 
-        :return: the merged outputs of the shares of this process
+        Returns:
+            the merged outputs of the shares of this process
         """
         assert batch.share is not None
         assert batch.total_samples is not None
@@ -210,7 +212,8 @@ class LogicalStep(PlainStep):
     ) -> list[torch.Tensor]:
         """Compute the shares of this process one after another, and return the buffers after the first one.
 
-        :param before: the buffers before the step
+        Args:
+            before: the buffers before the step
         """
         self._logical.outputs = {}
         self._returned = {}

@@ -44,7 +44,8 @@ class ModelCard(ModelWriter):
     def check(self, card_data: Mapping[str, object]) -> None:
         """Check that the metadata can be written.
 
-        :raises TypeError: if not
+        Raises:
+            TypeError: if not
         """
         try:
             json.dumps({**card_data})

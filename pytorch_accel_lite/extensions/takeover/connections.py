@@ -49,7 +49,8 @@ def opened_since(before: Mapping[int, str]) -> dict[int, str]:
 def any_is_connected(sockets: Mapping[int, str]) -> bool:
     """Whether any of some sockets is still a connection, or one that has been ended but not closed.
 
-    :param sockets: what the system calls each, by its descriptor, which may have become another one's
+    Args:
+        sockets: what the system calls each, by its descriptor, which may have become another one's
     """
     for number, name in sockets.items():
         with suppress(OSError):  # it has been closed
@@ -66,7 +67,8 @@ def shut_down(sockets: Mapping[int, str], port: int) -> None:
 
     Those that listen are left alone, as gloo would end the process; likewise what is connected to a port.
 
-    :param sockets: what the system calls each, by its descriptor, which may have become another one's
+    Args:
+        sockets: what the system calls each, by its descriptor, which may have become another one's
     """
     for number, name in sockets.items():
         with suppress(OSError):  # it has been closed, or is not connected

@@ -27,7 +27,8 @@ def stay_apart() -> None:
 def wait_for_state(membership: Membership) -> str:
     """Return the state from which this process joins the others, or that with which they have ended this training.
 
-    :raises SystemExit: if they end
+    Raises:
+        SystemExit: if they end
     """
     store, number, training = membership.store, membership.number, membership.trainings
     store.say(f"ready/{number}", str(training))

@@ -41,9 +41,10 @@ class RepeatError(RuntimeError):
 class Change(NamedTuple):
     """How the processes of a job have changed.
 
-    :param left: the former ranks of those that are gone
-    :param came: the ranks of those that are new
-    :param seconds: how long it took, with what is done again
+    Args:
+        left: the former ranks of those that are gone
+        came: the ranks of those that are new
+        seconds: how long it took, with what is done again
     """
 
     left: list[int]
@@ -58,19 +59,22 @@ class Membership:
     have entered it, so survivors of a loss differ by one action at most: a process in that collective, which others
     have left, has done its part and goes on. All others repeat the action in which they are.
 
-    :param number: that of this process in generations
-    :ivar generation: the one that it is in; ``None`` if it has yet to join the others, and is alone until then
-    :ivar joins: the number of the generation for which this process has got the state of the run, if it comes later
-    :ivar completed: number of actions that are complete
-    :ivar outcome: what the latest one leaves to a process that has missed its last collective
-    :ivar trainings: number of trainings that this process has begun
-    :ivar is_open: whether other processes may come
-    :ivar fetched: holds the state from which this process has resumed, if it comes later
-    :ivar begun_at: when this process has begun the action in which it is
-    :ivar is_in_action: whether an action is under way, of which all communication is a part
-    :ivar is_in_update: whether that is an update of the weights
-    :ivar redivide: called with each generation, before anything is repeated
-    :ivar announce: called with what has changed, once the processes have agreed on what to repeat
+    Args:
+        number: that of this process in generations
+
+    Attributes:
+        generation: the one that it is in; ``None`` if it has yet to join the others, and is alone until then
+        joins: the number of the generation for which this process has got the state of the run, if it comes later
+        completed: number of actions that are complete
+        outcome: what the latest one leaves to a process that has missed its last collective
+        trainings: number of trainings that this process has begun
+        is_open: whether other processes may come
+        fetched: holds the state from which this process has resumed, if it comes later
+        begun_at: when this process has begun the action in which it is
+        is_in_action: whether an action is under way, of which all communication is a part
+        is_in_update: whether that is an update of the weights
+        redivide: called with each generation, before anything is repeated
+        announce: called with what has changed, once the processes have agreed on what to repeat
     """
 
     def __init__(self, number: int, host: str, port: int) -> None:
@@ -99,8 +103,11 @@ class Membership:
     def join(self, only: int | None = None) -> None:
         """Enter the latest generation, together with all of its members, and divide the work among these.
 
-        :param only: the one for which this process has a state, if it comes later
-        :raises SystemExit: if this process is not among them
+        Args:
+            only: the one for which this process has a state, if it comes later
+
+        Raises:
+            SystemExit: if this process is not among them
         """
         if self.generation is None:
             self.store.wait_for_first()
@@ -208,7 +215,8 @@ class Membership:
     def do(self, action: Callable[[], T], keep: Callable[[], Callable[[], object]] | None = None) -> T:
         """Return the result of an action, which is done again if a process is lost meanwhile.
 
-        :param keep: called before each attempt; what it returns undoes that
+        Args:
+            keep: called before each attempt; what it returns undoes that
         """
         if self.is_in_action:
             return action()
@@ -276,10 +284,15 @@ class Membership:
     def recover(self, error: Exception) -> bool:
         """Go on in the generation that follows the loss of a process.
 
-        :param error: what this process has noticed of the loss
-        :return: whether this process has done its part of the action, which others have completed; otherwise, it is to
-            be repeated
-        :raises Exception: the error, if no process is lost
+        Args:
+            error: what this process has noticed of the loss
+
+        Returns:
+            whether this process has done its part of the action, which others have completed; otherwise, it is to be
+            repeated
+
+        Raises:
+            Exception: the error, if no process is lost
         """
         noticed_at = time.monotonic()
         if not self._has_lost_one(error):
@@ -311,7 +324,8 @@ class Membership:
     def tell_of_change(self, since: float) -> None:
         """Announce what has changed since the last time.
 
-        :param since: when that has begun, or what is done again
+        Args:
+            since: when that has begun, or what is done again
         """
         assert self.generation is not None
         before, now = self._announced, self.generation.members

@@ -22,7 +22,8 @@ MACHINERY.add(__file__)
 class SurvivingRanks(Ranks):
     """Ranks that are updated in place when processes are lost or join.
 
-    :cvar membership: that of this process
+    Attributes:
+        membership: that of this process
     """
 
     allows_threads = is_watched = False  # the supervisor notices who is silent
@@ -110,7 +111,8 @@ class SurvivingRanks(Ranks):
 def survivors() -> list[TrainerLike]:
     """Return the trainers that go on when processes change.
 
-    :raises RuntimeError: if one of them cannot
+    Raises:
+        RuntimeError: if one of them cannot
     """
     trainers: list[Any] = open_trainers()
     for trainer in trainers:

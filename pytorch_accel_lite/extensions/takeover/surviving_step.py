@@ -22,10 +22,11 @@ StateDict: TypeAlias = dict[str, Any]
 class _Kept(NamedTuple):
     """What one process keeps of its logical processes, and the others, too, in case it is lost.
 
-    :param first: number of the first of them
-    :param losses: the running losses of each
-    :param of_callbacks: what each of ``SurvivingWindow.keepers`` keeps of them
-    :param is_wanted: whether it knows of others that are to be let in
+    Args:
+        first: number of the first of them
+        losses: the running losses of each
+        of_callbacks: what each of ``SurvivingWindow.keepers`` keeps of them
+        is_wanted: whether it knows of others that are to be let in
     """
 
     first: int
@@ -49,9 +50,10 @@ class SurvivingWindow(LogicalWindow):
     With them, the processes exchange what they keep of their shares. Nothing else of an update communicates, and
     nothing before that changes what all of them have in common.
 
-    :ivar trackers: the running losses of the epoch
-    :ivar keepers: the callbacks that keep something of each logical process
-    :ivar is_wanted: whether other processes are to be let in before the next update
+    Attributes:
+        trackers: the running losses of the epoch
+        keepers: the callbacks that keep something of each logical process
+        is_wanted: whether other processes are to be let in before the next update
     """
 
     trackers: SharedLossTrackers | None = None
@@ -125,7 +127,8 @@ class SurvivingStep(LogicalStep):
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the forward and backward pass of each logical process, and add up their gradients.
 
-        :raises RepeatError: if the batch was read when there were other processes
+        Raises:
+            RepeatError: if the batch was read when there were other processes
         """
         if run.window.filled == 1:
             self._begin_update(trainer, run)

@@ -29,8 +29,9 @@ class LostConnectionError(RuntimeError):
 def watch_waits(is_cut_off: Callable[[], bool], note_stuck: Callable[[], None]) -> None:
     """Let all waits for collectives end, with an error, once the connections of the process group have ended.
 
-    :param is_cut_off: whether all of them have
-    :param note_stuck: called if a thread of the process group goes on waiting
+    Args:
+        is_cut_off: whether all of them have
+        note_stuck: called if a thread of the process group goes on waiting
     """
     work: Any = dist.Work
     wait = work.wait

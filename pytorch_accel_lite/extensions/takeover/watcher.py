@@ -21,7 +21,8 @@ class Watcher(threading.Thread):
 
     Without it, a process would not notice if it waits for one that is silent, or that is not its neighbour.
 
-    :ivar is_wanted: whether a generation follows that has all members of this one, to be entered after an update
+    Attributes:
+        is_wanted: whether a generation follows that has all members of this one, to be entered after an update
     """
 
     def __init__(self, number: int, host: str, port: int) -> None:
@@ -42,7 +43,8 @@ class Watcher(threading.Thread):
     def begin(self, count: Callable[[], int]) -> None:
         """Start the thread.
 
-        :param count: returns a number that grows as the process gets further
+        Args:
+            count: returns a number that grows as the process gets further
         """
         self._count = count
         self.start()

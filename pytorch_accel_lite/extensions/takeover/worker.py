@@ -36,11 +36,12 @@ def die_with_parent() -> None:
 class Order:
     """What a process is to be.
 
-    :param number: its number in generations
-    :param host: where the store of the job is, as seen from its machine
-    :param port: that of the store
-    :param comes_later: whether it joins others that have begun
-    :param program: the arguments of Python: a script, or ``-m`` and a module, and the arguments of that
+    Args:
+        number: its number in generations
+        host: where the store of the job is, as seen from its machine
+        port: that of the store
+        comes_later: whether it joins others that have begun
+        program: the arguments of Python: a script, or ``-m`` and a module, and the arguments of that
     """
 
     number: int

@@ -280,7 +280,8 @@ def check_data(
 
     If an overridden method creates the dataloader, the dataset may be anything.
 
-    :param other: the other data of the run, to which ``batch_size`` and ``collate_fn`` also apply
+    Args:
+        other: the other data of the run, to which ``batch_size`` and ``collate_fn`` also apply
     """
     check_positive_int("per_device_batch_size", batch_size)
     name_of_kwargs = name.replace("dataset", "dataloader_kwargs")
@@ -392,7 +393,8 @@ def check_same_call(trainer: TrainerLike, call: str, train_data: Source, eval_da
 
     It comes before any other communication, in which different calls would deadlock.
 
-    :param call: the method of the trainer that begins the run
+    Args:
+        call: the method of the trainer that begins the run
     """
     ranks = trainer.ranks
     settings: dict[str, object] = {

@@ -46,13 +46,15 @@ class OperationWatch(TorchFunctionMode):
 
     Reads every output from the device. Operations within an operation of torch are not seen.
 
-    :ivar found: descriptions of these operations
+    Attributes:
+        found: descriptions of these operations
     """
 
     def __init__(self, model: nn.Module, hooks: ExitStack) -> None:
         """Watch the operations of a model.
 
-        :param hooks: removes the hooks of the model when it is closed
+        Args:
+            hooks: removes the hooks of the model when it is closed
         """
         super().__init__()
         self.found: dict[str, str] = {}

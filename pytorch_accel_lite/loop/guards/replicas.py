@@ -49,9 +49,10 @@ def compare_replicas(trainer: TrainerLike) -> None:
 class _Found(NamedTuple):
     """What a process has found.
 
-    :param sums: a checksum of each parameter
-    :param trained: the names of the trained parameters
-    :param without_gradient: the names of those without a gradient in the first update
+    Args:
+        sums: a checksum of each parameter
+        trained: the names of the trained parameters
+        without_gradient: the names of those without a gradient in the first update
     """
 
     sums: dict[str, int]

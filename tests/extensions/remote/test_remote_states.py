@@ -95,7 +95,8 @@ def test_ranks_upload_their_own_files_and_resume_the_same_bits(folder, two_ranks
 def sharded_and_damaged(folder: Path, thoroughly: bool) -> tuple[Any, dict[str, Any]]:
     """A run that saves its states in shards, and runs that find its last one damaged, by address of what is damaged.
 
-    :param thoroughly: each file in each way, rather than each in one
+    Args:
+        thoroughly: each file in each way, rather than each in one
     """
     kwargs = {"schedule": False, "sharded": True, "asynchronous": True, "epochs": 1}
     FaultyStore.reset()

@@ -214,7 +214,8 @@ def test_cut_networks_leave_no_trace(tmp_path, network, first):  # noqa: F811
 def run_with_a_cut(folder: Path, first: str, drawn: random.Random, config: dict[str, Any]) -> str:
     """Run a job on both machines, of which b is cut off for a while, and return what it says.
 
-    :param first: the machine of the first rank
+    Args:
+        first: the machine of the first rank
     """
     log = folder / "log.txt"
     program = [str(PROGRAM), json.dumps({"folder": str(folder), **config, "pause": 0.1})]

@@ -33,8 +33,9 @@ PARTS = "optimizer", "scheduler", "history", "evaluations"  # of states
 class Outcome:
     """What has come out of a job: the exit code, its output, what each process that has ended wrote down, and files.
 
-    :ivar files: what the best model, the average and the latest states have in them
-    :ivar rows: those of the file of metrics
+    Attributes:
+        files: what the best model, the average and the latest states have in them
+        rows: those of the file of metrics
     """
 
     code: int
@@ -289,9 +290,10 @@ def test_the_help_of_the_command_line_lists_the_command():
 class Fault:
     """Faults of one kind, for a long time of them.
 
-    :param count: how many there are, in as many runs as it takes
-    :param draw: returns who is hit at which points, and by what
-    :param options: of the command
+    Args:
+        count: how many there are, in as many runs as it takes
+        draw: returns who is hit at which points, and by what
+        options: of the command
     """
 
     count: int
