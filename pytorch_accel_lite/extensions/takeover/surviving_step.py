@@ -11,6 +11,7 @@ import torch
 
 from pytorch_accel_lite.extending import Batch, BatchOutput, Run, TrainerLike, capture_generators, restore_generators
 from pytorch_accel_lite.extensions.logical import KeepsShares, LogicalStep, LogicalWindow, SharedLossTrackers
+from pytorch_accel_lite.extensions.takeover.beginning_again import note_states
 from pytorch_accel_lite.extensions.takeover.joining import enter, keep_end, let_in
 from pytorch_accel_lite.extensions.takeover.membership import Membership, RepeatError
 from pytorch_accel_lite.extensions.takeover.surviving_ranks import SurvivingRanks
@@ -115,6 +116,7 @@ class SurvivingStep(LogicalStep):
         """Say for how many processes there is work."""
         super().begin(trainer)
         SurvivingRanks.membership.store.say("most", str(self._logical.count))
+        note_states(trainer, SurvivingRanks.membership)
 
     def end(self, trainer: TrainerLike) -> None:
         """Keep the state of the end for processes that come later."""
@@ -137,7 +139,8 @@ class SurvivingStep(LogicalStep):
             enter(run, membership)
         elif window.is_wanted:
             window.is_wanted = False
-            let_in(trainer, run, membership)
+            if not trainer.is_sharded:
+                let_in(trainer, run, membership)
         if self._generation is not membership.generation:
             self._generation = membership.generation
             raise RepeatError
