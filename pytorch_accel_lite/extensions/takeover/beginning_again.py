@@ -14,6 +14,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from pytorch_accel_lite.extending import TrainerLike, open_trainers
 from pytorch_accel_lite.extensions.logical import LogicalProcesses
+from pytorch_accel_lite.extensions.takeover.joining import wait_for_state
 from pytorch_accel_lite.extensions.takeover.membership import Membership
 
 #: When each state was saved, by its folder.
@@ -51,17 +52,28 @@ def newest_state(membership: Membership) -> str | None:
     return max(own, key=lambda folder: own[folder]) if own else None
 
 
+def join_sharded(membership: Membership) -> None:
+    """Join a sharded run that others have begun, before the program of this process begins."""
+    membership.trainings = 1
+    membership.resumes_from = wait_for_state(membership)
+    membership.forget()
+    membership.join(membership.joins)
+
+
 def begin_again(membership: Membership) -> None:
     """Forget what the program has made, and enter the generation that follows."""
-    membership.resumes_from = newest_state(membership)
+    is_larger = membership.resumes_from is not None
+    membership.resumes_from = membership.resumes_from or newest_state(membership)
     trainers: list[Any] = open_trainers()
     for trainer in trainers:
         trainer.close()
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    for kind in (AcceleratorState, GradientState, PartialState):
+        shared = vars(kind)["_shared_state"]
+        getattr(shared, "_storage", shared).clear()
+    membership.disconnect()
     membership.forget()
     membership.join()
-    if membership.rank == 0:
+    if membership.rank == 0 and not is_larger:
         where = "the beginning: no state had been saved"
         if membership.resumes_from is not None:
             where = repr(membership.resumes_from)

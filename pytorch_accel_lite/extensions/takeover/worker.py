@@ -15,7 +15,7 @@ import torch
 
 from pytorch_accel_lite.extending import FENCES, replace_step, use_ranks
 from pytorch_accel_lite.extensions.logical import LogicalStep
-from pytorch_accel_lite.extensions.takeover.beginning_again import are_sharded, begin_again
+from pytorch_accel_lite.extensions.takeover.beginning_again import are_sharded, begin_again, join_sharded
 from pytorch_accel_lite.extensions.takeover.connections import interface_to
 from pytorch_accel_lite.extensions.takeover.joining import stay_apart
 from pytorch_accel_lite.extensions.takeover.membership import Membership
@@ -64,7 +64,9 @@ def run(order: Order) -> None:
     replace_step(LogicalStep, SurvivingStep)
     FENCES.append(membership.check)
     sys.excepthook = _report_to(membership)
-    if order.comes_later:
+    if order.comes_later and membership.store.said("sharded") is not None:
+        join_sharded(membership)
+    elif order.comes_later:
         stay_apart()
     else:
         membership.join()

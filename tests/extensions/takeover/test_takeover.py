@@ -221,11 +221,12 @@ def test_without_logical_processes_the_others_end_with_a_word(tmp_path):
 
 
 @CAN_SHARD
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("how", "kills", "begins"),
     [
         ("fsdp", kill(rank2="forward:13", rank1="prediction:1"), ["update-000000005", "update-000000008"]),
-        ("hsdp", kill(rank1="update:2"), ["the beginning: no state had been saved"]),
+        *[("hsdp", kill(rank1="update:2"), ["the beginning: no state had been saved"])] * SOAK,
     ],
 )
 def test_a_sharded_run_begins_again_from_its_latest_state(run, undisturbed, capfd, how, kills, begins):
@@ -234,6 +235,17 @@ def test_a_sharded_run_begins_again_from_its_latest_state(run, undisturbed, capf
     said = [line for line in capfd.readouterr().out.splitlines() if "All begin again from" in line]
     assert len(said) == len(begins)
     assert all(place in line for place, line in zip(begins, said, strict=True))
+
+
+@CAN_SHARD
+@pytest.mark.soak
+@pytest.mark.skipif(not SOAK, reason="takes a minute: make soak")
+def test_a_sharded_run_takes_a_new_process_and_loses_nothing(run):
+    config = {"samples": 803, "saves": True, "pause": 0.01}
+    outcome = run(3, "--replace", kills=kill(rank2="forward:9"), sharded="fsdp", **config)
+    assert outcome.code == 0, outcome.output
+    assert "1 new process joined. 3 processes continued" in outcome.output
+    check_equal(outcome, run(1, **config), survivors=3)
 
 
 DIES_WITHIN_A_MESSAGE = """
