@@ -200,6 +200,18 @@ def test_processes_train_and_resume_adapters(kind, tmp_path, two_ranks, logical)
         assert equal(whole, alone) if logical else largest_difference(whole, alone) < 1e-3
 
 
+def test_a_quantised_head_cannot_be_trained(tmp_path):
+    pytest.importorskip("torchao")
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig("CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["k_proj"])
+    model = get_peft_model(quantised("int8 of torchao", save_base(tmp_path / "base")), lora)
+    trainer = Trainer(model, None, torch.optim.AdamW(model.parameters()), callbacks=[])
+    with pytest.raises(ValueError, match=r"k_proj.* would be trained, but are quantised.*modules_to_not_convert"):
+        trainer.train(rows(), 1)
+    assert trainer.progress.update == 0
+
+
 def test_memory_cannot_be_estimated_with_bitsandbytes(tmp_path):
     pytest.importorskip("bitsandbytes")
     model = with_lora("nf4 of bitsandbytes", save_base(tmp_path / "base"))

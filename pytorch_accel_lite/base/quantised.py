@@ -13,18 +13,23 @@ def is_quantised(parameter: torch.Tensor) -> bool:
     return is_quantised_by(parameter, "bitsandbytes") or is_quantised_by(parameter, "torchao")
 
 
+def is_frozen_and_quantised(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is quantised and not trained, as some of torchao are."""
+    return not parameter.requires_grad and is_quantised(parameter)
+
+
 def is_quantised_by(parameter: torch.Tensor, package: str) -> bool:
     """Whether a parameter is of a class of a package."""
     return type(parameter).__module__.partition(".")[0] == package
 
 
 def quantised_entries(model: nn.Module, state: Iterable[str]) -> set[str]:
-    """Return the names in the state of a model that are of its quantised weights.
+    """Return the names in the state of a model that are of its frozen quantised weights.
 
     Those of bitsandbytes have further entries, such as ``"weight.absmax"``, or ``"SCB"`` beside ``"weight"``.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    quantised = {name for name, parameter in parameters.items() if is_quantised(parameter)}
+    quantised = {name for name, value in parameters.items() if is_frozen_and_quantised(value)}
     if not quantised:
         return set()
     plain = {*parameters, *(name for name, _ in model.named_buffers(remove_duplicate=False))} - quantised

@@ -266,9 +266,7 @@ class _Passes:
 
 
 def _change_shares(passes: list[_Passes]) -> None:
-    """Apply the current weights from the end of a state on, so that no stream catches up on samples that were not
-    due.
-    """
+    """Apply new weights from the end of a state on, so that no stream catches up on samples that were not due."""
     before = [each.weight if each.weight_since is None else each.weight_since for each in passes]
     if before == [each.weight for each in passes]:
         return

@@ -12,9 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from pytorch_accel_lite.base.quantised import keep_as_they_are
+from pytorch_accel_lite.base.quantised import is_quantised, keep_as_they_are
 from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.checkpoint.pretrained import has_adapters
 from pytorch_accel_lite.checkpoint.weights import load_optimizer_state
 from pytorch_accel_lite.extension_names import is_not_there
 from pytorch_accel_lite.optimizers.combined import combine
@@ -48,7 +50,7 @@ def prepare_model(trainer: TrainerLike, training: bool) -> None:
 
 def apply_model_options(trainer: TrainerLike) -> None:
     """Change the memory format of the model and compile it, in place, as requested, unless it is already compiled."""
-    keep_as_they_are(trainer.get_model())
+    _prepare_quantised(trainer.get_model())
     if not trainer.channels_last and trainer.compile_model is False:
         return
     model = trainer.get_model()
@@ -57,6 +59,17 @@ def apply_model_options(trainer: TrainerLike) -> None:
     options = trainer.compile_model
     if options is not False and not is_by_blocks(options) and model._compiled_call_impl is None:
         model.compile(**(options if isinstance(options, dict) else {}))
+
+
+def _prepare_quantised(model: nn.Module) -> None:
+    """Keep quantised weights as they are, and check that PEFT does not train any, as it would a copied head."""
+    keep_as_they_are(model)
+    trained = [name for name, value in model.named_parameters() if value.requires_grad and is_quantised(value)]
+    if trained and has_adapters(model):
+        raise ValueError(
+            f"{listed(trained, 4)} would be trained, but are quantised. Quantise the model without these modules: "
+            "TorchAoConfig(..., modules_to_not_convert=[...]), or BitsAndBytesConfig(llm_int8_skip_modules=[...])."
+        )
 
 
 def change_blocks(trainer: TrainerLike) -> None:

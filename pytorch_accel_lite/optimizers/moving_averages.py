@@ -14,7 +14,7 @@ from torch import nn
 
 from pytorch_accel_lite.base.modules import local, reshard
 from pytorch_accel_lite.base.origins import warn_outside
-from pytorch_accel_lite.base.quantised import is_quantised
+from pytorch_accel_lite.base.quantised import is_frozen_and_quantised
 
 _kind_of = attrgetter("dtype", "device", "requires_grad")
 #: An average, the value of the model, and whether the value is trained.
@@ -56,8 +56,8 @@ class ModelEma(nn.Module):
 
     def _copy(self, model: nn.Module) -> nn.Module:
         # Quantised weights are never trained. Modules of 8-bit ones (CB) hold parts of them, which must be their own.
-        quantised = [weight for weight in model.parameters() if is_quantised(weight) and not hasattr(weight, "CB")]
-        shared = {id(weight): weight for weight in quantised}
+        quantised = filter(is_frozen_and_quantised, model.parameters())
+        shared = {id(weight): weight for weight in quantised if not hasattr(weight, "CB")}
         module = copy.deepcopy(model, shared).eval().requires_grad_(False)
         for buffer in module.buffers():  # elements of an expanded buffer share memory
             buffer.data = buffer.contiguous()
@@ -119,7 +119,7 @@ class ModelEma(nn.Module):
         """Yield the tensors of the average and of the model side by side, except for quantised weights."""
         averages, values = ([*module.parameters(), *module.buffers()] for module in (self.module, model))
         pairs = zip(averages, values, [value.requires_grad for value in values], strict=True)
-        return (pair for pair in pairs if not is_quantised(pair[1]))
+        return (pair for pair in pairs if not is_frozen_and_quantised(pair[1]))
 
 
 def _warn_of_rounding(model: nn.Module, decay: float) -> None:

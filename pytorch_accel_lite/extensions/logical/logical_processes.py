@@ -83,7 +83,7 @@ class LogicalProcesses(Division):
         self.current = self.shares.local[0]
 
     def check_tool(self, name: str, supports: Collection[str]) -> None:
-        """Raise an error for a method that tries a step of one process, unless it can make any."""
+        """Raise an error for a tool that does not support logical processes."""
         if self.argument not in supports:
             raise ValueError(
                 f"{name}() does not work with logical_processes={self.count}. Use a trainer without them: the step of "
@@ -91,7 +91,7 @@ class LogicalProcesses(Division):
             )
 
     def check_gather(self) -> None:
-        """Raise an error within the computation of one of them."""
+        """Raise an error within the computation of a logical process."""
         if self.is_computing:
             raise RuntimeError(
                 f"gather() does not work in the forward and backward passes with logical_processes={self.count}: each "

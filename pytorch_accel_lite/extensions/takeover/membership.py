@@ -38,6 +38,10 @@ class RepeatError(RuntimeError):
     """What this process does is to be done again, in another generation."""
 
 
+class BeginAgain(BaseException):
+    """The program of this process is to begin again, in another generation."""
+
+
 class Change(NamedTuple):
     """How the processes of a job have changed.
 
@@ -73,6 +77,12 @@ class Membership:
         begun_at: when this process has begun the action in which it is
         is_in_action: whether an action is under way, of which all communication is a part
         is_in_update: whether that is an update of the weights
+        begins_again: whether the program is to begin again
+        has_begun_again: whether it has, before its first training
+        resumes_from: the state from which its training then resumes
+        states_of_others: the states that were there before this job has saved any
+        states: returns those that are there now
+        holds_shards: returns whether each process has something that the others lack
         redivide: called with each generation, before anything is repeated
         announce: called with what has changed, once the processes have agreed on what to repeat
     """
@@ -90,6 +100,11 @@ class Membership:
         self.is_in_action = self.is_in_update = False
         self.redivide: Callable[[], None] = _do_nothing
         self.announce: Callable[[Change], None] = _do_nothing
+        self.begins_again = self.has_begun_again = False
+        self.resumes_from: str | None = None
+        self.states_of_others: dict[str, float] | None = None
+        self.states: Callable[[], dict[str, float]] = dict
+        self.holds_shards: Callable[[], bool] = bool
         self.watcher = Watcher(number, host, port)
         self.is_open = self.store.said("open") is not None
         self.fetched: tempfile.TemporaryDirectory[str] | None = None
@@ -218,6 +233,8 @@ class Membership:
         Args:
             keep: called before each attempt; what it returns undoes that
         """
+        if self.begins_again:
+            raise BeginAgain
         if self.is_in_action:
             return action()
         while True:
@@ -297,6 +314,15 @@ class Membership:
         noticed_at = time.monotonic()
         if not self._has_lost_one(error):
             raise error
+        if self.holds_shards():
+            if self.trainings > 1:
+                raise RuntimeError(
+                    "A process was lost, and with it shards of the weights. A program goes on without them only in its "
+                    "first training. Start the job again with resume_from='latest'."
+                ) from error
+            self.begins_again = True
+            self.disconnect()
+            raise BeginAgain
         while True:
             self.disconnect()
             self.join()
@@ -305,6 +331,13 @@ class Membership:
                 break
         self.tell_of_change(noticed_at if is_done else self.begun_at)
         return is_done
+
+    def forget(self) -> None:
+        """Be as a process whose program has yet to begin."""
+        self.begins_again = self.is_in_action = self.is_in_update = False
+        self.has_begun_again = True
+        self.completed = self.trainings = 0
+        self.outcome = None
 
     def agree(self) -> bool:
         """Find out how far each process has got; return whether others have completed the action of this one.

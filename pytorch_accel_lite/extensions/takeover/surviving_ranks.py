@@ -72,7 +72,13 @@ class SurvivingRanks(Ranks):
 
     def state_to_join(self) -> str | None:
         self.membership.trainings += 1
-        return wait_for_state(self.membership) if self.membership.generation is None else None
+        if self.membership.generation is None:
+            return wait_for_state(self.membership)
+        state, self.membership.resumes_from = self.membership.resumes_from, None
+        if not self.membership.has_begun_again:
+            return None
+        self.membership.has_begun_again = False
+        return self.broadcast_object(lambda: state)
 
     def repeatable(self, action: Callable[[], T], keep: Callable[[], Callable[[], object]] | None = None) -> T:
         return self.membership.do(action, keep)
@@ -120,10 +126,5 @@ def survivors() -> list[TrainerLike]:
             raise RuntimeError(
                 f"A process was lost, and {type(trainer).__name__} cannot go on without it: its results depend on the "
                 "number of processes. Create it with a seed and logical_processes=."
-            )
-        if trainer.is_sharded:
-            raise RuntimeError(
-                f"A process was lost, and {type(trainer).__name__} cannot go on without it: its model is sharded, and "
-                "no other process has the shards of the lost one. Start the job again with resume_from='latest'."
             )
     return trainers

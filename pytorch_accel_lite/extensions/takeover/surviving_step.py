@@ -11,7 +11,8 @@ import torch
 
 from pytorch_accel_lite.extending import Batch, BatchOutput, Run, TrainerLike, capture_generators, restore_generators
 from pytorch_accel_lite.extensions.logical import KeepsShares, LogicalStep, LogicalWindow, SharedLossTrackers
-from pytorch_accel_lite.extensions.takeover.joining import enter, keep_end, let_in
+from pytorch_accel_lite.extensions.takeover.beginning_again import note_states
+from pytorch_accel_lite.extensions.takeover.joining import enter, keep_end, let_in, let_in_by_beginning_again
 from pytorch_accel_lite.extensions.takeover.membership import Membership, RepeatError
 from pytorch_accel_lite.extensions.takeover.surviving_ranks import SurvivingRanks
 
@@ -117,11 +118,14 @@ class SurvivingStep(LogicalStep):
         """Say for how many processes there is work."""
         super().begin(trainer)
         SurvivingRanks.membership.store.say("most", str(self._logical.count))
+        note_states(trainer, SurvivingRanks.membership)
+        if trainer.is_sharded:
+            SurvivingRanks.membership.store.say("sharded")
 
     def end(self, trainer: TrainerLike) -> None:
         """Keep the state of the end for processes that come later."""
         membership = SurvivingRanks.membership
-        if membership.is_open and membership.generation is not None:
+        if membership.is_open and membership.generation is not None and not trainer.is_sharded:
             keep_end(trainer, membership)
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
@@ -140,7 +144,7 @@ class SurvivingStep(LogicalStep):
             enter(run, membership)
         elif window.is_wanted:
             window.is_wanted = False
-            let_in(trainer, run, membership)
+            (let_in_by_beginning_again if trainer.is_sharded else let_in)(trainer, run, membership)
         if self._generation is not membership.generation:
             self._generation = membership.generation
             raise RepeatError

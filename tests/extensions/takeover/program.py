@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
@@ -142,9 +146,24 @@ class Logging(Trainer):
         return output
 
 
+def shard(model: Network) -> None:
+    """Divide the weights among the processes; for HSDP, twice among a half of them, if their number is even."""
+    size = dist.get_world_size()
+    if CONFIG["sharded"] == "hsdp" and size % 2 == 0:
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (size,))
+    fully_shard(model.layers[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 def digest(values: Any) -> str:
     sums = hashlib.sha256()
-    for value in values:
+    for value in map(whole, values):
         sums.update(value.detach().numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode())
     return sums.hexdigest()[:16]
 
@@ -153,6 +172,8 @@ def main() -> None:
     reach("beginning")
     torch.manual_seed(0)
     model = Network()
+    if CONFIG.get("sharded"):
+        shard(model)
     x = torch.randn(CONFIG.get("samples", 203), 8, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x[:, :3].argmax(1))
     victim = Victim()

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.launching import PATIENCE, SOAK, WarmPython, environment, run_module
+from tests.launching import CAN_SHARD, PATIENCE, SOAK, WarmPython, environment, run_module
 from tests.tasks import same
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -219,6 +219,34 @@ def test_without_logical_processes_the_others_end_with_a_word(tmp_path):
     outcome = end(job, tmp_path)
     assert outcome.code == 1
     assert "Create it with a seed and logical_processes=" in outcome.output
+
+
+@CAN_SHARD
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("how", "kills", "begins"),
+    [
+        ("fsdp", kill(rank2="forward:13", rank1="prediction:1"), ["update-000000005", "update-000000008"]),
+        *[("hsdp", kill(rank1="update:2"), ["the beginning: no state had been saved"])] * SOAK,
+    ],
+)
+def test_a_sharded_run_begins_again_from_its_latest_state(run, undisturbed, capfd, how, kills, begins):
+    outcome = run(4, kills=kills, sharded=how, **ALL)
+    check_equal(outcome, undisturbed, survivors=4 - len(kills))
+    said = [line for line in capfd.readouterr().out.splitlines() if "All begin again from" in line]
+    assert len(said) == len(begins)
+    assert all(place in line for place, line in zip(begins, said, strict=True))
+
+
+@CAN_SHARD
+@pytest.mark.soak
+@pytest.mark.skipif(not SOAK, reason="takes a minute: make soak")
+def test_a_sharded_run_takes_a_new_process_and_loses_nothing(run):
+    config = {"samples": 803, "saves": True, "pause": 0.01}
+    outcome = run(3, "--replace", kills=kill(rank2="forward:9"), sharded="fsdp", **config)
+    assert outcome.code == 0, outcome.output
+    assert "1 new process joined. 3 processes continued" in outcome.output
+    check_equal(outcome, run(1, **config), survivors=3)
 
 
 DIES_WITHIN_A_MESSAGE = """
