@@ -73,7 +73,7 @@ def test_a_notebook_shows_the_last_of_many_epochs_and_the_best(capsys, monkeypat
         assert "(the last 3 of 6 rows; all metrics are in trainer.run_history)" in outputs[-1][kind]
 
 
-def test_a_run_that_fails_at_once_has_no_empty_table_in_a_notebook(capsys, monkeypatch):
+def test_a_run_that_fails_at_once_is_no_empty_notebook_table(capsys, monkeypatch):
     monkeypatch.setattr("pytorch_accel_lite.callbacks.table.in_notebook", lambda: True)
 
     def fail(*_: torch.Tensor) -> torch.Tensor:
