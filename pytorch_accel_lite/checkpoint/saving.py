@@ -25,7 +25,13 @@ from pytorch_accel_lite.checkpoint.attribute_states import (
     names_beside_model,
 )
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
-from pytorch_accel_lite.checkpoint.capturing import capture, check_states_are_possible, finish_restoring, restore
+from pytorch_accel_lite.checkpoint.capturing import (
+    capture,
+    check_states_are_possible,
+    finish_restoring,
+    refuse_deepspeed,
+    restore,
+)
 from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal, verify
 from pytorch_accel_lite.checkpoint.files import (
     FROZEN,
@@ -141,6 +147,8 @@ def _save_checkpoint(
     writes = self.accelerator.is_local_main_process if save_per_node else self.accelerator.is_main_process
     with naming(self.ranks, "save_checkpoint()"):
         _agree(self, lambda: check_open_file("save_path", target, to_write=True) if writes else None)
+    if save_optimizer:
+        refuse_deepspeed(self.accelerator, "save_checkpoint(save_optimizer=True)", "Pass save_optimizer=False.")
     model = self.get_model(keep_torch_compile=False)
     if trainable_only:
         check_has_trainable(model)
@@ -171,6 +179,8 @@ def load_checkpoint(
     """Load what ``save_checkpoint()`` or ``save_model()`` saved, or weights, without running code from the file."""
     with naming(self.ranks, "load_checkpoint()"):
         self.ranks.barrier()
+    if self.prepared_model is not None:
+        refuse_deepspeed(self.accelerator, "load_checkpoint()", "Call it before the first run of the trainer.")
     model, source = self.get_model(keep_torch_compile=False), name_of(checkpoint_path)
     checkpoint = _read(self, checkpoint_path, model, only_weights=not (load_optimizer or load_scheduler))
     left_out = checkpoint.get(FROZEN, {})

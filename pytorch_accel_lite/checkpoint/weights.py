@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -58,7 +59,26 @@ def full_state_dict(state: Tree, keep: bool) -> Tree:
 
 def model_state(model: nn.Module, keep: bool = True) -> StateDict:
     """Return the full state of a model, under its names without ``torch.compile``."""
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return _state_of_zero_3(model, keep)
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        return _state_of_fsdp1(model)
     return dict(full_state_dict(without_compile(model.state_dict()), keep))
+
+
+def _state_of_zero_3(model: nn.Module, keep: bool) -> StateDict:
+    """Return the full state of a model whose parameters DeepSpeed has divided, in host memory."""
+    with sys.modules["deepspeed"].zero.GatheredParameters(list(model.parameters())):
+        state = without_compile(model.state_dict())
+        return {name: value.detach().to("cpu", copy=True) if keep else None for name, value in state.items()}
+
+
+def _state_of_fsdp1(model: nn.Module) -> StateDict:
+    """Return the full state of a model that FSDP1 shards, in the host memory of the first process."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict  # takes a second
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return without_compile(dict(get_model_state_dict(model, options=options)))
 
 
 def without_compile(state: StateDict) -> StateDict:

@@ -36,6 +36,7 @@ from pytorch_accel_lite.loop.arguments import (
     settings_of,
 )
 from pytorch_accel_lite.loop.collectives import gathering_uneven_batches
+from pytorch_accel_lite.loop.deepspeed import configure_deepspeed, uses_deepspeed
 from pytorch_accel_lite.loop.explanations import explain
 from pytorch_accel_lite.loop.left_out import begin_leaving_out
 from pytorch_accel_lite.loop.preparing import apply_model_options, prepare_model, release_model
@@ -204,8 +205,9 @@ def create_loader(trainer: TrainerLike, run: Run, source: Source, training: bool
 def begin_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     """Prepare the model and the optimizer, and set up the accumulation window."""
     had_optimizer = is_created(trainer.optimizer)
+    configure_deepspeed(trainer, run, batch_size)
     prepare_model(trainer, training=True)
-    if not had_optimizer:
+    if not had_optimizer and not uses_deepspeed(trainer.accelerator):  # whose optimizer has copies of the weights
         check_optimizers(trainer)
     run.config = create_config(trainer, run, batch_size)
     run.training = Training(run.config, run.end, run.data.eval_dataset)
