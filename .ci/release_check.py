@@ -138,7 +138,8 @@ def run(*command: object, cwd: Path | None = None) -> subprocess.CompletedProces
 class Environment:
     """An empty environment, and a folder to work in from which the checkout is not found.
 
-    :param folder: where both are made
+    Args:
+        folder: where both are made
     """
 
     def __init__(self, folder: Path) -> None:

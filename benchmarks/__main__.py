@@ -52,8 +52,9 @@ def run_worker(module: str, *arguments: str) -> dict[str, float] | None:
 def main(command: list[str] | None = None, run: Callable[..., dict[str, float] | None] = run_worker) -> None:
     """Run the benchmarks and write tables.
 
-    :param command: command line arguments
-    :param run: runs a module with arguments in its own process
+    Args:
+        command: command line arguments
+        run: runs a module with arguments in its own process
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--workloads", nargs="+", choices=[*TITLES, *OTHERS], default=[*TITLES, *OTHERS])

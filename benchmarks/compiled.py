@@ -111,7 +111,8 @@ def of_trainer(
 ) -> None:
     """Train with the default callbacks but the bar.
 
-    :param regional: let Accelerate compile the blocks that the model repeats
+    Args:
+        regional: let Accelerate compile the blocks that the model repeats
     """
     model, optimizer = make(task, fused)
     AcceleratorState._reset_state(reset_partial_state=True)  # it keeps what is compiled

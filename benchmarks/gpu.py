@@ -54,14 +54,15 @@ Times = tuple[float, float, float]  # seconds of wall time, of CPU time, and by 
 class Setting:
     """How both loops train.
 
-    :param tf32: whether float32 numbers are multiplied in TF32; ``None`` to train in bf16
-    :param pinned: whether batches are in pinned memory
-    :param side_stream: whether a batch is copied to the device on another stream, during the step before
-    :param fused: whether the optimizer is fused, or what torch chooses, which is ``foreach`` on a GPU
-    :param compiled: arguments of ``torch.compile`` for the forward pass and the loss; ``None`` not to compile
-    :param channels_last: whether images and convolutions are in that memory format
-    :param everything: whether gradients are clipped, rates follow a schedule, weights are averaged, a metric is updated
-        and every fiftieth step is logged
+    Args:
+        tf32: whether float32 numbers are multiplied in TF32; ``None`` to train in bf16
+        pinned: whether batches are in pinned memory
+        side_stream: whether a batch is copied to the device on another stream, during the step before
+        fused: whether the optimizer is fused, or what torch chooses, which is ``foreach`` on a GPU
+        compiled: arguments of ``torch.compile`` for the forward pass and the loss; ``None`` not to compile
+        channels_last: whether images and convolutions are in that memory format
+        everything: whether gradients are clipped, rates follow a schedule, weights are averaged, a metric is updated
+            and every fiftieth step is logged
     """
 
     tf32: bool | None = None
@@ -107,7 +108,8 @@ class Sizes:
 class Workload:
     """A model, batches in host memory, and how to train.
 
-    :ivar num_batches: how many a contender will be given
+    Attributes:
+        num_batches: how many a contender will be given
     """
 
     model: Callable[[], nn.Module]
@@ -285,7 +287,8 @@ def for_accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Te
 def step_by_hand(workload: Workload, reads: bool = False) -> Callable[[Any], None]:
     """Return a step of a plain loop on a batch that is on the device.
 
-    :param reads: whether to read the loss, as a loop does that prints it in each step
+    Args:
+        reads: whether to read the loss, as a loop does that prints it in each step
     """
     model, optimizer = workload.make()
     loss_func, kind, in_bf16 = workload.loss_func, workload.device.type, workload.setting.tf32 is None
@@ -323,8 +326,9 @@ def step_by_hand(workload: Workload, reads: bool = False) -> Callable[[Any], Non
 class Turns:
     """The turns of a contender and of a plain loop, taken by the batches that the contender asks for.
 
-    :param by_hand: makes a step of the plain loop each time it is asked
-    :param batches: in host memory
+    Args:
+        by_hand: makes a step of the plain loop each time it is asked
+        batches: in host memory
     """
 
     def __init__(self, by_hand: Iterator[None], batches: list[Any], device: torch.device, sizes: Sizes) -> None:
@@ -352,7 +356,8 @@ class Turns:
     def take(self, train: Callable[[Iterator[Any]], object]) -> dict[str, Any]:
         """Return the seconds of a step of both, and what is known of synchronisations.
 
-        :param train: trains a contender on the batches that it is given
+        Args:
+            train: trains a contender on the batches that it is given
         """
         batches = self.batches()
         try:

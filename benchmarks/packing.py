@@ -63,7 +63,8 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """A model of one's own, which keeps packed sequences apart by their bounds, or else by a mask.
 
-    :param masks: whether to use a mask
+    Args:
+        masks: whether to use a mask
     """
 
     def __init__(self, masks: bool = False) -> None:

@@ -45,11 +45,12 @@ Blocks = tuple[list[float], list[float]]  # seconds of the hand-written loop, an
 class SetUp:
     """What the trainer and the hand-written loop do, besides training.
 
-    :param reads: ``"list"`` of batches, ``"getitem"`` or ``"getitems"`` for the method of a dataset, or ``"tensors"``
-    :param states: save training states, every this many updates; 0 to save them only between epochs, which is not
-        measured, ``None`` for never
-    :param in_background: write them in the background
-    :param column: the callbacks of the trainer, and with ``"everything on"`` also of the hand-written loop
+    Args:
+        reads: ``"list"`` of batches, ``"getitem"`` or ``"getitems"`` for the method of a dataset, or ``"tensors"``
+        states: save training states, every this many updates; 0 to save them only between epochs, which is not
+            measured, ``None`` for never
+        in_background: write them in the background
+        column: the callbacks of the trainer, and with ``"everything on"`` also of the hand-written loop
     """
 
     reads: str
@@ -179,8 +180,9 @@ def by_hand(
 ) -> Iterator[float]:
     """Train endlessly, yielding the seconds of each turn.
 
-    :param clock: tells the time, by default that of the CPU
-    :param wrap: wraps the model
+    Args:
+        clock: tells the time, by default that of the CPU
+        wrap: wraps the model
     """
     data, options = data_of(task, setup)
     if batches is None:
@@ -278,7 +280,8 @@ def taking_turns(one: Iterator[float], other: Iterator[float], turns: int) -> Bl
 def compare(task: Task, setup: SetUp, folder: Path, more: Iterable[Any] = ()) -> Blocks:
     """Return the times of the turns of a hand-written loop and of a trainer with the same set-up.
 
-    :param more: further callbacks
+    Args:
+        more: further callbacks
     """
     data, options = data_of(task, setup)
     model = task.make_model()

@@ -107,8 +107,9 @@ def write(
 ) -> None:
     """Write a workload's figures as Markdown and JSON, and print them.
 
-    :param unit: show absolute figures in this unit instead of ratios to the reference
-    :param body: show this instead of either
+    Args:
+        unit: show absolute figures in this unit instead of ratios to the reference
+        body: show this instead of either
     """
     folder.mkdir(parents=True, exist_ok=True)
     rounds = in_rounds(max(map(len, results.values())))

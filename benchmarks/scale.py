@@ -47,7 +47,8 @@ _SEGMENTS, _BYTES = 156, 200  # where tcp_info has data_segs_out and bytes_sent,
 class Sent(NamedTuple):
     """What a process has sent since it began.
 
-    :param requests: messages to the store
+    Args:
+        requests: messages to the store
     """
 
     messages: int = 0
@@ -86,7 +87,8 @@ class Ledger:
     def book(self, phase: str, times: int = 1) -> None:
         """Add what was sent since the last call to a phase.
 
-        :param times: how often it happened
+        Args:
+            times: how often it happened
         """
         time.sleep(_SECONDS_UNTIL_SENT)
         now = sent()
@@ -207,7 +209,8 @@ def run_rank(way: str, folder: Path, rank: int) -> None:
 def measure(way: str, ranks: int) -> list[dict[str, Any]]:
     """Return what each process of a job has found.
 
-    :raises RuntimeError: if one fails
+    Raises:
+        RuntimeError: if one fails
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -244,7 +247,8 @@ def short(values: list[float], unit: int = 1) -> str:
 def table(title: str, found: Found, value: Callable[[str, dict[str, Any]], dict[str, float]], unit: int = 1) -> str:
     """Return a table by number of processes, without the rows in which nothing is sent.
 
-    :param value: gives the rows of a way, by name, from what a process has found
+    Args:
+        value: gives the rows of a way, by name, from what a process has found
     """
     sizes = list(next(iter(found.values())))
     lines = [f"| {title} | {' | '.join(map(str, sizes))} |", "|---" * (len(sizes) + 1) + "|"]

@@ -90,7 +90,8 @@ class Blocks(TrainerCallback):
 def train_by_hand(batches: Iterable[Any], images: bool, joined: bool = False) -> Seconds:
     """Train with a plain loop.
 
-    :param joined: let a process that has no batch left take part in the reductions of the others, with torch's ``Join``
+    Args:
+        joined: let a process that has no batch left take part in the reductions of the others, with torch's ``Join``
     """
     model = make_model(images)
     wrapped = DistributedDataParallel(model) if dist.is_initialized() else model

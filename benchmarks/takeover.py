@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 PROGRAM = """
 import os, sys, time
@@ -25,8 +30,9 @@ folder, width = Path(sys.argv[1]), int(sys.argv[2])
 
 class Note(TrainerCallback):
     def on_optimizer_step_end(self, trainer, **kwargs):
+        ranks, spent = trainer.ranks, trainer.goodput.seconds["takeover"]
         with open(folder / str(os.getpid()), "a") as file:
-            file.write(f"{time.time()} {trainer.ranks.world_size} {trainer.goodput.seconds['takeover']}\\n")
+            file.write(f"{time.time()} {ranks.generation} {ranks.world_size} {trainer.progress.update} {spent}\\n")
 
 
 torch.manual_seed(0)
@@ -36,67 +42,155 @@ optimizer = torch.optim.AdamW(model.parameters())
 trainer = Trainer(model, nn.CrossEntropyLoss(), optimizer, [Note], seed=0, logical_processes=4)
 trainer.train(TensorDataset(x, x[:, :10].argmax(1)), num_epochs=100, train_dataloader_kwargs={"num_workers": 0})
 """
+PROCESSES = 4
+_POLLING = 0.005
+_LATEST = 200  # updates of each process that are looked at
+
+
+class Update(NamedTuple):
+    """An update, as a process has noted it.
+
+    Attributes:
+        at: the time
+        spent: the seconds of takeovers until then
+    """
+
+    at: float
+    generation: int
+    processes: int
+    number: int
+    spent: float
+
+
+class Job:
+    """A job of four processes, each of which notes its updates.
+
+    Args:
+        options: of the command
+    """
+
+    def __init__(self, folder: Path, width: int, *options: str) -> None:
+        self._notes = folder / "notes"
+        self._notes.mkdir()
+        program = folder / "program.py"
+        program.write_text(PROGRAM)
+        command = [sys.executable, "-m", "pytorch_accel_lite", "launch", "--processes", str(PROCESSES), *options]
+        self._begun_at = time.time()
+        self._process = subprocess.Popen([*command, str(program), str(self._notes), str(width)])
+        self.starting = self.wait_until_all_take_part(PROCESSES) - self._begun_at
+
+    def end(self) -> None:
+        """End all processes."""
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait()
+
+    def updates(self) -> dict[int, list[Update]]:
+        """Return the latest updates of each process that lives."""
+        found = {}
+        for path in self._notes.iterdir():
+            if Path("/proc", path.name).exists():
+                lines = [line.split() for line in path.read_text().splitlines()[-_LATEST:]]
+                found[int(path.name)] = [
+                    Update(float(at), int(generation), int(processes), int(number), float(spent))
+                    for at, generation, processes, number, spent in (line for line in lines if len(line) == 5)
+                ]
+        return found
+
+    def wait_until_all_take_part(self, processes: int) -> float:
+        """Wait until this number of processes have made an update together; return when the first of them has."""
+        while True:
+            latest = [updates[-1] for updates in self.updates().values() if updates]
+            if len(latest) == processes and {update.processes for update in latest} == {processes}:
+                return max(update.at for update in latest)
+            time.sleep(_POLLING)
+
+    def kill_one(self) -> float:
+        """Kill a process, and return the seconds until the others have committed the next update."""
+        updates = self.updates()
+        generation = max(latest[-1].generation for latest in updates.values())
+        victim = random.choice([*updates])
+        killed_at = time.time()
+        os.kill(victim, signal.SIGKILL)
+        while True:
+            after = [u.at for latest in self.updates().values() for u in latest if u.generation > generation]
+            if after:
+                return min(after) - killed_at
+            time.sleep(_POLLING)
+
+    def seconds_of_update(self) -> float:
+        """Return the median time of an update, in which nothing happened."""
+        between = [
+            after.at - before.at
+            for updates in self.updates().values()
+            for before, after in pairwise(updates)
+            if before.generation == after.generation and before.processes == PROCESSES
+        ]
+        return statistics.median(between)
+
+    def spent(self) -> float:
+        """Return the seconds of takeovers so far."""
+        return max(updates[-1].spent for updates in self.updates().values() if updates)
+
+
+@contextmanager
+def running(width: int, *options: str) -> Iterator[Job]:
+    """A job, which is ended after the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(Path(folder), width, *options)
+        try:
+            yield job
+        finally:
+            job.end()
+
+
+def replaced(width: int, kills: int, every: float) -> None:
+    """Kill processes of a job that replaces them, one after another, and print how long it takes.
+
+    Args:
+        every: seconds between two kills, at least
+    """
+    until_next, until_whole = [], []
+    with running(width, "--replace") as job:
+        begun_at = time.time()
+        for _ in range(kills):
+            time.sleep(random.uniform(0.3, 0.6))
+            killed_at = time.time()
+            until_next.append(job.kill_one())
+            until_whole.append(job.wait_until_all_take_part(PROCESSES) - killed_at)
+            time.sleep(max(killed_at + every - time.time(), 0.0))
+        spent = job.spent() / (time.time() - begun_at)
+        print(f"With --replace, from a SIGKILL to the next update: {_described(until_next)}")
+        print(f"  until the new process takes part: {_described(until_whole)}")
+        print(f"  of an update that nothing disturbs: {job.seconds_of_update():.3f} s")
+        print(f"  left for training, with a kill every {(time.time() - begun_at) / kills:.0f} s: {1 - spent:.1%}")
+        print(f"From a start to the first update, which is the least that a restart takes: {job.starting:.1f} s")
+
+
+def lost(width: int, kills: int) -> None:
+    """Kill processes of jobs that go on with fewer, down to one, and print how long it takes."""
+    until_next: list[float] = []
+    while len(until_next) < kills:
+        with running(width) as job:
+            for left in range(PROCESSES - 1, 0, -1):
+                time.sleep(random.uniform(0.3, 0.6))
+                until_next.append(job.kill_one())
+                job.wait_until_all_take_part(left)
+    print(f"Without --replace, from a SIGKILL to the next update: {_described(until_next)}")
+
+
+def _described(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds):.3f} s (median of {len(seconds)}), {max(seconds):.3f} s (slowest)"
 
 
 def main() -> None:
-    """Kill processes of a job one after another, and print how long it takes until the next update."""
+    """Measure with and without new processes in place of those that are lost."""
     parser = argparse.ArgumentParser("python -m benchmarks.takeover", description=__doc__)
     parser.add_argument("--width", type=int, default=256, help="of the layers; 1700 makes a model of 13 MB")
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--every", type=float, default=0.0, help="seconds between two kills; 0 for as soon as possible")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp())
-    program = folder / "program.py"
-    program.write_text(PROGRAM)
-    notes = folder / "notes"
-    notes.mkdir()
-    command = [sys.executable, "-m", "pytorch_accel_lite", "launch", "--processes", "4", "--replace"]
-    begin = time.time()
-    job = subprocess.Popen([*command, str(program), str(notes), str(options.width)])
-    try:
-        wait_for(notes, begin, 4)
-        started = time.time() - begin
-        killing = time.time()
-        seconds = [measure(notes, options.every) for _ in range(options.kills)]
-        spent, took = time.time() - killing, max(float(line[2]) for line in latest(notes))
-    finally:
-        job.send_signal(signal.SIGTERM)
-        job.wait()
-    slowest = max(seconds)
-    print(f"From a SIGKILL to the next update: {statistics.median(seconds):.3f} s (median), {slowest:.3f} s (slowest)")
-    print(f"Takeovers took {took:.1f} s of {spent:.0f} s: {1 - took / spent:.1%} of the time was left for training")
-    print(f"From a start to the first update, which is the least that a restart takes: {started:.1f} s")
-
-
-def latest(notes: Path) -> list[list[str]]:
-    """Return the latest notes of each process: the time, the number of processes, and the seconds of takeovers."""
-    lines = (line.split() for path in notes.iterdir() for line in path.read_text().splitlines()[-50:])
-    return [line for line in lines if len(line) == 3]  # one is being written
-
-
-def wait_for(notes: Path, since: float, processes: int) -> float:
-    """Return the time of the first update, after a given time, that this number of processes made together."""
-    while True:
-        times = [float(line[0]) for line in latest(notes) if line[1] == str(processes)]
-        if after := [time for time in times if time > since]:
-            return min(after)
-        time.sleep(0.01)
-
-
-def measure(notes: Path, least: float) -> float:
-    """Kill a process, and return the seconds until the next update; wait until another one has taken its place.
-
-    :param least: how long to wait at least
-    """
-    living = [path for path in notes.iterdir() if Path("/proc", path.name).exists()]
-    before = len(list(notes.iterdir()))
-    killed = time.time()
-    os.kill(int(living[0].name), signal.SIGKILL)
-    found = wait_for(notes, killed, 3) - killed
-    while len(list(notes.iterdir())) == before:  # until another one has taken its place
-        time.sleep(0.05)
-    time.sleep(max(killed + least - time.time(), 0.0))
-    return found
+    replaced(options.width, options.kills, options.every)
+    lost(options.width, options.kills)
 
 
 if __name__ == "__main__":

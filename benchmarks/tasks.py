@@ -18,7 +18,8 @@ from torch.utils.data import Dataset, TensorDataset
 class Task:
     """A model, an optimizer, data, and the number of updates.
 
-    :param ready: give contenders a list of prepared batches instead of the dataset
+    Args:
+        ready: give contenders a list of prepared batches instead of the dataset
     """
 
     make_model: Callable[[], nn.Module]
@@ -105,7 +106,8 @@ def text_task(batch_size: int, steps: int, depth: int = 6) -> Task:
 def make_task(workload: str, quick: bool = False) -> Task:
     """Return the task of a workload.
 
-    :param quick: use a few steps only, and a small transformer, to check that everything works
+    Args:
+        quick: use a few steps only, and a small transformer, to check that everything works
     """
     if workload == "convnet":
         steps = 5 if quick else 500

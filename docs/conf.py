@@ -6,6 +6,7 @@ from pathlib import Path
 
 from docutils import nodes
 from sphinx import addnodes
+from sphinx.ext.napoleon import Config, GoogleDocstring
 
 DOCS = Path(__file__).parent
 # Pages must lie below this folder; the notebooks belong to the examples.
@@ -44,6 +45,7 @@ autodoc_typehints_description_target = "documented_params"
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 88
 add_module_names = False
+sections = Config(napoleon_use_ivar=True, napoleon_attr_annotations=False)
 toc_object_entries_show_parents = "hide"
 
 # Prompts and output are not copied.
@@ -295,6 +297,12 @@ SEARCHED = {
         "experiment",
         "experiments",
     ],
+    "experiments#Completion in shells": [
+        "completion",
+        "autocomplete",
+        "tab completion",
+        "shell completion",
+    ],
     "looking": [
         "plot",
         "confusion matrix",
@@ -346,6 +354,15 @@ def add_index_entries(app, name, source):
         source[0] = f"{before}\n{index}{line}{after}".lstrip("\n")
 
 
+def read_sections(app, what, name, documented, options, lines):
+    """Turn the sections of a docstring into fields, such as Args and Raises.
+
+    The extension napoleon itself also takes what stands before a colon in the docstring
+    of an attribute for its type.
+    """
+    lines[:] = GoogleDocstring(lines, sections).lines()
+
+
 def link_names(app, doctree, page):
     """Link the names of documented objects in running text to the API pages."""
     documented = {}
@@ -389,4 +406,5 @@ def is_linked(node):
 
 def setup(app):
     app.connect("source-read", add_index_entries)
+    app.connect("autodoc-process-docstring", read_sections)
     app.connect("doctree-resolved", link_names)

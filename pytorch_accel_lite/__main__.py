@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Mapping
 
 from pytorch_accel_lite.extensions.experiment.command_line import main as run
+from pytorch_accel_lite.extensions.takeover.launch_command import create_parser as options_of_launch
 from pytorch_accel_lite.extensions.takeover.launch_command import main as launch
 
-#: Commands with arguments of their own, by name; all others are those of the one without a name.
+#: Commands with their own arguments, by name; the command without a name gets all others.
 COMMANDS: Mapping[str, Callable[..., int]] = {
     "launch": launch,
     "": run,
+}  # fmt: skip
+#: The parsers of these arguments, by command.
+PARSERS: Mapping[str, Callable[[], argparse.ArgumentParser]] = {
+    "launch": options_of_launch,
 }  # fmt: skip
 
 
@@ -23,13 +29,7 @@ def main() -> int:
         return command(arguments[1:])
     if "" not in COMMANDS:
         sys.exit(f"There are these commands: {', '.join(COMMANDS)}.")
-    return COMMANDS[""](others={name: _summary(command) for name, command in COMMANDS.items() if name})
-
-
-def _summary(command: Callable[..., int]) -> str:
-    """Return the first line of the documentation of a command, as the help lists it."""
-    line, *_ = (command.__doc__ or "").splitlines()
-    return line[:1].lower() + line[1:].removesuffix(".")
+    return COMMANDS[""](others={name: create() for name, create in PARSERS.items()})
 
 
 if __name__ == "__main__":

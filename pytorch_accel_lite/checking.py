@@ -1,4 +1,4 @@
-"""Public path of what your own checks for ``trainer.check()`` are written with, and of its results."""
+"""Public path of the tools for your own checks for ``trainer.check()``, and of its results."""
 
 from pytorch_accel_lite.extensions.checking import (
     CheckReport,

@@ -1,12 +1,13 @@
-"""What extensions are written with, besides what users have.
+"""Names for extensions, besides the names for users.
 
-The run, and the seams at which it can be changed; trials, which try a program and leave no trace; what a trainer holds
-besides its model; what batches consist of; and how results and errors look.
+The run, and the seams at which it can be changed; trials, which try a program and leave no trace; the parts of a
+trainer besides its model; the parts of batches; and the form of results and errors.
 """
 
 from pytorch_accel_lite.base.backends import deterministic_kernels
-from pytorch_accel_lite.base.environment import install_command, warn_outside
-from pytorch_accel_lite.base.inspection import is_overridden, nested_in
+from pytorch_accel_lite.base.environment import install_command
+from pytorch_accel_lite.base.inspection import nested_in
+from pytorch_accel_lite.base.origins import is_overridden, warn_outside
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.reports import Report
 from pytorch_accel_lite.base.text import describe_error, listed
@@ -40,7 +41,7 @@ from pytorch_accel_lite.distributed.ranks import use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
 from pytorch_accel_lite.distributed.watch import is_about_lost_process
 from pytorch_accel_lite.loop.batch_parts import merge_outputs
-from pytorch_accel_lite.loop.held_memory import MEMORY_ADVICE
+from pytorch_accel_lite.loop.guards.held_memory import MEMORY_ADVICE
 from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
 from pytorch_accel_lite.loop.preparing import MODEL_CHANGES
 from pytorch_accel_lite.loop.sharded_models import shard_model
@@ -49,10 +50,12 @@ from pytorch_accel_lite.loop.speedups import faster_data, unfused_class
 from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward
 from pytorch_accel_lite.loop.trial import Trial
 from pytorch_accel_lite.optimizers.rates import layer_scales
-from pytorch_accel_lite.run.attributes import all_optimized_parameters
-from pytorch_accel_lite.run.attributes import modules as other_modules
-from pytorch_accel_lite.run.attributes import optimizers as other_optimizers
-from pytorch_accel_lite.run.attributes import registered as registered_objects
+from pytorch_accel_lite.run.attributes import (
+    all_optimized_parameters,
+    other_modules,
+    other_optimizers,
+    registered_objects,
+)
 from pytorch_accel_lite.run.division import DIVISIONS, Division, create_division
 from pytorch_accel_lite.run.events import RunInterruptedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.run.job_queues import JOB_QUEUES, JobQueue
@@ -71,13 +74,13 @@ from pytorch_accel_lite.steps.manual import MANUAL
 from pytorch_accel_lite.steps.sharded import ShardedStep
 
 __all__ = [
-    # The run, and what is written for it.
+    # The run.
     "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError", "TrainerCallback", "TrainerLike",
     "TrainingState", "WatchedMetric",
     # Seams.
     "DIVISIONS", "Division", "FENCES", "JOB_QUEUES", "JobQueue", "KINDS", "MEMORY_ADVICE", "MODEL_CHANGES",
     "MODEL_WRITERS", "ModelWriter", "STORES", "StateStore", "Store", "create_division", "replace_step",
-    # Kinds of steps, and what they do not work with.
+    # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
     "RECOMPUTED", "SKIPPED_BATCHES", "ShardedStep", "as_returned", "as_weight", "backward", "merge_outputs",
     # Steps that are divided into a fixed number of shares.
@@ -86,14 +89,14 @@ __all__ = [
     # The processes of a job.
     "MACHINERY", "ControlGroup", "capture_generators", "is_about_lost_process", "is_waiting", "open_trainers",
     "restore_generators", "use_ranks",
-    # What stores are written with.
+    # For stores.
     "CapturedState", "JsonObject", "catch_damage", "manifest_text", "read_manifest", "read_model", "read_state",
     "read_verified", "write_files",
-    # What is written beside a saved model.
+    # For files beside a saved model.
     "ADAPTERS", "LoadedWeights", "SavedModel", "has_adapters", "is_of_timm",
     # Trials.
     "OwnCallbacks", "Snapshot", "Trial", "faster_data", "replaced", "shard_model", "unfused_class",
-    # What a trainer holds, and what batches consist of.
+    # The parts of trainers and batches.
     "TARGET_KEYS", "Batch", "BatchOutput", "LossShapeError", "all_optimized_parameters", "find_batch_size",
     "is_overridden", "is_single_sample", "layer_scales", "nested_in", "other_modules",
     "other_optimizers", "parts_in", "registered_objects", "select_samples", "tensors_in",

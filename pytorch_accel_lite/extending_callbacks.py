@@ -1,6 +1,6 @@
-"""What the built-in callbacks are written with, besides what users have and what ``.extending`` offers.
+"""Names for the built-in callbacks, besides the names for users and those of ``.extending``.
 
-Each of them is an example to copy: it reads ``trainer.run`` and imports only names that are public somewhere.
+Each callback is an example to copy: it reads ``trainer.run`` and imports only names that are public somewhere.
 """
 
 from pytorch_accel_lite.base.bars import Bar, HeldOutput, NotebookBar, NotebookOutput, TerminalBar
@@ -24,10 +24,11 @@ from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.reprs import table as html_table
 from pytorch_accel_lite.base.text import add_note, align, did_you_mean, format_duration, to_number, visible, wrapped
 from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
+from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_positive_number, optional
 from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
-from pytorch_accel_lite.checkpoint.capturing import check_states_are_possible, refuse_deepspeed
+from pytorch_accel_lite.checkpoint.capturing import check_states_are_possible, refuse_engines, refuse_fsdp1
 from pytorch_accel_lite.checkpoint.files import FROZEN, load_plain, write_bytes
 from pytorch_accel_lite.checkpoint.locations import open_store
 from pytorch_accel_lite.checkpoint.predictions import PredictionFolder
@@ -50,9 +51,9 @@ from pytorch_accel_lite.distributed.hang_reports import HangWatch, Progressed
 from pytorch_accel_lite.extension_names import is_not_there
 from pytorch_accel_lite.loop.flops import try_counting_flops
 from pytorch_accel_lite.loop.gradients import total_norm
+from pytorch_accel_lite.loop.guards.operation_watch import OperationWatch, are_finite
 from pytorch_accel_lite.loop.inference import inference
 from pytorch_accel_lite.loop.layer_summary import summarise
-from pytorch_accel_lite.loop.operation_watch import OperationWatch, are_finite
 from pytorch_accel_lite.optimizers.layer_groups import ModuleGroup, find_groups
 from pytorch_accel_lite.optimizers.moving_averages import ShardedEma
 from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, group_names, is_created, parts_of, schedulers_in
@@ -64,11 +65,10 @@ from pytorch_accel_lite.run.goodput import describe_fractions
 from pytorch_accel_lite.run.history import MetricValue, NewMetrics
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
 from pytorch_accel_lite.run.time_budget import TimeBudget
-from pytorch_accel_lite.run.unknown_names import suggest_arguments
 from pytorch_accel_lite.run.window import Count
 
 __all__ = [
-    # What events pass, and what states hold.
+    # Arguments of events, and values in states.
     "BatchData", "BatchOutput", "Count", "Failure", "Index", "JsonObject", "MetricValue", "Phase", "StateDict", "Tree",
     # Runs: what is due, recorded, listened to, shown.
     "CountedRun", "ExpectedMetrics", "Interval", "NewMetrics", "Ranks", "ShowOutputsCallback", "TimeBudget",
@@ -82,14 +82,14 @@ __all__ = [
     "inference", "is_created", "is_list_of_samples", "is_number", "mix", "parts_of", "preserving_generators",
     "preserving_modes", "schedulers_in", "seed_all", "slice_batch", "summarise", "to_cpu", "total_norm",
     "try_counting_flops",
-    # Devices, which no step waits for, and processes that wait for each other.
+    # Devices without waiting, and processes that wait for each other.
     "AsyncCopy", "DeviceTimer", "HangWatch", "Moment", "Progressed", "accumulation_dtype", "is_asynchronous",
     "mixed_precision", "to_float",
     # Files.
     "BackgroundWriter", "FROZEN", "PredictionFolder", "StrPath", "check_has_trainable", "check_states_are_possible",
     "fingerprints", "is_quantised_by", "leave_out_frozen", "load_plain", "model_fingerprints", "open_store",
-    "parse_location", "plain_parts", "quantised_entries", "refuse_deepspeed", "sharded_like", "state_name",
-    "without_compile", "write_bytes",
+    "parse_location", "plain_parts", "quantised_entries", "refuse_engines", "refuse_fsdp1", "sharded_like",
+    "state_name", "without_compile", "write_bytes",
     # Terminals and notebooks.
     "Bar", "HeldOutput", "NotebookBar", "NotebookOutput", "Picture", "TerminalBar", "align", "as_picture",
     "format_duration", "html_table", "in_notebook", "is_terminal", "short", "to_number", "visible", "wrapped",

@@ -1,4 +1,4 @@
-"""What extensions of ``data`` are written with, besides what users have. A run is made of data, so it is not here."""
+"""Names for extensions of ``data``, besides the names for users. This is below the run, which is not here."""
 
 from pytorch_accel_lite.base.modules import evaluation_mode
 from pytorch_accel_lite.base.types import Tree

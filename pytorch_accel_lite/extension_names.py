@@ -1,4 +1,4 @@
-"""What each extension gives the facade: for errors that name it, where its folder has been deleted."""
+"""What each extension gives the facade, for errors that name a missing extension."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TypeVar
 
 C = TypeVar("C", bound=type)
 
-#: Names of the package; those of its modules and of ``Trainer`` with these before them.
+#: Names in the package; names in its modules and in ``Trainer`` are prefixed with these.
 OFFERED = {
     "blocks": (),  # Trainer(activation_checkpointing=...), Trainer(compile_model="blocks")
     "checking": ("Trainer.check",),
@@ -26,7 +26,7 @@ OFFERED = {
         "data.unpack",
     ),
     "ray": ("integrations.RayReportCallback",),
-    "remote": (),  # what is at a URL
+    "remote": (),  # states and models at URLs
     "reports": ("callbacks.PlotMetricsCallback", "callbacks.RunLogCallback"),  # and the card of save_model()
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
     "takeover": (),  # the command launch
@@ -34,15 +34,15 @@ OFFERED = {
 }
 #: The extensions that have arguments of a trainer.
 ARGUMENTS = {"logical_processes": "logical"}
-#: The extensions with whose public names another one is written; without these, it has to be deleted, too.
+#: The extensions that another one needs: it uses their public names, and is deleted with them.
 NEEDED = {"takeover": ("logical",)}
 
 
 def missing(name: str, prefix: str = "") -> Exception:
-    """Return the error about a name that is not there, of the package, or of ``prefix`` in it.
+    """Return the error about a missing name in the package, or in ``prefix`` in it.
 
-    Of a module, it is an ``ImportError`` if an extension has the name: ``from ... import`` would replace the message of
-    an ``AttributeError``.
+    If a missing extension has the name of a module, it is an ``ImportError``: ``from ... import`` would replace the
+    message of an ``AttributeError``.
     """
     kind = AttributeError if prefix[:1].isupper() else ImportError
     qualified = f"{prefix}.{name}" if prefix else name
@@ -55,7 +55,7 @@ def missing(name: str, prefix: str = "") -> Exception:
 
 
 class _Missing:
-    """A method that an extension gives a class, where its folder has been deleted."""
+    """Stands for a method from a missing extension."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -65,7 +65,7 @@ class _Missing:
 
 
 def with_missing(cls: C) -> C:
-    """Let a class say so of the methods that it lacks because an extension has been deleted.
+    """Give a class errors for the methods that it lacks because an extension is missing.
 
     A ``__getattr__`` would make each attribute of each instance slower to read, and hide the errors of properties.
     """
@@ -77,9 +77,9 @@ def with_missing(cls: C) -> C:
 
 
 def is_not_there(extension: str) -> str:
-    """Return the end of an error that begins with what was asked for of an extension whose folder is deleted."""
+    """Return the end of an error about a missing extension, which begins with the name that needs it."""
     folder = Path(__file__).parent.name
     return (
-        f"is of the extension {extension!r}, which is not there: somebody has deleted the folder "
-        f"{folder}/extensions/{extension}. Install the package again to have it back."
+        f"belongs to the extension {extension!r}, which is not installed: its folder "
+        f"{folder}/extensions/{extension} is missing. Reinstall the package."
     )

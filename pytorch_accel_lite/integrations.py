@@ -8,7 +8,7 @@ from pytorch_accel_lite.extensions.ray import RayReportCallback
 
 __all__ = ["OptunaPruningCallback", "RayReportCallback"]
 
-if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
 
     def __getattr__(name: str) -> object:
         raise missing(name, "integrations")

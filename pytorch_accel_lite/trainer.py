@@ -1,4 +1,4 @@
-"""The trainer: what users pass, call and override. What it does is in the layers below; begin at ``loop/fit.py``."""
+"""The trainer: what users pass, call and override. The work is in the layers below; begin at ``loop/fit.py``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_ENV_VAR
-from pytorch_accel_lite.base.inspection import is_from_this_package, is_private
+from pytorch_accel_lite.base.inspection import is_private
 from pytorch_accel_lite.base.modules import is_sharded, unwrap, without_gradients
+from pytorch_accel_lite.base.origins import is_from_this_package
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.reprs import join_wrapped
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
+from pytorch_accel_lite.base.unknown_names import ATTRIBUTES, AttributeElsewhere, check_subclass, suggest_arguments
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     LogMetricsCallback,
@@ -43,13 +45,12 @@ from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, S
 from pytorch_accel_lite.distributed import Ranks, accelerators, launch, shutdown
 from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extension_names import with_missing
-from pytorch_accel_lite.extensions import blocks as blocks
+from pytorch_accel_lite.extensions import blocks as blocks  # adds to MODEL_CHANGES
 from pytorch_accel_lite.extensions.checking import program_check
 from pytorch_accel_lite.extensions.logical import logical_of_trainer
 from pytorch_accel_lite.extensions.memory_estimate import estimate
 from pytorch_accel_lite.extensions.tuning import diagnosis, finders
 from pytorch_accel_lite.loop import (
-    arguments,
     collectives,
     compat,
     evaluation,
@@ -59,12 +60,13 @@ from pytorch_accel_lite.loop import (
     logged_values,
     prediction,
     preparing,
-    replicas,
     scheduling,
     training,
 )
-from pytorch_accel_lite.loop.arguments import check_parallelism
-from pytorch_accel_lite.loop.fit import LoaderArguments, fit
+from pytorch_accel_lite.loop.fit import fit
+from pytorch_accel_lite.loop.guards import arguments, replicas
+from pytorch_accel_lite.loop.guards.arguments import check_parallelism
+from pytorch_accel_lite.loop.lifecycle import LoaderArguments
 from pytorch_accel_lite.loop.preparing import combine_or_defer
 from pytorch_accel_lite.loop.scheduling import check_scheduler
 from pytorch_accel_lite.optimizers import operations as optimizers
@@ -79,7 +81,6 @@ from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.shadowable import Shadowable
 from pytorch_accel_lite.run.state import CompiledForwardLike, Run, Step, run_to_change
-from pytorch_accel_lite.run.unknown_names import ATTRIBUTES, AttributeElsewhere, check_subclass, suggest_arguments
 from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.named_schedules import ScheduleArgument, resolve_names
 from pytorch_accel_lite.schedulers.placeholders import (
@@ -111,7 +112,7 @@ __all__ = [
 ]
 
 
-#: Arguments of a trainer that are its attributes, which a subclass may have set before.
+#: Arguments of a trainer that become attributes. A subclass may have set them before.
 _GIVEN = {"model", "loss_func", "optimizer", "run_history", "accelerator", "seed", "compile_model", "channels_last"}
 _GIVEN |= {"activation_checkpointing", "check_replicas", "deterministic", "scheduler", "create_scheduler_fn"}
 #: The methods that ``help(Trainer)`` shows first.
@@ -135,48 +136,52 @@ class Trainer:
     Customise it with callbacks, or by overriding step methods such as ``calculate_train_batch_loss()``;
     ``TrainerCallback`` shows when each is called.
 
-    :param model: the model to train
-    :param loss_func: called as ``loss_func(model_outputs, targets)``; returns a scalar that is a mean over the
-        batch, or a dict of named scalars whose sum is minimised; ``None`` for models that return their own loss
-    :param optimizer: an optimizer of the model's parameters, or a dict or list of optimizers that step together, each
-        with some of them, available as ``trainer.optimizer["name"]``; or a factory such as ``partial(AdamW, lr=1e-3)``,
-        called with the trainable parameters when a run first prepares the model; ``None`` to only evaluate or predict
-    :param callbacks: callbacks, as instances or classes, called in this order; ``None`` is left out
-    :param run_history: where metrics are recorded; by default an ``InMemoryRunHistory``
-    :param accelerator: an ``accelerate.Accelerator``; by default one is created by ``_create_accelerator()``
-    :param mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``; by default that of the launcher, or of an
-        ``Accelerator`` that you have created before. Trainers of a process may differ.
-    :param metrics: metrics to compute in each evaluation: a ``MetricsCallback`` with
-        these is added before the other callbacks
-    :param seed: makes each run a function of (code, data, seed): ``train`` seeds all generators, and the seed
-        determines the order of the data; by default no generator is ever seeded
-    :param compile_model: compile the model in place before its first run, with ``torch.compile``'s defaults or the
-        arguments in a dict; the names in its state do not change. ``"blocks"`` compiles the blocks that the model
-        repeats, one by one, which takes less time. A dict may have ``"blocks"``, too, see ``activation_checkpointing``.
-    :param compile_step: compile the forward pass and the loss of training batches as one, and their backward pass, in
-        the same way; what cannot be compiled is computed as usual, with a warning that says why
-    :param channels_last: store the model's weights, and all tensors with 4 dimensions in batches, in the channels-last
-        memory format, which is faster for convolutions on many devices; shapes do not change
-    :param check_replicas: with several processes, check after the first update and after each epoch that all hold the
-        same weights; pass ``False`` if you average weights or gradients yourself, and not in every epoch
-    :param find_unused_parameters: with several processes, let ``DistributedDataParallel`` look in each step for
-        parameters on which the loss does not depend, which takes time; for models that use other parts in other steps
-    :param logical_processes: number of processes that the job is defined for: with a ``seed``, the run gives the same
-        bits on any number of real ones up to this. Everything counted per process is then that of a logical one.
-    :param deterministic: use deterministic kernels in runs, which may be slower, and raise an error where there is
-        none; ``None`` leaves that setting as torch has it. After a run it is what it was before.
-    :param activation_checkpointing: compute activations again in the backward pass in place of keeping them, which
-        saves memory and gives the same bits. ``True`` for all blocks that the model repeats, a fraction for a share of
-        them, or names of modules (with ``*``), classes, or a function ``(name, module) -> bool``
-    :ivar scheduler: the scheduler of the run, or ``None``
-    :ivar callback_handler: calls the callbacks; add another by ``callback_handler.add_callback``
-    :ivar division: how the work of each step is divided among the processes, a ``Division``
-    :ivar logical: with ``logical_processes``, those that this process stands for, and the outputs of each in a step
-    :cvar saves_attributes: whether checkpoints and training states include what is trained besides the model, and
-        training states all attributes of users that they can hold
-    :cvar unsaved_attributes: names of attributes that both leave out
-    :cvar recomputes_gradients: whether updates may call ``recompute_gradients()``; with ``None``, they may if
-        ``optimizer_step`` is overridden and a method of the class names it
+    Args:
+        model: the model to train
+        loss_func: called as ``loss_func(model_outputs, targets)``; returns a scalar that is a mean over the batch, or a
+            dict of named scalars whose sum is minimised; ``None`` for models that return their own loss
+        optimizer: an optimizer of the model's parameters, or a dict or list of optimizers that step together, each with
+            some of them, available as ``trainer.optimizer["name"]``; or a factory such as ``partial(AdamW, lr=1e-3)``,
+            called with the trainable parameters when a run first prepares the model; ``None`` to only evaluate or
+            predict
+        callbacks: callbacks, as instances or classes, called in this order; ``None`` is left out
+        run_history: where metrics are recorded; by default an ``InMemoryRunHistory``
+        accelerator: an ``accelerate.Accelerator``; by default one is created by ``_create_accelerator()``
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``; by default that of the launcher, or of an
+            ``Accelerator`` that you have already created. Trainers of a process may differ.
+        metrics: metrics to compute in each evaluation: a ``MetricsCallback`` with these is added before the other
+            callbacks
+        seed: makes each run a function of (code, data, seed): ``train`` seeds all generators, and the seed determines
+            the order of the data; by default no generator is ever seeded
+        compile_model: compile the model in place before its first run, with ``torch.compile``'s defaults or the
+            arguments in a dict; the names in its state do not change. ``"blocks"`` compiles the model's repeated blocks
+            one by one, which takes less time. A dict may have ``"blocks"``, too, see ``activation_checkpointing``.
+        compile_step: compile the forward pass and the loss of training batches as one, and their backward pass, in the
+            same way; a batch that cannot be compiled is computed as usual, with a warning that says why
+        channels_last: store the model's weights, and all tensors with 4 dimensions in batches, in the channels-last
+            memory format, which is faster for convolutions on many devices; shapes do not change
+        check_replicas: with several processes, check after the first update and after each epoch that all hold the same
+            weights; pass ``False`` if you average weights or gradients yourself, and not in every epoch
+        find_unused_parameters: with several processes, let ``DistributedDataParallel`` look in each step for parameters
+            that the loss does not depend on, which takes time; for models that use different parts in different steps
+        logical_processes: number of processes for which the job is defined: with a ``seed``, the run gives the same
+            bits on any number of real processes up to this. Everything counted per process is then per logical process.
+        deterministic: use deterministic kernels in runs, which may be slower, and raise an error for operations without
+            one; ``None`` leaves torch's setting unchanged. It is restored after a run.
+        activation_checkpointing: recompute activations in the backward pass instead of keeping them, which saves memory
+            and gives the same bits. ``True`` for all repeated blocks of the model, a fraction for a share of them, or
+            names of modules (with ``*``), classes, or a function ``(name, module) -> bool``
+
+    Attributes:
+        scheduler: the scheduler of the run, or ``None``
+        callback_handler: calls the callbacks; add another by ``callback_handler.add_callback``
+        division: how the work of each step is divided among the processes, a ``Division``
+        logical: with ``logical_processes``, the logical processes of this process, and the outputs of each in a step
+        saves_attributes: whether checkpoints and training states include what is trained besides the model, and
+            training states also all attributes of users that they can hold
+        unsaved_attributes: names of attributes to leave out of both
+        recomputes_gradients: whether updates may call ``recompute_gradients()``; with ``None``, they may if
+            ``optimizer_step`` is overridden and a method of the class names it
     """
 
     saves_attributes: ClassVar[bool] = True
@@ -203,14 +208,14 @@ class Trainer:
 
     @property
     def data_ranks(self) -> Ranks:
-        """The processes as the data are divided among them: some share each batch in tensor parallelism."""
+        """The processes, as the data are divided among them: in tensor parallelism, several share each batch."""
         return self.current_run.data.ranks
 
     @property
     def run_config(self) -> TrainerRunConfig | None:
         """The settings of the run in progress, or else of the latest training or, without one, evaluation."""
         run = self.current_run
-        return run.config if run.training is None or self.open_runs else run.training.config
+        return run.config if run.latest.training is None or self.open_runs else run.latest.training.config
 
     @run_config.setter
     def run_config(self, config: TrainerRunConfig | None) -> None:
@@ -245,7 +250,7 @@ class Trainer:
 
     @property
     def collate_fn(self) -> CollateFunction | None:
-        """What makes a batch from a list of samples, if it was passed."""
+        """The function that makes a batch from a list of samples, if it was passed."""
         return self.current_run.data.collate_fn
 
     @collate_fn.setter
@@ -263,7 +268,7 @@ class Trainer:
 
     @property
     def eval_dataloader(self) -> ShardedLoader | None:
-        """The loader of this process's evaluation batches, of the dataset that is being evaluated."""
+        """The loader of this process's evaluation batches, for the dataset being evaluated."""
         return self.current_run.data.eval_loader
 
     @eval_dataloader.setter
@@ -295,7 +300,7 @@ class Trainer:
     def _eval_dl_kwargs(self, kwargs: LoaderKwargs | None) -> None:
         run_to_change(self).data.eval_loader_kwargs = kwargs
 
-    # A subclass may use the names of these for its own attributes, as nothing in the package reads them.
+    # A subclass may use these names for its own attributes, as nothing in the package reads them.
 
     @Shadowable
     def recorded_losses(self) -> dict[str, float]:
@@ -317,7 +322,7 @@ class Trainer:
         """The total norm of the gradients of an update, before clipping by norm, as a tensor on the device.
 
         For use in ``on_optimizer_step_start``. The same on all processes, and computed when first accessed. In an
-        overridden ``train_step``, it is that of the optimizer being updated.
+        overridden ``train_step``, it is the norm for the optimizer being updated.
         """
         return gradients.total_norm(self)
 
@@ -343,7 +348,7 @@ class Trainer:
 
     @Shadowable
     def eval_dataset_name(self) -> str | None:
-        """The name of the dataset that is being evaluated, if there are several."""
+        """The name of the dataset being evaluated, if there are several."""
         return self.current_run.data.eval_dataset_name
 
     @Shadowable
@@ -459,46 +464,49 @@ class Trainer:
     ) -> None:
         """Train the model.
 
-        :param train_dataset: a map or iterable dataset, or a ``DataLoader`` of one, whose options then hold; batches
-            are ``(inputs, targets)`` or dicts. A dict of map datasets gives dicts of batches, see ``NamedDatasets``;
-            for shares of several datasets, see ``Mixture``.
-        :param num_epochs: number of passes over the training data
-        :param eval_dataset: dataset or ``DataLoader`` to evaluate on, see ``eval_every_n_epochs``; ``None`` for no
-            evaluation. Those in a dict are evaluated one by one, and their names (strings) prefix the names of the
-            metrics.
-        :param per_device_batch_size: number of samples in a batch of one process. Like ``collate_fn`` and the
-            dataloader kwargs, it is for datasets: a ``DataLoader`` has its own.
-        :param max_num_train_steps: number of optimizer updates after which to stop; overrides ``num_epochs``
-        :param gradient_accumulation_steps: number of batches per process in one update. It may change, given as a dict
-            by the number of updates after which it holds: with ``{0: 1, 1000: 4}``, batches are four times as large
-            after 1000 updates
-        :param gradient_clip_value: maximum absolute value of each element of the gradients
-        :param gradient_clip_norm: maximum total norm of the gradients
-        :param create_scheduler_fn: ``"constant"``, ``"linear"``, ``"cosine"`` or ``"wsd"``, as long as the run, see
-            ``warmup_steps``; or a function that is called with the optimizer and returns a scheduler, such as a
-            ``functools.partial``, which may contain ``TrainerPlaceholderValues``. For several optimizers, it may
-            be a dict of these by optimizer name; optimizers that are not in the dict keep their rates.
-        :param train_dataloader_kwargs: arguments for the training ``DataLoader``, which override the defaults
-        :param eval_dataloader_kwargs: arguments for the evaluation ``DataLoader``, which override the defaults
-        :param reset_run_history: whether to delete the metrics of earlier runs
-        :param collate_fn: makes a batch from a list of samples
-        :param resume_from: training state to resume from: its directory, or ``"latest"`` for the newest intact one in
-            the ``save_dir`` of the ``SaveTrainingStateCallback``, if any; pass the same data and arguments as before
-        :param eval_every_n_epochs: evaluate after every n epochs, and after the last
-        :param evaluate_every: instead, evaluate at an ``Interval``, such as ``"500 updates"``, ``"0.25 epochs"``,
-            ``"100_000 samples"`` or ``"10 minutes"``, and at the end of the run
-        :param scheduler_interval: step the scheduler after every ``"update"``, or ``"epoch"`` including its evaluation
-        :param scheduler_metric: with ``"epoch"``, the metric whose latest value is passed to the scheduler's ``step``,
-            as ``ReduceLROnPlateau`` needs; must be recorded before the end of the epoch's evaluation. The scheduler is
-            then stepped after every evaluation, also within an epoch, and not after epochs without one.
-        :param warmup_steps: with a schedule by name, the number of updates (or epochs, see ``scheduler_interval``) over
-            which the rate rises linearly; a number below 1 is a fraction of the run
-        :param auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many
-            micro-batches as needed, and accumulate their gradients, which are those of the whole batch; likewise
-            evaluation batches, whose losses and metrics are those of the whole batch
-        :param sanity_check: before the first update, try model, loss and metrics on one batch of each ``eval_dataset``
-            that can be indexed, so that mistakes show before an epoch is over. Nothing of it is kept or counted.
-        :raises NonFiniteLossError: if ``TerminateOnNaNCallback`` encounters a loss that is infinite or NaN
+        Args:
+            train_dataset: a map or iterable dataset, or a ``DataLoader`` of one, which keeps its own options; batches
+                are ``(inputs, targets)`` or dicts. A dict of map datasets gives dicts of batches, see
+                ``NamedDatasets``; for shares of several datasets, see ``Mixture``.
+            num_epochs: number of passes over the training data
+            eval_dataset: dataset or ``DataLoader`` to evaluate on, see ``eval_every_n_epochs``; ``None`` for no
+                evaluation. Datasets in a dict are evaluated one by one, and their names (strings) prefix the names of
+                the metrics.
+            per_device_batch_size: number of samples in a batch of one process. Like ``collate_fn`` and the dataloader
+                kwargs, it applies to datasets: a ``DataLoader`` has its own.
+            max_num_train_steps: number of optimizer updates after which to stop; overrides ``num_epochs``
+            gradient_accumulation_steps: number of batches per process in one update. A dict changes it after a number
+                of updates: with ``{0: 1, 1000: 4}``, updates use four times as many samples after 1000 updates
+            gradient_clip_value: maximum absolute value of each element of the gradients
+            gradient_clip_norm: maximum total norm of the gradients
+            create_scheduler_fn: ``"constant"``, ``"linear"``, ``"cosine"`` or ``"wsd"``, as long as the run, see
+                ``warmup_steps``; or a function that is called with the optimizer and returns a scheduler, such as a
+                ``functools.partial``, which may contain ``TrainerPlaceholderValues``. For several optimizers, it may be
+                a dict of these by optimizer name; optimizers that are not in the dict keep their rates.
+            train_dataloader_kwargs: arguments for the training ``DataLoader``, which override the defaults
+            eval_dataloader_kwargs: arguments for the evaluation ``DataLoader``, which override the defaults
+            reset_run_history: whether to delete the metrics of earlier runs
+            collate_fn: makes a batch from a list of samples
+            resume_from: training state to resume from: its directory, or ``"latest"`` for the newest intact one in the
+                ``save_dir`` of the ``SaveTrainingStateCallback``, if any; pass the same data and arguments as before
+            eval_every_n_epochs: evaluate after every n epochs, and after the last
+            evaluate_every: instead, evaluate at an ``Interval``, such as ``"500 updates"``, ``"0.25 epochs"``,
+                ``"100_000 samples"`` or ``"10 minutes"``, and at the end of the run
+            scheduler_interval: step the scheduler after every ``"update"``, or after every ``"epoch"`` and its
+                evaluation
+            scheduler_metric: with ``"epoch"``, the metric whose latest value is passed to the scheduler's ``step``, as
+                ``ReduceLROnPlateau`` needs; must be recorded before the end of the epoch's evaluation. The scheduler is
+                then stepped after every evaluation, also within an epoch, and not after epochs without one.
+            warmup_steps: with a schedule by name, the number of updates (or epochs, see ``scheduler_interval``) over
+                which the rate rises linearly; a number below 1 is a fraction of the run
+            auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many
+                micro-batches as needed, and accumulate their gradients, which are those of the whole batch; likewise
+                evaluation batches, whose losses and metrics are those of the whole batch
+            sanity_check: before the first update, try model, loss and metrics on one batch of each ``eval_dataset``
+                that can be indexed, so that mistakes show before an epoch is over. Nothing of it is kept or counted.
+
+        Raises:
+            NonFiniteLossError: if ``TerminateOnNaNCallback`` encounters a loss that is infinite or NaN
         """
         request = RunRequest(
             "training",
@@ -549,17 +557,21 @@ class Trainer:
         Can be called within a training run, which continues as if the evaluation had not happened. The other arguments
         are those of ``train()``.
 
-        :param dataset: a dataset or a ``DataLoader``; defaults to the ``eval_dataset`` of the last training run, and is
-            not needed if ``create_eval_dataloader`` is overridden. Those in a dict are evaluated one by one, and their
-            names (strings) prefix the names of the metrics.
-        :param dataloader_kwargs: arguments for the ``DataLoader``, which override the defaults; ``drop_last=True``
-            leaves out the samples of a smaller last batch
-        :param auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many
-            parts as needed; losses and metrics are those of the whole batch. In a run that was started with it, always.
-        :return: the latest value of every metric recorded during this evaluation, by name. The values are also appended
-            to the run history, except, within a run, those of metrics that the run's own evaluations record. After a
-            run, its curves and rows do not contain them.
+        Args:
+            dataset: a dataset or a ``DataLoader``; defaults to the ``eval_dataset`` of the last training run, and is
+                not needed if ``create_eval_dataloader`` is overridden. Datasets in a dict are evaluated one by one, and
+                their names (strings) prefix the names of the metrics.
+            dataloader_kwargs: arguments for the ``DataLoader``, which override the defaults; ``drop_last=True`` leaves
+                out the samples of a smaller last batch
+            auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many parts
+                as needed; losses and metrics are those of the whole batch. Always on within a run that uses it.
+
+        Returns:
+            the latest value of every metric recorded during this evaluation, by name. The values are also appended to
+            the run history, except, within a run, for metrics that the run's own evaluations record. After a run, its
+            curves and rows do not contain them.
         """
+        dataset = self._latest_eval_dataset if dataset is None else dataset
         return evaluation.evaluate(
             self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, auto_microbatch=auto_microbatch
         )
@@ -577,14 +589,19 @@ class Trainer:
         evaluations of the run itself do not call it: to add to each of them, override ``eval_epoch_start`` or
         ``eval_epoch_end``.
 
-        :param model: a module to evaluate in place of the trainer's model, for example averaged weights. Checkpoints
-            saved meanwhile still contain the trainer's model.
-        :param prefix: prefix of the metric names in the run history
-        :param is_intermediate: passed to the evaluation events. If ``True``, losses are recorded as
-            ``intermediate_eval_loss``, otherwise as ``eval_loss_epoch``.
-        :param callbacks: called instead of the trainer's callbacks
-        :return: the mean losses by metric name
-        :raises RuntimeError: if called outside a training run, or in one without an ``eval_dataset``
+        Args:
+            model: a module to evaluate in place of the trainer's model, for example averaged weights. Checkpoints saved
+                meanwhile still contain the trainer's model.
+            prefix: prefix of the metric names in the run history
+            is_intermediate: passed to the evaluation events. If ``True``, losses are recorded as
+                ``intermediate_eval_loss``, otherwise as ``eval_loss_epoch``.
+            callbacks: called instead of the trainer's callbacks
+
+        Returns:
+            the mean losses by metric name
+
+        Raises:
+            RuntimeError: if called outside a training run, or in one without an ``eval_dataset``
         """
         return evaluation.run_evaluation(self, model, prefix, is_intermediate, callbacks)
 
@@ -599,13 +616,16 @@ class Trainer:
     ) -> Tree:
         """Return the model's outputs for every sample, in the order of the dataset, on the CPU.
 
-        Takes the same arguments as ``evaluate()``, and can be called in the same places. If ``dataloader_kwargs`` has
-        a ``sampler`` or ``batch_sampler``, the outputs are those of its samples, in its order.
+        Takes the same arguments as ``evaluate()``, and can be called in the same places. If ``dataloader_kwargs`` has a
+        ``sampler`` or ``batch_sampler``, the outputs are for its samples, in its order.
 
-        :param dataset: a dataset, or a ``DataLoader`` in order, with or without targets, which are ignored
-        :param only_first: return the outputs on the first process only, and ``None`` on the others, which then need no
-            memory for them. All processes must make the call.
-        :return: the outputs of the model, concatenated over all samples: a tensor of shape ``(len(dataset), ...)``, or
+        Args:
+            dataset: a dataset, or a ``DataLoader`` in order, with or without targets, which are ignored
+            only_first: return the outputs only on the first process, and ``None`` on the others, which then need no
+                memory for them. All processes must make the call.
+
+        Returns:
+            the outputs of the model, concatenated over all samples, as a tensor of shape ``(len(dataset), ...)``, or as
             tuples, lists or dicts of such tensors; the same on every process unless ``only_first``
         """
         return prediction.predict(
@@ -654,20 +674,22 @@ class Trainer:
     ) -> None:
         """Save the weights as one portable file, written atomically. Call it on every process.
 
-        The file includes what the loss function has learned, and what else is trained, such as heads and critics,
-        wherever it lives, and modules in attributes that the run has changed (unless ``saves_attributes = False`` in
-        the trainer's class).
+        The file includes what the loss function has learned, everything else that is trained, such as heads and
+        critics, wherever it is, and modules in attributes that the run has changed (unless ``saves_attributes = False``
+        in the trainer's class).
 
-        :param save_path: path of the file, usually ending in ``.pt``; missing folders are created. Or an open binary
-            file or ``io.BytesIO``, which the main process of the job writes from its position, flushes and leaves open;
-            what the others pass in its place is ignored.
-        :param checkpoint_kwargs: further entries of the file
-        :param save_optimizer: whether to include the state of the optimizer, and of optimizers that are attributes
-        :param save_scheduler: whether to include the state of the scheduler, if any, and of schedulers that are
-            attributes
-        :param save_per_node: whether to save once on every machine, instead of once in the job
-        :param trainable_only: whether to leave out frozen parameters of the model, see ``save_model()``
-        :raises ValueError: if ``trainable_only`` would leave out everything, or a file is closed or cannot be written
+        Args:
+            save_path: path of the file, usually ending in ``.pt``; missing folders are created. Or an open binary file
+                or ``io.BytesIO``, which the main process of the job writes from its position, flushes and leaves open;
+                the other processes may pass anything.
+            checkpoint_kwargs: further entries of the file
+            save_optimizer: whether to include the state of the optimizer, and of optimizers that are attributes
+            save_scheduler: whether to include the state of the scheduler, if any, and of schedulers that are attributes
+            save_per_node: whether to save once on every machine, instead of once in the job
+            trainable_only: whether to leave out frozen parameters of the model, see ``save_model()``
+
+        Raises:
+            ValueError: if ``trainable_only`` would leave out everything, or a file is closed or cannot be written
         """
         saving.save_checkpoint(
             self,
@@ -693,16 +715,20 @@ class Trainer:
         have them. Weights that were left out (``trainable_only=True``) stay as they are, with a warning if they differ
         from those of the saved model.
 
-        :param checkpoint_path: path of the file, or of a directory of safetensors files, of which each process reads
-            only its own shards if the model is sharded. What ``save_model()`` wrote may be named by its URL. Or a
-            training state, of which this loads the weights alone: pass ``load_optimizer=False, load_scheduler=False``.
-            Or an open binary file, which each process reads from the position of its own.
-        :param load_optimizer: whether to load the state of the optimizer, if it was saved
-        :param load_scheduler: whether to load the state of the scheduler, if it was saved and the trainer has a
-            scheduler
-        :param strict: ``False`` to load only the weights that fit, and warn of the others
-        :return: the full content of the file
-        :raises ValueError: if it does not fit the model; lists missing and unexpected keys
+        Args:
+            checkpoint_path: path of the file, or of a directory of safetensors files; if the model is sharded, each
+                process reads only its own shards. A model from ``save_model()`` may be given by its URL. Or a training
+                state, for its weights alone: pass ``load_optimizer=False, load_scheduler=False``. Or an open binary
+                file, which each process reads from its own position.
+            load_optimizer: whether to load the state of the optimizer, if it was saved
+            load_scheduler: whether to load the state of the scheduler, if it was saved and the trainer has a scheduler
+            strict: ``False`` to load only the weights that fit, and warn of the others
+
+        Returns:
+            the full content of the file
+
+        Raises:
+            ValueError: if it does not fit the model; lists missing and unexpected keys
         """
         return saving.load_checkpoint(self, checkpoint_path, load_optimizer, load_scheduler, strict=strict)
 
@@ -723,19 +749,22 @@ class Trainer:
         Call it on every process, between updates: in ``on_train_step_checkpoint`` or ``on_epoch_checkpoint``, or after
         a run.
 
-        :param output_dir: directory of the state, or a URL such as ``"s3://bucket/state"`` (see
-            ``SaveTrainingStateCallback``); an existing state is replaced once the new one is complete
-        :param checkpoint_kwargs: further entries, returned by ``load_training_state()``
-        :param writer: writes a copy of the state in host memory while training continues; ``None`` to write immediately
-        :param then: called on every process once the state is complete
-        :param created_weights: fingerprints of weights that the resuming program creates itself; frozen parameters that
-            still have them are left out. By default, all weights are saved.
-        :param sharded: whether each process writes its own shards of sharded weights and of the optimizer's state for
-            them. By default, they are gathered in the host memory of the first process, which writes them.
-        :raises TypeError: if a value cannot be stored without pickle; names the path to it
-        :raises OSError: if the state cannot be written
-        :raises RuntimeError: within a step or an accumulation window, even if the run was interrupted there, or in an
-            epoch whose order does not follow from a seed
+        Args:
+            output_dir: directory of the state, or a URL such as ``"s3://bucket/state"`` (see
+                ``SaveTrainingStateCallback``); an existing state is replaced once the new one is complete
+            checkpoint_kwargs: further entries, returned by ``load_training_state()``
+            writer: writes a copy of the state in host memory while training continues; ``None`` to write immediately
+            then: called on every process once the state is complete
+            created_weights: fingerprints of weights that the resuming program creates itself; frozen parameters that
+                still have them are left out. By default, all weights are saved.
+            sharded: whether each process writes its own shards of sharded weights and of their optimizer state. By
+                default, they are gathered in the host memory of the first process, which writes them.
+
+        Raises:
+            TypeError: if a value cannot be stored without pickle; names the path to it
+            OSError: if the state cannot be written
+            RuntimeError: within a step or an accumulation window, even if the run was interrupted there, or in an epoch
+                whose order does not follow from a seed
         """
         saving.save_training_state(
             self,
@@ -750,10 +779,15 @@ class Trainer:
     def load_training_state(self, input_dir: StrPath) -> StateDict:
         """Load a training state into the trainer. To resume a run, use ``train(resume_from=...)``, which calls this.
 
-        :param input_dir: directory or URL of the state
-        :return: the metadata of the state, ``current_epoch``, and the entries given as ``checkpoint_kwargs``
-        :raises DamagedStateError: if the state is damaged; names the file
-        :raises ValueError: if it does not fit the model or the optimizer
+        Args:
+            input_dir: directory or URL of the state
+
+        Returns:
+            the metadata of the state, ``current_epoch``, and the entries given as ``checkpoint_kwargs``
+
+        Raises:
+            DamagedStateError: if the state is damaged; names the file
+            ValueError: if it does not fit the model or the optimizer
         """
         return saving.load_training_state(self, input_dir)
 
@@ -762,7 +796,8 @@ class Trainer:
 
         Call it on every process.
 
-        :raises NonFiniteLossError: on all processes, if a weight is infinite or NaN on any of them
+        Raises:
+            NonFiniteLossError: on all processes, if a weight is infinite or NaN on any of them
         """
         saving.check_weights(self)
 
@@ -772,10 +807,10 @@ class Trainer:
         A resumed run restores it before it starts, and again when training continues, as ``train_epoch_start()`` and
         starting events may have reset it. ``find_lr`` and the like leave it as it was.
 
-        :param name: name of the object, which must be the same in the run that resumes
-        :param obj: an object with ``state_dict()`` and ``load_state_dict(state)``. Both are called on every process,
-            and what the first one returns is saved for all: if their states differ, ``gather()`` them in
-            ``state_dict()``.
+        Args:
+            name: name of the object; the same in the resumed run
+            obj: an object with ``state_dict()`` and ``load_state_dict(state)``. Both are called on every process. The
+                state of the first process is saved for all: if states differ, ``gather()`` them in ``state_dict()``.
         """
         if not hasattr(obj, "state_dict") or not hasattr(obj, "load_state_dict"):
             raise TypeError(f"{name}={obj!r} must have state_dict() and load_state_dict(state).")
@@ -795,7 +830,7 @@ class Trainer:
 
     def _run_train_epoch(self, train_dl: Iterable[BatchData]) -> bool:
         run = self.current_run
-        if not run.is_in_loop:
+        if not run.loop.is_ours:
             compat.begin_epoch(self, run)
         return training.train_epoch(self, run, train_dl)
 
@@ -845,8 +880,11 @@ class Trainer:
         The samples of a ``DataLoader`` over a map dataset are divided among the processes; for other iterables, see
         ``pytorch_accel_lite.data``.
 
-        :param train_dl_kwargs: the user's arguments, which override those of ``get_default_train_dl_kwargs()``
-        :return: by default, a ``DataLoader`` of ``self.train_dataset``; if that is a loader already, that
+        Args:
+            train_dl_kwargs: the user's arguments, which override those of ``get_default_train_dl_kwargs()``
+
+        Returns:
+            by default, a ``DataLoader`` of ``self.train_dataset``, or that itself if it is a loader
         """
         defaults = self.get_default_train_dl_kwargs(batch_size)
         source, self._train_dl_kwargs = loader_for(self.train_dataset, self.collate_fn, defaults, train_dl_kwargs)
@@ -883,8 +921,11 @@ class Trainer:
     def parallelize_model(self, mesh: DeviceMesh) -> str | os.PathLike[str] | None:
         """Override it to shard ``self.model`` in place, before the first run. The optimizer must then be a factory.
 
-        :param mesh: a ``DeviceMesh`` of all processes: the accelerator's, or one with a single dimension, ``"dp"``
-        :return: file or directory of safetensors, for what is on the meta device; ``None`` to initialise that
+        Args:
+            mesh: a ``DeviceMesh`` of all processes: the accelerator's, or one with a single dimension, ``"dp"``
+
+        Returns:
+            file or directory of safetensors for the tensors on the meta device; ``None`` to initialise them
         """
 
     # -------------------------------------------------------------------------------- steps to override
@@ -901,14 +942,15 @@ class Trainer:
 
         By default, a tuple or list ``(inputs, targets)`` is used as ``loss_func(model(inputs), targets)``; further
         elements, such as indices, are left to your own callbacks and steps. A dict is used as ``model(**batch)`` with
-        the keys that ``forward`` takes. The others are the targets (a single one is passed as its value, as is
-        ``target``, ``labels`` or ``y`` to a loss of torch), unless only an optional argument is called like one
+        the keys that ``forward`` takes. The other keys are the targets (a single one is passed as its value, as is
+        ``target``, ``labels`` or ``y`` to a loss of torch), unless an optional argument is named like a target
         (``labels=None``); or the model returns its own ``loss``.
 
-        :return: a dict with ``loss``, a scalar tensor that is a mean over the batch, or a dict of named scalars whose
-            sum is minimised; optionally ``model_outputs``; ``batch_size``, derived from the batch if missing;
-            ``num_items_in_batch`` if the loss is a mean over something other than samples, such as tokens; and
-            anything else that callbacks need
+        Returns:
+            a dict with ``loss``, a scalar tensor that is a mean over the batch, or a dict of named scalars whose sum is
+            minimised; optionally ``model_outputs``; ``batch_size``, derived from the batch if missing;
+            ``num_items_in_batch`` if the loss is a mean over something other than samples, such as tokens; and anything
+            else that callbacks need
         """
         adapter = self.compiled_forward or self._batch_adapter
         return adapter.outputs_and_loss(self.model, self.loss_func, batch, self.current_run.batch)
@@ -916,10 +958,11 @@ class Trainer:
     def train_step(self, batch: BatchData) -> BatchOutput | None:
         """Run a training step. Override it if one loss and one update are not enough, as in a GAN.
 
-        Compute losses and call ``update()`` for each, as often as needed. A step counts as one update, however many
-        it makes. The model is then not wrapped in ``DistributedDataParallel``.
+        Compute losses and call ``update()`` for each, as often as needed. A step counts as one update, however often it
+        calls ``update()``. The model is then not wrapped in ``DistributedDataParallel``.
 
-        :return: values for callbacks; optionally ``loss``, to be recorded instead of those passed to ``update``
+        Returns:
+            values for callbacks; optionally ``loss``, to be recorded instead of the losses passed to ``update``
         """
         output = self.calculate_train_batch_loss(batch)
         self.update(total_loss(output["loss"]), num_items=output.get("num_items_in_batch"))
@@ -959,9 +1002,11 @@ class Trainer:
         epoch. Steps the scheduler ``num_updates`` times by default. Override it if the scheduler is stepped
         differently.
 
-        :param num_updates: number of updates that a run with the new settings would have made for the samples seen so
-            far
-        :raises TypeError: if ``scheduler_step`` is overridden and this method is not
+        Args:
+            num_updates: number of updates that a run with the new settings would have made for the samples seen so far
+
+        Raises:
+            TypeError: if ``scheduler_step`` is overridden and this method is not
         """
         if "scheduler_step" in self.current_run.overridden:
             raise TypeError(f"{type(self).__name__}.scheduler_step is overridden, so how to advance is unknown.")
@@ -1015,7 +1060,7 @@ class Trainer:
 
     # --------------------------------------------------------------------- for steps and callbacks to use
 
-    # Not written here: a step would make a call more for each, and reports of hangs name the call of a collective.
+    # Bound directly, not wrapped: a wrapper would cost a call in every step, and hide the call in reports of hangs.
     log = logged_values.log
     update = manual.update
     recompute_gradients = closures.recompute_gradients
@@ -1029,9 +1074,10 @@ class Trainer:
     def get_model(self, keep_torch_compile: bool = True) -> nn.Module:
         """Return the model without its wrappers for distributed training.
 
-        :param keep_torch_compile: whether to keep the wrapper of ``torch.compile``
+        Args:
+            keep_torch_compile: whether to keep the wrapper of ``torch.compile``
         """
-        trained = self.current_run.trained_model
+        trained = self.current_run.loop.trained_model
         model = self.model if trained is None else trained
         if self.prepared_model is not None and self.prepared_model.outlives_runs:
             unwrapped: nn.Module = self.accelerator.unwrap_model(model, keep_torch_compile=keep_torch_compile)
@@ -1042,10 +1088,11 @@ class Trainer:
         """Tell ``DistributedDataParallel`` that the set of trained parameters has changed. Call it on every process.
 
         Call it after freezing or unfreezing parameters in the middle of a run, between updates, for example in
-        ``on_train_epoch_start``: the wrapper averages the gradients only of parameters that were trained when it was
+        ``on_train_epoch_start``: the wrapper averages only gradients of parameters that were trained when it was
         created. With one process, it does nothing.
 
-        :raises RuntimeError: if the weights are sharded, or Accelerate has compiled the wrapper
+        Raises:
+            RuntimeError: if the weights are sharded, or Accelerate has compiled the wrapper
         """
         preparing.rewrap_model(self)
 
@@ -1055,7 +1102,7 @@ class Trainer:
         return self.prepared_model is None or self.prepared_model.can_rewrap(self.model)
 
     def skip_update(self) -> None:
-        """Skip the update that is about to happen, leaving weights, optimizer and scheduler unchanged.
+        """Skip the coming update, leaving weights, optimizer and scheduler unchanged.
 
         Call it in ``on_optimizer_step_start``, on every process. ``progress.update`` still counts the update.
         """
@@ -1063,7 +1110,7 @@ class Trainer:
         run.step.skips_update = True
         scaler = self.accelerator.scaler
         updates_all = not run.step.updates_one_by_one
-        if scaler is not None and updates_all:  # otherwise it would complain about gradients being unscaled twice
+        if scaler is not None and updates_all:  # otherwise it would refuse to unscale gradients twice
             scaler.update(scaler.get_scale())
 
     @property
@@ -1075,19 +1122,19 @@ class Trainer:
     def compare_replicas(self) -> None:
         """Check that all processes hold the same weights, to the last bit. Call it on every process.
 
-        Checks every trained parameter: those of the optimizer, and of optimizers that are attributes of a subclass; and
-        the frozen parameters of the model. Sharded weights are skipped, and buffers, which may differ between two
-        forward passes.
+        Checks every trained parameter (of the optimizer, and of optimizers that are attributes of a subclass) and the
+        frozen parameters of the model. Skips sharded weights, and buffers, which may differ between two forward passes.
 
-        :raises RuntimeError: if they differ; names the ranks, the parameter and the likely cause
+        Raises:
+            RuntimeError: if they differ; names the ranks, the parameter and the likely cause
         """
         replicas.compare_replicas(self)
 
     def call_event(self, event: str, **kwargs: object) -> None:
         """Fire an event, which may be your own. Call it on every process.
 
-        A request to end the run is raised after the event on a single process, and synchronised between several. A
-        pause waits for the next point from which the run can be resumed exactly.
+        On a single process, a request to end the run is raised after the event; on several, it is synchronised. A pause
+        waits for the next point from which the run can be resumed exactly.
         """
         handler = self.callback_handler
         if not handler.listeners[event]:
@@ -1151,7 +1198,7 @@ class Trainer:
         return tuple(self.callback_handler)
 
     def __dir__(self) -> list[str]:
-        """List what users have here: all but this package's private names, and the names of other libraries."""
+        """List the names for users: without this package's private names and the names of other libraries."""
         library = vars(self).get("_library_attributes", set())
         ours = {name for name in {"_library_attributes", *library} if is_private(name)}
         users = set(vars(self)) - ours
@@ -1214,7 +1261,7 @@ class TrainerWithTimmScheduler(Trainer):
         run = self.current_run
         if self.scheduler is None:
             return
-        is_evaluated = run.evaluations is None or run.evaluation_is_due
+        is_evaluated = run.loop.evaluations is None or run.evaluation_is_due
         loss = next(iter(run.recorded_losses.values()), None) if is_evaluated else None
         follows_loss = hasattr(self.scheduler, "lr_scheduler")  # timm's plateau schedule, which wraps that of torch
         if loss is not None or not follows_loss or self.progress.epoch <= self.scheduler.warmup_t:

@@ -2,6 +2,7 @@
 
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_ENV_VAR, import_extra
 from pytorch_accel_lite.base.text import as_cell, format_bytes, format_metric, format_value, from_cell, listed
+from pytorch_accel_lite.base.unknown_names import suggest
 from pytorch_accel_lite.callbacks.limits import DataLoaderSlice, LimitBatches
 from pytorch_accel_lite.callbacks.metrics_file import as_json
 from pytorch_accel_lite.data.workers import worker_init_fn
@@ -14,7 +15,6 @@ from pytorch_accel_lite.distributed.process_zero import (
 )
 from pytorch_accel_lite.loop.collectives import remove_padding, result_of_first
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma
-from pytorch_accel_lite.run.unknown_names import suggest
 
 __all__ = [
     "LIMIT_BATCHES_ENV_VAR",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import faulthandler
 import gc
 import importlib
@@ -80,7 +81,8 @@ def _await_all_ranks(begun: Any) -> None:
     The launcher has a thread that answers the ranks, and asks the system for their names, which takes a lock of the C
     library. A rank forked in the meantime would find that lock taken for ever, and could not connect to anything.
 
-    :param begun: the last attempt that each rank has begun, in memory that the ranks share
+    Args:
+        begun: the last attempt that each rank has begun, in memory that the ranks share
     """
     attempt, launcher = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1, os.getppid()
     begun[int(os.environ["LOCAL_RANK"])] = attempt
@@ -96,8 +98,9 @@ class WarmPython(subprocess.Popen[str]):
     So are the programs that it starts itself, such as the ranks of torchrun. Each is a process of its own, with an
     environment, pipes, signals, children and an end of its own.
 
-    :cvar children: how it starts programs itself
-    :cvar begun: for each job of which this process is the launcher or a rank, see ``_await_all_ranks()``
+    Attributes:
+        children: how it starts programs itself
+        begun: for each job of which this process is the launcher or a rank, see ``_await_all_ranks()``
     """
 
     children: type[subprocess.Popen[str]]
@@ -197,7 +200,8 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program, and return what it printed.
 
-    :param warm: Python, and all Python that it starts, as copies of this process; or the launcher of a job alone
+    Args:
+        warm: Python, and all Python that it starts, as copies of this process; or the launcher of a job alone
     """
     (done,) = launch_together([command], timeout, warm)
     return done
@@ -229,7 +233,8 @@ def launch_together(
 def use_filters(filters: Iterable[Any]) -> None:
     """In a copy of a process, treat warnings like a test does: most are errors. Print the others; pytest collects them.
 
-    :param filters: those of the test
+    Args:
+        filters: those of the test
     """
     kept = [*filters]
     warnings.resetwarnings()  # also forgets what was shown already
@@ -255,8 +260,11 @@ def _begin_copy() -> None:
 class Fork:
     """A copy of this process that runs something and ends: a program of its own, whose imports are paid for already.
 
-    :param output: a file for what it prints
-    :ivar returncode: minus the number of the signal that killed it; ``None`` while it runs
+    Args:
+        output: a file for what it prints
+
+    Attributes:
+        returncode: minus the number of the signal that killed it; ``None`` while it runs
     """
 
     def __init__(self, action: Callable[[], Any], output: Path) -> None:
@@ -448,7 +456,8 @@ def keeping_handlers() -> Iterator[None]:
 def run_elastic(processes: int, function: Callable[..., Any], *arguments: Any, max_restarts: int = 0) -> None:
     """Run a function as the ranks of a job, as torchrun does, but in copies of this process: nothing is imported again.
 
-    :raises torch.distributed.elastic.multiprocessing.errors.ChildFailedError: when a rank failed for good
+    Raises:
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: when a rank failed for good
     """
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -485,3 +494,44 @@ def run_elastic_script(
     script = str(ROOT / path), None, "__main__"
     run = partial(run_elastic, processes, runpy.run_path, *script, max_restarts=max_restarts)
     return run_forked(run, *arguments, kind=EarlyFork)
+
+
+FILE_OPERATIONS = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "open")
+
+
+def die_at_file_operation(number: int) -> None:
+    """Let this process be killed by the system right before its n-th operation on files."""
+    count = 0
+
+    def counted(operation: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return operation(*args, **kwargs)
+
+        return call
+
+    for name in FILE_OPERATIONS:
+        setattr(os, name, counted(getattr(os, name)))
+    builtins.open = counted(builtins.open)  # type: ignore[assignment]
+
+
+def in_forks(action: Any, output: Path, processes: int = 1) -> list[int]:
+    """Run something in copies of this process, as the ranks of a job.
+
+    Returns their exit statuses, or minus the signal that killed them.
+    """
+    # The ranks meet here, as they do at torchrun's: a port that is looked for first may be taken by another test.
+    one = partial(torch.distributed.TCPStore, "127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = one() if processes > 1 else None
+
+    def run_as(rank: int) -> None:
+        if store is not None:
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        action(rank)
+
+    return [fork.wait() for fork in [Fork(partial(run_as, rank), output) for rank in range(processes)]]

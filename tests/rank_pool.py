@@ -24,7 +24,8 @@ from tests.scripts import rank as rank_script
 class Results(list[Any]):
     """What a function returned on each rank, in rank order.
 
-    :ivar output: what all ranks printed
+    Attributes:
+        output: what all ranks printed
     """
 
     def __init__(self, by_rank: list[Any], output: str) -> None:
@@ -47,7 +48,8 @@ def _children_of(pid: int) -> list[int]:
 class RankPool:
     """A job of torch's elastic launcher, whose ranks wait for functions to run (see tests/scripts/rank.py).
 
-    :param world_size: processes of the job; each says that it sees as many
+    Args:
+        world_size: processes of the job; each says that it sees as many
     """
 
     def __init__(self, world_size: int) -> None:
@@ -95,8 +97,9 @@ class RankPool:
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = PATIENCE, **kwargs: Any) -> Results:
         """Run a function of a module on all ranks.
 
-        :raises AssertionError: with the traceback of a rank on which it failed; or with those of all ranks, when it
-            is not done in time: the job is killed then
+        Raises:
+            AssertionError: with the traceback of a rank on which it failed; or with those of all ranks, when it is not
+                done in time: the job is killed then
         """
         start = self._log.stat().st_size
         request = pickle.dumps((function.__module__, function.__qualname__, args, kwargs, [*warnings.filters]))

@@ -89,7 +89,8 @@ def final_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 def run_and_resume(train: Callable[..., Any], result: Callable[[Any], Any] = final_weights) -> list[Any]:
     """The result of a run, and of those that were resumed from some of its states.
 
-    :param train: ``train(folder, resume_from=...)`` gives a trainer that has saved the state after each update
+    Args:
+        train: ``train(folder, resume_from=...)`` gives a trainer that has saved the state after each update
     """
     with shared_folder() as folder:
         results = [result(train(folder / "whole"))]
@@ -106,9 +107,10 @@ def check_processes(
 ) -> list[list[dict[str, torch.Tensor]]]:
     """Check that processes train as one does, and resume to the same bits; return the results of each.
 
-    :param ranks: the job, see ``rank_pool.py``
-    :param train: see ``run_and_resume()``
-    :param resumed: the number of runs that are resumed, at least
+    Args:
+        ranks: the job, see ``rank_pool.py``
+        train: see ``run_and_resume()``
+        resumed: the number of runs that are resumed, at least
     """
     alone = run_and_resume(train, result)
     by_rank = ranks.run(run_and_resume, train, result)

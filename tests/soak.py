@@ -45,8 +45,9 @@ def soak(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what the killed run and the whole one ended with; fails unless there were as many kills.
 
-    :param run_whole: how to run it as a whole, where processes are there already
-    :param held: train a head that states know only by its place, hold data in attributes, and unfreeze a layer
+    Args:
+        run_whole: how to run it as a whole, where processes are there already
+        held: train a head that states know only by its place, hold data in attributes, and unfreeze a layer
     """
     options: dict[str, Any] = {"workers": workers, "epochs": max(3, kills + 1), "asynchronous": asynchronous}
     options |= {"evaluate_every": evaluate_every, "held": held}
@@ -100,8 +101,9 @@ def _newest(folder: Path) -> str:
 def _kill_after_a_state(process: Fork, folder: Path, generator: torch.Generator, is_job: bool, one_rank: bool) -> bool:
     """Kill a run some time after its next state; return whether it was alive then.
 
-    :param is_job: wait for its ranks to end too; the workers of a loader may be there for seconds, as after any kill
-    :param one_rank: kill only one of its processes half of the time; the launcher then ends the others
+    Args:
+        is_job: wait for its ranks to end too; the workers of a loader may be there for seconds, as after any kill
+        one_rank: kill only one of its processes half of the time; the launcher then ends the others
     """
     before = _newest(folder)
     while process.poll() is None and _newest(folder) == before:
@@ -120,7 +122,7 @@ def _kill_after_a_state(process: Fork, folder: Path, generator: torch.Generator,
 
 
 def main() -> None:
-    from tests.test_training_states import assert_same
+    from tests.tasks import assert_same
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)

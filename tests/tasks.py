@@ -23,6 +23,7 @@ from pytorch_accel_lite import Trainer, TrainerCallback
 
 
 def regression_data(size: int = 37, features: int = 5, dtype: torch.dtype = torch.float64) -> TensorDataset:
+    """Data for ``small_model`` and ``quiet_trainer``: float64, AdamW by default, for tests that compare numbers."""
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(size, features, generator=generator, dtype=dtype)
     y = x.sin().sum(1, keepdim=True) + 0.1 * torch.randn(size, 1, generator=generator, dtype=dtype)
@@ -123,7 +124,7 @@ def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.T
 
 
 def make_data(size: int = 6) -> TensorDataset:
-    """A few samples in single precision."""
+    """Data for ``make_model`` and ``make_trainer``: few samples, float32, SGD, for tests of anything but numbers."""
     return regression_data(size, features=4, dtype=torch.float32)
 
 
@@ -295,3 +296,28 @@ def two_optimizers(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
         "matrix": torch.optim.SGD(matrices, lr=0.05, momentum=0.9),
         "rest": torch.optim.AdamW([{"params": rest[:1]}, {"params": rest[1:], "lr": 0.01}], lr=0.02),
     }
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["progress"] == expected["progress"]
+    assert found["order"] == expected["order"]
+    assert found["history"] == expected["history"]
+    assert equal(found["weights"], expected["weights"])
+    assert found["scheduler"] == expected["scheduler"]
+    for group, other in zip(found["optimizer"]["param_groups"], expected["optimizer"]["param_groups"], strict=True):
+        assert group == other
+    for index, state in expected["optimizer"]["state"].items():
+        assert all(torch.equal(value, found["optimizer"]["state"][index][name]) for name, value in state.items())
+    assert torch.equal(found["random"][0], expected["random"][0])
+    assert found["random"][1:] == expected["random"][1:]
+
+
+def normed_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1)).double()
+
+
+def deep_model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    return layers.double()

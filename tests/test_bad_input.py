@@ -756,7 +756,7 @@ def test_a_path_that_is_the_name_of_a_metric_is_pointed_out(tmp_path, monkeypatc
 
 def test_a_history_refuses_what_is_no_value_or_no_name():
     history = InMemoryRunHistory()
-    with pytest.raises(TypeError, match="metric_value=None is no value of 'a'"):
+    with pytest.raises(TypeError, match="metric_value=None is not a value of 'a'"):
         history.update_metric("a", None)
     with pytest.raises(TypeError, match="metric_name=3 must be the name"):
         history.update_metric(3, 1.0)
@@ -916,7 +916,7 @@ def test_a_sample_that_is_none_is_named(workers, seed):
 
 
 def test_an_argument_that_no_dataloader_has_is_named():
-    with pytest.raises(TypeError, match=r"train_dataloader_kwargs has the key 'num_worker', which is no argument of "):
+    with pytest.raises(TypeError, match=r"train_dataloader_kwargs has the key 'num_worker', which is not an argument"):
         make_trainer([], nn.Linear(1, 1)).train(Sized(8), 1, train_dataloader_kwargs={"num_worker": 1})
 
 
@@ -942,5 +942,5 @@ def test_predictions_without_a_row_for_each_sample_are_named():
 def test_an_argument_of_an_extension_that_is_not_there_names_it(monkeypatch):
     for name in [*DIVISIONS]:
         monkeypatch.delitem(DIVISIONS, name)
-    with pytest.raises(ValueError, match="logical_processes=2 is of the extension 'logical', which is not there"):
+    with pytest.raises(ValueError, match="logical_processes=2 belongs to the extension 'logical', which is not"):
         make_trainer(logical_processes=2, seed=0)

@@ -45,7 +45,7 @@ def documented(kind: type) -> set[str]:
     for owner in kind.__mro__:
         if not owner.__module__.startswith(PACKAGE.name):
             continue
-        found |= {*re.findall(r":(?:param|ivar|cvar) (\w+):", inspect.getdoc(owner) or "")}
+        found |= {*re.findall(r"^ {4}(\w+):", inspect.getdoc(owner) or "", re.MULTILINE)}
         found |= {*re.findall(r"#:.*\n\s+(?:self\.)?(\w+)", inspect.getsource(owner))}
         found |= {name for name, value in vars(owner).items() if getattr(value, "__doc__", None)}
     return {name for name in found if not name.startswith("_")}

@@ -37,6 +37,7 @@ from pytorch_accel_lite.callbacks import (
     TerminateOnNaNCallback,
     TimeLimitCallback,
 )
+from tests.cases import StopsAt
 from tests.launching import two_are_enough
 from tests.ranks import rank, shared_folder
 from tests.shipped import EVENTFUL, NEEDS_A_SCALER, NOT_REPEATABLE, RUN, SHIPPED, STATEFUL, STATELESS, build
@@ -55,7 +56,6 @@ from tests.tasks import (
     train,
     weights,
 )
-from tests.test_stopping import StopsAt
 
 # The scores of these scripts are as good as one says.
 pytestmark = pytest.mark.filterwarnings("ignore:.*whether greater values are better is unknown")

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import GradientNormCallback
+from tests.cases import Contrastive, both_ways
 from tests.ranks import check_processes, every_state, final_weights, world_size
 from tests.tasks import equal, largest_difference, listener, quiet_trainer, regression_data, small_model, weights
-from tests.test_training import Contrastive, both_ways
 
 DATA = regression_data(26)
 

@@ -108,7 +108,8 @@ class EveryOther(Sampler[int]):
 class OwnGenerator(Sampler[int]):
     """Draws from a generator of its own, which nothing can seed or copy.
 
-    :param seed: ``None`` for another order on each process
+    Args:
+        seed: ``None`` for another order on each process
     """
 
     def __init__(self, size: int, seed: int | None = None, is_endless: bool = False) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -51,9 +50,9 @@ from pytorch_accel_lite.data import NamedDatasets, OwnShard, shard
 from pytorch_accel_lite.data.defaults import default_num_workers
 from pytorch_accel_lite.data.reading import tensors_in_memory
 from pytorch_accel_lite.data.shares import count_global_batches, global_batches, split
-from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.utils import LimitBatches
 from tests.launching import run_code, two_are_enough
+from tests.loaders import numbers, rank_of, samples
 from tests.ranks import OrderedStream, Recorder, global_batch, shared_folder
 from tests.ranks import rank as own_rank
 from tests.ranks import world_size as job_size
@@ -116,24 +115,6 @@ batches = st.integers(1, 8)
 processes = st.integers(1, 5)
 
 
-class AlikeRanks(Ranks):
-    """All of them have the same data and, under a seed, draw the same orders."""
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [value] * self.world_size
-
-
-def rank_of(rank: int, world_size: int) -> Ranks:
-    """One of several ranks that, under a seed, know their shares by themselves."""
-    ranks = AlikeRanks(Accelerator())
-    ranks.rank, ranks.world_size = rank, world_size
-    return ranks
-
-
-def numbers(size: int) -> TensorDataset:
-    return TensorDataset(torch.arange(size))
-
-
 def read(
     size: int,
     batch: int,
@@ -167,10 +148,6 @@ def read_from(
     assert not training or len({len(steps) for steps in by_rank}) == 1
     longest = max(map(len, by_rank))
     return [[steps[i] for steps in by_rank if i < len(steps)] for i in range(longest)]
-
-
-def samples(step: list[Any]) -> list[int]:
-    return [sample for loaded in step for sample in loaded.data[0][: loaded.num_samples].tolist()]
 
 
 @given(sizes, processes)
@@ -446,7 +423,8 @@ def test_an_error_due_to_a_number_is_due_to_that_of_the_seed():
 class CollatesRarely:
     """Draws from the generators while collating the batch that has a chosen sample, and notes how often it is called.
 
-    :param draw: returns what is drawn
+    Args:
+        draw: returns what is drawn
     """
 
     def __init__(self, chosen: float, draw: Any) -> None:

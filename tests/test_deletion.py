@@ -112,8 +112,8 @@ def test_the_core_works_without_extensions(tmp_path, deleted):
     lost = [name for names in lost_of.values() for name in names]
     done = run_forked(partial(say_what_is_missing, copy, lost), kind=EarlyFork)
     assert done.returncode == 0, done.stdout
-    assert [line.partition(", which is not there")[0] for line in done.stdout.splitlines()] == [
-        f"{name} is of the extension {extension!r}" for extension, names in lost_of.items() for name in names
+    assert [line.partition(", which is not installed")[0] for line in done.stdout.splitlines()] == [
+        f"{name} belongs to the extension {extension!r}" for extension, names in lost_of.items() for name in names
     ]
     if SOAK:
         run(copy, "-m", "mypy")

@@ -20,26 +20,15 @@ import pytorch_accel_lite
 from pytorch_accel_lite import callbacks
 from pytorch_accel_lite.run import events
 from tests.launching import CAN_SHARD, HAS_MUON, ROOT, some_of
+from tests.pages import BLOCK, blocks, write_files
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "RELEASING.md")),
     *sorted(page for folder in ("", "api", "examples", "schemes") for page in (ROOT / "docs" / folder).glob("*.md")),
 ]
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: A block, and the packages that a comment above it names, without which it is not run.
 RUN = re.compile(r"^(?:<!-- needs ([\w ]+) -->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return [code for found, code in BLOCK.findall(page.read_text()) if found == language]
-
-
-def write_files(page: Path, folder: Path) -> None:
-    """Write the blocks of a page that begin with the name of a file, in a comment."""
-    for _, code in BLOCK.findall(page.read_text()):
-        if named := re.match(r"# (\w+\.(?:py|yaml))\n", code):
-            (folder / named[1]).write_text(code)
 
 
 WITH_CODE = [page for page in PAGES if blocks(page, "python") and page.parent.name != "schemes"]
@@ -167,7 +156,9 @@ def test_the_commands_of_the_readme_exist():
             check_target(target)
         for file in re.findall(r"\w+/[\w/]*\w+\.py", command):
             assert (ROOT / file).is_file(), command
-        assert shutil.which(command.split()[0]) or "=" in command or command.split()[0] in ("accelerate", "torchrun")
+        assert (
+            shutil.which(command.split()[0]) or "=" in command or command.split()[0] in ("accelerate", "cd", "torchrun")
+        )
 
 
 @pytest.mark.parametrize("page", PAGES[:3], ids=lambda page: page.name)

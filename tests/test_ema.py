@@ -26,16 +26,12 @@ from tests.tasks import (
     image_data,
     image_model,
     largest_difference,
+    normed_model,
     quiet_trainer,
     regression_data,
     small_model,
     weights,
 )
-
-
-def normed_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1)).double()
 
 
 class KeepWeights(TrainerCallback):

@@ -69,8 +69,10 @@ def results(engine: str, folder: Path, **kwargs: Any) -> dict[str, torch.Tensor]
     """The losses, the predictions, and the weights that are saved."""
     trainer = train(engine, **kwargs)
     losses = [value for values in trainer.run_history.to_dict().values() for value in values]
-    trainer.save_model(folder / f"{engine}.safetensors")
     predicted = trainer.predict(TensorDataset(torch.ones(3, 5)))
+    if folder.name == "unsaved":
+        return {"losses": torch.tensor(losses), "predicted": predicted}
+    trainer.save_model(folder / f"{engine}.safetensors")
     saved = safetensors.torch.load_file(folder / f"{engine}.safetensors")
     return saved | {"losses": torch.tensor(losses), "predicted": predicted}
 
@@ -141,5 +143,26 @@ def test_what_deepspeed_cannot_do_is_refused(two_ranks, tmp_path, monkeypatch):
 
 @pytest.mark.processes
 def test_fsdp1_trains_as_ddp_does(tmp_path, two_ranks):
-    for differences in two_ranks.run(compared, "fsdp1", tmp_path):
+    for differences in two_ranks.run(compared, "fsdp1", tmp_path / "unsaved"):
         assert max(differences.values()) < 1e-5, differences
+
+
+def refusals_of_fsdp1() -> list[str]:
+    said = []
+    trainer = train("fsdp1", sanity_check=False)
+    best = SaveBestModelCallback("best.pt")
+    for act in (
+        lambda: trainer.save_model("model"),
+        lambda: train("fsdp1", [best]),
+        lambda: trainer.load_checkpoint("a"),
+    ):
+        with pytest.raises(ValueError, match=r"does not work with FSDP1, .* Use fsdp_version=2\.") as raised:
+            act()
+        said.append(str(raised.value).partition(" ")[0])
+    return said
+
+
+@pytest.mark.processes
+def test_what_fsdp1_cannot_do_is_refused(two_ranks):
+    for said in two_ranks.run(refusals_of_fsdp1):
+        assert said == ["save_model()", "SaveBestModelCallback", "load_checkpoint()"]

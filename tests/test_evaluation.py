@@ -28,12 +28,12 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
 )
+from tests.cases import evaluate_inside
 from tests.launching import run_elastic_script
-from tests.ranks import IN_ORDER, OrderedStream, global_batch, world_size
+from tests.ranks import IN_ORDER, OrderedStream, world_size
 from tests.scripts.all_callbacks import run_with_all
 from tests.scripts.resumable import CopyStates, run
-from tests.tasks import alone, equal, listener, quiet_trainer, regression_data, small_model, weights
-from tests.test_ema import normed_model
+from tests.tasks import alone, equal, listener, normed_model, quiet_trainer, regression_data, small_model, weights
 
 
 def _classes(size: int) -> TensorDataset:
@@ -121,34 +121,6 @@ class GathersForMetrics(Trainer):
             "names": names,
             "count": sum(self.counts),
         }
-
-
-class EvaluateInside(TrainerCallback):
-    """Evaluates other data in the middle of an epoch."""
-
-    def on_train_step_end(self, trainer, step, **kwargs):
-        if step == 1:
-            self.metrics = trainer.evaluate(regression_data(5), per_device_batch_size=2)
-            self.training = trainer.model.training
-
-
-def evaluate_inside() -> Any:
-    results = {}
-    for callbacks in ([], [EvaluateInside()]):
-        model = small_model()
-        trainer = quiet_trainer(model, callbacks=callbacks)
-        trainer.train(
-            regression_data(20),
-            2,
-            regression_data(6),
-            per_device_batch_size=global_batch(6),
-            train_dataloader_kwargs=IN_ORDER,
-        )
-        losses = trainer.run_history.to_dict()
-        results[len(callbacks)] = weights(model), {k: v for k, v in losses.items() if k != "evaluation_loss"}
-        if callbacks:
-            results["metrics"], results["training"] = callbacks[0].metrics, callbacks[0].training
-    return results
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -257,7 +229,8 @@ def test_evaluation_after_every_nth_epoch_and_the_last(tmp_path):
 def only_within_epochs(callbacks: list[Any], epochs: int = 3, rises: bool = False, **kwargs: Any) -> Trainer:
     """Six updates in an epoch, and an evaluation after every fourth and after the last.
 
-    :param rises: whether the loss rises, so that the first evaluation is the best
+    Args:
+        rises: whether the loss rises, so that the first evaluation is the best
     """
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, maximize=rises)

@@ -773,10 +773,11 @@ class Recomputes(Trainer):
 class Kind(NamedTuple):
     """A kind of step: how a trainer and a run get it.
 
-    :param step: the class of the step
-    :param documented: the block of the docstring that says what it fires, unless it fires what the plain step does
-    :param make: returns a trainer with a callback
-    :param how: arguments of ``train``
+    Args:
+        step: the class of the step
+        documented: the block of the docstring that says what it fires, unless it fires what the plain step does
+        make: returns a trainer with a callback
+        how: arguments of ``train``
     """
 
     step: type[Step]

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data.order import mix
+from tests.cases import schedule, tokens, uneven_batches
 from tests.ranks import Recorder
 from tests.streams import LengthBuckets
 from tests.tasks import (
@@ -30,7 +31,6 @@ from tests.tasks import (
     small_model,
     weights,
 )
-from tests.test_training import schedule, tokens, uneven_batches
 
 
 @pytest.mark.parametrize("dataset", [regression_data(37), Rows(regression_data(37))], ids=["memory", "rows"])

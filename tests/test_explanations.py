@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, StepLR
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from torchmetrics import MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -360,12 +360,30 @@ def test_an_error_in_a_predictions_step_names_the_callback():
     assert second.startswith("In prediction, step 0:\n  batch: ")
 
 
+@pytest.mark.parametrize(
+    ("sampler", "listed"),
+    [
+        (range(3, 15), "[3 to 14]"),
+        (range(3, 11), "[3, 4, 5, 6, 7, 8, 9, 10]"),
+        ([*range(8), 9], "[0, 1, 2, 3, 4, 5, 6, 7, 9]"),
+    ],
+)
+def test_many_samples_in_a_row_are_named_by_their_ends(sampler, listed):
+    def fail(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no loss")
+
+    loader = DataLoader(make_data(16), 12, sampler=[*sampler])
+    with pytest.raises(RuntimeError, match="no loss") as caught:
+        make_trainer(loss_func=fail).train(loader, 1)
+    assert f"samples {listed} of the dataset" in note_of(caught.value)
+
+
 def test_an_error_in_a_metric_names_it_and_what_it_was_given():
     metrics = MetricsCallback({"accuracy": MulticlassAccuracy(3), "error": MeanSquaredError()})
     error = failure(make_trainer([metrics]), make_data(), eval_dataset=True, sanity_check=False)
     assert error.__notes__[0] == (
-        "In the metric 'accuracy', a MulticlassAccuracy, updated with Tensor(shape=(2,\n1), float32 on cpu) and "
-        "Tensor(shape=(2, 1), float32 on cpu)."
+        "In the metric 'accuracy', a MulticlassAccuracy(num_classes=3), updated with\n"
+        "Tensor(shape=(2, 1), float32 on cpu) and Tensor(shape=(2, 1), float32 on cpu)."
     )
     assert notes_of(error)[1:][0] == "In MetricsCallback.on_eval_step_end."
     assert notes_of(error)[2].startswith("In evaluation, epoch 1, step 0:")

@@ -24,6 +24,7 @@ from pytorch_accel_lite.callbacks import (
     TerminateOnNaNCallback,
 )
 from pytorch_accel_lite.tracking import Progress
+from tests.cases import TokenTrainer
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, OrderedStream, global_batch, rank, world_size
 from tests.tasks import (
@@ -43,7 +44,6 @@ from tests.tasks import (
     warnings_of,
     weights,
 )
-from tests.test_training import TokenTrainer
 
 
 class FussyOnLastRank(nn.Module):

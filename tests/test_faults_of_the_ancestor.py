@@ -13,12 +13,10 @@ from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveBestModelCallback, get_default_callbacks
+from tests.cases import evaluate_inside, nan_on_one_rank, schedule
 from tests.launching import run_code
 from tests.ranks import Recorder
 from tests.tasks import CountsReads, equal, make_trainer, quiet_trainer, regression_data, small_model
-from tests.test_evaluation import evaluate_inside
-from tests.test_stopping import nan_on_one_rank
-from tests.test_training import schedule
 
 
 def test_an_attribute_error_inside_a_callback_is_raised():

@@ -19,12 +19,11 @@ from accelerate.utils import InitProcessGroupKwargs
 from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.callbacks import AdviceCallback, HangWatchCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.distributed.ranks import timeout_of
-from tests.launching import EarlyFork, Fork, run_elastic_script
+from tests.launching import EarlyFork, Fork, in_forks, run_elastic_script
 from tests.ranks import IN_ORDER, rank, world_size
 from tests.scripts.resumable import run_to_the_end
 from tests.sharded import create_model, fit, shard
 from tests.tasks import Rows, equal, listener, own_clock, quiet_trainer, regression_data, small_model, weights
-from tests.test_training_states import in_forks
 
 
 class Stuck(Rows):

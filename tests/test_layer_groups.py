@@ -173,9 +173,9 @@ def test_groups_may_be_given():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (lambda model: ["bert"], r"groups\[0\] has 'bert', which is no module of the model"),
-        (lambda model: [[]], r"groups=\[\[\]\] has no modules. Pass those of the model"),
-        (lambda model: [model.bert, nn.Tanh()], r"groups\[1\] has Tanh\(\), which is no module of the model"),
+        (lambda model: ["bert"], r"groups\[0\] has 'bert', which is not a module of the model"),
+        (lambda model: [[]], r"groups=\[\[\]\] has no modules. Pass modules of the model"),
+        (lambda model: [model.bert, nn.Tanh()], r"groups\[1\] has Tanh\(\), which is not a module of the model"),
         (
             lambda model: [[model.classifier, model.bert], model.bert.pooler],
             r"groups\[1\] and groups\[0\] both have BertPooler. Pass each module in one group",

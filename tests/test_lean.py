@@ -73,7 +73,8 @@ def calls_per_step(
 ) -> tuple[float, Counter[str]]:
     """Return the calls of a step: what a longer epoch makes more of them.
 
-    :param train: further arguments of ``train``
+    Args:
+        train: further arguments of ``train``
     """
     counts = []
     for steps in (STEPS, 2 * STEPS):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.launching import PATIENCE, ROOT, SOAK, TORCHRUN, environment, launch
-from tests.test_training_states import assert_same
+from tests.tasks import assert_same
 
 ADDRESSES = {"a": "10.211.17.1", "b": "10.211.17.2"}
 

@@ -136,8 +136,7 @@ def by_hand(accumulation: int = 1, clip: float | None = None) -> dict[str, torch
             (-critic(fake).mean() * share).backward(inputs=list(generator.parameters()))
             if number == len(window):
                 step("generator")
-    of = {"generator": generator, "critic": critic}
-    return copy.deepcopy({f"{n}.{name}": v for n, m in of.items() for name, v in m.state_dict().items()})
+    return copy.deepcopy({f"{n}.{name}": v for n, m in models.items() for name, v in m.state_dict().items()})
 
 
 def test_a_gan_has_the_bits_of_the_loop_by_hand():
@@ -198,8 +197,7 @@ def mean_over_items(batch_size: int = 4, returns: bool = False) -> float:
 
 
 def test_the_recorded_loss_is_a_mean_over_items(two_ranks):
-    items = COUNTS
-    mean = sum(n * n for n in items) / sum(items)  # the loss of a sample with n items is n
+    mean = sum(n * n for n in COUNTS) / sum(COUNTS)  # the loss of a sample with n items is n
     for size in (1, 4, 13):
         assert mean_over_items(size) == pytest.approx(mean)
         assert mean_over_items(size, returns=True) == pytest.approx(mean)

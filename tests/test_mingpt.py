@@ -96,8 +96,9 @@ class GPTTrainer(Trainer):
 def by_trainer(folder: Path | None = None, killed_at: int | None = None) -> dict[str, torch.Tensor]:
     """Train.
 
-    :param folder: where states are saved and resumed from, if anywhere
-    :param killed_at: the update after which the process is killed
+    Args:
+        folder: where states are saved and resumed from, if anywhere
+        killed_at: the update after which the process is killed
     """
 
     def die(trainer: Trainer, **kwargs: Any) -> None:

@@ -111,7 +111,7 @@ BAD_STREAMS = [
     (MixtureStream, {}, {}, ValueError, "must have at least one"),
     (MixtureStream, [Shelf(())], {}, TypeError, "must be in a dict by name, not a list"),
     (MixtureStream, {"a": ROWS}, {}, TypeError, "'a' .* is not an IterableDataset.* with Mixture"),
-    (MixtureStream, {"a": Shelf(())}, {"weights": {"b": 1}}, ValueError, "has 'b', which is none of the datasets 'a'"),
+    (MixtureStream, {"a": Shelf(())}, {"weights": {"b": 1}}, ValueError, "'b', which is not one of the datasets 'a'"),
     (ShuffledStream, ROWS, {}, TypeError, "must be an IterableDataset, not TensorDataset"),
     (ShuffledStream, Shelf(()), {"block_size": 0}, ValueError, "block_size=0 must be at least 1"),
 ]

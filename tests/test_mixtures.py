@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import Mixture, shard
+from tests.loaders import numbers, rank_of
 from tests.streams import SavesEachUpdate
 from tests.tasks import Stream, equal, largest_difference, make_trainer, weights
-from tests.test_data import numbers, rank_of
 
 
 class Numbers(Dataset[Any]):
@@ -197,7 +197,7 @@ rows = TensorDataset(torch.zeros(3))
         ([rows], {}, TypeError, r"in a dict by name, not a list"),
         ({"a": rows, "b": Stream()}, {}, ValueError, r"'b' \(Stream\) cannot be indexed .* MixtureStream"),
         ({"a": TensorDataset(torch.zeros(0))}, {}, ValueError, "'a' is empty"),
-        ({"a": rows}, {"weights": {"a": 1, "c": 1}}, ValueError, "weights has 'c', which is none of the datasets 'a'"),
+        ({"a": rows}, {"weights": {"a": 1, "c": 1}}, ValueError, "has 'c', which is not one of the datasets 'a'"),
         ({"train": rows}, {"weights": {"trian": 1}}, ValueError, "Did you mean 'train'"),
         ({"a": rows, "b": rows}, {"weights": {"a": 1}}, ValueError, "weights has nothing for the dataset 'b'"),
         ({"a": rows}, {"weights": {"a": 0}}, ValueError, r"weights\['a'\]=0 must be greater than 0"),

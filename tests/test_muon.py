@@ -14,16 +14,10 @@ from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.optimizers import muon_with_adamw, split_parameters
 from tests.launching import HAS_MUON
 from tests.ranks import shared_folder, world_size
-from tests.tasks import alone, equal, hand_written_loop, largest_difference, regression_data, weights
+from tests.tasks import alone, deep_model, equal, hand_written_loop, largest_difference, regression_data, weights
 
 pytestmark = HAS_MUON
 DATA = regression_data(24)
-
-
-def deep_model() -> nn.Module:
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-    return layers.double()
 
 
 class LanguageModel(nn.Module):
@@ -155,7 +149,7 @@ def test_runs_resume_to_the_same_bits_on_one_and_two_processes(two_ranks):
     ("create", "arguments", "said"),
     [
         (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 2)), {}, "has no trainable matrices within it"),
-        (deep_model, {"heads": [nn.Linear(2, 2)]}, "heads has Linear, which is no module of the model"),
+        (deep_model, {"heads": [nn.Linear(2, 2)]}, "heads has Linear, which is not a module of the model"),
     ],
 )
 def test_what_cannot_be_divided_is_an_error(create, arguments, said):

@@ -78,7 +78,7 @@ def test_a_folder_is_no_path_of_a_file(tmp_path, name):
 def test_a_path_below_a_file_is_refused(tmp_path, name):
     (tmp_path / "file").touch()
     write, argument, _ = WRITERS[name]
-    with pytest.raises(ValueError, match=rf"{argument}=.* lies below '.*file', which is no folder"):
+    with pytest.raises(ValueError, match=rf"{argument}=.* lies below '.*file', which is not a folder"):
         write(tmp_path / "file" / "x.jsonl")
     with pytest.raises(ValueError, match=rf"{argument}=.* more than 255 bytes"):
         write(tmp_path / f"{'x' * 260}.jsonl")
@@ -211,7 +211,7 @@ def test_a_lock_does_not_touch_what_others_have_put_in_its_place(tmp_path, plant
     (tmp_path / "states").mkdir()
     (tmp_path / "precious").write_text("mine")
     plant(tmp_path / "precious", tmp_path / "states" / ".lock")
-    with pytest.raises(OSError, match=r"(Links are not followed|but is none).*\.lock'"):
+    with pytest.raises(OSError, match=r"(Links are not followed|but is not one).*\.lock'"):
         train(make_trainer([SaveTrainingStateCallback(tmp_path / "states")]))
     assert (tmp_path / "precious").read_text() == "mine"
 

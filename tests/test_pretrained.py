@@ -9,16 +9,15 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from accelerate import Accelerator
-from torch import nn
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback
 from tests.adapters import bert, rows, with_lora
 from tests.launching import CAN_SHARD
 from tests.ranks import world_size
+from tests.saved_models import ModelMixin, make_timm
 from tests.sharded import gathered, mesh_of
 from tests.tasks import equal, quiet_trainer
 
@@ -141,11 +140,6 @@ def test_adapters_are_saved_with_the_tokenizer(tmp_path):
     assert equal(again.state_dict(), trainer.get_model().state_dict())
 
 
-def make_timm(**kwargs: Any) -> Any:
-    timm = pytest.importorskip("timm")
-    return timm.create_model("mobilenetv3_small_050", **kwargs)
-
-
 def test_a_model_of_timm_is_saved_with_its_configuration(tmp_path):
     model = make_timm(num_classes=3, in_chans=1)
     quiet_trainer(torch.compile(model)).save_model(tmp_path / "signs")
@@ -168,24 +162,6 @@ def test_a_model_unknown_to_timm_is_saved_without_configuration(tmp_path):
     with pytest.warns(UserWarning, match=r"timm could not describe MobileNetV3, so there is no config.json"):
         quiet_trainer(model).save_model(tmp_path)
     assert files_in(tmp_path) == {"model.safetensors"}
-
-
-class ModelMixin(nn.Module):
-    """What diffusers gives its models, as far as saving and loading needs it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.config = {"width": width}
-        self.layer = nn.Linear(width, width)
-
-    def save_config(self, folder: Any) -> None:
-        (Path(folder) / "config.json").write_text(json.dumps(self.config))
-
-    @classmethod
-    def from_pretrained(cls, folder: Any) -> ModelMixin:
-        model = cls(**json.loads((Path(folder) / "config.json").read_text()))
-        model.load_state_dict(safetensors.torch.load_file(Path(folder) / "diffusion_pytorch_model.safetensors"))
-        return model
 
 
 def test_a_model_of_diffusers_is_saved_as_its_library_does(tmp_path, monkeypatch):

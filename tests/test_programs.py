@@ -32,9 +32,10 @@ def numbers(*shape: int, seed: int = 5) -> torch.Tensor:
 class Program(NamedTuple):
     """A trainer and the loop that it replaces.
 
-    :param create: creates the trainer, with callbacks
-    :param arguments: those of ``train``
-    :param by_hand: the loop; returns the weights
+    Args:
+        create: creates the trainer, with callbacks
+        arguments: those of ``train``
+        by_hand: the loop; returns the weights
     """
 
     create: Callable[[list[Any]], Trainer]
@@ -206,7 +207,8 @@ def sequence_by_hand() -> Weights:
 class Walk:
     """An environment: a position that the agent moves and noise disturbs; it is to stay near zero.
 
-    :ivar average: the running mean of what episodes have brought
+    Attributes:
+        average: the running mean of what episodes have brought
     """
 
     def __init__(self) -> None:

@@ -326,9 +326,9 @@ def test_help_is_plain_text_with_what_users_call_first():
     text = pydoc.plain(pydoc.render_doc(Trainer))
     methods = re.findall(r"^ \|  ([a-z]\w*)\(self", text, re.MULTILINE)
     assert methods[:4] == ["train", "evaluate", "predict", "predict_iter"]
-    assert text.index("train()``, ``evaluate()`` and ``predict()``") < text.index(":param model:")
+    assert text.index("train()``, ``evaluate()`` and ``predict()``") < text.index("Args:\n |      model: ")
     for shown in (text, *(pydoc.plain(pydoc.render_doc(value)) for value in (TrainerCallback, RunHistory, *SHIPPED))):
-        assert not re.search(r":(class|meth|func|attr|data|mod|doc):`", shown)
+        assert not re.search(r":(class|meth|func|attr|data|mod|doc):`|:(param|ivar|cvar|returns?|raises)\b.*:", shown)
 
 
 def test_a_trainer_lists_what_is_there_and_its_users_own_names():

@@ -31,9 +31,9 @@ from pytorch_accel_lite.callbacks import (
     SkipFailedBatchesCallback,
     StepBasedEvaluationCallback,
 )
+from tests.cases import StopsAt
 from tests.ranks import world_size
 from tests.tasks import equal, listener, make_data, make_model, make_trainer, raises_at, train, weights
-from tests.test_stopping import StopsAt
 
 
 def raises(error: BaseException) -> Any:

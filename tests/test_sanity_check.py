@@ -125,7 +125,7 @@ def test_mistakes_are_found_before_training(capsys):
     assert re.match(r"In evaluation, step 0, reading a batch:\n  dataset: Broken; samples \[0, 1, ", note)
     metric = MetricsCallback({"accuracy": MulticlassAccuracy(3)})
     notes = refused(RuntimeError, TensorDataset(inputs, targets), metric)
-    assert notes[0].startswith("In the metric 'accuracy', a MulticlassAccuracy, updated with ")
+    assert notes[0].startswith("In the metric 'accuracy', a MulticlassAccuracy(num_classes=3), updated")
     assert notes[1].startswith("In evaluation, step 0:")
 
 

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from accelerate import Accelerator
-from torch import nn
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveBestModelCallback
 from pytorch_accel_lite.extending import MODEL_WRITERS, SavedModel
 from tests.launching import CAN_SHARD
-from tests.ranks import rank
-from tests.sharded import create_model, gathered, shard
-from tests.tasks import equal, quiet_trainer, regression_data, small_model
-
-DATA, OTHER_DATA = regression_data(24), regression_data(8)
-
-
-def trained(*callbacks: Any, epochs: int = 3, model: nn.Module | None = None, **kwargs: Any) -> Trainer:
-    trainer = quiet_trainer(small_model() if model is None else model, callbacks=list(callbacks), seed=0)
-    trainer.train(DATA, epochs, **{"eval_dataset": OTHER_DATA, "per_device_batch_size": 8} | kwargs)
-    return trainer
+from tests.saved_models import saved_sharded, trained
+from tests.sharded import create_model
+from tests.tasks import equal, quiet_trainer, small_model
 
 
 def test_frozen_weights_may_be_left_out_of_a_directory(tmp_path):
@@ -69,24 +58,6 @@ def test_what_cannot_be_saved_is_an_error_that_says_why(tmp_path):
     with pytest.raises(ValueError, match=r"save_path='hf://me/waves/best.pt' is a URL, but a checkpoint is on a disk"):
         SaveBestModelCallback("hf://me/waves/best.pt")
     assert {path.name for path in tmp_path.iterdir()} == {"file"}
-
-
-def saved_sharded(folder: Path, *places: str) -> dict[str, Any]:
-    """The weights of a sharded model, which is saved in a folder and elsewhere, and loaded from each."""
-    trainer = Trainer(shard(create_model(), "fsdp"), nn.MSELoss(), None, [], accelerator=Accelerator(cpu=True))
-    before = gathered(trainer.model.state_dict())
-    for path in (folder / "sharded", *places):
-        trainer.save_model(path)
-        for parameter in trainer.model.parameters():
-            nn.init.zeros_(parameter)
-        trainer.load_checkpoint(path)
-        assert equal(gathered(trainer.model.state_dict()), before)
-    if rank() == 0:
-        (folder / "file").touch()
-    trainer.barrier()
-    with pytest.raises((ValueError, RuntimeError), match="is a file, but should be a directory"):
-        trainer.save_model(folder / "file")
-    return before
 
 
 @pytest.mark.processes

@@ -20,7 +20,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents, verify_state
 from pytorch_accel_lite.checkpoint.shards import find_tensors
-from tests.launching import CAN_SHARD, SOAK
+from tests.launching import CAN_SHARD, SOAK, die_at_file_operation, in_forks
 from tests.ranks import world_size
 from tests.sharded import (
     DATA,
@@ -35,7 +35,6 @@ from tests.sharded import (
     train_and_resume,
 )
 from tests.tasks import equal, largest_difference, quiet_trainer, same
-from tests.test_training_states import die_at_file_operation, in_forks
 
 
 def saved(how: str, folder: Path, **options: Any) -> dict[str, Any]:

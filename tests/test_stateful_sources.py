@@ -256,7 +256,7 @@ def test_a_position_that_does_not_fit_is_an_error_that_says_so(tmp_path):
 def test_a_stateful_dataloader_over_rows_is_divided_as_usual(tmp_path):
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
     from pytorch_accel_lite.data import shard
-    from tests.test_data import numbers, rank_of, samples
+    from tests.loaders import numbers, rank_of, samples
 
     found = []
     for loader_class in (stateful.StatefulDataLoader, DataLoader):

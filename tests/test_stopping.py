@@ -20,21 +20,10 @@ from pytorch_accel_lite.callbacks import (
     TimeLimitCallback,
     TimingCallback,
 )
+from tests.cases import NaNOnOneRank, StopsAt, nan_on_one_rank
 from tests.launching import two_are_enough
-from tests.ranks import IN_ORDER, rank, shared_folder, world_size
+from tests.ranks import IN_ORDER, shared_folder
 from tests.tasks import equal, quiet_trainer, regression_data, small_model, weights
-
-
-class StopOnOneRank(TrainerCallback):
-    def on_train_step_end(self, trainer, step, **kwargs):
-        if step == 2 and trainer.accelerator.process_index == world_size() - 1:
-            raise StopTrainingError("rank asked for an end")
-
-
-class StopAtEpochEnd(TrainerCallback):
-    def on_train_epoch_end(self, trainer, **kwargs):
-        if trainer.accelerator.process_index == trainer.accelerator.num_processes - 1:
-            raise StopTrainingError("at the end of the epoch")
 
 
 class Fails(Trainer):
@@ -51,11 +40,6 @@ class StopsFirstEvaluation(TrainerCallback):
         if self.stops and trainer.accelerator.process_index == 0:
             self.stops -= 1
             raise StopTrainingError("seen enough")
-
-
-class StopsAtTheEnd(TrainerCallback):
-    def on_train_epoch_end(self, trainer, **kwargs):
-        raise StopTrainingError("enough")
 
 
 class NaNAtTheEnd(TrainerCallback):
@@ -77,46 +61,6 @@ class Hears(TrainerCallback):
         self.heard.append(trainer.progress.epoch)
 
 
-class NaNOnOneRank(Trainer):
-    def calculate_train_batch_loss(self, batch):
-        output = super().calculate_train_batch_loss(batch)
-        if self.progress.step == 3 and rank() == world_size() - 1:
-            output["loss"] = output["loss"] * float("nan")
-        return output
-
-
-def nan_on_one_rank() -> Any:
-    events = []
-
-    class Events(TrainerCallback):
-        def on_exception(self, trainer, exception, **kwargs):
-            events.append(("on_exception", type(exception).__name__))
-
-        def on_training_run_end(self, trainer, **kwargs):
-            events.append(("on_training_run_end",))
-
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    trainer = NaNOnOneRank(model, nn.MSELoss(), optimizer, callbacks=[TerminateOnNaNCallback, Events])
-    try:
-        trainer.train(regression_data(60), 2, per_device_batch_size=2)
-    except NonFiniteLossError as error:
-        return {"message": str(error), "events": events, "update": trainer.progress.update}
-    return None
-
-
-class StopsAt(TrainerCallback):
-    """Asks for the end of the run at an event, on the last rank only."""
-
-    def __init__(self, event: str, update: int) -> None:
-        self.update = update
-        setattr(self, event, self.stop)
-
-    def stop(self, trainer, **kwargs):
-        if trainer.progress.update == self.update and rank() == world_size() - 1:
-            raise StopTrainingError("enough")
-
-
 @two_are_enough
 def test_a_loss_that_is_not_finite_ends_all_ranks_at_one_update(ranks):
     results = ranks(nan_on_one_rank)
@@ -128,14 +72,14 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_at_one_update(ranks):
 
 def stop_on_one_rank() -> Any:
     model = small_model()
-    trainer = quiet_trainer(model, callbacks=[StopOnOneRank])
+    trainer = quiet_trainer(model, callbacks=[StopsAt("on_train_step_end", 3)])
     trainer.train(regression_data(2000), 2, per_device_batch_size=1)
     return {"reason": trainer.stop_reason, "update": trainer.progress.update, "weights": weights(model)}
 
 
 def test_a_stop_requested_by_one_rank_stops_all_at_one_update(ranks):
     results = ranks(stop_on_one_rank)
-    assert {result["reason"] for result in results} == {"rank asked for an end"}
+    assert {result["reason"] for result in results} == {"enough"}
     assert len({result["update"] for result in results}) == 1
     assert results[0]["update"] < 2 * 2000 // ranks.world_size
     assert all(equal(result["weights"], results[0]["weights"]) for result in results)
@@ -171,7 +115,7 @@ def test_a_limit_of_time_pauses_all_ranks_at_the_same_update(ranks):
 def stop_before_communicating_callbacks() -> Any:
     """The others of the event still run on the rank that asks for a stop: they talk to the other ranks."""
     timing = TimingCallback(show=False)
-    trainer = quiet_trainer(small_model(), callbacks=[StopAtEpochEnd(), ThroughputCallback(), timing])
+    trainer = quiet_trainer(small_model(), callbacks=[StopsAt("on_train_epoch_end"), ThroughputCallback(), timing])
     trainer.train(regression_data(16), num_epochs=3, per_device_batch_size=4)
     return {"reason": trainer.stop_reason, "epoch": trainer.progress.epoch, "run": timing.totals["run"]}
 
@@ -179,7 +123,7 @@ def stop_before_communicating_callbacks() -> Any:
 @two_are_enough
 def test_a_stop_in_an_event_leaves_no_rank_waiting_for_another(ranks):
     results = ranks(stop_before_communicating_callbacks)
-    assert {result["reason"] for result in results} == {"at the end of the epoch"}
+    assert {result["reason"] for result in results} == {"enough"}
     assert {result["epoch"] for result in results} == {1}
     assert len({result["run"] for result in results}) == 1
 
@@ -238,7 +182,7 @@ def test_an_evaluation_that_was_stopped_does_not_stop_the_next(ranks):
 
 
 def nan_while_ending() -> Any:
-    trainer = quiet_trainer(small_model(), callbacks=[StopsAtTheEnd(), NaNAtTheEnd()])
+    trainer = quiet_trainer(small_model(), callbacks=[StopsAt("on_train_epoch_end"), NaNAtTheEnd()])
     raised = None
     try:
         trainer.train(regression_data(12), 1)

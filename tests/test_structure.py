@@ -148,6 +148,16 @@ def test_the_map_names_files_that_exist():
     assert [path for path in missing if not path.startswith(deleted)] == []
 
 
+def test_docstrings_have_sections_rather_than_fields():
+    """As ``help()`` shows them as they are."""
+    field = re.compile(r"^ *:(?:param|type|ivar|cvar|returns?|rtype|raises)\b.*?:", re.MULTILINE)
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, kinds) and (found := field.search(ast.get_docstring(node) or "")):
+                pytest.fail(f"{path.name}: {found[0]} should be in a section, such as Args:, Returns: or Raises:")
+
+
 def test_each_test_file_has_a_docstring_and_no_long_name():
     for path in (ROOT / "tests").rglob("*.py"):
         text = path.read_text()

@@ -22,6 +22,7 @@ from pytorch_accel_lite.callbacks import (
     GradientNormCallback,
     MetricsCallback,
     MetricsFileCallback,
+    ModelEmaCallback,
     ProgressBarCallback,
     ProgressTableCallback,
     SaveBestModelCallback,
@@ -109,6 +110,17 @@ def test_without_a_watched_metric_the_loss_of_the_evaluation_is(capsys):
     assert "Best: epoch 2, clean eval loss" in summary
     train(make_trainer(table()), epochs=2)
     assert "Best" not in "".join(printed(capsys))
+
+
+def test_the_marked_best_is_the_models_beside_a_saved_average(tmp_path, capsys):
+    average = ModelEmaCallback(decay=0.5, save_path=tmp_path / "ema.pt")
+    best = SaveBestModelCallback(tmp_path / "best.pt")
+    train(make_trainer(table(average, best)), 2, eval_dataset=True)
+    said = " ".join(printed(capsys))
+    assert re.search(r"Loading the best model: epoch 2, eval_loss_epoch: ", said)
+    assert re.search(r"Best: epoch 2, eval loss ", said)
+    train(make_trainer(table(average)), 1, eval_dataset=True)
+    assert "Best: epoch 1, ema_model eval loss " in " ".join(printed(capsys))
 
 
 def test_epochs_without_an_evaluation_have_empty_cells(capsys):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 
-from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
+from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import LimitBatchesCallback
 from pytorch_accel_lite.data import NamedDatasets
+from tests.cases import Contrastive, both_ways, schedule, to_own_target, tokens, uneven_batches
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, Recorder, global_batch, rank
 from tests.tasks import (
@@ -47,7 +46,8 @@ class LearnedScale(nn.Module):
 class OfFirstRank(nn.Module):
     """A loss with a gradient for the third centre that only the first rank has; the others may have one for all.
 
-    :param others: whether they have, a dense one
+    Args:
+        others: whether they have, a dense one
     """
 
     def __init__(self, sparse: bool, others: bool) -> None:
@@ -81,23 +81,6 @@ def distances(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (apart - (y[pairs[0]] - y[pairs[1]]).abs().sum(1)).square().mean()
 
 
-class Contrastive(Trainer):
-    """A loss over all samples of a step: each output is to be nearer to its own target than to those of others."""
-
-    def calculate_train_batch_loss(self, batch):
-        x, y = batch
-        z, y = self.gather((self.model(x), y), with_gradients=True)
-        return {"loss": self.loss_func(z, y), "batch_size": len(x)}
-
-
-def to_own_target(z: torch.Tensor, y: torch.Tensor, rows: Any = slice(None)) -> torch.Tensor:
-    return nn.functional.cross_entropy(-((z[rows] - y.T) ** 2), torch.arange(len(z))[rows])
-
-
-def both_ways(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return (to_own_target(z, y) + to_own_target(y, z)) / 2
-
-
 class GathersConstants(Contrastive):
     def calculate_train_batch_loss(self, batch):
         z, y = self.gather((self.model(batch[0]), batch[1]))
@@ -112,101 +95,6 @@ class GathersOutputs(TrainerCallback):
 
     def on_train_step_end(self, trainer, batch_output, **kwargs):
         self.lengths.append(len(trainer.gather(batch_output["model_outputs"])))
-
-
-def uneven_batches() -> Any:
-    """Weights, gradients and losses for ragged data, accumulation 1 to 3; the global batch is 6 samples."""
-    results = {}
-    for accumulation in (1, 2, 3):
-        for size in (37, 30, 4):
-            model = small_model()
-            recorder = Recorder()
-            trainer = quiet_trainer(model, callbacks=[recorder])
-            trainer.train(
-                regression_data(size),
-                3,
-                regression_data(11),
-                per_device_batch_size=global_batch(6),
-                gradient_accumulation_steps=accumulation,
-                train_dataloader_kwargs=IN_ORDER,
-                gradient_clip_norm=1.0,
-            )
-            results[accumulation, size] = {
-                "weights": weights(model),
-                "gradients": recorder.gradients,
-                "history": trainer.run_history.to_dict(),
-                "updates": trainer.progress.update,
-                "samples": trainer.progress.samples,
-            }
-    return results
-
-
-class TokenTrainer(Trainer):
-    """A loss that is a mean over the elements that are not masked, as for tokens."""
-
-    def calculate_train_batch_loss(self, batch):
-        x, y, mask = batch
-        outputs = self.model(x)
-        loss = ((outputs - y) ** 2)[mask].mean()
-        return {"loss": loss, "model_outputs": outputs, "batch_size": len(x), "num_items_in_batch": mask.sum()}
-
-
-def tokens() -> Any:
-    results = {}
-    for accumulation in (1, 3):
-        data = regression_data(40)
-        mask = torch.rand(40, 1, generator=torch.Generator().manual_seed(1)) < 0.6
-        mask[::2] = True
-        model, recorder = small_model(), Recorder()
-        trainer = TokenTrainer(model, None, torch.optim.SGD(model.parameters(), lr=0.05), callbacks=[recorder])
-        trainer.train(
-            TensorDataset(*data.tensors, mask),
-            2,
-            per_device_batch_size=global_batch(6),
-            gradient_accumulation_steps=accumulation,
-            train_dataloader_kwargs=IN_ORDER,
-        )
-        results[accumulation] = {
-            "weights": weights(model),
-            "gradients": recorder.gradients,
-            "history": trainer.run_history.to_dict(),
-        }
-    return results
-
-
-def schedule() -> Any:
-    """Updates and learning rates of runs limited to seven updates, and of whole epochs."""
-    results = {}
-    placeholders = TrainerPlaceholderValues
-    for accumulation in (1, 2, 3):
-        for limit in (7, None):
-            model = small_model()
-            trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-            rates = []
-
-            class Rates(TrainerCallback):
-                def on_optimizer_step_start(self, trainer, rates=rates, **kwargs):
-                    rates.append(trainer.optimizer.param_groups[0]["lr"])
-
-            trainer.callback_handler.add_callback(Rates())
-            total = placeholders.MAX_NUM_TRAIN_STEPS
-            if limit is None:
-                total = placeholders.NUM_EPOCHS * placeholders.NUM_UPDATE_STEPS_PER_EPOCH
-            trainer.train(
-                regression_data(37),
-                2,
-                per_device_batch_size=global_batch(6),
-                max_num_train_steps=limit,
-                gradient_accumulation_steps=accumulation,
-                create_scheduler_fn=partial(OneCycleLR, max_lr=0.1, total_steps=total),
-            )
-            results[accumulation, limit] = {
-                "updates": trainer.progress.update,
-                "rates": rates,
-                "lowest": trainer.scheduler.optimizer.param_groups[0]["min_lr"],
-                "scheduler_steps": trainer.scheduler.last_epoch,
-            }
-    return results
 
 
 def test_training_equals_one_process_with_the_whole_batch(ranks):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import gc
 import io
@@ -55,9 +54,10 @@ from tests.launching import (
     ROOT,
     SOAK,
     TORCHRUN,
-    Fork,
     WarmPython,
+    die_at_file_operation,
     environment,
+    in_forks,
     run_elastic_script,
     some_of,
 )
@@ -69,6 +69,7 @@ from tests.soak import soak
 from tests.tasks import (
     Rows,
     Stream,
+    assert_same,
     changed_manifest,
     equal,
     listener,
@@ -138,20 +139,6 @@ def _drawn_tasks() -> Any:
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["progress"] == expected["progress"]
-    assert found["order"] == expected["order"]
-    assert found["history"] == expected["history"]
-    assert equal(found["weights"], expected["weights"])
-    assert found["scheduler"] == expected["scheduler"]
-    for group, other in zip(found["optimizer"]["param_groups"], expected["optimizer"]["param_groups"], strict=True):
-        assert group == other
-    for index, state in expected["optimizer"]["state"].items():
-        assert all(torch.equal(value, found["optimizer"]["state"][index][name]) for name, value in state.items())
-    assert torch.equal(found["random"][0], expected["random"][0])
-    assert found["random"][1:] == expected["random"][1:]
 
 
 def states(folder: Path) -> list[Path]:
@@ -807,6 +794,22 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
     run(tmp_path)
 
 
+@pytest.mark.parametrize("resume_from", [None, "latest"])
+def test_a_run_that_fails_before_it_begins_frees_the_directory(tmp_path, resume_from):
+    """A notebook keeps the error, and with it the trainer and its callbacks."""
+
+    def fail(optimizer: torch.optim.Optimizer) -> None:
+        raise RuntimeError("no schedule")
+
+    def begin(**kwargs: Any) -> None:
+        train(make_trainer([SaveTrainingStateCallback(tmp_path / "states")]), resume_from=resume_from, **kwargs)
+
+    with pytest.raises(RuntimeError, match="no schedule") as kept:
+        begin(create_scheduler_fn=fail)
+    begin()
+    assert kept.value.__traceback__ is not None
+
+
 @pytest.mark.parametrize("is_other_first", [True, False])
 def test_a_run_whose_directory_is_removed_locks_it_again(tmp_path, is_other_first):
     """Otherwise a second run gets in, and both save in one directory."""
@@ -1281,47 +1284,6 @@ class DiesAtFileOperation(TrainerCallback):
         die_at_file_operation(self.number)
 
 
-FILE_OPERATIONS = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "open")
-
-
-def die_at_file_operation(number: int) -> None:
-    """Let this process be killed by the system right before its n-th operation on files."""
-    count = 0
-
-    def counted(operation: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return operation(*args, **kwargs)
-
-        return call
-
-    for name in FILE_OPERATIONS:
-        setattr(os, name, counted(getattr(os, name)))
-    builtins.open = counted(builtins.open)  # type: ignore[assignment]
-
-
-def in_forks(action: Any, output: Path, processes: int = 1) -> list[int]:
-    """Run something in copies of this process, as the ranks of a job.
-
-    Returns their exit statuses, or minus the signal that killed them.
-    """
-    # The ranks meet here, as they do at torchrun's: a port that is looked for first may be taken by another test.
-    one = partial(torch.distributed.TCPStore, "127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = one() if processes > 1 else None
-
-    def run_as(rank: int) -> None:
-        if store is not None:
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
-            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        action(rank)
-
-    return [fork.wait() for fork in [Fork(partial(run_as, rank), output) for rank in range(processes)]]
-
-
 @pytest.mark.soak
 @pytest.mark.programs
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -1626,7 +1588,7 @@ def test_a_job_can_return_to_a_queue_of_the_users_own(tmp_path, monkeypatch, cap
 def test_without_any_queue_the_error_names_the_extension(tmp_path, monkeypatch):
     for name in [*JOB_QUEUES]:
         monkeypatch.delitem(JOB_QUEUES, name)
-    with pytest.raises(ValueError, match="requeue=True is of the extension 'slurm', which is not there"):
+    with pytest.raises(ValueError, match="requeue=True belongs to the extension 'slurm', which is not installed"):
         SaveTrainingStateCallback(tmp_path, requeue=True)
 
 
@@ -1672,5 +1634,5 @@ def test_states_and_models_lie_in_a_store_of_the_users_own(tmp_path, monkeypatch
 def test_without_any_store_the_error_names_the_extension(monkeypatch):
     for name in [*STORES]:
         monkeypatch.delitem(STORES, name)
-    with pytest.raises(ValueError, match="is of the extension 'remote', which is not there"):
+    with pytest.raises(ValueError, match="belongs to the extension 'remote', which is not installed"):
         SaveTrainingStateCallback("s3://bucket/run")

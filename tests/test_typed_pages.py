@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import ROOT
-from tests.test_docs import blocks
+from tests.pages import blocks
 
 pytest.importorskip("mypy")
 

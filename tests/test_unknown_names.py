@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite.base.unknown_names import HOOKS
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     ModelEmaCallback,
@@ -24,7 +25,6 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
 )
 from pytorch_accel_lite.run.events import EVENTS
-from pytorch_accel_lite.run.unknown_names import HOOKS
 from tests.tasks import make_data, make_model, make_trainer, train
 
 INPUTS, TARGETS = make_data().tensors
@@ -232,9 +232,9 @@ DATA: dict[str, tuple[Any, str]] = {
     "a generator": (((x, y) for x, y in make_data()), "whose __iter__ yields samples."),
     "a file's name": ("train.csv", "='train.csv' is not a dataset: it needs __getitem__"),
     "a plain iterable": ({1, 2}, "must be a torch.utils.data.IterableDataset"),
-    "inputs and targets": ((INPUTS, TARGETS), "is a tuple, of which [0] is not the first sample"),
+    "inputs and targets": ((INPUTS, TARGETS), "is a tuple: its [0] is not the first sample"),
     "arrays": ((INPUTS.numpy(), TARGETS.numpy()), "Pass a dataset of its tensors: TensorDataset(inputs, targets)."),
-    "a table": (pd.DataFrame(INPUTS.numpy()), "is a DataFrame, of which [0] is not the first sample"),
+    "a table": (pd.DataFrame(INPUTS.numpy()), "is a DataFrame: its [0] is not the first sample"),
 }
 
 

@@ -424,7 +424,7 @@ def test_a_setting_that_is_new_holds_and_is_named(tmp_path, capsys):
     train(1, alpha=0.5, name="a")
     trainer = train(2, alpha=0.25, name="a")
     assert (
-        "Unlike in the run that saved the state: alpha is 0.25, and was 0.5. The new values hold."
+        "Different from the run that saved the state: alpha is 0.25, and was 0.5. The new values hold."
         in capsys.readouterr().out
     )
     assert trainer.alpha == 0.25
@@ -454,7 +454,7 @@ def test_a_difference_is_said_once_and_a_moved_folder_never(tmp_path, capsys):
     assert "Kept as in the state: callbacks.Warming.heat=1.0 (not 2.0)" in said
     assert "Changed from here on: callbacks.Warming.factor=0.25 (was 0.5)" in said
     assert said.count("factor") == said.count("heat") == 1
-    assert "Unlike in the run" not in said
+    assert "Different from the run" not in said
     assert (warming.factor, warming.heat, warming.folder) == (0.25, 7.0, Path("b"))
 
 
@@ -468,14 +468,14 @@ def test_constant_random_tensors_are_those_of_the_first_run(tmp_path, capsys):
     first = train(1, 1)
     assert torch.equal(train(2, 2).noise, first.noise)
     assert (
-        "The program has noise unlike the run that saved the state, whose values are restored."
+        "The program has noise unlike the run that saved the state. The saved values are restored."
         in capsys.readouterr().out
     )
 
 
 def test_a_module_that_the_resumed_program_lacks_is_named(tmp_path):
     saved(tmp_path, teacher=small_model(3))
-    with pytest.warns(UserWarning, match="holds what only the program can create, and it has not: teacher"):
+    with pytest.warns(UserWarning, match="holds objects that only the program can create, but has not: teacher"):
         Holder(teacher=None).load_training_state(tmp_path / "state")
 
 

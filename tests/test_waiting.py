@@ -23,9 +23,9 @@ from pytorch_accel_lite.callbacks import (
     SaveBestModelCallback,
     SaveTrainingStateCallback,
 )
+from tests.launching import in_forks
 from tests.ranks import rank, shared_folder
 from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model, weights
-from tests.test_training_states import in_forks
 
 DATA = regression_data(16)
 HOW: dict[str, Any] = {"num_epochs": 2, "per_device_batch_size": 2}

@@ -1,1 +1,1 @@
-"""The words of the library, which import nothing else of it: batches, events, progress, settings, generators, texts."""
+"""What knows nothing of training: devices, modules, generators, checks of arguments, paths, texts."""

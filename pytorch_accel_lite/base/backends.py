@@ -16,7 +16,8 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 def deterministic_kernels(wanted: bool | None) -> Iterator[None]:
     """Set ``torch.use_deterministic_algorithms`` for a block; if true, cuDNN does not choose kernels by their speed.
 
-    :param wanted: ``None`` leaves the user's own settings as they are
+    Args:
+        wanted: ``None`` leaves the user's own settings as they are
     """
     with ExitStack() as undo:
         if wanted is not None:
@@ -28,16 +29,16 @@ def deterministic_kernels(wanted: bool | None) -> Iterator[None]:
             undo.callback(setattr, _CUDNN, "benchmark", _CUDNN.benchmark)
             _CUDNN.benchmark = False
             if _WORKSPACE not in os.environ:
-                os.environ[_WORKSPACE] = ":4096:8"  # without which torch refuses to multiply matrices on a GPU
+                os.environ[_WORKSPACE] = ":4096:8"  # otherwise, torch refuses to multiply matrices on a GPU
                 undo.callback(os.environ.pop, _WORKSPACE, None)
         yield
 
 
 def describe_settings(is_cuda: bool) -> dict[str, object]:
-    """Return the settings on which the last bits of a computation depend now, in JSON types."""
+    """Return the current settings that affect the last bits of a computation, in JSON types."""
     try:
         precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # it has been set per operation, by torch's newer interface
+    except RuntimeError:  # set per operation, by torch's newer interface
         precision = {"tf32": "high", "bf16": "medium"}.get(torch.backends.cuda.matmul.fp32_precision, "highest")
     settings: dict[str, object] = {
         "precision of float32 products": precision,

@@ -15,14 +15,14 @@ from pytorch_accel_lite.base.environment import is_terminal
 
 _FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}"
 _DELAY = 0.5  # seconds before a bar is shown in a notebook, where an output cannot be removed
-_NARROWEST = 10  # columns of a bar, for which numbers beside it make room
+_NARROWEST = 10  # columns of a bar; numbers beside it are left out to make room
 
 
 class TerminalBar(tqdm):  # type: ignore[misc]
-    """A bar that stays within the width of the terminal: as many numbers are beside it as fit, the first ones.
+    """A bar that stays within the width of the terminal, with as many of the first numbers beside it as fit.
 
-    While any is shown, text printed to the terminal appears above it. Omits tqdm's own rate and time, which cover one
-    epoch only, so that ours fit into 80 columns.
+    While a bar is shown, text printed to the terminal appears above it. Omits tqdm's own rate and time, which cover
+    only one epoch, so that ours fit into 80 columns.
     """
 
     _num_shown: ClassVar[int] = 0
@@ -43,7 +43,7 @@ class TerminalBar(tqdm):  # type: ignore[misc]
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        """What is drawn, without the numbers that would be cut off or leave no room for the bar."""
+        """The drawn line, without numbers that would be cut off or leave no room for the bar."""
         shown: dict[str, Any] = super().format_dict
         if shown.get("ncols") and shown.get("postfix"):
             head = _FORMAT.format(percentage=100, bar=" " * _NARROWEST, n_fmt=self.n, total_fmt=self.total)
@@ -67,8 +67,9 @@ class TerminalBar(tqdm):  # type: ignore[misc]
 class _AboveBars:
     """Stand-in for a terminal stream while bars are drawn: writes text above them, in complete lines.
 
-    :param stream: the wrapped stream
-    :param bars: the stream on which the bars are drawn
+    Args:
+        stream: the wrapped stream
+        bars: the stream on which the bars are drawn
     """
 
     def __init__(self, stream: TextIO, bars: TextIO) -> None:
@@ -99,9 +100,9 @@ class _AboveBars:
 
 
 class HeldOutput:
-    """Stand-in for the standard output that keeps what is printed, to print it after something else.
+    """Stand-in for the standard output that holds text back, to print it after something else.
 
-    A flush, as before a program waits for an answer, prints what is kept at once.
+    A flush, as before a program waits for an answer, prints the text at once.
     """
 
     def __init__(self) -> None:
@@ -111,13 +112,13 @@ class HeldOutput:
         sys.stdout = self
 
     def restore(self) -> None:
-        """Let the program print again, where nothing has replaced this stand-in."""
+        """Let the program print again, unless something has replaced this stand-in."""
         self._is_held = False
         if sys.stdout is self:
             sys.stdout = self.stream
 
     def write(self, text: str) -> int:
-        """Keep text, or print it if nothing is kept any longer."""
+        """Hold text back, or print it if that has ended."""
         self._kept.append(text)
         if not self._is_held:
             self.flush()
@@ -134,7 +135,7 @@ class HeldOutput:
 
 
 def _print_above_bars() -> ExitStack:
-    """Print above the bars until the returned stack is closed. Text that goes to a file does not disturb them."""
+    """Print above the bars until the returned stack is closed. Text to a file does not disturb them."""
     redirection = ExitStack()
     bars = sys.stderr
     for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
@@ -146,7 +147,7 @@ def _print_above_bars() -> ExitStack:
 
 
 class NotebookBar(tqdm):  # type: ignore[misc]
-    """A bar in the notebook output of a run, which tqdm decides when to draw."""
+    """A bar in the notebook output of a run. tqdm decides when to draw it."""
 
     disable: bool
 
@@ -181,10 +182,11 @@ class NotebookBar(tqdm):  # type: ignore[misc]
 
 
 class NotebookOutput:
-    """The notebook output that shows a run, created once there is something to show and updated in place from then on.
+    """The notebook output of a run, created once there is something to show, then updated in place.
 
-    :ivar html: content above the bars; ``text`` is its plain-text alternative
-    :ivar bars: the live bars
+    Attributes:
+        html: content above the bars; ``text`` is its plain-text alternative
+        bars: the live bars
     """
 
     _of_trainers: ClassVar[WeakKeyDictionary[object, NotebookOutput]] = WeakKeyDictionary()
@@ -222,5 +224,5 @@ class NotebookOutput:
             self._handle.update(data, raw=True)
 
 
-#: A bar, wherever it is drawn.
+#: A bar in a terminal or a notebook.
 Bar: TypeAlias = TerminalBar | NotebookBar

@@ -1,4 +1,4 @@
-"""Differences between devices: which compute asynchronously, and how to read their numbers without waiting."""
+"""Differences between devices: which ones compute asynchronously, and how to read their numbers without waiting."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def module_of(device: torch.device) -> ModuleType | None:
 
 
 def capacity_of(device: torch.device) -> int | None:
-    """Return the bytes of a device's memory; ``None`` if torch does not know them, as for a CPU."""
+    """Return the size of a device's memory in bytes; ``None`` if torch does not know it, as for a CPU."""
     properties = getattr(module_of(device), "get_device_properties", None)
     return None if properties is None else getattr(properties(device), "total_memory", None)
 
 
 def launched_on_cpus() -> bool:
-    """Whether several processes were launched without a GPU or similar device, which Accelerate must be told."""
+    """Whether several processes were launched without a GPU or similar device. Accelerate must be told."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available()
 
 
 def is_asynchronous(device: torch.device) -> bool:
     """Whether a device computes asynchronously and has events to track its progress.
 
-    Apple's (``mps``) does, too, but torch's copies to host memory do not wait for it reliably.
+    Apple's (``mps``) does, too, but torch's copies to host memory do not wait for it reliably, so it does not count.
     """
     return device.type not in ("cpu", "mps") and hasattr(module_of(device), "Event")
 
@@ -86,7 +86,7 @@ Moment: TypeAlias = Any
 
 
 class DeviceTimer:
-    """Measures phases of computation on a device, by events that are read later, so that nothing waits for it."""
+    """Measures phases of computation on a device, by events that are read later, so that nothing waits."""
 
     #: Number of phases after which the events of finished ones are read.
     MAX_PENDING = 300

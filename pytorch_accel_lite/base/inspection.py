@@ -3,45 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Callable, Iterable, Sized
 from typing import TypeVar
 
 import torch
 
-from pytorch_accel_lite.base.environment import is_in_this_package
-
 T = TypeVar("T")
 
 
-def is_from_this_package(thing: object) -> bool:
-    """Whether a class or a function belongs to this package, rather than to its user."""
-    return is_in_this_package(getattr(thing, "__module__", ""))
-
-
 def is_private(name: str) -> bool:
-    """Whether a name begins with an underscore, and is none of Python's own, such as ``__init__``."""
+    """Whether a name begins with an underscore and is not one of Python's own, such as ``__init__``."""
     return name.startswith("_") and not name.endswith("__")
-
-
-def checked_by(error: BaseException) -> str:
-    """Return the module of this package whose check raised an error, whose message needs no notes; or nothing."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    module = str(frame.f_globals.get("__name__"))
-    is_check = isinstance(error, (ValueError, TypeError, RuntimeError)) and is_in_this_package(module)
-    return module if is_check else ""
-
-
-def is_overridden(instance: object, method: str) -> bool:
-    """Whether the user's own class overrides a method of ours."""
-    return not is_from_this_package(getattr(type(instance), method))
-
-
-def overridden_methods(instance: object) -> frozenset[str]:
-    """Return the names of all methods of ours that the user's own class, or one that it inherits from, overrides."""
-    users = [kind for kind in type(instance).__mro__ if kind is not object and not is_from_this_package(kind)]
-    names = {name for kind in users for name in vars(kind)}
-    return frozenset(name for name in names if is_overridden(instance, name))
 
 
 def find_length(thing: object) -> int | None:
@@ -53,7 +25,7 @@ def find_length(thing: object) -> int | None:
 
 
 def nested_in(root: object, is_kind: Callable[[object], bool]) -> list[object]:
-    """Return an object and those of a kind inside it: its attributes, and the elements of lists and dicts among them.
+    """Return an object and the objects of a kind inside it: in attributes, and in lists and dicts among them.
 
     Lists that begin with an object of another kind are not searched, as they may be long.
     """
@@ -71,7 +43,7 @@ def nested_in(root: object, is_kind: Callable[[object], bool]) -> list[object]:
 
 
 def distinct_elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of the elements that have memory of their own, as torch writes only to these; see ``expand``."""
+    """Return a view of the elements with memory of their own. torch writes only to these; see ``expand``."""
     for dimension, stride in enumerate(tensor.stride() if tensor.layout is torch.strided else ()):
         if stride == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
@@ -97,7 +69,7 @@ _CHUNK = 1 << 22  # elements
 
 
 def sums_by_position(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return a sum over each tensor that depends on where its elements are, too, unlike ``sums_of_bits()``."""
+    """Return a sum over each tensor that also depends on the positions of its elements, unlike ``sums_of_bits()``."""
     sums: list[torch.Tensor] = []
     for tensor in tensors:
         data = tensor.detach()

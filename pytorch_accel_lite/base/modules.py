@@ -17,9 +17,10 @@ _NO_CONTEXT = nullcontext()
 def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> nn.Module:
     """Return the model without its ``DistributedDataParallel`` wrapper.
 
-    Unlike Accelerate's counterpart, it modifies no wrapper, so it can be used in the middle of a run.
+    Unlike Accelerate's function, it modifies no wrapper, so it can be used in the middle of a run.
 
-    :param keep_torch_compile: whether to keep the wrapper of ``torch.compile``
+    Args:
+        keep_torch_compile: whether to keep the wrapper of ``torch.compile``
     """
     while True:
         inner = getattr(model, "_orig_mod", None) if "_orig_mod" in getattr(model, "_modules", ()) else None
@@ -32,7 +33,7 @@ def unwrap(model: nn.Module, keep_torch_compile: bool = True) -> nn.Module:
 
 
 def class_of(model: nn.Module) -> type[nn.Module]:
-    """Return the class of a model in the user's program, from which ``fully_shard`` may have derived another one."""
+    """Return the class of a model in the user's program, even if ``fully_shard`` has derived another from it."""
     kind = type(model)
     is_derived = kind.__mro__[1].__name__ == "FSDPModule"
     return kind.__mro__[2] if is_derived else kind

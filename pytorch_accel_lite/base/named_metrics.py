@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics by name, whose task and number of classes follow from the outputs if nobody says them."""
+"""Metrics of torchmetrics by name. By default, their task and number of classes follow from the outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MODULES = (
     "aggregation", "audio", "classification", "clustering", "detection", "image", "nominal", "regression", "retrieval",
     "segmentation", "text",
 )  # fmt: skip
-#: What people call metrics, besides the names of their classes and the initials of these, such as "mse".
+#: Common names of metrics, besides the names of their classes and their initials, such as "mse".
 _ALIASES = {
     "acc": "accuracy",
     "auc": "auroc",
@@ -32,15 +32,16 @@ _ALIASES = {
     "r2": "r2score",
     "sensitivity": "recall",
 }
-#: The tasks of classification metrics, with the argument that only those of one task need.
+#: Tasks of classification metrics, each with the argument that it alone needs.
 _TASKS = {"multiclass": "num_classes", "multilabel": "num_labels"}
 
 
 class Classification(NamedTuple):
-    """What a classifier does, as far as its outputs and targets show.
+    """The task of a classifier, as far as its outputs and targets show.
 
-    :ivar task: ``"binary"``, ``"multiclass"`` or ``"multilabel"``
-    :ivar size: the number of classes or labels; 2 in a binary task
+    Attributes:
+        task: ``"binary"``, ``"multiclass"`` or ``"multilabel"``
+        size: the number of classes or labels; 2 in a binary task
     """
 
     task: str
@@ -48,9 +49,10 @@ class Classification(NamedTuple):
 
     @classmethod
     def of(cls, predictions: torch.Tensor, targets: torch.Tensor) -> Classification:
-        """Return what outputs and targets show by their shapes; no value is read.
+        """Return the task that the shapes of outputs and targets show. No value is read.
 
-        :raises ValueError: if they are not those of a classifier
+        Raises:
+            ValueError: if the shapes are not those of a classifier
         """
         shape, wanted = predictions.shape, targets.shape
         is_of_classes = predictions.is_floating_point() and not targets.is_floating_point()
@@ -68,18 +70,21 @@ class Classification(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, object]:
-        """The arguments that say it to a metric of torchmetrics."""
+        """The task as arguments of a torchmetrics metric."""
         needed = _TASKS.get(self.task)
         return {"task": self.task} | ({needed: self.size} if needed else {})
 
 
 class NamedMetric:
-    """A metric that is known by its name so far.
+    """A metric given by its name, and not created yet.
 
-    :param name: name of the class, in upper or lower case, with or without underscores; its initials, such as
-        ``"mse"``; or what people call it, such as ``"f1"``, ``"auc"``, ``"iou"`` and ``"top5"``
-    :param arguments: arguments for the metric
-    :raises ValueError: if there is none
+    Args:
+        name: name of the class, in upper or lower case, with or without underscores; its initials, such as ``"mse"``;
+            or a common name, such as ``"f1"``, ``"auc"``, ``"iou"`` and ``"top5"``
+        arguments: arguments for the metric
+
+    Raises:
+        ValueError: if there is no such metric
     """
 
     def __init__(self, name: str, arguments: Mapping[str, object]) -> None:
@@ -105,14 +110,14 @@ class NamedMetric:
         self.needs_task = takes_task and "task" not in self.arguments
 
     def create(self, classification: Classification | None = None) -> Metric:
-        """Create the metric; with what the classifier does, if it needs that."""
+        """Create the metric, with the classifier's task if it needs that."""
         known = {} if classification is None or not self.needs_task else classification.arguments
         metric: Metric = self._kind(**known, **self.arguments)
         return metric
 
     @property
     def higher_is_better(self) -> bool | None:
-        """What the metric declares, as far as it is the same in all tasks."""
+        """The direction that the metric declares, if it is the same in all tasks."""
         kinds = importlib.import_module("torchmetrics.classification")
         kind = getattr(kinds, f"Multiclass{self._kind.__name__}", self._kind)
         declared: bool | None = getattr(kind, "higher_is_better", None)
@@ -133,14 +138,14 @@ def _normalised(name: str) -> str:
 
 
 def _suggestion(word: str, classes: Mapping[str, type[Metric]]) -> str:
-    """Suggest the class that begins with a name, or that is spelt similarly."""
+    """Suggest the class that begins with a name, or is spelt similarly."""
     longer = sorted((key for key in classes if key.startswith(word)), key=len)
     matches = [*longer, *difflib.get_close_matches(word, classes, n=1)]
     return f" Did you mean {classes[matches[0]].__name__!r}?" if matches else ""
 
 
 def _listed() -> str:
-    """Name the metrics that most people want."""
+    """List the most common metrics."""
     classification = importlib.import_module("torchmetrics.classification")
     regression = importlib.import_module("torchmetrics.regression")
     tasks = [name for name in classification.__all__ if f"Multiclass{name}" in classification.__all__]

@@ -1,4 +1,4 @@
-"""Paths and URLs that users pass, checked before anything is computed, and names of files made from names of theirs."""
+"""Users' paths and URLs, checked before anything is computed, and file names made from users' names."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ StrPath = str | os.PathLike[str]
 #: A path, or a binary file that the user has opened, or an ``io.BytesIO``.
 PathOrFile = StrPath | IO[bytes]
 _LONGEST_NAME = 255  # bytes, on all common file systems
-_LONGEST_PART = 150  # of a name that is put together from several
+_LONGEST_PART = 150  # of a name made of several parts
 
 
 def parse_location(path: StrPath, argument: str = "path") -> Path | str:
     """Return a path as a ``Path``, without ``~``, and the URL of a folder in a remote store without a final slash.
 
-    :param argument: name of the argument, for the error
-    :raises TypeError: if it is neither text nor a path
-    :raises ValueError: if it names nothing
+    Args:
+        argument: name of the argument, for the error
+
+    Raises:
+        TypeError: if it is neither text nor a path
+        ValueError: if it names nothing
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
@@ -51,8 +54,11 @@ def _expand(text: str, argument: str) -> Path:
 def local_path(argument: str, path: StrPath, what: str = "what is written there") -> Path:
     """Return a path on a disk, without ``~``.
 
-    :param what: what it is the path of, for the error
-    :raises ValueError: if it is the URL of a remote store, names nothing, or lies below a file
+    Args:
+        what: what is at the path, for the error
+
+    Raises:
+        ValueError: if it is the URL of a remote store, names nothing, or lies below a file
     """
     location = parse_location(path, argument)
     if isinstance(location, str):
@@ -66,7 +72,7 @@ def local_path(argument: str, path: StrPath, what: str = "what is written there"
     for parent in location.parents:
         if os.path.lexists(parent):
             if not parent.is_dir():
-                raise ValueError(f"{argument}={os.fspath(path)!r} lies below {str(parent)!r}, which is no folder.")
+                raise ValueError(f"{argument}={os.fspath(path)!r} lies below {str(parent)!r}, which is not a folder.")
             break
     return location
 
@@ -74,7 +80,8 @@ def local_path(argument: str, path: StrPath, what: str = "what is written there"
 def file_path(argument: str, path: StrPath, what: str = "what is written there") -> Path:
     """Return the path of a file to write.
 
-    :raises ValueError: if it cannot be that of a file on a disk; names the argument
+    Raises:
+        ValueError: if it cannot be a file on a disk; names the argument
     """
     location = local_path(argument, path, what)
     text = os.fspath(path)
@@ -86,19 +93,21 @@ def file_path(argument: str, path: StrPath, what: str = "what is written there")
 def folder_path(argument: str, path: StrPath, what: str = "what is written there") -> Path:
     """Return the path of a folder to write to, which need not exist.
 
-    :raises ValueError: if it cannot be that of a folder on a disk; names the argument
+    Raises:
+        ValueError: if it cannot be a folder on a disk; names the argument
     """
     location = local_path(argument, path, what)
     if os.path.lexists(location) and not location.is_dir():
-        raise ValueError(f"{argument}={os.fspath(path)!r} is no folder. Pass another path, or move what is there.")
+        raise ValueError(f"{argument}={os.fspath(path)!r} is not a folder. Pass another path, or move what is there.")
     return location
 
 
 def check_open_file(argument: str, file: PathOrFile, *, to_write: bool) -> None:
-    """Check what was passed as an open file. Paths pass.
+    """Check that an argument is an open file. Paths pass.
 
-    :raises TypeError: if it is neither a path nor a file, or a file of text; names the argument
-    :raises ValueError: if it is closed, or open for the opposite only
+    Raises:
+        TypeError: if it is neither a path nor a binary file; names the argument
+        ValueError: if it is closed, or open only for the opposite direction
     """
     if isinstance(file, (str, os.PathLike)):
         return
@@ -117,14 +126,14 @@ def name_of(file: PathOrFile) -> str:
     """Return what to call a path or an open file in messages."""
     if isinstance(file, (str, os.PathLike)):
         return os.fspath(file)
-    name = getattr(file, "name", None)  # a number, of a file that was opened by its descriptor
+    name = getattr(file, "name", None)  # a number if the file was opened by its descriptor
     return name if isinstance(name, str) and name else f"<{type(file).__name__}>"
 
 
 def as_file_name(name: str) -> str:
-    """Return the name of a file or folder for a name of the user's, unchanged if possible.
+    """Return the name of a file or folder for a user's name, unchanged if possible.
 
-    What would lead to another folder, such as ``..`` or ``a/b``, is written as in a URL, and long names are cut.
+    Parts that would lead to another folder, such as ``..`` or ``a/b``, are escaped as in a URL. Long names are cut.
     """
     is_plain = name.isprintable() and "/" not in name and name.strip(".") and len(os.fsencode(name)) <= _LONGEST_PART
     if is_plain:

@@ -29,7 +29,8 @@ def mix(*numbers: int, after: int = 0) -> int:
 
     Torch's generators get the upper 63 bits, ``seed >> 1``.
 
-    :param after: the result of ``mix`` for preceding numbers
+    Args:
+        after: the result of ``mix`` for preceding numbers
     """
     state = after
     for number in numbers:
@@ -41,7 +42,7 @@ def mix(*numbers: int, after: int = 0) -> int:
 
 
 def generator_with(seed: int) -> torch.Generator:
-    """Return a new generator of torch with a seed, one of ``mix()``."""
+    """Return a new torch generator with a seed from ``mix()``."""
     return torch.Generator().manual_seed(seed >> 1)
 
 
@@ -51,15 +52,16 @@ def draw_seed(generator: torch.Generator | None = None) -> int:
 
 
 def seed_run(seed: int, alike: bool = False) -> None:
-    """Seed all generators at the start of a run, differently on each process unless ``alike``."""
+    """Seed all generators at the start of a run; differently on each process, unless ``alike``."""
     set_seed(seed, device_specific=not alike)
 
 
 def seed_generators(seed: int, with_torch: bool = True, with_others: bool = True) -> None:
     """Seed the generators of the CPU, which is ten times as fast as capturing and restoring their states.
 
-    :param with_torch: whether to seed torch's
-    :param with_others: whether to seed python's and numpy's
+    Args:
+        with_torch: whether to seed torch's generator
+        with_others: whether to seed Python's and NumPy's
     """
     if with_torch:
         # torch.manual_seed also visits every device, which costs a hundred times as much.
@@ -72,15 +74,15 @@ def seed_generators(seed: int, with_torch: bool = True, with_others: bool = True
 def find_generators(roots: Iterable[object], in_loaders: bool = False) -> list[RandomGenerator]:
     """Return the random generators that objects hold, see ``reachable_from()``; not the global ones.
 
-    As those of transforms of albumentations and MONAI, and of functions that enclose one or use it by a global name.
+    For example those of albumentations' and MONAI's transforms, and of functions that enclose one or use a global one.
     """
-    usual = (random.random, np.random.random_sample)  # methods of the global ones
+    usual = (random.random, np.random.random_sample)  # methods of the global generators
     excluded = {id(torch.default_generator), *(id(getattr(method, "__self__", None)) for method in usual)}
     return [item for item in reachable_from(roots, in_loaders) if is_generator(item) and id(item) not in excluded]
 
 
 def seed_found(generators: Iterable[RandomGenerator], seed: int) -> None:
-    """Seed generators of ``find_generators()``, each differently."""
+    """Seed generators from ``find_generators()``, each differently."""
     for number, generator in enumerate(generators):
         own = mix(number, after=seed)
         if isinstance(generator, torch.Generator):
@@ -93,7 +95,7 @@ def seed_found(generators: Iterable[RandomGenerator], seed: int) -> None:
 
 @contextmanager
 def preserving_found(generators: Iterable[RandomGenerator]) -> Iterator[None]:
-    """Restore the states of generators of ``find_generators()`` after a block."""
+    """Restore the states of generators from ``find_generators()`` after a block."""
     states = [(generator, state_of(generator)) for generator in generators]
     try:
         yield
@@ -110,7 +112,7 @@ def state_of(generator: RandomGenerator) -> object:
 
 
 def restore_state(generator: RandomGenerator, state: Any) -> None:
-    """Restore what ``state_of()`` has returned."""
+    """Restore a state from ``state_of()``."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):

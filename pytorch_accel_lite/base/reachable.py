@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain, islice
-from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias, TypeGuard, TypeVar, get_args
 from zlib import crc32
@@ -17,45 +15,45 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from pytorch_accel_lite.base.environment import LIBRARIES, is_in_this_package, is_of_library
+from pytorch_accel_lite.base.origins import is_in_this_package, is_installed, users_classes
 
 T = TypeVar("T")
 
 #: A random generator, of a kind that objects may hold.
 RandomGenerator: TypeAlias = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
 _GENERATORS = get_args(RandomGenerator)
-#: What holds nothing to look for.
+#: Types that are never searched.
 _DATA = (str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic)
 _MOST_REACHED = 10_000  # objects
 _MOST_PARTS = 1000  # of a list or dict
-_OWN_FILES = str(Path(__file__).parents[1]) + os.sep
 
-#: What ``marks_of()`` returns: numbers and types, which refer to no data.
+#: The result of ``marks_of()``: numbers and types, without references to data.
 Marks: TypeAlias = list[object]
 
 #: A list, tuple, set, dict or array of objects.
 _Elements: TypeAlias = Any
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
-#: What is not searched for more.
+#: Types that are compared, but not searched.
 _LEAVES = (ModuleType, type, torch.Tensor, np.ndarray, np.generic, DataLoader)
 _SHORT = 1000  # elements; parts_held searches lists and dicts of up to as many
 _MOST_OBJECTS = 10_000
 _MOST_PLAIN = 1 << 17  # elements of a list of numbers or names that are all compared
-_MOST_OTHERS = 1 << 13  # those of other lists and of dicts
-_PART = 16  # if there are more, at most a 16th of as many is compared
+_MOST_OTHERS = 1 << 13  # elements of other lists and of dicts
+_PART = 16  # of a longer list, at most a 16th as many are compared
 _MOST_BYTES = 1 << 24  # of an array
-_PIECES, _PIECE = 1 << 10, 1 << 12  # of a larger one, and bytes of each
+_PIECES, _PIECE = 1 << 10, 1 << 12  # of a larger array, and bytes of each
 
 
 def reachable_from(roots: Iterable[object], in_loaders: bool = False) -> list[object]:
-    """Return objects and what they hold at any depth: attributes, parts of short lists and dicts, what functions use.
+    """Return objects and their contents at any depth: attributes, short lists and dicts, what functions use.
 
-    Functions hold what they enclose, are bound to, or have as defaults; those of the user also what they use by a
-    global name, and methods count with their object. Lists that begin with data, and long lists and dicts, are not
-    searched: these are samples. Nor is what belongs to this package other than datasets.
+    Functions hold the objects that they enclose, are bound to, or have as defaults; user functions also the globals
+    that they use, and methods their object. Lists that begin with data, and long lists and dicts, are not searched:
+    they hold samples. Nor are objects of this package, except datasets.
 
-    :param in_loaders: whether to search what a ``DataLoader`` holds
+    Args:
+        in_loaders: whether to search what a ``DataLoader`` holds
     """
     excluded = (*_DATA, ModuleType, type) if in_loaders else (*_DATA, ModuleType, type, DataLoader)
     reached: dict[int, object] = {}
@@ -70,7 +68,7 @@ def reachable_from(roots: Iterable[object], in_loaders: bool = False) -> list[ob
 
 
 def is_a(item: object, *kinds: type[T]) -> TypeGuard[T]:
-    """Whether an object is of one of some classes, without asking a proxy for that of what it stands for."""
+    """Like ``isinstance``, but a proxy counts as itself."""
     return issubclass(type(item), kinds)
 
 
@@ -80,7 +78,7 @@ def is_generator(item: object) -> TypeGuard[RandomGenerator]:
 
 
 def parts_held(item: object) -> list[object]:
-    """Return what an object holds itself, see ``reachable_from()``."""
+    """Return the objects that an object holds directly, see ``reachable_from()``."""
     if is_a(item, list, tuple):
         is_data = not item or len(item) > _MOST_PARTS or is_a(item[0], *_DATA, list, tuple, dict)
         return [] if is_data else [*item]
@@ -92,14 +90,14 @@ def parts_held(item: object) -> list[object]:
         return [item.__self__, item.__func__]
     if not is_a(item, Dataset) and any(is_in_this_package(kind.__module__) for kind in type(item).__mro__):
         return []
-    if type(item).__module__.startswith("datasets."):  # whose order follows from its seed and set_epoch
+    if type(item).__module__.startswith("datasets."):  # its order follows from its seed and set_epoch
         return [value for value in attributes_of(item).values() if not is_generator(value)]
     called = [item.func, item.args, item.keywords] if is_a(item, partial) else []
     return [*called, *attributes_of(item).values(), *_of_its_class(item)]
 
 
 def attributes_of(item: object) -> dict[str, object]:
-    """Return the attributes of an object by name, also those that its class declares as slots."""
+    """Return the attributes of an object by name, including slots."""
     slots = [name for kind in type(item).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
     found = {**{name: getattr(item, name) for name in slots if hasattr(item, name)}, **getattr(item, "__dict__", {})}
     return {name: value for name, value in found.items() if name != "_iterator"}  # of a DataLoader, with its workers
@@ -111,20 +109,20 @@ def _names(slots: str | Iterable[str]) -> list[str]:
 
 
 def _of_its_class(item: object) -> Iterator[object]:
-    """Yield generators that are class attributes, and what else the user has defined in the class: also its methods."""
+    """Yield generators in class attributes, and everything that the user has defined in the class, methods included."""
+    users = users_classes(item)
     for kind in type(item).__mro__:
-        is_the_users = not is_of_library(kind.__module__)
         for value in vars(kind).values():
             if is_generator(value):
                 yield value
-            elif is_the_users:
+            elif kind in users:
                 function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
                 if is_a(function, FunctionType) or type(function).__module__ != "builtins":
                     yield function
 
 
 def _used_by(function: FunctionType) -> Iterator[object]:
-    """Yield what a function encloses, has as defaults and, if it is the user's, uses by a global name."""
+    """Yield the objects that a function encloses or has as defaults; for user functions, also the globals in use."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
@@ -139,29 +137,19 @@ def _used_by(function: FunctionType) -> Iterator[object]:
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a function and of those that it defines."""
+    """Yield the code of a function and of the functions that it defines."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from codes_in(constant)
 
 
-def is_installed(code: CodeType) -> bool:
-    """Whether code belongs to Python, to an installed package or to this one, rather than to the user's program."""
-    return _is_installed(code.co_filename)
-
-
-@lru_cache(maxsize=4096)
-def _is_installed(path: str) -> bool:
-    return os.path.realpath(path).startswith((*LIBRARIES, _OWN_FILES)) or path.startswith("<frozen")
-
-
 def marks_of(roots: Iterable[object]) -> Marks:
-    """Return what differs if objects, or what they hold, are no longer the same; reads nothing from a device.
+    """Return marks that differ if objects, or their contents, have changed; reads nothing from a device.
 
-    Compared are the attributes of objects at any depth, and what functions use: numbers, names, the shapes, versions
-    and addresses of tensors, the contents of arrays, and elements of lists and dicts. Of a very long list or a large
-    array that is changed in place, a part is compared.
+    Marks cover the attributes of objects at any depth, and the objects that functions use: numbers, names, the shapes,
+    versions and addresses of tensors, the contents of arrays, and elements of lists and dicts. Very long lists and
+    large arrays are compared only in part.
     """
     marks: Marks = []
     seen: dict[int, object] = {}
@@ -179,7 +167,7 @@ def marks_of(roots: Iterable[object]) -> Marks:
 
 
 def _own_marks(item: object) -> Iterator[object]:
-    """Yield marks of an object, other than those of what ``parts_held`` returns."""
+    """Yield marks of an object itself, without those of its ``parts_held``."""
     if is_a(item, torch.Tensor):
         yield _mark_of_tensor(item)
     elif is_a(item, np.ndarray, np.generic):
@@ -208,8 +196,8 @@ def _mark_of_tensor(tensor: torch.Tensor) -> object:
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested:
         return tensor.dtype, shape, _version_of(tensor)
     if tensor.is_shared():  # type: ignore[no-untyped-call]
-        return tensor.dtype, shape, tensor.data_ptr()  # workers see what is changed in place
-    few = tensor.detach().reshape(-1)[:: max(tensor.numel() // _PIECES, 1)]  # changed by its array, perhaps
+        return tensor.dtype, shape, tensor.data_ptr()  # workers see changes in place
+    few = tensor.detach().reshape(-1)[:: max(tensor.numel() // _PIECES, 1)]  # it may be changed through a NumPy array
     return (
         tensor.dtype,
         shape,
@@ -220,7 +208,7 @@ def _mark_of_tensor(tensor: torch.Tensor) -> object:
 
 
 def _version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor has been changed in place, which only tensors made in inference mode do not count."""
+    """Return how often a tensor has been changed in place. Tensors made in inference mode do not count that."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -229,7 +217,7 @@ def _mark_of_array(array: npt.NDArray[Any], compares_address: bool = True) -> ob
     if array.dtype == object:
         return array.shape, address, _mark_of_elements(array.reshape(-1))
     if not array.flags.writeable or isinstance(array, np.memmap) or isinstance(array.base, np.memmap):
-        return array.dtype.str, array.shape, address  # of a file, which workers read themselves
+        return array.dtype.str, array.shape, address  # in a file, which workers read themselves
     if array.nbytes <= _MOST_BYTES:
         return array.dtype.str, array.shape, address, crc32(np.ascontiguousarray(array).view(np.uint8).data)
     rows = array.reshape(-1) if array.flags.c_contiguous else array
@@ -241,7 +229,7 @@ def _mark_of_array(array: npt.NDArray[Any], compares_address: bool = True) -> ob
 
 
 def _mark_of_elements(elements: _Elements) -> int:
-    """Return a hash of the elements of a list, dict, set or array of objects; of some, if there are very many."""
+    """Return a hash of the elements of a list, dict, set or array of objects; only of some, if there are very many."""
     length = len(elements)
     if isinstance(elements, (set, frozenset)):
         return hash((length, frozenset(elements) if length <= _MOST_PLAIN else None))

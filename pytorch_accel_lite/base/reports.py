@@ -1,4 +1,4 @@
-"""What the tools return: numbers that show themselves as a table with advice."""
+"""Results of the tools: numbers, shown as a table with advice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pytorch_accel_lite.base.text import align, wrapped
 class Report:
     """The result of a tool, which consoles and notebooks show as a sentence, a table and a list of advice.
 
-    :cvar is_text: whether values are texts, which begin at the same column, rather than numbers
+    Attributes:
+        is_text: whether values are texts, aligned to the left, rather than numbers
     """
 
     is_text: ClassVar[bool] = False

@@ -77,7 +77,8 @@ _short = _Short()
 def short(value: object, name: str = "") -> str:
     """Represent a value in one short line, abbreviating long values and hiding secrets.
 
-    :param name: name of the argument or setting, which shows whether it is a secret
+    Args:
+        name: name of the argument or setting, which shows whether it is a secret
     """
     return _short.named(name, value, _short.maxlevel)
 
@@ -108,8 +109,9 @@ def constructor_call(
 ) -> str:
     """Represent an object as a call of its constructor with these arguments.
 
-    :param is_current: whether to show an attribute with the name and type of an argument in its place, as it may have
-        changed since
+    Args:
+        is_current: whether to show an attribute with the name and type of an argument in its place, as it may have
+            changed since
     """
     signature = inspect.signature(type(instance).__init__)
     kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
@@ -137,6 +139,7 @@ def table(
 ) -> str:
     """Return an HTML table; without columns, its rows are names and values.
 
-    :param bold: rows and columns of the cells to be shown in bold
+    Args:
+        bold: rows and columns of the cells to be shown in bold
     """
     return render("table.html", title=title, rows=list(rows), columns=columns, notes=notes, bold=set(bold))

@@ -26,11 +26,12 @@ def to_number(value: object) -> Any:
 
 
 def visible(text: object, keeps: str = "") -> str:
-    """Return a name or a text of the user's to be shown in a line: what is not printable is written as ``repr`` does.
+    """Return a user's text for display in a line, with unprintable characters escaped as by ``repr``.
 
-    Line breaks would break a table, codes of terminals would move the cursor, and lone surrogates fit into no file.
+    Line breaks would break a table, terminal codes would move the cursor, and lone surrogates fit into no file.
 
-    :param keeps: characters that stay as they are
+    Args:
+        keeps: characters that stay unchanged
     """
     text = str(text)
     if text.isprintable():
@@ -39,7 +40,7 @@ def visible(text: object, keeps: str = "") -> str:
 
 
 def as_cell(value: object) -> object:
-    """Return a value for a CSV file, where spreadsheets compute texts that begin as formulas do: those get a quote."""
+    """Return a value for a CSV file. Texts that spreadsheets would compute as formulas get a quote."""
     if not isinstance(value, str):
         return value
     text = visible(value)
@@ -47,7 +48,7 @@ def as_cell(value: object) -> object:
 
 
 def from_cell(text: T) -> T | str:
-    """Return the text that ``as_cell()`` has written."""
+    """Return the original text of a cell from ``as_cell()``."""
     return text[1:] if isinstance(text, str) and text.startswith("'") and _FORMULA.match(text) else text
 
 
@@ -69,7 +70,8 @@ def format_metric(value: object) -> str:
 def format_value(value: object, scientific: bool = False) -> str:
     """Return a number with four decimals, or three significant digits if small or large; empty if not a number.
 
-    :param scientific: always use scientific notation
+    Args:
+        scientific: always use scientific notation
     """
     value = to_number(value)
     if not isinstance(value, (int, float)):
@@ -89,7 +91,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """Return a number of bytes as text, in the largest binary unit of which there is one."""
+    """Return a number of bytes as text, in the largest binary unit that fits."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
@@ -100,7 +102,8 @@ def format_bytes(size: float) -> str:
 def wrapped(text: str, indent: str = "") -> str:
     """Wrap a text to the width of the terminal, or leave it in one line if the output is not a terminal.
 
-    :param indent: prefix of all lines after the first
+    Args:
+        indent: prefix of all lines after the first
     """
     if not is_terminal(sys.stdout):
         return text
@@ -109,7 +112,7 @@ def wrapped(text: str, indent: str = "") -> str:
 
 
 def add_note(error: BaseException, *lines: str) -> None:
-    """Add a note to an error, each line of it wrapped at 80 columns."""
+    """Add a note to an error, with each line wrapped at 80 columns."""
     shown = []
     for line in lines:
         indent = " " * (len(line) - len(line.lstrip()) + 2) if len(lines) > 1 else ""
@@ -138,7 +141,7 @@ def listed(names: Iterable[object], most: int = 5) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], num_left: int = 0) -> list[str]:
-    """Return rows of cells as lines with aligned columns: the first ones to the left, the others to the right."""
+    """Return rows of cells as lines with aligned columns: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

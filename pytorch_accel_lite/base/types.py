@@ -1,4 +1,4 @@
-"""Names for types that are no classes: states, and what differs from program to program."""
+"""Type aliases: states, and data that differ from program to program."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import nn
 
-#: What ``state_dict()`` returns: values of all kinds by name, which only the object that they came from understands.
+#: The result of ``state_dict()``: any values by name. Only the object that returned them understands them.
 StateDict: TypeAlias = dict[str, Any]
-#: Nested dicts, lists and tuples with tensors and other values in them, such as a batch or the outputs of a model.
+#: Nested dicts, lists and tuples of tensors and other values, such as a batch or the outputs of a model.
 Tree: TypeAlias = Any
 #: The keys and indices that lead to a value in nested data.
 Keys: TypeAlias = tuple[Any, ...]
-#: An object in JSON. What it holds is checked where it is read.
+#: An object in JSON. Its contents are checked where they are read.
 JsonObject: TypeAlias = dict[str, Any]
-#: Modules of a model: all that it repeats, a share of them, some by name (with ``*``) or class, or by a function.
+#: A choice of modules: all repeated ones, a share of them, some by name (with ``*``) or class, or by a function.
 ChosenModules: TypeAlias = (
     bool | float | str | type[nn.Module] | Iterable[str | type[nn.Module]] | Callable[[str, nn.Module], bool]
 )
 
 
 class HasStateDict(Protocol):
-    """What keeps its state in training states."""
+    """An object with a state in training states."""
 
     def state_dict(self) -> StateDict: ...  # noqa: D102
     def load_state_dict(self, state_dict: StateDict, /) -> object: ...  # noqa: D102

@@ -40,7 +40,8 @@ def check_positive_number(name: str, value: object) -> float:
 def check_range(name: str, value: object, most: float = math.inf, above: float | None = None) -> float:
     """Return ``value`` as a float if it is finite and within limits, otherwise raise an error naming the argument.
 
-    :param above: a limit that the number must exceed; by default it must be at least 0
+    Args:
+        above: a limit that the number must exceed; by default it must be at least 0
     """
     number = float(check_number(name, value))
     large_enough = number >= 0 if above is None else number > above

@@ -42,7 +42,7 @@ from pytorch_accel_lite.callbacks.worst_samples import WorstSamplesCallback
 from pytorch_accel_lite.callbacks.wsd import WSDCheckpointCallback
 from pytorch_accel_lite.checkpoint.predictions import iterate_predictions, read_predictions
 from pytorch_accel_lite.extension_names import missing
-from pytorch_accel_lite.extensions import slurm as slurm
+from pytorch_accel_lite.extensions import slurm as slurm  # adds to JOB_QUEUES
 from pytorch_accel_lite.extensions.energy import EnergyCallback
 from pytorch_accel_lite.extensions.mixture_schedule import MixtureScheduleCallback
 from pytorch_accel_lite.extensions.reports import PlotMetricsCallback, RunLogCallback
@@ -118,7 +118,8 @@ __all__ = [
 def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallback], ...]:
     """Return the callbacks that a trainer uses by default.
 
-    :param progress_bar: include ``ProgressBarCallback``
+    Args:
+        progress_bar: include ``ProgressBarCallback``
     """
     is_shown = check_bool("progress_bar", progress_bar)
     bar: tuple[type[TrainerCallback], ...] = (ProgressBarCallback,) if is_shown else ()
@@ -141,7 +142,7 @@ class _Callbacks(tuple[type[TrainerCallback], ...]):
 
 DEFAULT_CALLBACKS = get_default_callbacks()
 
-if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
 
     def __getattr__(name: str) -> object:
         raise missing(name, "callbacks")

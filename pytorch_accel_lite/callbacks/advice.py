@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from pytorch_accel_lite.base.environment import is_terminal
-from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.origins import is_overridden
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.base.validation import check_range
 from pytorch_accel_lite.callbacks.metrics import default_transform
@@ -25,7 +25,7 @@ from pytorch_accel_lite.loop.speedups import faster_data
 from pytorch_accel_lite.run.events import TrainerCallback, set_listening
 from pytorch_accel_lite.run.state import TrainerLike
 
-_FIRST_STEPS = 16  # whose losses are compared with those of the whole epoch
+_FIRST_STEPS = 16  # their losses are compared with the losses of the whole epoch
 _LEAST_UPDATES = 48
 _STEP_EVENTS = ("on_train_step_end", "on_optimizer_step_start", "on_optimizer_step_end")
 
@@ -40,8 +40,8 @@ class AdviceCallback(TrainerCallback):
     - at least half of the updates were clipped by norm;
     - more than one update in twenty was skipped, by the gradient scaler (fp16) or by other callbacks;
     - the training loss has not fallen in an epoch of at least 48 updates: it points to
-      ``Trainer.check()``, which looks for mistakes in the program. That of a
-      network that is trained already, and is tuned further, need not fall;
+      ``Trainer.check()``, which looks for mistakes in the program. The loss of an
+      already trained network need not fall when it is tuned further;
     - an overridden ``train_step`` has never updated one of the optimizers;
     - the learning rate was 0 throughout the epoch, so no weight has changed;
     - the schedule has already lowered the learning rate to less than a hundredth of its peak with more epochs to come,
@@ -50,7 +50,8 @@ class AdviceCallback(TrainerCallback):
     Only the first epoch of a run is measured. For a closer look at speed before a run, see
     ``Trainer.diagnose()``.
 
-    :param min_seconds: shortest time of waiting in seconds that is worth reporting
+    Args:
+        min_seconds: shortest waiting time in seconds to report
     """
 
     def __init__(self, min_seconds: float = 1.0) -> None:
@@ -77,7 +78,7 @@ class AdviceCallback(TrainerCallback):
         set_listening(trainer, self, measures_updates, "on_optimizer_step_start")
         set_listening(trainer, self, trainer.accelerator.scaler is not None, "on_optimizer_step_end")
         self._first_losses: list[torch.Tensor] = []
-        self._by_chance: list[float | torch.Tensor] = []  # the same of a model that has learned nothing
+        self._by_chance: list[float | torch.Tensor] = []  # the losses of a model that has learned nothing
         begins = not self._has_trained_before and not trainer.progress.update
         set_listening(trainer, self, begins and _is_supervised(trainer), "on_train_step_end")
 
@@ -139,7 +140,7 @@ class AdviceCallback(TrainerCallback):
                 f"{others:.1f}, and every step waits for all of them. Look at the disk, the network and the cores of "
                 "its machine."
             )
-        count = max(self._norms.count, 1)  # several in an update, where train_step updates several optimizers
+        count = max(self._norms.count, 1)  # several in an update, if train_step updates several optimizers
         clipped = float(self._norms.clipped or 0.0) / count
         if clipped >= 0.5:
             yield (
@@ -188,13 +189,13 @@ class AdviceCallback(TrainerCallback):
 
 
 def _is_supervised(trainer: TrainerLike) -> bool:
-    """Whether the loss is one that should fall, unlike those of a GAN or of reinforcement learning."""
+    """Whether the loss should fall, unlike in a GAN or in reinforcement learning."""
     methods = ("calculate_train_batch_loss", "train_step")
     return trainer.loss_func is not None and not any(is_overridden(trainer, method) for method in methods)
 
 
 def _loss_by_chance(loss_func: object, batch: BatchData, batch_output: BatchOutput) -> list[float | torch.Tensor]:
-    """Return the loss that a batch has if the model tells nothing of its targets; nothing if that is unknown."""
+    """Return the loss of a batch if the model knew nothing of its targets; nothing if unknown."""
     try:
         outputs, targets = default_transform(batch, batch_output)
     except ValueError:

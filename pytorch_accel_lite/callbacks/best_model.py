@@ -7,51 +7,52 @@ import os
 import re
 from pathlib import Path
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import file_path
 from pytorch_accel_lite.base.text import visible
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
-from pytorch_accel_lite.checkpoint.capturing import refuse_deepspeed
+from pytorch_accel_lite.checkpoint.capturing import refuse_engines, refuse_fsdp1
 from pytorch_accel_lite.checkpoint.files import load_plain, read_checkpoint
 from pytorch_accel_lite.checkpoint.weights import check_has_trainable
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
-from pytorch_accel_lite.run.unknown_names import suggest_arguments
 
 
 @suggest_arguments
 class SaveBestModelCallback(MetricWatcher):
     """Save the model whenever a metric improves, and load the best one at the end of the run.
 
-    Metrics of evaluations within an epoch (``intermediate_eval_loss``, or with ``evaluate_every``) are looked at when
-    they are made, others at the end of the epoch.
+    Metrics of evaluations within an epoch (``intermediate_eval_loss``, or with ``evaluate_every``) are compared after
+    the evaluation, others at the end of the epoch.
 
     The best model is also loaded when a run is stopped or interrupted. It is not loaded, and a message names its file
     instead, if the run fails, if the file is missing (a resumed run also warns of this), or if the file holds a better
     model of an attempt that was killed before the run resumed. Non-finite weights are never saved; they end the run
     with ``NonFiniteLossError``.
 
-    :param save_path: the checkpoint file, usually ending in ``.pt``; see ``Trainer.save_checkpoint()``
-    :param watch_metric: name of the metric in the run history; its value is saved in the file under the same name. A
-        training loss is a mean over an epoch in which the weights change; those at its end are saved. To choose by the
-        loss of the saved weights, pass the training data as an ``eval_dataset``, too.
-    :param greater_is_better: whether larger values are better; ``None`` uses what the metric declares, see
-        ``MetricsCallback``. If it declares nothing, smaller values are better, with
-        a warning unless it is a loss. A value that contradicts the metric raises an error.
-    :param reset_on_train: compare only with values of the current training run
-    :param save_optimizer: include the optimizer's state
-    :param save_scheduler: include the scheduler's state
-    :param load_saved_checkpoint: load the best model at the end of the run
-    :param keep: number of best models to keep. If more than one, each is also saved with its epoch in the name, such as
-        ``best_model-epoch0003.pt`` next to ``best_model.pt``, which is always the best; or, in a run that evaluates
-        within epochs, with its update, such as ``best_model-update000000500.pt``. A second run with ``reset_on_train``
-        removes the files of the previous one, also if that was in another program; without it, the better of two models
-        of the same name is kept.
-    :param trainable_only: leave out frozen parameters of the model, such as those of a pretrained one with adapters,
-        which must stay frozen during the run; see ``Trainer.save_model()``
+    Args:
+        save_path: the checkpoint file, usually ending in ``.pt``; see ``Trainer.save_checkpoint()``
+        watch_metric: name of the metric in the run history; its value is saved in the file under the same name. A
+            training loss is a mean over an epoch in which the weights change; the weights at its end are saved. To
+            choose by the loss of the saved weights, pass the training data as an ``eval_dataset``, too.
+        greater_is_better: whether larger values are better; ``None`` uses what the metric declares, see
+            ``MetricsCallback``. If it declares nothing, smaller values are better, with a warning unless it is a loss.
+            A value that contradicts the metric raises an error.
+        reset_on_train: compare only with values of the current training run
+        save_optimizer: include the optimizer's state
+        save_scheduler: include the scheduler's state
+        load_saved_checkpoint: load the best model at the end of the run
+        keep: number of best models to keep. If more than one, each is also saved with its epoch in the name, such as
+            ``best_model-epoch0003.pt`` next to ``best_model.pt``, which is always the best; or, in a run that evaluates
+            within epochs, with its update, such as ``best_model-update000000500.pt``. A second run with
+            ``reset_on_train`` removes the files of the previous run, even from another program; without it, the better
+            of two models of the same name is kept.
+        trainable_only: leave out frozen parameters of the model, such as those of a pretrained one with adapters, which
+            must stay frozen during the run; see ``Trainer.save_model()``
     """
 
     _failed = False
@@ -92,9 +93,10 @@ class SaveBestModelCallback(MetricWatcher):
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._failed = False
+        refuse_fsdp1(trainer.accelerator, "SaveBestModelCallback")
         if self.save_optimizer or self.load_saved_checkpoint:
             instead = "Pass save_optimizer=False and load_saved_checkpoint=False."
-            refuse_deepspeed(trainer.accelerator, "SaveBestModelCallback as it is", instead)
+            refuse_engines(trainer.accelerator, "SaveBestModelCallback as it is", instead)
         metrics = trainer.run.request.metrics.directions
         if str(self.save_path) in metrics and trainer.ranks.rank == 0:
             warn_outside(
@@ -113,7 +115,7 @@ class SaveBestModelCallback(MetricWatcher):
         self._is_of_earlier_run = self.best_metric is not None
 
     def on_stop_training_error(self, trainer: TrainerLike, **kwargs: object) -> None:
-        """Look at the value for which the run may have been stopped, before the end of the epoch."""
+        """Handle the value for which the run may have been stopped before the end of the epoch."""
         if trainer.train_dataloader is not None and (self._is_due or trainer.run.epoch_phase):
             self._handle_new(trainer, mid_epoch=True)
 
@@ -141,8 +143,8 @@ class SaveBestModelCallback(MetricWatcher):
         )
 
     def _keep(self, trainer: TrainerLike, metric: float, epoch: int, label: str) -> None:
-        """Save the model under its label if it is among the best, and remove those that no longer are."""
-        if self._watched.is_better(metric, self._kept.get(label)):  # a second run has epochs of the same numbers
+        """Save the model under its label if it is among the best, and remove models that no longer are."""
+        if self._watched.is_better(metric, self._kept.get(label)):  # a second run has the same epoch numbers
             self._kept = self._watched.best_of(self._kept | {label: metric}, self.keep)
             if label in self._kept:
                 path = Path(self.save_path)
@@ -172,7 +174,7 @@ class SaveBestModelCallback(MetricWatcher):
             trainer.load_checkpoint(self.save_path)
 
     def _is_in_file(self) -> bool:
-        """Whether the file is there and holds the best model, rather than that of an attempt that was killed."""
+        """Whether the file exists and holds the best model, rather than the model of a killed attempt."""
         if not os.path.exists(self.save_path):
             return False
         try:
@@ -182,7 +184,7 @@ class SaveBestModelCallback(MetricWatcher):
             return True
 
     def _describe_best(self, trainer: TrainerLike | None = None) -> str:
-        """Describe the best value, with its epoch as the lines of the run count them; the history goes on counting."""
+        """Describe the best value, with its epoch counted within the run; the history counts over several runs."""
         value = f"{visible(self.watch_metric)}: {self.best_metric:.6g} ({self._watched.direction})"
         assert self.best_metric_epoch is not None
         earlier = 0 if trainer is None else trainer.run_history.current_epoch - 1 - trainer.progress.epochs_completed
@@ -201,10 +203,10 @@ class SaveBestModelCallback(MetricWatcher):
         paths = [best, *find_kept_models(best).values()]
         values = {path: float(read_checkpoint(path)[self.watch_metric]) for path in paths}
         ranking = sorted(paths, key=lambda path: (abs(values[path] - values[best]), path != best, path.name))
-        return [best, *ranking[2:]]  # without the copy of the best one that has a label
+        return [best, *ranking[2:]]  # without the labelled copy of the best one
 
     def state_dict(self) -> StateDict:
-        """Return the best value and its epoch, and those of all kept models."""
+        """Return the best value and its epoch, and the values of all kept models."""
         kept_models = [[metric, label] for label, metric in self._kept.items()]
         return {
             **super().state_dict(),
@@ -214,7 +216,7 @@ class SaveBestModelCallback(MetricWatcher):
         }
 
     def _load_progress(self, state: StateDict) -> None:
-        """Load the best model's epoch and the kept models; warn if the file of the best one is missing."""
+        """Load the best model's epoch and the kept models; warn if the file of the best model is missing."""
         self.best_metric_epoch = state["best_metric_epoch"]
         self._is_of_earlier_run = state.get("is_of_earlier_run", False)
         self._kept = {  # older states have the numbers of epochs
@@ -229,7 +231,7 @@ class SaveBestModelCallback(MetricWatcher):
 
 
 def find_kept_models(save_path: str | os.PathLike[str]) -> dict[str, Path]:
-    """Return the files of the best models next to that of the best one, by epoch or update, such as ``epoch0003``."""
+    """Return the files of kept models next to the best one's, by epoch or update, such as ``epoch0003``."""
     path = Path(save_path)
     name = re.compile(rf"{re.escape(path.stem)}-(epoch\d{{4,}}|update\d{{9,}}){re.escape(path.suffix)}")
     return {match[1]: file for file in path.parent.glob("*") if (match := name.fullmatch(file.name))}

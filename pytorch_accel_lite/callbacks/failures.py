@@ -15,7 +15,7 @@ _PHASES = {"training", "evaluation", "prediction"}
 
 
 class SkippedBatch(Failure):
-    """A batch that has failed, and where that was."""
+    """A batch that has failed, and where."""
 
     phase: Phase
     epoch: int
@@ -30,19 +30,22 @@ class SkipFailedBatchesCallback(TrainerCallback):
     window; if none remain, no update is made. Gradients, buffers and generators are as if the batch had never been
     tried. On several processes, gradients are averaged after the backward pass instead of during it.
 
-    In an evaluation or a prediction, each process leaves out its own batches. Losses and metrics are those of the other
-    samples; the outputs of ``predict`` lack the rows of these samples. At the end, a line says which samples were left
+    In an evaluation or a prediction, each process leaves out its own batches. Losses and metrics cover the other
+    samples; the outputs of ``predict`` lack the rows of failed samples. At the end, a line says which samples were left
     out, and why; it is an error if no batch is left.
 
     Batches of a stream or of your own loader must be readable.
 
-    :param max_failures: number of batches that may fail in a run; the next failure ends the run with its error
-    :param phases: where batches are skipped, any of ``"training"``, ``"evaluation"`` and ``"prediction"``. Tests
-        evaluate and predict.
-    :ivar failures: a dict for each failed batch of the run, or of ``evaluate`` or ``predict`` outside one, with
-        ``phase``, ``epoch``, ``step``, ``rank``, the ``indices`` of its samples in the dataset (``None`` if unknown)
-        and the ``error``; in an evaluation of several datasets also ``dataset``. Evaluations and predictions add theirs
-        when they end.
+    Args:
+        max_failures: number of batches that may fail in a run; the next failure ends the run with its error
+        phases: where batches are skipped: any of ``"training"``, ``"evaluation"`` and ``"prediction"``. Tests evaluate
+            and predict.
+
+    Attributes:
+        failures: a dict for each failed batch of the run, or of ``evaluate`` or ``predict`` outside one, with
+            ``phase``, ``epoch``, ``step``, ``rank``, the ``indices`` of its samples in the dataset (``None`` if
+            unknown) and the ``error``; in an evaluation of several datasets also ``dataset``. Evaluations and
+            predictions add failures when they end.
     """
 
     def __init__(self, max_failures: int = 10, *, phases: Collection[str] = ("training",)) -> None:
@@ -53,7 +56,7 @@ class SkipFailedBatchesCallback(TrainerCallback):
             )
         self.phases = tuple(phases)
         self.failures: list[SkippedBatch] = []
-        self._left_out = 0  # batches of this process in the evaluation or prediction that is in progress
+        self._left_out = 0  # batches of this process in the current evaluation or prediction
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         request.skips_failed_batches |= "training" in self.phases

@@ -19,11 +19,14 @@ class GradientSpikeCallback(TrainerCallback):
     total gradient norm (before any clipping by norm) over the updates that were not skipped. In an overridden
     ``train_step``, each optimizer has its own. Reads one number from the device per update.
 
-    :param factor: a norm larger than ``factor`` times the usual norm is a spike
-    :param warm_up_updates: number of updates at the start of a run of which only non-finite ones are skipped
-    :param decay: decay of the average per update, between 0 and 1
-    :param max_skips_in_a_row: number of consecutive spikes after which training counts as diverged and is stopped
-    :ivar skipped: numbers of the skipped updates, counted from 1
+    Args:
+        factor: a norm larger than ``factor`` times the usual norm is a spike
+        warm_up_updates: number of updates at the start of a run during which only non-finite ones are skipped
+        decay: decay of the average per update, between 0 and 1
+        max_skips_in_a_row: number of consecutive spikes after which training counts as diverged and is stopped
+
+    Attributes:
+        skipped: numbers of the skipped updates, counted from 1
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Reporting where every process is when a run makes no progress."""
+"""Reporting where every process is if a run makes no progress."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytorch_accel_lite.run.state import TrainerLike
 
 
 class HangWatchCallback(TrainerCallback):
-    """Print where every process is when a run makes no progress for some time, and optionally end the job.
+    """Print where every process is if a run makes no progress for some time, and optionally end the job.
 
     Progress is a training or evaluation step, or the end of an epoch; choose a time longer than the slowest of them,
     including the callbacks within it and the saving of states. A thread in each process watches, and exchanges
@@ -26,20 +26,21 @@ class HangWatchCallback(TrainerCallback):
     and continues with the stack of each. A process that cannot answer is named, too. If native code keeps Python from
     running, the process prints its stacks itself.
 
-    A step only counts; it reads no clock.
+    A step only increments a counter; it reads no clock.
 
-    :param seconds: how long a run may make no progress
-    :param end: after the report, end every process with exit code 75, so that a launcher restarts the job from its last
-        training state. The time limit of all process groups is then lowered to a little more than twice ``seconds``,
-        in case a process cannot end itself. Both apply only after the first update of a run, which may take longer, for
-        example to compile the model; before it, a hang is only reported.
+    Args:
+        seconds: how long a run may make no progress
+        end: after the report, end every process with exit code 75, so that a launcher restarts the job from its last
+            training state. The time limit of all process groups is then lowered to a little more than twice
+            ``seconds``, in case a process cannot end itself. Both apply only after the first update of a run, which may
+            take longer, for example to compile the model; before it, a hang is only reported.
     """
 
     def __init__(self, seconds: float = 300, end: bool = False) -> None:
         self.seconds = check_range("seconds", seconds, above=0)
         self.end = end
         self._watch: HangWatch | None = None
-        self.steps = 0  # and ends of epochs, for the watching thread
+        self.steps = 0  # steps and ends of epochs, for the watching thread
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._stop()

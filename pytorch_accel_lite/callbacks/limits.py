@@ -21,7 +21,8 @@ class LimitBatchesCallback(TrainerCallback):
     ``PT_ACC_LIMIT_BATCHES`` adds this callback to every trainer; see also
     ``pytorch_accel_lite.utils.LimitBatches``.
 
-    :param num_batches: number of batches that each process reads
+    Args:
+        num_batches: number of batches that each process reads
     """
 
     def __init__(self, num_batches: int) -> None:
@@ -47,8 +48,9 @@ def limit_from_environment() -> list[TrainerCallback]:
 class LimitEvalStepsCallback(TrainerCallback):
     """Limit the number of batches in evaluations. If several limits apply, the smallest wins.
 
-    :param num_eval_steps: number of batches that each process reads
-    :param limit_intermediate_only: limit only evaluations within a training epoch
+    Args:
+        num_eval_steps: number of batches that each process reads
+        limit_intermediate_only: limit only evaluations within a training epoch
     """
 
     def __init__(self, num_eval_steps: int, limit_intermediate_only: bool = True) -> None:
@@ -59,7 +61,7 @@ class LimitEvalStepsCallback(TrainerCallback):
     def _applies(self, is_intermediate: bool) -> bool:
         return is_intermediate or not self.limit_intermediate_only
 
-    # Positional too, because subclasses written for pytorch-accelerated pass it that way.
+    # Also positional, as subclasses written for pytorch-accelerated pass it that way.
     def on_eval_epoch_start(self, trainer: TrainerLike, is_intermediate: bool = False, **kwargs: object) -> None:
         loader = trainer.run.data.required_eval_loader
         if self._applies(is_intermediate):
@@ -69,7 +71,7 @@ class LimitEvalStepsCallback(TrainerCallback):
     def on_eval_epoch_end(self, trainer: TrainerLike, is_intermediate: bool = False, **kwargs: object) -> None:
         loader = trainer.run.data.required_eval_loader
         previous = self._limit_before
-        if self._applies(is_intermediate):  # the first of several such callbacks has noted the largest limit, or none
+        if self._applies(is_intermediate):  # the first such callback has noted the largest limit, or none
             loader.limit = None if previous is None or loader.limit is None else max(previous, loader.limit)
 
 

@@ -15,11 +15,11 @@ from pytorch_accel_lite.run.watched_metric import WatchedMetric
 class MetricWatcher(TrainerCallback):
     """Calls ``_handle_value()`` for each new value of a metric.
 
-    Values of evaluations within an epoch are handled after the update at which they were made, others at the end of the
+    Values of evaluations within an epoch are handled right after the update of the evaluation, others at the end of the
     epoch.
     """
 
-    _is_due = False  # whether there was an evaluation within the epoch whose values have not been handled
+    _is_due = False  # whether values of an evaluation within the epoch are still to be handled
 
     def __init__(self, watch_metric: str, greater_is_better: bool | None, reset_on_train: bool) -> None:
         self.watch_metric = watch_metric
@@ -54,11 +54,11 @@ class MetricWatcher(TrainerCallback):
         if self._is_due:
             self._handle_new(trainer, mid_epoch=True)
 
-    # A state may be saved before this event, so that in a resumed run, the value is due at the start of a step.
+    # A state may be saved before this event. In a resumed run, the value is then due at the start of a step.
     on_train_step_checkpoint = on_train_step_start
 
     def on_eval_epoch_end(self, trainer: TrainerLike, *, is_intermediate: bool = False, **kwargs: object) -> None:
-        # The values of evaluate() within a run are not its own.
+        # The values of evaluate() within a run are not the run's own.
         self._is_due |= trainer.run.kind == "training"
 
     def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -71,7 +71,7 @@ class MetricWatcher(TrainerCallback):
             self._handle_value(trainer, metric)
 
     def state_dict(self) -> StateDict:
-        """Return the metric, its best value, and whether a value is yet to be handled."""
+        """Return the metric, its best value, and whether a value is still to be handled."""
         return {**self._watched.state_dict(), "best_metric": self.best_metric, "is_due": self._is_due}
 
     def load_state_dict(self, state: StateDict) -> None:

@@ -1,4 +1,4 @@
-"""Recording metrics over evaluations and epochs: those of torchmetrics, and numbers that steps return."""
+"""Recording torchmetrics metrics over evaluations and epochs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 from accelerate.utils import recursively_apply
 
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
+from pytorch_accel_lite.base.origins import is_overridden, warn_outside
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.base.types import StateDict, Tree
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
 
-_UPDATES = "number of updates"  # in the state of a metric, which does not count them itself
+_UPDATES = "number of updates"  # key in the state of a metric, which lacks this number
 
 
 #: Takes the arguments of metrics from a batch and its output.
@@ -43,21 +42,21 @@ class MetricsCallback(TrainerCallback):
     Callbacks that watch a metric learn from its ``higher_is_better`` which values are better. Metrics that validate
     their inputs may read from the device in every step; create them with ``validate_args=False``.
 
-    :param metrics: a ``Metric``, a ``MetricCollection``, or a dict of metrics by name; or the name of a metric of
-        torchmetrics, such as ``"accuracy"``, ``"f1"``, ``"top5"`` or ``"mse"``, also a list of names, or names in the
-        dict
-    :param transform: called as ``transform(batch, batch_output)``; returns the arguments for the metric's ``update``:
-        predictions and targets. Defaults to the model's output (or its ``logits``) and the batch's second element (or
-        its ``labels``).
-    :param train: also compute the metrics over each training epoch, recorded with the prefix ``train_``
-    :param only: names of the values to record; by default all, which may be many for metrics that compute several, such
-        as ``MeanAveragePrecision``
-    :param num_classes: number of classes of metrics by name, which are then multiclass metrics
-    :param num_labels: number of labels of metrics by name, which are then multilabel metrics
-    :param task: task of classification metrics by name. Without it, ``num_classes`` and ``num_labels``, the shapes of
-        the first outputs and targets show what the classifier does.
-    :param arguments: further arguments of metrics by name, such as ``average="macro"``. Their defaults are those of
-        ``torchmetrics.Accuracy(task=...)`` and the like.
+    Args:
+        metrics: a ``Metric``, a ``MetricCollection``, or a dict of metrics by name; or the name of a torchmetrics
+            metric, such as ``"accuracy"``, ``"f1"``, ``"top5"`` or ``"mse"``, a list of names, or names in the dict
+        transform: called as ``transform(batch, batch_output)``; returns the arguments for the metric's ``update``:
+            predictions and targets. Defaults to the model's output (or its ``logits``) and the batch's second element
+            (or its ``labels``).
+        train: also compute the metrics over each training epoch, recorded with the prefix ``train_``
+        only: names of the values to record; by default all, which may be many for metrics that compute several, such as
+            ``MeanAveragePrecision``
+        num_classes: number of classes of metrics by name, which are then multiclass metrics
+        num_labels: number of labels of metrics by name, which are then multilabel metrics
+        task: task of classification metrics by name. Without it, ``num_classes`` and ``num_labels``, the shapes of the
+            first outputs and targets show what the classifier does.
+        arguments: further arguments of metrics by name, such as ``average="macro"``, with the defaults of
+            ``torchmetrics.Accuracy(task=...)`` and the like
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class MetricsCallback(TrainerCallback):
         for name, value in {"num_classes": num_classes, "num_labels": num_labels, "task": task}.items():
             arguments |= {} if value is None else {name: value}
         named = _named(metrics, arguments)
-        #: Those that are created once the first outputs show what the classifier does.
+        #: Metrics to create once the first outputs show the classifier's task.
         self._pending: dict[str, NamedMetric] = {}
         self._classification: Classification | None = None
         if isinstance(named, dict):
@@ -105,7 +104,7 @@ class MetricsCallback(TrainerCallback):
         self.only = None if only is None else list(only)
         self._ranks: Ranks | None = None
         self._trainer: TrainerLike | None = None
-        #: The copies of each collection that are updated, by the number of a share; itself without shares.
+        #: The updated copies of each collection, by the number of a share; the collection itself without shares.
         self._copies: dict[int, dict[int, MetricCollection]] = {}
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
@@ -125,7 +124,7 @@ class MetricsCallback(TrainerCallback):
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._ranks = trainer.data_ranks
-        if self.train_metrics is not None:  # creates copies for shares, into which a state is loaded
+        if self.train_metrics is not None:  # creates copies for shares, to load a state into
             self._reset(trainer, self.train_metrics)
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -135,7 +134,7 @@ class MetricsCallback(TrainerCallback):
     def on_backward_end(
         self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
     ) -> None:
-        """Add a share: before the update, of which it is a part if a process is lost."""
+        """Add a share before the update, so that both are repeated together if a process is lost."""
         if self.train_metrics is None or not trainer.division.is_fixed:
             return
         output: BatchOutput = recursively_apply(torch.Tensor.detach, batch_output)
@@ -167,7 +166,7 @@ class MetricsCallback(TrainerCallback):
         self._update(self._copies_of(self.metrics)[trainer.division.current], batch, batch_output)
 
     def try_on(self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput) -> None:
-        """Update copies of the metrics, as before training, to find mistakes; an overridden update is not tried."""
+        """Update copies of the metrics before training, to find mistakes; an overridden update is not tried."""
         if is_overridden(self, "_update") or is_overridden(self, "on_eval_step_end"):
             return
         copies = self.metrics.clone().to(trainer.device)
@@ -198,7 +197,7 @@ class MetricsCallback(TrainerCallback):
         self._pending = {}
 
     def _agree(self, trainer: TrainerLike) -> None:
-        """Check that all processes have seen the same kind of outputs; those without samples take over what it is."""
+        """Check that all processes have seen the same kind of outputs; processes without samples take it over."""
         by_rank = trainer.data_ranks.all_gather_object(self._classification)
         found = {classification for classification in by_rank if classification is not None}
         if len(found) > 1:
@@ -213,7 +212,7 @@ class MetricsCallback(TrainerCallback):
         self._copies[id(metrics)] = {} if trainer.division.is_fixed else {0: metrics}
 
     def _copies_of(self, metrics: MetricCollection) -> dict[int, MetricCollection]:
-        """Return the copies of the shares of this process, which may have been others before."""
+        """Return the copies for the shares of this process, which may have changed."""
         copies = self._copies.setdefault(id(metrics), {0: metrics})
         if self._trainer is None or not self._trainer.division.is_fixed:
             return copies
@@ -228,13 +227,13 @@ class MetricsCallback(TrainerCallback):
         return copies[number]
 
     def states_of_shares(self) -> list[StateDict]:
-        """Return the training metrics of the shares of this process, which others keep, too."""
+        """Return the training metrics of the shares of this process, for other processes to keep, too."""
         if self.train_metrics is None or self._trainer is None or not self._trainer.division.is_fixed:
             return []
         return [_state_of(copy) for copy in self._copies_of(self.train_metrics).values()]
 
     def load_states_of_shares(self, states: Sequence[StateDict], first: int) -> None:
-        """Load the training metrics of other shares, of which the first has this number."""
+        """Load the training metrics of other shares; the first has this number."""
         for number, state in enumerate(states, first):
             assert self.train_metrics is not None
             _load_state(self._copy_of(self.train_metrics, number), state)
@@ -250,7 +249,9 @@ class MetricsCallback(TrainerCallback):
                     metric.update(*arguments)
                 except Exception as error:
                     values = " and ".join(map(short, arguments))
-                    add_note(error, f"In the metric {name!r}, a {type(metric).__name__}, updated with {values}.")
+                    classes = getattr(metric, "num_classes", None)
+                    kind = type(metric).__name__ + (f"(num_classes={classes})" if isinstance(classes, int) else "")
+                    add_note(error, f"In the metric {name!r}, a {kind}, updated with {values}.")
                     raise
 
     def _record(self, trainer: TrainerLike, metrics: MetricCollection, prefix: str) -> None:
@@ -342,21 +343,22 @@ def _load_state(metrics: MetricCollection, states: StateDict) -> None:
         saved = dict(states[name])
         parts = _metrics_in(by_name[name])
         counts = saved.pop(_UPDATES, 1)  # without updates, a state would not be merged
-        counts = counts if isinstance(counts, list) else [counts] * len(parts)  # one before 0.2
+        counts = counts if isinstance(counts, list) else [counts] * len(parts)  # a single number before 0.2
         device = by_name[name].device
         for part, count in zip(parts, counts, strict=True):
             part.persistent(True)
             part._update_count = count
         by_name[name].load_state_dict(saved)
-        by_name[name].to(device)  # torchmetrics keeps the tensors of a state where they are
+        by_name[name].to(device)  # torchmetrics does not move the tensors of a state
 
 
 def _merge_over_ranks(metrics: MetricCollection, shares: Callable[[], list[MetricCollection]], ranks: Ranks) -> None:
-    """Merge the states of all shares of all processes, in order, into the metrics of each.
+    """Merge the states of all shares of all processes, in order, into the metrics of each process.
 
     Unlike torchmetrics' own synchronisation, this works if a process has no samples and states are lists.
 
-    :param shares: returns those of this process
+    Args:
+        shares: returns the shares of this process
     """
     if ranks.world_size == 1 and shares()[0] is metrics:
         return
@@ -377,14 +379,14 @@ def _merge_over_ranks(metrics: MetricCollection, shares: Callable[[], list[Metri
                 merged: Tree = [item.to(part.device) for value in values for item in value]
             elif len(values) > 1:
                 stacked = torch.stack(values).to(part.device)
-                merged = stacked if reduction is None else reduction(stacked)  # without one, compute() gets all of them
+                merged = stacked if reduction is None else reduction(stacked)  # without one, compute() gets all
             else:
                 merged = values[0].to(part.device) if values else part._defaults[name]
             setattr(part, name, merged)
 
 
 def _metrics_in(module: torch.nn.Module) -> list[Metric]:
-    """Return a metric, or those of a collection, and the metrics that they wrap."""
+    """Return a metric, or the metrics of a collection, and the metrics that they wrap."""
     from torchmetrics import Metric
 
     return [part for part in module.modules() if isinstance(part, Metric)]
@@ -397,9 +399,10 @@ def _never() -> bool:
 def default_transform(batch: BatchData, batch_output: Mapping[str, Tree]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the predictions and targets of a batch: the default ``transform`` of ``MetricsCallback``.
 
-    :raises ValueError: if they cannot be determined
+    Raises:
+        ValueError: if they cannot be determined
     """
-    outputs = batch_output.get("model_outputs", batch_output)  # a method of the model may return logits themselves
+    outputs = batch_output.get("model_outputs", batch_output)  # an overridden method may return logits directly
     predictions = outputs if isinstance(outputs, torch.Tensor) else _find(outputs, ("logits", "predictions"))
     if isinstance(batch, Mapping):
         targets = _find(batch, TARGET_KEYS)

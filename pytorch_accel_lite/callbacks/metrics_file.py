@@ -26,19 +26,22 @@ Row = dict[str, MetricValue]
 class MetricsFileCallback(StepLogger):
     """Write the metrics of the run history to a file, one row per epoch, as JSON lines (``.jsonl``) or CSV (``.csv``).
 
-    Each epoch appends its row in a single write, so a run that is killed leaves whole rows; a resumed run replaces the
-    file atomically, so that it has each row once. A metric recorded several times in an epoch, such as by evaluations
-    within it, shows its last value; a ``TrackerCallback`` logs all of them. Non-finite numbers are written as the
-    strings ``NaN``, ``Infinity`` and ``-Infinity``; values that are not numbers are written as strings. In CSV, names
-    and texts that a spreadsheet would take for formulas begin with a quote.
+    Each epoch appends its row in a single write, so a killed run leaves whole rows; a resumed run replaces the file
+    atomically, so that it has each row once. A metric recorded several times in an epoch, such as by evaluations within
+    it, shows its last value; a ``TrackerCallback`` logs all of them. Non-finite numbers are written as the strings
+    ``NaN``, ``Infinity`` and ``-Infinity``; values that are not numbers are written as strings. In CSV, names and texts
+    that a spreadsheet would take for formulas begin with a quote.
 
-    :param path: the file to write; missing directories are created. A run that is not resumed replaces the file.
-    :param every_n_updates: also write a row every n updates to a second file, ``metrics_updates.jsonl`` next to
-        ``metrics.jsonl``, with ``update``, ``epoch``, the mean ``loss`` since the previous row and the
-        ``step_metrics`` of other callbacks
-    :param every: instead, write these rows at an ``Interval``, such as ``"10_000 samples"``
-    :raises ValueError: for any other suffix; at the start of a run, if another callback writes to one of the files
-    :raises OSError: at the start of a run, if the file cannot be written
+    Args:
+        path: the file to write; missing directories are created. A run that is not resumed replaces the file.
+        every_n_updates: also write a row every n updates to a second file, ``metrics_updates.jsonl`` next to
+            ``metrics.jsonl``, with ``update``, ``epoch``, the mean ``loss`` since the previous row and the
+            ``step_metrics`` of other callbacks
+        every: instead, write these rows at an ``Interval``, such as ``"10_000 samples"``
+
+    Raises:
+        ValueError: for any other suffix; at the start of a run, if another callback writes to one of the files
+        OSError: at the start of a run, if the file cannot be written
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class MetricsFileCallback(StepLogger):
             self._updates.replace(rows)
 
     def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:
-        if int(self._updates.last_row.get("update", 0)) != update:  # a run that was killed may have written it already
+        if int(self._updates.last_row.get("update", 0)) != update:  # a killed run may have already written it
             self._updates.append([{"update": update, "epoch": epoch, **values}])
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -109,7 +112,8 @@ class MetricsFileCallback(StepLogger):
 class _RowFile:
     """A file of rows, as JSON lines or CSV by its suffix.
 
-    :ivar last_row: the row that was written last
+    Attributes:
+        last_row: the row written last
     """
 
     def __init__(self, path: Path) -> None:
@@ -118,7 +122,7 @@ class _RowFile:
         self.last_row: Row = {}
 
     def replace(self, rows: list[Row]) -> None:
-        """Replace the file atomically with one that has these rows."""
+        """Replace the file atomically with one of these rows."""
         self._columns = list(dict.fromkeys(name for row in rows for name in row))
         write_text(self._path, self._as_text(rows, header=bool(rows)))
         self.last_row = rows[-1] if rows else {}
@@ -135,7 +139,7 @@ class _RowFile:
         self.last_row = rows[-1]
 
     def read(self) -> list[Row]:
-        """Read the complete rows of the file, whose last row may be partial."""
+        """Read the complete rows of the file. Its last row may be partial."""
         if not self._path.is_file():
             return []
         text = self._path.read_text(encoding="utf-8", errors="replace")
@@ -157,12 +161,12 @@ class _RowFile:
 
 
 def _is_same(row: Row, other: Row) -> bool:
-    """Whether two rows hold the same objects, of which some may not be comparable."""
+    """Whether two rows hold the same objects. Some may not be comparable."""
     return row.keys() == other.keys() and all(value is other[name] for name, value in row.items() if name != "epoch")
 
 
 def plain(value: object) -> str | bool | float | None:
-    """Return a value in a form that JSON and CSV files can hold."""
+    """Return a value in a form for JSON and CSV files."""
     value = None if value is None else as_number_or_text(value)
     if not isinstance(value, float) or math.isfinite(value):
         return value
@@ -170,7 +174,7 @@ def plain(value: object) -> str | bool | float | None:
 
 
 def as_json(value: object) -> Tree:
-    """Return a nested value as JSON can hold it: numbers and lists in place of tensors, and texts for all else."""
+    """Return a nested value in a form for JSON: numbers and lists in place of tensors, and texts for all else."""
     if isinstance(value, Mapping):
         return {str(key): as_json(item) for key, item in value.items()}
     value = value.tolist() if hasattr(value, "tolist") else value
@@ -178,7 +182,7 @@ def as_json(value: object) -> Tree:
 
 
 def as_number_or_text(value: MetricValue) -> str | bool | float:
-    """Return a number, also one in a tensor, as one of Python's, and anything else as text."""
+    """Return a number, even in a tensor, as a Python number, and anything else as text."""
     if isinstance(value, (str, bool, int)):
         return value
     try:

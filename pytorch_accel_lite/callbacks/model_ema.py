@@ -11,11 +11,12 @@ from typing import Literal
 
 from torch.nn.parameter import is_lazy
 
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.modules import are_sharded
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import file_path
 from pytorch_accel_lite.base.quantised import quantised_entries
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_range
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
@@ -26,33 +27,37 @@ from pytorch_accel_lite.run.events import CallbackHandler, TrainerCallback, set_
 from pytorch_accel_lite.run.expected_metrics import ExpectedMetrics
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
-from pytorch_accel_lite.run.unknown_names import suggest_arguments
 
 
 @suggest_arguments
 class ModelEmaCallback(MetricWatcher):
     """Keep an exponential moving average (EMA) of the model's weights, evaluate it, and save the best.
 
-    Place this callback before callbacks that use its metrics. The trained weights are never replaced by the averaged
-    ones, which are in ``callback.ema.module`` and in the saved file.
+    Place this callback before callbacks that use its metrics. The averaged weights never replace the trained ones: they
+    are in ``callback.ema.module`` and in the saved file.
 
-    :param decay: fraction of the average retained at each update, from 0 to 1
-    :param evaluate_during_training: evaluate the averaged model whenever the model is evaluated at the end of an
-        epoch, and save it if it is the best so far; if ``False``, save it after every epoch
-    :param save_path: portable checkpoint file for the averaged model; ``None`` does not save it. The best average of
-        one run is replaced only by a better one of the next, as long as the callback is the same.
-    :param watch_metric: name, including the prefix, of the metric that determines the best average; defaults to the
-        evaluation loss, ``ema_model_eval_loss_epoch``
-    :param greater_is_better: whether larger values are better; ``None`` uses what the metric declares, see
-        ``SaveBestModelCallback``
-    :param model_ema: the averaging class, called as ``model_ema(model, decay=decay)``
-    :param callbacks: callbacks, such as metrics, that take part in evaluating the averaged model; no others do
-    :param update_every: ``"update"``, or ``"epoch"`` to average once per epoch
-    :param warmup: start with a smaller decay, see ``ModelEma``
-    :param prefix: prefix of the averaged model's metric names; must be unique if there are several averages
-    :ivar ema: the ``ModelEma`` of the current or last run, also available as ``ema_model``
-    :raises ValueError: at the start of a run, if two averages share a prefix, or the weights are sharded by an engine
-        that does not show them (FSDP1, DeepSpeed)
+    Args:
+        decay: fraction of the average retained at each update, from 0 to 1
+        evaluate_during_training: evaluate the averaged model whenever the model is evaluated at the end of an epoch,
+            and save it if it is the best so far; if ``False``, save it after every epoch
+        save_path: portable checkpoint file for the averaged model; ``None`` does not save it. If the same callback is
+            used in several runs, only a better average replaces the best one.
+        watch_metric: name, including the prefix, of the metric that determines the best average; defaults to the
+            evaluation loss, ``ema_model_eval_loss_epoch``
+        greater_is_better: whether larger values are better; ``None`` uses what the metric declares, see
+            ``SaveBestModelCallback``
+        model_ema: the averaging class, called as ``model_ema(model, decay=decay)``
+        callbacks: the only callbacks, such as metrics, that take part in evaluating the averaged model
+        update_every: ``"update"``, or ``"epoch"`` to average once per epoch
+        warmup: start with a smaller decay, see ``ModelEma``
+        prefix: prefix of the averaged model's metric names; must be unique if there are several averages
+
+    Attributes:
+        ema: the ``ModelEma`` of the current or last run, also available as ``ema_model``
+
+    Raises:
+        ValueError: at the start of a run, if two averages share a prefix, or the weights are sharded by an engine that
+            does not show them (FSDP1, DeepSpeed)
     """
 
     def __init__(
@@ -118,7 +123,7 @@ class ModelEmaCallback(MetricWatcher):
         follows = self.evaluate_during_training and trainer.run.evaluates_within_epochs
         set_listening(trainer, self, follows, "on_train_step_start", "on_train_step_checkpoint")
         self._average.to(trainer.device)
-        # Rank 0's weights have been broadcast to all ranks by now. A resumed run restores the average later, if its
+        # By now, rank 0's weights have been broadcast to all ranks. A resumed run restores the average later, if its
         # state has one.
         self._average.set(trainer.get_model(keep_torch_compile=False))
 
@@ -160,7 +165,7 @@ class ModelEmaCallback(MetricWatcher):
 
     def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self.update_every == "update" and not trainer.update_was_skipped:
-            assert self.ema is not None  # as a property would cost a call in each step
+            assert self.ema is not None  # not the property, which would cost a call in each step
             self.ema.update(trainer.get_model(keep_torch_compile=False))
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -204,7 +209,7 @@ class ModelEmaCallback(MetricWatcher):
         left_out = leave_out_frozen(module, weights, only_quantised=True)
         checkpoint = {"model_state_dict": weights, "epoch": trainer.progress.epoch, **metrics}
         checkpoint |= {FROZEN: left_out} if left_out else {}
-        writes = partial(getattr, trainer.accelerator, "is_local_main_process")  # which may change meanwhile
+        writes = partial(getattr, trainer.accelerator, "is_local_main_process")  # read late, as it may change
         trainer.ranks.run_together(lambda: write_checkpoint(checkpoint, path) if writes() else None)
 
     def state_dict(self) -> StateDict:
@@ -217,7 +222,7 @@ class ModelEmaCallback(MetricWatcher):
         return {**super().state_dict(), "module": weights, "num_updates": self.ema.num_updates}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the state returned by ``state_dict()``; outside a run it is kept until there is an average."""
+        """Load the state returned by ``state_dict()``. Outside a run, it is kept until there is an average."""
         self._loaded = state
         if self.ema is not None and state:
             super().load_state_dict(state)

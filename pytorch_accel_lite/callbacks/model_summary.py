@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 class ModelSummaryCallback(TrainerCallback):
     """Print a summary of the model with the first batch of a run that is not resumed (extra ``summary``).
 
-    One more forward pass, in evaluation mode, tells the shapes; it changes nothing. See ``Trainer.summary()``.
+    One more forward pass, in evaluation mode, gives the shapes, and changes nothing. See ``Trainer.summary()``.
 
-    :param depth: number of levels of nested modules to list
+    Args:
+        depth: number of levels of nested modules to list
     """
 
     def __init__(self, depth: int = 3) -> None:

@@ -11,34 +11,39 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.base.modules import evaluation_mode
+from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
 from pytorch_accel_lite.optimizers.moving_averages import ShardedEma
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
-from pytorch_accel_lite.run.unknown_names import suggest_arguments
 
-#: A momentum that depends on the number of updates made so far, and on that of the whole run.
+#: A momentum as a function of the number of updates so far, and in the whole run.
 Schedule = Callable[[int, int], float]
 
 
 @suggest_arguments
 class MomentumTeacherCallback(ModelEmaCallback):
-    """Keep a momentum teacher or target network: a copy of the model that follows it and is called in training steps.
+    """Keep a momentum teacher or target network: a copy that follows the model and is called in training steps.
 
     It starts each run as a copy of the model. After each update, or every n updates,
     ``teacher = momentum * teacher + (1 - momentum) * model``, buffers included. Call it like the model:
     ``targets = teacher(inputs)``. It computes no gradients and is in evaluation mode.
 
-    Training states include the teacher. It can be a teacher of any model whose weights
+    Training states include the teacher. It works for any model that
     ``ModelEmaCallback`` can average, including sharded models.
 
-    :param momentum: fraction of the teacher retained at each update, from 0 to 1, or a function that is called with
-        the number of updates made before this one, from 0, and the number of updates of the run. 0 copies the model.
-    :param every_n_updates: number of updates between two updates of the teacher
-    :param save_path: portable checkpoint file for the teacher, saved after every epoch; ``None`` does not save it
-    :ivar ema: the average that is the teacher
-    :raises ValueError: at the start of a run, if ``momentum`` is a function and the length of the run is not known
+    Args:
+        momentum: fraction of the teacher retained at each update, from 0 to 1, or a function that is called with the
+            number of updates made before this one, from 0, and the number of updates of the run. 0 copies the model.
+        every_n_updates: number of updates between two updates of the teacher
+        save_path: portable checkpoint file for the teacher, saved after every epoch; ``None`` does not save it
+
+    Attributes:
+        ema: the average that serves as the teacher
+
+    Raises:
+        ValueError: at the start of a run, if ``momentum`` is a function and the length of the run is not known
     """
 
     def __init__(
@@ -57,7 +62,7 @@ class MomentumTeacherCallback(ModelEmaCallback):
         self._trainer: TrainerLike | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the teacher computes, without gradients. Until a run has started, it is the model itself.
+        """Return the output of the teacher, without gradients. Until a run has started, it is the model itself.
 
         If the model is sharded, its own modules compute with the weights of the teacher, so call the teacher first:
         torch raises an error if it is called between the model's forward and backward pass.
@@ -78,7 +83,7 @@ class MomentumTeacherCallback(ModelEmaCallback):
 
     @property
     def module(self) -> nn.Module:
-        """The teacher, which holds the weights. That of a sharded model cannot be called."""
+        """The module with the teacher's weights. For a sharded model, it cannot be called."""
         return self._average.module
 
     def on_init_end(self, trainer: TrainerLike, **kwargs: object) -> None:

@@ -1,6 +1,6 @@
 """Monitors of a run: learning rates, gradients, memory.
 
-Each records values per epoch in the run history, and values per update, if it has any, in ``trainer.step_metrics`` for
+Each records values per epoch in the run history, and values per update, if any, in ``trainer.step_metrics`` for
 loggers. No step reads from the device.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from pytorch_accel_lite.base.devices import accumulation_dtype, to_float
-from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.origins import is_overridden
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.loop.gradients import total_norm
 from pytorch_accel_lite.optimizers.operations import group_names, is_created, parts_of
@@ -28,7 +28,7 @@ class LearningRateMonitorCallback(TrainerCallback):
     """Record the learning rate of each parameter group at the last update of an epoch.
 
     The metric is named ``lr``; ``lr_0``, ``lr_1`` ... if there are several groups; ``lr_<name>`` if there are several
-    optimizers. Groups whose optimizer chooses its rate itself, such as Adafactor's, have none.
+    optimizers. Groups of optimizers that choose their rate themselves, such as Adafactor, have none.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ def _rate_names(trainer: TrainerLike) -> list[str]:
 
 
 def _join(metric: str, part: str) -> str:
-    """Return the name of a metric of an optimizer or of a parameter group, whose own name may be empty."""
+    """Return the name of a metric for an optimizer or a parameter group. Their own name may be empty."""
     return f"{metric}_{part}" if part else metric
 
 
@@ -120,7 +120,8 @@ class GradientNormCallback(TrainerCallback):
 class GradientNorms:
     """The norms of an epoch.
 
-    :param clipped: how many were above the limit; ``None`` if there is none
+    Args:
+        clipped: how many were above the limit; ``None`` without a limit
     """
 
     sum: float | torch.Tensor = 0.0
@@ -129,7 +130,7 @@ class GradientNorms:
     count: int = 0
 
     def add(self, total: torch.Tensor, limit: float | None) -> float | torch.Tensor:
-        """Add a norm, and return it: as a number, or on a GPU as a tensor that is not read."""
+        """Add a norm, and return it: as a number, or on a GPU as an unread tensor."""
         norm: float | torch.Tensor = to_float(total.detach()) if total.is_cpu else total.detach()
         if isinstance(norm, torch.Tensor):
             largest = self.max.to(norm.device) if isinstance(self.max, torch.Tensor) else self.max  # loaded on the CPU

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytorch_accel_lite.run.attributes import modules as other_modules
+from pytorch_accel_lite.run.attributes import other_modules
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.state import TrainerLike
 

@@ -1,4 +1,4 @@
-"""Finding out where a loss or a gradient that is not finite comes from, and repeating its step."""
+"""Finding the origin of a loss or gradient that is not finite, and repeating its step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pytorch_accel_lite.checkpoint.files import write_text
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import BatchData, Index
 from pytorch_accel_lite.loop.gradients import total_norm
-from pytorch_accel_lite.loop.operation_watch import OperationWatch, are_finite
+from pytorch_accel_lite.loop.guards.operation_watch import OperationWatch, are_finite
 from pytorch_accel_lite.run.events import NonFiniteLossError, TrainerCallback
 from pytorch_accel_lite.run.state import TrainerLike
 
@@ -31,11 +31,12 @@ from pytorch_accel_lite.run.state import TrainerLike
 class NonFinite:
     """Where numbers stopped being finite in a forward pass.
 
-    :param layer: name of the first module whose output is not finite, ``None`` if all outputs are finite
-    :param kind: class of that module
-    :param inputs_are_finite: whether the module's inputs are finite
-    :param weights_are_finite: whether the parameters and buffers of the module itself are finite
-    :param operations: where the first infinite value and the first NaN come from, if the step was repeated
+    Args:
+        layer: name of the first module whose output is not finite, ``None`` if all outputs are finite
+        kind: class of that module
+        inputs_are_finite: whether the module's inputs are finite
+        weights_are_finite: whether the parameters and buffers of the module itself are finite
+        operations: where the first infinite value and the first NaN come from, if the step was repeated
     """
 
     layer: str | None = None
@@ -75,10 +76,13 @@ class NaNReportCallback(TrainerCallback):
     This is a debugging tool: it looks at the outputs of all layers, reads the loss of every batch and the gradient norm
     of every update from the device, and makes compiled models run uncompiled.
 
-    :param directory: where reports are written
-    :param check_gradients: check gradients as well as losses; ignored with a gradient scaler (fp16), which finds its
-        scale by letting gradients overflow
-    :ivar report: path of this process's report, ``None`` if everything was finite
+    Args:
+        directory: where reports are written
+        check_gradients: check gradients as well as losses; ignored with a gradient scaler (fp16), which finds its scale
+            by letting gradients overflow
+
+    Attributes:
+        report: path of this process's report, ``None`` if everything was finite
     """
 
     def __init__(self, directory: str | os.PathLike[str] = "nan_reports", check_gradients: bool = True) -> None:
@@ -96,13 +100,18 @@ class NaNReportCallback(TrainerCallback):
         Resumes from the latest training state before it, trains up to the step, watches all operations of its
         accumulation window, and ends the run there. The weights, the samples and the random numbers are those of the
         run, bit by bit. Without a state, trains from the start, which needs a seed and a trainer that has not trained.
-        What else the callbacks of the trainer do, such as saving, they do again. Call it on every process.
+        The callbacks of the trainer do everything again, such as saving. Call it on every process.
 
-        :param trainer: created as for the run, with a callback of this class
-        :param report: path of the report
-        :param args: the arguments of ``Trainer.train()``, as for the run
-        :return: where the numbers stopped being finite, on any process, which is also printed
-        :raises ValueError: if the step cannot be repeated, or if the trainer has no callback of this class
+        Args:
+            trainer: created as for the run, with a callback of this class
+            report: path of the report
+            args: the arguments of ``Trainer.train()``, as for the run
+
+        Returns:
+            where the numbers stopped being finite, on any process; also printed
+
+        Raises:
+            ValueError: if the step cannot be repeated, or if the trainer has no callback of this class
         """
         repeated = _Repetition(json.loads(Path(report).read_text()))
         callback = next((callback for callback in trainer.callback_handler if isinstance(callback, cls)), None)
@@ -126,7 +135,7 @@ class NaNReportCallback(TrainerCallback):
             raise error
         first = min(by_rank, key=lambda found: found.step, default=None)
         if first is not None and first.step < (repeated.epoch, repeated.first) and repeated.state is not None:
-            return cls.repeat(trainer, first.report, *args, **kwargs)  # by which the weights of the report were spoilt
+            return cls.repeat(trainer, first.report, *args, **kwargs)  # it made the weights of the report non-finite
         origin = NonFinite() if first is None else first.origin
         trainer.print(f"{repeated.name.capitalize()} was repeated. {origin}")
         return origin
@@ -183,7 +192,7 @@ class NaNReportCallback(TrainerCallback):
             self._repetition.stop_watching()
         if self.check_gradients and trainer.accelerator.scaler is None:
             is_finite = math.isfinite(to_float(total_norm(trainer).detach()))
-            # The norm is the same on all processes; the cause may have been the loss of one of them.
+            # The norm is the same on all processes, but the cause may be the loss of one.
             if not is_finite and not any(trainer.all_gather_object(self.report is not None)):
                 self._write(trainer, "gradient")
 
@@ -257,7 +266,7 @@ class _StepIsOverError(NonFiniteLossError):
 
 
 class _Found(NamedTuple):
-    """What a process has found when it repeated a step: the epoch and step, its report, and the origin."""
+    """The result of a repeated step on a process: the epoch and step, its report, and the origin."""
 
     step: tuple[int, int]
     report: Path
@@ -267,9 +276,10 @@ class _Found(NamedTuple):
 class _Repetition:
     """A step that is repeated.
 
-    :ivar state: the training state from which the run resumes
-    :ivar is_reached: whether the step, or the accumulation window that it ends, has begun
-    :ivar found: the first step of this process in which a number was not finite
+    Attributes:
+        state: the training state from which the run resumes
+        is_reached: whether the step, or the accumulation window that it ends, has begun
+        found: the first step of this process with a number that is not finite
     """
 
     def __init__(self, summary: JsonObject) -> None:
@@ -296,7 +306,7 @@ class _Repetition:
             self.watch.watch_backward()
 
     def end_step(self, trainer: TrainerLike) -> None:
-        """End the run after the step, if its update has not done so."""
+        """End the run after the step, unless its update has done so."""
         self.stop_watching()
         if self.is_reached and (trainer.progress.epoch, trainer.progress.step) > (self.epoch, self.last):
             raise _StepIsOverError(f"All numbers in {self.name} were finite when it was repeated.")

@@ -1,4 +1,4 @@
-"""Showing outputs of a model while it is trained."""
+"""Showing outputs of a model during training."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import NotRequired, TypedDict
 from torch import nn
 
 from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.base.environment import in_notebook, warn_outside
+from pytorch_accel_lite.base.environment import in_notebook
 from pytorch_accel_lite.base.modules import preserving_modes
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import as_file_name, folder_path
 from pytorch_accel_lite.base.randomness import mix, preserving_generators, seed_all
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.checkpoint.files import write_bytes
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.inference import inference
@@ -23,13 +25,12 @@ from pytorch_accel_lite.plotting.pictures import Picture, as_picture
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.intervals import Interval, parse_interval
 from pytorch_accel_lite.run.state import TrainerLike
-from pytorch_accel_lite.run.unknown_names import suggest_arguments
 
 _MAX_SHOWN = 100
 
 
 class Shown(TypedDict):
-    """What was shown after an update: the texts by name, of pictures their paths, and these paths alone."""
+    """What was shown after an update: by name, the texts, with paths for pictures; and the pictures' paths alone."""
 
     update: int
     texts: dict[str, str]
@@ -48,17 +49,20 @@ class ShowOutputsCallback(TrainerCallback):
     numbers. Pictures need the extra ``plot``.
 
     The function is called in evaluation mode, without gradients, in the precision of the run. Every process calls it,
-    with random generators of the same states, so that sharded models can compute; only the value of the first one is
+    with the same states of random generators, so that sharded models can compute; only the value of the first one is
     shown. Training is unaffected: its results are the same bits.
 
-    :param function: called with the trainer's model, without wrappers; returns a text or a picture, or a dict of them
-        by name, such as the prompt. Other values are shown as ``str`` shows them.
-    :param every: an ``Interval`` between the calls, such as ``"500 updates"``
-    :param name: name of the text or picture, if the function returns no dict
-    :param show: print the texts, and show pictures in notebooks
-    :param folder: where pictures are written, as ``name-000500.png`` after update 500; created if there are any
-    :ivar shown: what was shown in the run, of the latest 100 times: dicts of the ``update``, the ``texts`` by name (of
-        pictures their paths) and, if there are any, the paths of ``pictures`` by name
+    Args:
+        function: called with the trainer's model, without wrappers; returns a text or a picture, or a dict of them by
+            name, such as the prompt. Other values are shown as ``str`` shows them.
+        every: an ``Interval`` between the calls, such as ``"500 updates"``
+        name: name of the text or picture, unless the function returns a dict
+        show: print the texts, and show pictures in notebooks
+        folder: where pictures are written, as ``name-000500.png`` after update 500; created if there are any
+
+    Attributes:
+        shown: what was shown in the run, the latest 100 times: dicts of the ``update``, the ``texts`` by name (for
+            pictures, their paths) and, if there are any, the paths of ``pictures`` by name
     """
 
     def __init__(
@@ -110,7 +114,7 @@ class ShowOutputsCallback(TrainerCallback):
             trainer.call_event("on_outputs", outputs=texts, pictures=pictures)
 
     def _find_pictures(self, values: Mapping[str, object]) -> dict[str, Picture]:
-        """Return the values that are pictures, by name, and warn once if one cannot be shown as it is."""
+        """Return the values that are pictures, by name, and warn once if one cannot be shown unchanged."""
         pictures = {}
         for name, value in values.items():
             picture, change = as_picture(value)

@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 
-from pytorch_accel_lite.base.inspection import find_length, is_overridden
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.origins import is_overridden
 from pytorch_accel_lite.base.paths import folder_path
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.base.validation import check_positive_int
@@ -14,8 +15,7 @@ from pytorch_accel_lite.checkpoint.predictions import PredictionFolder
 from pytorch_accel_lite.checkpoint.weights import fingerprints, without_compile
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.data.splitting import to_cpu
-from pytorch_accel_lite.run.attributes import evaluating_optimizers
-from pytorch_accel_lite.run.attributes import modules as other_modules
+from pytorch_accel_lite.run.attributes import evaluating_optimizers, other_modules
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
@@ -35,11 +35,14 @@ class PredictionWriterCallback(TrainerCallback):
 
     Samples of batches that are left out (``SkipFailedBatchesCallback``) count as written, without an output.
 
-    :param directory: where shards are written; created if missing
-    :param shard_size: minimum number of samples in a process's shard
-    :param overwrite: remove the shards of an earlier prediction instead of resuming it
-    :raises ValueError: if the directory contains predictions for a dataset of another length
-    :raises OSError: if the processes do not share the directory
+    Args:
+        directory: where shards are written; created if missing
+        shard_size: minimum number of samples in a process's shard
+        overwrite: remove the shards of an earlier prediction instead of resuming it
+
+    Raises:
+        ValueError: if the directory contains predictions for a dataset of another length
+        OSError: if the processes do not share the directory
     """
 
     def __init__(
@@ -110,7 +113,7 @@ def _indices_of_batch(trainer: TrainerLike) -> list[int]:
 def _fingerprint(trainer: TrainerLike) -> str:
     """Return a hash of the weights and buffers that predictions depend on. A collective operation if they are sharded.
 
-    They are the model's, and those of the trainer's other modules if its class computes the outputs.
+    These are the model's, and those of the trainer's other modules if its class computes the outputs itself.
     """
     modules = {"model": trainer.get_model(keep_torch_compile=False)}
     if is_overridden(trainer, "calculate_predict_batch_output"):

@@ -1,4 +1,4 @@
-"""Printing the progress of a run in lines: the start and the end of the run and its epochs, and their metrics."""
+"""Printing the progress of a run in lines: start and end of the run, epochs, metrics."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class LogMetricsCallback(TrainerCallback):
     """Print newly recorded metrics, once per machine.
 
     Metrics are printed after the training part of an epoch, and after every callback has handled the end of the epoch
-    or the evaluation. Those of an epoch that ends with an error or a pause are not printed. Override
+    or the evaluation. If an epoch ends with an error or a pause, its metrics are not printed. Override
     ``log_metrics()`` to send metrics elsewhere.
     """
 
     @cached_property
     def _new(self) -> NewMetrics:
-        return NewMetrics()  # here, as subclasses need not have called a constructor
+        return NewMetrics()  # created here, as subclasses need not call a constructor
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._new.skip(trainer.run_history)
@@ -55,7 +55,7 @@ class LogMetricsCallback(TrainerCallback):
         set_listening(trainer, self, False, "on_train_step_checkpoint")
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
-        # An evaluation within an epoch is logged after the update at which it was made.
+        # An evaluation within an epoch is logged after its update.
         set_listening(trainer, self, True, "on_train_step_checkpoint")
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -77,7 +77,8 @@ class LogMetricsCallback(TrainerCallback):
     def log_metrics(self, trainer: TrainerLike, metrics: dict[str, MetricValue]) -> None:
         """Print metrics on one line.
 
-        :param metrics: new values by name
+        Args:
+            metrics: new values by name
         """
         trainer.print("  " + ", ".join(f"{visible(name)}: {format_metric(value)}" for name, value in metrics.items()))
 
@@ -96,7 +97,7 @@ def shown_rates(trainer: TrainerLike) -> dict[str, float]:
 
 
 def rates_of(trainer: TrainerLike) -> dict[str, float | torch.Tensor]:
-    """Return the same as numbers, or as copies of tensors, which it does not read."""
+    """Return the rates as numbers, or as copies of tensors, without reading them."""
     parts = {f"lr_{name}": part for name, part in parts_of(trainer.optimizer).items()} or {"lr": trainer.optimizer}
     first = {name: group for name, part in parts.items() for group in part.param_groups[:1]}
     rates = {name: group["lr"] for name, group in first.items() if group.get("lr") is not None}
@@ -104,5 +105,5 @@ def rates_of(trainer: TrainerLike) -> dict[str, float | torch.Tensor]:
 
 
 def changes_in_each_update(trainer: TrainerLike) -> bool:
-    """Return whether a schedule sets the next rate in each update, so that the one that was used must be noted."""
+    """Return whether a schedule sets the next rate in each update, so that the used rate must be noted."""
     return trainer.scheduler is not None and trainer.run.request.scheduler_interval == "update"

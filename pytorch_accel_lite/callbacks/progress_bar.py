@@ -25,8 +25,9 @@ from pytorch_accel_lite.run.state import TrainerLike
 class _Speed:
     """Samples and seconds of training, decaying exponentially with a time constant of ten seconds.
 
-    :ivar samples: the decaying number of samples
-    :ivar seconds: the decaying time, 0 until the first step is over, which may take much longer than others
+    Attributes:
+        samples: the decaying number of samples
+        seconds: the decaying time; 0 until the end of the first step, which may take much longer than others
     """
 
     def __init__(self) -> None:
@@ -52,16 +53,16 @@ class ProgressBarCallback(TrainerCallback):
 
     The bar of an epoch shows the running mean of the loss, the remaining time of the run if its length is known, the
     samples per second over all processes, averaged over about the last ten seconds of training, the latest evaluation
-    loss and the learning rate of each optimizer in the latest update; that of an evaluation or a prediction, its own
-    remaining time. The loss is copied from the device only to be shown, a few times per second, and no step waits for
-    the copy. A narrow terminal shows the first of these numbers, beside a bar of at least ten columns; printed text
-    appears above the bar. Only the first process of each machine shows
-    bars, and only if its output is a terminal or a notebook; otherwise, as in a cluster job's log, it prints a line at
-    intervals.
+    loss and the learning rate of each optimizer in the latest update. The bar of an evaluation or a prediction shows
+    its own remaining time. The loss is copied from the device only to be shown, a few times per second, and no step
+    waits for the copy. A narrow terminal shows the first of these numbers, beside a bar of at least ten columns;
+    printed text appears above the bar. Only the first process of each machine shows bars, and only if its output is a
+    terminal or a notebook; otherwise, as in a cluster job's log, it prints a line at intervals.
 
-    :param show_always: show bars even if the output is a file or a pipe
-    :param refresh_seconds: seconds between refreshes of the bar
-    :param line_every_seconds: seconds between lines where there are no bars; ``None`` prints no lines
+    Args:
+        show_always: show bars even if the output is a file or a pipe
+        refresh_seconds: seconds between refreshes of the bar
+        line_every_seconds: seconds between lines where there are no bars; ``None`` prints no lines
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class ProgressBarCallback(TrainerCallback):
         self._rates_used: dict[str, float | torch.Tensor] = {}
 
     def _start(self, trainer: TrainerLike, loader: ShardedLoader | None, description: str, previous: Bar | None) -> Bar:
-        """Return a new bar, in place of the previous one, which an evaluation that failed has left open."""
+        """Return a new bar in place of the previous one, which a failed evaluation may have left open."""
         if previous is not None:
             previous.close()
         is_main = trainer.accelerator.is_local_main_process
@@ -131,7 +132,7 @@ class ProgressBarCallback(TrainerCallback):
             self._refresh(trainer, self.pbar, trainer.progress.step, self._numbers(trainer, now, loss), now)
 
     def _read_loss(self, trainer: TrainerLike) -> float | None:
-        """Return the running loss; on a device, ``None`` until a copy has arrived that no step waits for."""
+        """Return the running loss; on a device, ``None`` until a copy has arrived. No step waits for it."""
         tracker = trainer.run.loss_trackers["loss"]
         total = tracker.total_loss
         if not isinstance(total, torch.Tensor) or not is_asynchronous(total.device):
@@ -145,7 +146,7 @@ class ProgressBarCallback(TrainerCallback):
         return loss
 
     def _refresh(self, trainer: TrainerLike, bar: Bar, step: int, numbers: dict[str, str], now: float) -> None:
-        """Show how far an epoch or an evaluation is, on its bar or as a line."""
+        """Show the progress of an epoch or an evaluation, on its bar or as a line."""
         self._next_refresh = now + self._interval
         if bar.disable:
             total = "" if bar.total is None else f"/{bar.total}"

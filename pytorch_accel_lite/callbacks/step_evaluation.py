@@ -11,11 +11,12 @@ from pytorch_accel_lite.run.state import TrainerLike
 class StepBasedEvaluationCallback(TrainerCallback):
     """Evaluate every n optimizer updates, in addition to the evaluation after each epoch.
 
-    Losses are recorded as ``intermediate_eval_loss``. To evaluate only at intervals, and record the results as those of
-    the run, pass ``evaluate_every`` to ``train()`` instead. Training is unaffected: the final weights are bit-identical
-    to those of a run without these evaluations.
+    Losses are recorded as ``intermediate_eval_loss``. To evaluate only at intervals, and record the results as the
+    run's own, pass ``evaluate_every`` to ``train()`` instead. Training is unaffected: the final weights have the same
+    bits as without these evaluations.
 
-    :param eval_every_n_steps: number of optimizer updates between evaluations
+    Args:
+        eval_every_n_steps: number of optimizer updates between evaluations
     """
 
     def __init__(self, eval_every_n_steps: int) -> None:

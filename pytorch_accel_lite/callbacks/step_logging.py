@@ -28,7 +28,7 @@ _ROWS_BEHIND = 4
 _MAX_JOBS = 1000
 # Seconds that a failing process allows for pending writes while its peers wait for it to exit.
 _TIMEOUT = 5.0
-# Columns of every row, whose names step metrics cannot use.
+# Columns of every row. Step metrics cannot use these names.
 _COLUMNS = ("update", "epoch", "loss")
 
 
@@ -56,7 +56,8 @@ class BackgroundWorker:
     def submit(self, job: Callable[[], None]) -> None:
         """Run a job after all earlier ones.
 
-        :raises BaseException: the error of an earlier job that failed
+        Raises:
+            BaseException: the error of an earlier job that failed
         """
         self._raise_failure()
         self._jobs.put(job)
@@ -64,8 +65,11 @@ class BackgroundWorker:
     def wait(self, seconds: float | None = None) -> None:
         """Wait until all jobs are done.
 
-        :param seconds: timeout
-        :raises BaseException: the error of a job that failed
+        Args:
+            seconds: timeout
+
+        Raises:
+            BaseException: the error of a job that failed
         """
         with self._jobs.all_tasks_done:
             self._jobs.all_tasks_done.wait_for(lambda: not self._jobs.unfinished_tasks, seconds)
@@ -86,7 +90,7 @@ class _Row(NamedTuple):
     update: int
     epoch: int
     names: list[str]  # of the step metrics
-    # Sums of losses and weights, then metrics, of this process; None if it is in ``copied``.
+    # Sums of losses and weights, then metrics, of this process; None for numbers in ``copied``.
     numbers: list[float | None]
     copied: AsyncCopy | None
     tracker: LossTracker
@@ -96,11 +100,12 @@ class StepLogger(TrainerCallback, ABC):
     """Base class of callbacks that log every n updates: the mean loss since the last row, and ``trainer.step_metrics``.
 
     A row is created at the end of a step, before any training state is saved. Numbers on a device are copied while it
-    computes, and averaged over all processes a few rows later; rows are written in the background. Taking the
-    callback's state waits for all of this, so that every state has its rows and no row is lost or written twice.
+    computes, and averaged over all processes a few rows later; rows are written in the background. ``state_dict()``
+    waits for all of this, so that every state has its rows and no row is lost or written twice.
 
-    :param every_n_updates: number of updates between rows; ``None`` logs no rows
-    :param every: instead, an ``Interval`` between rows, such as ``"10_000 samples"``
+    Args:
+        every_n_updates: number of updates between rows; ``None`` logs no rows
+        every: instead, an ``Interval`` between rows, such as ``"10_000 samples"``
     """
 
     def __init__(self, every_n_updates: int | None = None, every: str | Interval | None = None) -> None:
@@ -113,18 +118,18 @@ class StepLogger(TrainerCallback, ABC):
         self._loaded_latest: list[dict[str, float]] = []
         self._pending: deque[_Row] = deque()
         self._background: BackgroundWorker | None = None
-        #: An epoch and its sums of losses and weights at the last row, which are subtracted for the mean of the next
-        #: one. They are negative if the last row was in an earlier epoch, of which the rest is then added.
+        #: An epoch and its sums of losses and weights at the last row, to subtract for the mean of the next row. They
+        #: are negative if the last row was in an earlier epoch, as the rest of that is then added.
         self._sums = (0, 0.0, 0.0)
 
     @abstractmethod
     def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:
         """Write a row. Called on the first process only, in order, in the background.
 
-        :param update: number of updates made
-        :param epoch: number of the epoch, from 1
-        :param values: the mean ``loss`` since the last row, and the step metrics, averaged over the processes that
-            have them
+        Args:
+            update: number of updates made
+            epoch: number of the epoch, from 1
+            values: the mean ``loss`` since the last row, and the step metrics, averaged over the processes with them
         """
 
     def in_background(self, job: Callable[[], None]) -> None:
@@ -175,7 +180,7 @@ class StepLogger(TrainerCallback, ABC):
     def _averaged(self, row: _Row) -> tuple[float, float, dict[str, float]]:
         """Return the sums of losses and weights over all processes, and the means of the step metrics.
 
-        Each is a mean over the processes whose steps have logged it.
+        Each is a mean over the processes that have logged it.
         """
         assert self._trainer is not None
         ranks = self._trainer.ranks
@@ -184,7 +189,7 @@ class StepLogger(TrainerCallback, ABC):
         local = [next(copied) if number is None else number for number in row.numbers]
 
         def gather() -> list[tuple[list[str], list[float]]]:
-            if row.copied is None:  # averaged at once; of other processes, this one has taken over what they had
+            if row.copied is None:  # averaged at once; this process may have taken over the numbers of others
                 local[:2] = float(row.tracker.total_loss), float(row.tracker.running_count)
             return ranks.all_gather_object((row.names, local))
 
@@ -198,7 +203,7 @@ class StepLogger(TrainerCallback, ABC):
         return total, count, {name: sum(values) / len(values) for name, values in sorted(by_name.items())}
 
     def _sums_before(self, epoch: int) -> tuple[float, float]:
-        """Return the sums from which the mean of the next row in an epoch starts."""
+        """Return the sums to subtract for the mean of the next row in an epoch."""
         summed_epoch, total, count = self._sums
         return (total, count) if summed_epoch == epoch else (0.0, 0.0)
 
@@ -239,7 +244,8 @@ class StepLogger(TrainerCallback, ABC):
     def state_dict(self) -> StateDict:
         """Wait for all rows, and return what the next row needs. Must be called on every process.
 
-        :raises RuntimeError: if a row could not be written, because no training state may be saved without it
+        Raises:
+            RuntimeError: if a row could not be written, because no training state may be saved without it
         """
         self._average(keep=0)
         if self._background is not None:
@@ -250,7 +256,7 @@ class StepLogger(TrainerCallback, ABC):
         return {"sums": list(self._sums), "latest_by_rank": self._latest_by_rank()}
 
     def _latest_by_rank(self) -> list[dict[str, float]]:
-        """Return the step metrics of all processes: some may not be measured again before the next row."""
+        """Return the step metrics of all processes, as some may not be measured again before the next row."""
         trainer = self._trainer
         if trainer is None:
             return self._loaded_latest
@@ -271,7 +277,7 @@ class StepLogger(TrainerCallback, ABC):
 
 
 def _number(name: str, value: MetricValue) -> float | None:
-    """Return the value of a step metric, or ``None`` if it is on a device, from which it must not be read yet."""
+    """Return the value of a step metric, or ``None`` if it is on a device and must not be read yet."""
     if name in _COLUMNS:
         raise ValueError(
             f"trainer.step_metrics[{name!r}] uses a reserved name; every row has the columns {', '.join(_COLUMNS)}. "

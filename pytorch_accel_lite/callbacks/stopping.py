@@ -8,38 +8,41 @@ from typing import Literal
 
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_positive_number
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.run.events import RunPausedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.run.state import Run, TrainerLike
-from pytorch_accel_lite.run.unknown_names import suggest_arguments
 
-_CLEAR_CHANGE = 0.01  # of the value before: one that nobody means to ignore in a small loss
+_CLEAR_CHANGE = 0.01  # fraction of the value before; not meant to be ignored in a small loss
 
 
 @suggest_arguments
 class EarlyStoppingCallback(MetricWatcher):
     """Stop the run when a metric has stopped improving.
 
-    The defaults are those of pytorch-accelerated: the run stops at the first epoch whose loss is not lower by more than
-    0.01. For a loss that is itself as small as that, pass ``early_stopping_threshold=0``, or
-    ``threshold_mode="relative"``. The reason of the stop says by how much the metric has improved.
+    The defaults are those of pytorch-accelerated: the run stops at the first epoch in which the loss falls by no more
+    than 0.01. For a loss that is itself that small, pass ``early_stopping_threshold=0``, or
+    ``threshold_mode="relative"``. The reason for the stop says by how much the metric has improved.
 
-    :param early_stopping_patience: number of epochs (or evaluations) without improvement after which the run stops;
-        those without a value of the metric do not count
-    :param early_stopping_threshold: minimum change to count as an improvement; it must be exceeded
-    :param watch_metric: name of the metric in the run history
-    :param greater_is_better: whether larger values are better; ``None`` uses what the metric declares, see
-        ``MetricsCallback``. If it declares nothing, smaller values are better, with
-        a warning unless it is a loss. A value that contradicts the metric raises an error.
-    :param reset_on_train: reset the best value and the patience at the start of every training run
-    :param threshold_mode: ``"absolute"``, or ``"relative"`` for a threshold that is a fraction of the best value, as in
-        ``torch.optim.lr_scheduler.ReduceLROnPlateau``: 0.01 asks for a change of 1 %
-    :param patience_in: ``"epochs"``, or ``"evaluations"`` to count every new value of the metric, including those
-        within an epoch, see ``evaluate_every`` of ``Trainer.train()``. An epoch
-        counts as an improvement if any of its values is one.
-    :param baseline: what the first value must improve on, such as that of an earlier model; ``None`` for nothing
-    :ivar best_metric: the best value so far, also if it was better by less than the threshold
+    Args:
+        early_stopping_patience: number of epochs (or evaluations) without improvement after which the run stops; epochs
+            without a value of the metric do not count
+        early_stopping_threshold: minimum change to count as an improvement; it must be exceeded
+        watch_metric: name of the metric in the run history
+        greater_is_better: whether larger values are better; ``None`` uses what the metric declares, see
+            ``MetricsCallback``. If it declares nothing, smaller values are better, with a warning unless it is a loss.
+            A value that contradicts the metric raises an error.
+        reset_on_train: reset the best value and the patience at the start of every training run
+        threshold_mode: ``"absolute"``, or ``"relative"`` for a threshold that is a fraction of the best value, as in
+            ``torch.optim.lr_scheduler.ReduceLROnPlateau``: 0.01 asks for a change of 1 %
+        patience_in: ``"epochs"``, or ``"evaluations"`` to count every new value of the metric, including those within
+            an epoch, see ``evaluate_every`` of ``Trainer.train()``. An epoch counts as an improvement if any of its
+            values is one.
+        baseline: a value that the first one must improve on, such as an earlier model's; ``None`` for none
+
+    Attributes:
+        best_metric: the best value so far, also if it was better by less than the threshold
     """
 
     def __init__(
@@ -64,19 +67,19 @@ class EarlyStoppingCallback(MetricWatcher):
         self.baseline = None if baseline is None else float(baseline)
         self._run: Run | None = None
         self._message = ""  # printed after the metrics of the epoch
-        self._stops_at_once = False  # whether the state from which the run resumed was saved when it was about to stop
+        self._stops_at_once = False  # whether the resumed state was saved just before a stop
         self._reset()
 
     def _reset(self) -> None:
         """Forget the best value and the patience used."""
         self.best_metric = None
-        self._reference = self.baseline  # what a value must improve on: the best when patience was last renewed
+        self._reference = self.baseline  # the value to improve on: the best when patience was last renewed
         self.early_stopping_patience_counter = 0
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
         self._has_improved = False  # whether a value of the epoch was an improvement
-        self._without_improvement: float | None = None  # the latest value that was not
+        self._without_improvement: float | None = None  # the latest value that was no improvement
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._run = trainer.run
@@ -108,13 +111,13 @@ class EarlyStoppingCallback(MetricWatcher):
             self._use_patience(metric)
 
     def _improvement(self, metric: float, on: float | None) -> float:
-        """Return by how much a value is better than another, or than none; negative if it is worse."""
+        """Return by how much a value is better than another, if any; negative if it is worse."""
         if on is None:
             return math.inf if math.isfinite(metric) else -math.inf
         return metric - on if self._watched.greater_is_better else on - metric
 
     def _unit(self, reference: float) -> float:
-        """Return what the threshold is a multiple of."""
+        """Return the unit of the threshold."""
         return abs(reference) if self.threshold_mode == "relative" else 1.0
 
     def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -131,7 +134,7 @@ class EarlyStoppingCallback(MetricWatcher):
         self._message = f"{self.watch_metric}: {metric:.6g} {self._compare(metric)}; {used} of patience used."
 
     def _compare(self, metric: float) -> str:
-        """Return what a value is beside the one that it should have improved on."""
+        """Compare a value in words with the one that it should have improved on."""
         reference = self._reference
         if reference is None:
             return "is not finite"
@@ -161,7 +164,7 @@ class EarlyStoppingCallback(MetricWatcher):
         return reference == self.baseline and reference != self.best_metric
 
     def _describe_gain(self, gain: float, reference: float) -> str:
-        """Return how large an improvement is that is too small, and what it should have exceeded."""
+        """Describe an improvement that is too small, and the threshold."""
         threshold, change = self.early_stopping_threshold, f"{100 * gain / abs(reference or 1):.2g} %"
         below = "less" if gain < threshold * self._unit(reference) else "not more"
         if self.threshold_mode == "relative":
@@ -195,7 +198,7 @@ class EarlyStoppingCallback(MetricWatcher):
         }
 
     def _load_progress(self, state: StateDict) -> None:
-        """Load the patience used so far; a run that was stopped for good is to be trained further, with all of it."""
+        """Load the patience used so far. A run that was stopped for good is trained further with full patience."""
         self.early_stopping_patience_counter = state["patience_counter"]
         self._has_improved, self._without_improvement = state.get("of_epoch", (False, None))
         best = self.baseline if self.best_metric is None else self.best_metric
@@ -212,7 +215,8 @@ class TimeLimitCallback(TrainerCallback):
     If the job itself has a limit, leave time for saving and for an epoch's evaluation, which is not interrupted. A
     ``SaveTrainingStateCallback`` saves the final state.
 
-    :param limit: time from the start of the run, in seconds or as a ``datetime.timedelta``
+    Args:
+        limit: time from the start of the run, in seconds or as a ``datetime.timedelta``
     """
 
     def __init__(self, limit: float | timedelta) -> None:

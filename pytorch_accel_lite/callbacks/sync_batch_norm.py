@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.state import TrainerLike
 
@@ -17,7 +17,8 @@ class ConvertSyncBatchNormCallback(TrainerCallback):
     Parameters and buffers remain the same objects, so the optimizer stays valid, and checkpoints fit either form. On
     the CPU, where torch cannot train ``SyncBatchNorm``, the model is left unchanged with a warning.
 
-    :raises ValueError: at the start of the run, for a subclass of batch norm with its own forward pass
+    Raises:
+        ValueError: at the start of the run, for a subclass of batch norm with its own forward pass
     """
 
     def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -35,7 +36,7 @@ class ConvertSyncBatchNormCallback(TrainerCallback):
 
 
 def synchronised(model: nn.Module) -> nn.Module:
-    """Replace the batch norms within a model, and return it; if the model itself is one, return its replacement."""
+    """Replace the batch norms in a model, and return it; if the model itself is one, return its replacement."""
     for module in model.modules():
         kind = type(module)
         if isinstance(module, _BatchNorm) and kind.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):

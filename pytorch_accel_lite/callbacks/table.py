@@ -1,4 +1,4 @@
-"""Showing a run as a table, with a row for each epoch, or in lines, and a summary at its end."""
+"""Showing a run as a table with a row for each epoch, or as lines, and a summary at its end."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
 
 _GAP = "  "
-_WIDTH = 9  # of a column at least, in which numbers fit
+_WIDTH = 9  # minimum of a column, to fit numbers
 _TIME_WIDTH = len("59.9s")
 _NOTEBOOK_WIDTH = 120
 _LONG_RUN = 60  # seconds of a run after which the summary shows how its time was spent
-_NOTEBOOK_ROWS = 100  # as a notebook gets the whole table again after every epoch
+_NOTEBOOK_ROWS = 100  # limited, as a notebook gets the whole table again after every epoch
 
 Row = dict[str, MetricValue]  # values by column, among them "epoch" and "time"
 
@@ -54,12 +54,13 @@ class ProgressTableCallback(LogMetricsCallback):
     ``PrintProgressCallback`` and ``LogMetricsCallback`` instead, a line of times and rates after each epoch,
     and the summary.
 
-    :param metrics: names of the metrics to show, in this order; by default losses come first, then evaluation metrics,
-        then any others
-    :param show_always: show a table even if the output is a file or a pipe
-    :param row_every_n_updates: number of updates between rows within an epoch, whose training losses are means since
-        the row before. By default, only epochs of data without a length have such rows: about 20 in
-        ``max_num_train_steps``, but at least 10 updates apart, or every 500 updates.
+    Args:
+        metrics: names of the metrics to show, in this order; by default losses come first, then evaluation metrics,
+            then any others
+        show_always: show a table even if the output is a file or a pipe
+        row_every_n_updates: number of updates between rows within an epoch; their training losses are means since the
+            previous row. By default, only epochs of data without a length have such rows: about 20 in
+            ``max_num_train_steps``, but at least 10 updates apart, or every 500 updates.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class ProgressTableCallback(LogMetricsCallback):
         self._table: _RunTable | None = None  # during a training run
         self._running_means: dict[str, float] = {}
         self._evaluation_start = 0.0
-        self._held: HeldOutput | None = None  # what callbacks print at the end of an epoch, until its row is shown
+        self._held: HeldOutput | None = None  # of callbacks at the end of an epoch, until its row is shown
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         for name in self.metrics or ():
@@ -100,10 +101,10 @@ class ProgressTableCallback(LogMetricsCallback):
         self._running_means = {}
         self._row_every = self.row_every_n_updates or _default_interval(trainer)
         if self._row_every and not trainer.ranks.broadcast_object(lambda: self._shows_table):
-            self._row_every = None  # on all processes, which add up their losses for a row
+            self._row_every = None  # on all processes, as they add up their losses for a row
         set_listening(trainer, self, self._row_every is not None, "on_update_end")
         set_listening(trainer, self, changes_in_each_update(trainer), "on_optimizer_step_start")
-        trainer.run.end.messages.append(lambda: self._end(trainer))
+        trainer.run.end.last_calls.append(lambda: self._end(trainer))
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_train_epoch_start(trainer)
@@ -112,7 +113,7 @@ class ProgressTableCallback(LogMetricsCallback):
             self._table.begin_epoch(trainer)
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        if self._table is not None:  # the schedule sets the next rate before an epoch ends
+        if self._table is not None:  # noted now, as the schedule sets the next rate before an epoch ends
             self._table.rates_used = rates_of(trainer)
 
     def on_update_end(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -163,7 +164,7 @@ class ProgressTableCallback(LogMetricsCallback):
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         with self._before_what_is_held():
             super().on_training_run_end(trainer)
-            if trainer.run.end.is_regular:  # of an epoch that was stopped within
+            if trainer.run.end.is_regular:  # for an epoch that was stopped in the middle
                 self._show_times(trainer)
 
     def _show_times(self, trainer: TrainerLike) -> None:
@@ -185,8 +186,9 @@ class ProgressTableCallback(LogMetricsCallback):
     def on_exception(self, trainer: TrainerLike, **kwargs: object) -> None:
         with self._before_what_is_held():
             super().on_exception(trainer)
-        name = type(kwargs["exception"]).__name__
-        self._end(trainer, "Interrupted" if name == "KeyboardInterrupt" else f"Failed ({name})")
+        error = kwargs["exception"]
+        interrupted = isinstance(error, KeyboardInterrupt)
+        self._end(trainer, "Interrupted" if interrupted else f"Failed ({type(error).__name__})")
 
     def _end(self, trainer: TrainerLike, failure: str = "") -> None:
         run_table, self._table = self._table, None
@@ -210,8 +212,9 @@ class ProgressTableCallback(LogMetricsCallback):
 class _RunTable:
     """The rows and the summary of a training run. The time to add a row does not grow with their number.
 
-    :param chosen: names of the metrics that the user wants to see; ``None`` for any
-    :param is_drawn: whether rows are shown as those of a table
+    Args:
+        chosen: names of the metrics that the user wants to see; ``None`` for any
+        is_drawn: whether rows are drawn as a table
     """
 
     def __init__(self, trainer: TrainerLike, chosen: list[str] | None, is_drawn: bool) -> None:
@@ -223,13 +226,13 @@ class _RunTable:
         self._best: tuple[float, str] | None = None
         self._best_row: Row | None = None
         self._rows: list[Row] = []
-        #: Those that the latest update used, if the schedule sets a rate after each.
+        #: The rates of the latest update, if the schedule sets a rate after each.
         self.rates_used: dict[str, float | torch.Tensor] = {}
         self._rates = shown_rates(trainer)
         self._scientific = set(self._rates)  # columns with powers of ten
-        self._names = dict.fromkeys(self._expected.directions)  # of the metrics that are expected or recorded
+        self._names = dict.fromkeys(self._expected.directions)  # of expected or recorded metrics
         self._recorded: set[str] = set()
-        self._layout: dict[str, int] = {}  # widths of the columns that are shown
+        self._layout: dict[str, int] = {}  # widths of the shown columns
         self._terminal_width = 0
         self._epoch_width = max(len(epoch_of(trainer)), len(f"step {_num_steps(trainer)}"))
         self._start = self._epoch_start = time.monotonic()
@@ -237,7 +240,7 @@ class _RunTable:
         self._trained_epoch = self._timed_epoch = 0
         self._speed = ""  # of the training part of the latest epoch
         self._samples_before = 0  # the current epoch
-        self._sums: dict[str, tuple[float, float]] = {}  # of losses and weights at the previous row
+        self._sums: dict[str, tuple[float, float]] = {}  # of losses and weights, at the previous row
         self._times_before = {path: _modification_time(path) for path in trainer.run.request.paths}
         self._output: NotebookOutput | None = None
         if is_drawn and in_notebook() and trainer.accelerator.is_local_main_process:
@@ -250,10 +253,12 @@ class _RunTable:
 
     def _choose_marked(self) -> tuple[str, bool]:
         """Return the metric whose best value is marked, if any, and whether larger values are better."""
-        for watched in self._expected.watched:
-            return watched.name, bool(watched.greater_is_better)
-        losses = [name for name in self._expected.evaluated if re.search(r"(^|_)eval_loss_epoch$", name)]
-        return min(losses, key=lambda name: name.startswith("ema_"), default=""), False
+        losses = (name for name in self._expected.evaluated if re.search(r"(^|_)eval_loss_epoch$", name))
+        watched = {metric.name: bool(metric.greater_is_better) for metric in self._expected.watched}
+        possible = watched or dict.fromkeys(losses, False)
+        # The best model of a run has its own weights. An averaged model is saved besides.
+        name = min(possible, key=lambda name: name.startswith("ema_"), default="")
+        return name, possible.get(name, False)
 
     def _find_earlier_best(self, trainer: TrainerLike) -> None:
         """Find the best value of the epochs before a resumed run."""
@@ -308,7 +313,7 @@ class _RunTable:
         return {name: float(rate) for name, rate in self.rates_used.items()} or shown_rates(trainer)
 
     def is_within_epoch(self, trainer: TrainerLike) -> bool:
-        """Return whether the training part of the current epoch is not over."""
+        """Return whether the training part of the current epoch is still running."""
         return self._trained_epoch != trainer.progress.epoch
 
     def means_since_last_row(self, trainer: TrainerLike) -> dict[str, float]:
@@ -325,7 +330,7 @@ class _RunTable:
     def times_and_rates(self, trainer: TrainerLike) -> str:
         """Return the time of an epoch, the samples per second of its training part, and the learning rates.
 
-        Empty if the epoch has had them already, or no update.
+        Empty if they have already been returned for the epoch, or if it had no update.
         """
         epoch, is_trained = trainer.progress.epoch, trainer.progress.samples > self._samples_before
         if self._timed_epoch == epoch or not (is_trained or trainer.progress.epochs_completed == epoch):
@@ -368,9 +373,9 @@ class _RunTable:
     # ------------------------------------------------------------------------------------ how it is shown
 
     def _fit(self, width: int, previous: dict[str, int]) -> dict[str, int]:
-        """Return the widths of as many columns as fit, of which new ones are added to the previous ones at the right.
+        """Return the widths of as many columns as fit, with new ones to the right of the previous ones.
 
-        At least one metric is shown, however narrow the terminal is.
+        At least one metric is shown, however narrow the terminal.
         """
         layout = previous or {"epoch": self._epoch_width, "time": _TIME_WIDTH}
         available = width - sum(layout.values()) - len(_GAP) * (len(layout) - 1)
@@ -430,7 +435,8 @@ class _RunTable:
     def end(self, trainer: TrainerLike, failure: str) -> None:
         """Show the summary, unless nothing was trained.
 
-        :param failure: how the run ended, if with an error
+        Args:
+            failure: how the run ended, if with an error
         """
         if trainer.progress.update == self._first.update and not failure:
             return
@@ -487,14 +493,14 @@ def _default_interval(trainer: TrainerLike) -> int | None:
 
 
 def _num_steps(trainer: TrainerLike) -> int:
-    """Return an upper bound of the steps of an epoch if it is known, or else a usual number."""
+    """Return an upper bound of the steps of an epoch if known, or else a typical number."""
     request = trainer.run.request
     limit = (request.max_num_train_steps or 0) * trainer.run.accumulation.largest
     return max(find_length(trainer.train_dataloader) or limit, 100)
 
 
 def _needs_power(value: MetricValue) -> bool:
-    """Return whether a value has to be written with a power of ten."""
+    """Return whether a value needs scientific notation."""
     text = "" if isinstance(value, str) else format_value(value)
     return len(text) > _WIDTH or "e" in text
 
@@ -512,7 +518,7 @@ def _modification_time(path: str) -> int | None:
 
 
 def _title(name: str) -> str:
-    """Return a metric's column title, which omits common suffixes; evaluations within epochs share the columns."""
+    """Return a metric's column title, without common suffixes; evaluations within epochs share the columns."""
     name = visible(name.replace("intermediate_", ""))
     loss = re.fullmatch(r"(?P<prefix>.*_)?(?P<phase>train|eval)_(?P<loss>\w+?)(?P<epoch>_epoch)?", name)
     if loss and (loss["epoch"] or loss["phase"] == "eval"):

@@ -21,10 +21,11 @@ _StepLosses = tuple[int, dict[str, torch.Tensor]]  # the number of a step and it
 class TerminateOnNaNCallback(TrainerCallback):
     """End the run with ``NonFiniteLossError`` if a loss is infinite or NaN, on all ranks together.
 
-    Other numbers that steps log may be either. No step waits for the device: losses on a GPU are checked a
-    few steps after they were computed, and always by the end of the epoch.
+    Other logged numbers may be infinite or NaN. No step waits for the device: losses on a GPU are checked a few steps
+    after they were computed, and always by the end of the epoch.
 
-    :ivar triggered: whether a non-finite loss has been seen
+    Attributes:
+        triggered: whether a non-finite loss has been seen
     """
 
     #: Steps between checks of losses on a GPU.
@@ -48,7 +49,7 @@ class TerminateOnNaNCallback(TrainerCallback):
     def on_train_step_end(
         self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
     ) -> None:
-        run = self._run or trainer.run  # kept, as a property costs a call in each step
+        run = self._run or trainer.run  # kept, as the property would cost a call in each step
         latest = run.loss_trackers["loss"].loss_value
         if isinstance(latest, float) and math.isfinite(latest):
             return  # the loss is in host memory and has already been read
@@ -61,7 +62,7 @@ class TerminateOnNaNCallback(TrainerCallback):
             self._check_copy(trainer)
 
     def _check_copy(self, trainer: TrainerLike) -> None:
-        """Check the losses whose copy was started some steps ago, if it has arrived, and start another."""
+        """Check the losses copied some steps ago, if the copy has arrived, and start another copy."""
         if self._copy is not None:
             if not self._copy.has_arrived:
                 return
@@ -81,7 +82,7 @@ class TerminateOnNaNCallback(TrainerCallback):
             self._check_recorded(trainer, "evaluation", "eval_{}_epoch", "intermediate_eval_{}")
 
     def _check_recorded(self, trainer: TrainerLike, phase: str, *formats: str) -> None:
-        """Check the mean of the loss, and those of its parts: other numbers that steps log may be NaN."""
+        """Check the means of the loss and of its parts. Other logged numbers may be NaN."""
         recorded = trainer.run.recorded_losses
         names = ["loss", *sorted(trainer.run.loss_trackers.parts)]
         metrics = [form.format(name) for form in formats for name in names]

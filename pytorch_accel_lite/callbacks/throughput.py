@@ -10,8 +10,7 @@ from functools import partial
 import torch
 
 from pytorch_accel_lite.base.devices import DeviceTimer, Moment
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.origins import is_overridden, warn_outside
 from pytorch_accel_lite.base.validation import check_positive_int, check_range, optional
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import BatchData
@@ -21,8 +20,8 @@ from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
 from pytorch_accel_lite.run.window import Count
 
-# Peak TFLOPs per second by part of the device's name, the most specific first: of 16-bit floats, TF32 and float32,
-# without sparsity, as in the vendors' data sheets. A device without TF32 computes in float32 instead.
+# Peak TFLOPs per second by part of the device's name, the most specific first, for 16-bit floats, TF32 and float32,
+# without sparsity, from the vendors' data sheets. A device without TF32 computes in float32 instead.
 _PEAKS = {
     "GB200": (2500, 1250, 80),
     "B200": (2250, 1125, 75),
@@ -54,7 +53,7 @@ _PEAKS = {
     "MI325X": (1307.4, 653.7, 163.4),
     "MI250X": (191.5, 47.9, 47.9),  # of one of its two dies, which are two devices
 }
-_VARIANTS = r"(?! (Ti|D|SUPER|Laptop)\b)"  # which have other peaks
+_VARIANTS = r"(?! (Ti|D|SUPER|Laptop)\b)"  # these have other peaks
 
 
 class ThroughputCallback(TrainerCallback):
@@ -62,32 +61,37 @@ class ThroughputCallback(TrainerCallback):
 
     Recorded per epoch, excluding evaluation: ``samples_per_second_epoch``, and ``items_per_second_epoch`` if steps
     return ``num_items_in_batch``, such as tokens. With ``count_flops`` or ``flops_per_sample`` also
-    ``flops_per_second_epoch``, and ``mfu_epoch``: the model FLOPs utilisation, which is the former divided by the peak
-    of all devices. All of these count the samples of all processes over the time of the slowest.
+    ``flops_per_second_epoch``, and ``mfu_epoch``: the model FLOPs utilisation, which is that divided by the peak of all
+    devices. All of these count the samples of all processes over the time of the slowest.
     ``trainer.step_metrics`` has ``samples_per_second``, ``items_per_second``, ``flops_per_second`` and ``mfu`` over the
     latest updates.
 
-    On several processes, also the rank whose forward passes take longest, as ``slowest_rank_epoch``, and how long they
+    On several processes, also the rank with the slowest forward passes, as ``slowest_rank_epoch``, and how long they
     take compared with the mean of the others, as ``slowest_rank_factor_epoch``: 1.0 if none is slower. Backward passes
-    do not tell, because all processes wait there for the slowest, with sharded models in the forward pass, too.
+    cannot show that, because all processes wait there for the slowest; with sharded models in the forward pass, too.
 
     FLOPs are floating point operations, two for a multiplication with an addition, of the forward and the backward pass
-    but not of the update. With ``count_flops``, torch's ``FlopCounterMode`` counts those of the first batch of a run in
+    but not of the update. With ``count_flops``, torch's ``FlopCounterMode`` counts them for the first batch of a run in
     a trial of both passes, after which gradients, buffers, generators and attributes of the trainer are restored. It
     includes what activation checkpointing recomputes, and runs compiled code uncompiled. All samples are assumed to
-    take as many as those of this batch: where lengths differ a lot, pass a mean as ``flops_per_sample``.
+    take as many FLOPs as in this batch: if lengths differ a lot, pass a mean as ``flops_per_sample``.
 
-    :param window: number of updates over which the latest rates are measured
-    :param count_flops: count the FLOPs of a sample. A warning is issued where that is not possible: with sharded
-        weights, ``logical_processes`` or an overridden ``train_step``, or if the counter fails.
-    :param flops_per_sample: the FLOPs of a sample, forward and backward, in place of a count. For a transformer, about
-        6 times its number of parameters times the number of tokens.
-    :param peak_flops: the peak of one device in FLOPs per second, such as ``989e12``. By default that of a table of
-        common GPUs, in the precision of the run; if it is unknown, a warning before training says so, and no ``mfu`` is
-        recorded.
-    :ivar per_process: the numbers of the latest epoch by rank: a dict with ``"samples_per_second"`` and, if known,
-        ``"items_per_second"``, ``"flops_per_second"``, ``"mfu"`` and, on several processes, ``"forward_seconds"``
-    :raises ValueError: if an argument is not positive, or cannot be combined with the others
+    Args:
+        window: number of updates over which the latest rates are measured
+        count_flops: count the FLOPs of a sample. A warning says if that is not possible: with sharded weights,
+            ``logical_processes`` or an overridden ``train_step``, or if the counter fails.
+        flops_per_sample: the FLOPs of a sample, forward and backward, in place of a count. For a transformer, about 6
+            times its number of parameters times the number of tokens.
+        peak_flops: the peak of one device in FLOPs per second, such as ``989e12``. By default from a table of common
+            GPUs, in the precision of the run; if it is unknown, a warning before training says so, and no ``mfu`` is
+            recorded.
+
+    Attributes:
+        per_process: the numbers of the latest epoch by rank: a dict with ``"samples_per_second"`` and, if known,
+            ``"items_per_second"``, ``"flops_per_second"``, ``"mfu"`` and, on several processes, ``"forward_seconds"``
+
+    Raises:
+        ValueError: if an argument is not positive, or cannot be combined with the others
     """
 
     def __init__(
@@ -107,7 +111,7 @@ class ThroughputCallback(TrainerCallback):
         if peak_flops is not None and not count_flops and flops_per_sample is None:
             raise ValueError("peak_flops is compared with FLOPs: pass count_flops=True or flops_per_sample, too.")
         self.per_process: list[dict[str, float]] = []
-        self._flops: float | None = None  # of a sample
+        self._flops: float | None = None  # per sample
         self._peak: float | None = None
         self._must_count = False
         self._failed_parts = 0  # number of parts of a batch with which the counter ran out of memory
@@ -149,7 +153,7 @@ class ThroughputCallback(TrainerCallback):
         _warn(trainer, f"ThroughputCallback counts no FLOPs: {reason}. Pass flops_per_sample=... instead.")
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        # The part of the epoch that was trained before resuming takes no time now.
+        # The part of the epoch trained before resuming takes no time now.
         self._restart(trainer.progress.samples_in_epoch)
         self._timer = DeviceTimer(trainer.device)
 
@@ -193,12 +197,12 @@ class ThroughputCallback(TrainerCallback):
         start, first, first_items = self._recent[0] if self._recent else (self._start, self._first, 0)
         self._recent.append((now, samples, 0 if self._items is None else self._items))
         rates: dict[str, Count] = {**self._rates(samples - first, None, now - start, trainer.ranks.world_size)}
-        if self._items is not None:  # on a GPU a tensor that is not read; those of this step are counted at its end
+        if self._items is not None:  # on a GPU, an unread tensor; the items of this step are counted at its end
             rates["items_per_second"] = (self._items - first_items) / (now - start)
         trainer.step_metrics.update(rates)
 
     def _rates(self, samples: float, items: float | None, seconds: float, devices: float) -> dict[str, float]:
-        """Return the rates that are known."""
+        """Return the known rates."""
         rates = {"samples_per_second": samples / seconds}
         if items is not None:
             rates["items_per_second"] = items / seconds
@@ -232,7 +236,7 @@ class ThroughputCallback(TrainerCallback):
 
 
 def _reason_not_to_count(trainer: TrainerLike) -> str | None:
-    """Return why a forward and a backward pass cannot be tried, if so."""
+    """Return why a forward and a backward pass cannot be tried, if they cannot."""
     if trainer.is_sharded:
         return "the model's weights are sharded"
     if trainer.division.shares is not None:
@@ -243,7 +247,7 @@ def _reason_not_to_count(trainer: TrainerLike) -> str | None:
 
 
 def _find_peak(trainer: TrainerLike) -> float | None:
-    """Return the peak of the trainer's device in FLOPs per second in the precision that it trains with, if known."""
+    """Return the peak of the trainer's device in FLOPs per second, in the precision of training, if known."""
     name = getattr(getattr(torch, trainer.device.type, None), "get_device_name", lambda device: "")(trainer.device)
     peaks = next((peaks for model, peaks in _PEAKS.items() if re.search(rf"\b{model}\b{_VARIANTS}", name)), None)
     precision = _precision(trainer)

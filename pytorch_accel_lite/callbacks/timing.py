@@ -35,8 +35,11 @@ class TimingCallback(TrainerCallback):
     ``time_optimizer``, ``time_evaluation``, ``time_saving``, ``time_callbacks`` and ``time_epoch``. Saving at the very
     end of an epoch counts towards the next. Each event costs a few microseconds.
 
-    :param show: print the table
-    :ivar totals: seconds per phase, of the entire ``"run"``, and of each callback by class name
+    Args:
+        show: print the table
+
+    Attributes:
+        totals: seconds per phase, of the entire ``"run"``, and of each callback by class name
     """
 
     def __init__(self, show: bool = True) -> None:
@@ -69,7 +72,7 @@ class TimingCallback(TrainerCallback):
 
     @contextmanager
     def _time(self, part: object) -> Iterator[None]:
-        """Count the time of a callback or a named phase, excluding nested times that are counted separately."""
+        """Count the time of a callback or a named phase, without separately counted nested times."""
         start = time.perf_counter()
         counted = self._counted
         try:
@@ -85,7 +88,7 @@ class TimingCallback(TrainerCallback):
             self._counted += seconds
 
     def _lap(self, phase: str | None) -> None:
-        """Add the time since the last mark that is not yet counted to a phase, and reset the mark."""
+        """Add the uncounted time since the last mark to a phase, and reset the mark."""
         now = time.perf_counter()
         if phase is not None:
             seconds = max(now - self._mark - (self._counted - self._mark_counted), 0.0)
@@ -179,12 +182,13 @@ class TimingCallback(TrainerCallback):
 class ProfilerCallback(TrainerCallback):
     """Write ``torch.profiler`` traces of some steps of a run, to open in Perfetto or chrome://tracing.
 
-    :param output_dir: where traces are written, as ``rank0.TIME.pt.trace.json``
-    :param wait: number of steps to skip before each trace
-    :param warmup: number of steps before each trace that are profiled but discarded
-    :param active: number of steps in a trace
-    :param repeat: number of traces
-    :param profile_kwargs: further arguments for ``torch.profiler.profile``, such as ``profile_memory=True``
+    Args:
+        output_dir: where traces are written, as ``rank0.TIME.pt.trace.json``
+        wait: number of steps to skip before each trace
+        warmup: number of steps before each trace that are profiled but discarded
+        active: number of steps in a trace
+        repeat: number of traces
+        profile_kwargs: further arguments for ``torch.profiler.profile``, such as ``profile_memory=True``
     """
 
     def __init__(

@@ -25,8 +25,8 @@ from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.state import TrainerLike
 
 _NO_PICTURES: Mapping[str, Picture] = MappingProxyType({})
-_LONGEST_KEY = 240  # characters, of which MLflow allows 250
-#: Settings with which trackers that need an account write only to this machine.
+_LONGEST_KEY = 240  # characters; MLflow allows 250
+#: Settings for trackers that need an account, to write only to this machine.
 _OFFLINE = {
     "wandb": "init_kwargs={'mode': 'offline'}",
     "swanlab": "init_kwargs={'mode': 'offline'}",
@@ -38,25 +38,28 @@ _OFFLINE = {
 class TrackerCallback(StepLogger):
     """Log a run to a tracker: its configuration, metrics every n updates, every evaluation and epoch.
 
-    The step is always the number of updates made. A resumed run continues the same curves: TensorBoard discards what
-    was logged after the resumed state, MLflow receives no step twice, and Weights & Biases drops repeated steps itself;
-    the run's id is kept in the training state. Other trackers may show such steps twice. Logging happens in the
-    background, except with your own tracker object; if it fails, the run ends with that error at the next row.
+    The step is always the number of updates. A resumed run continues the same curves: TensorBoard discards what was
+    logged after the resumed state, MLflow receives no step twice, and Weights & Biases drops repeated steps itself; the
+    run's id is kept in the training state. Other trackers may show such steps twice. Logging happens in the background,
+    except with your own tracker object; if it fails, the run ends with that error at the next row.
 
     During a training run, Accelerate's tracker is in ``trainer.accelerator.trackers``; outside, nothing is logged.
 
-    :param tracker: ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"comet_ml"``, ``"aim"``, ``"clearml"``,
-        ``"dvclive"``, ``"swanlab"``, ``"trackio"``, or your own ``GeneralTracker``
-    :param project_name: name of the tracker's project or experiment; for TensorBoard, the directory in ``project_dir``
-    :param project_dir: directory for trackers that write files
-    :param every_n_updates: number of updates between rows with the mean loss and the ``step_metrics`` of other
-        callbacks; ``None`` logs only epochs
-    :param every: instead, log these rows at an ``Interval``, such as ``"10_000 samples"``
-    :param config: your own hyper-parameters, logged with the run's configuration
-    :param init_kwargs: further arguments for the tracker, such as a run name or tags; ``{"mode": "offline"}`` lets
-        Weights & Biases and SwanLab write to this machine only, without an account
-    :raises ValueError: if the tracker is unknown
-    :raises ImportError: if the tracker's package is not installed; lists those that are
+    Args:
+        tracker: ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"comet_ml"``, ``"aim"``, ``"clearml"``, ``"dvclive"``,
+            ``"swanlab"``, ``"trackio"``, or your own ``GeneralTracker``
+        project_name: name of the tracker's project or experiment; for TensorBoard, the directory in ``project_dir``
+        project_dir: directory for trackers that write files
+        every_n_updates: number of updates between rows with the mean loss and the ``step_metrics`` of other callbacks;
+            ``None`` logs only epochs
+        every: instead, log these rows at an ``Interval``, such as ``"10_000 samples"``
+        config: your own hyper-parameters, logged with the run's configuration
+        init_kwargs: further arguments for the tracker, such as a run name or tags; ``{"mode": "offline"}`` lets Weights
+            & Biases and SwanLab write to this machine only, without an account
+
+    Raises:
+        ValueError: if the tracker is unknown
+        ImportError: if the tracker's package is not installed; lists the installed ones
     """
 
     def __init__(
@@ -105,8 +108,8 @@ class TrackerCallback(StepLogger):
                 trainer.ranks.run_together(lambda: os.makedirs(folder, exist_ok=True), only_first=True)
 
     def in_background(self, job: Callable[[], None]) -> None:
-        """Run a job in the background, or immediately for a user's own tracker, which may be bound to this thread."""
-        self._start()  # in this thread, to which an MLflow run is bound too
+        """Run a job in the background; for a user's own tracker, which may be bound to this thread, immediately."""
+        self._start()  # in this thread, as an MLflow run is bound to its thread
         if isinstance(self.tracker, str):
             super().in_background(job)
         else:
@@ -119,7 +122,7 @@ class TrackerCallback(StepLogger):
         if self._active is not None or not trainer.accelerator.is_main_process:
             return
         if self.tracker == "tensorboard" and self._first_update:
-            time.sleep(1)  # it reads the files of attempts in the order of the seconds in which they were created
+            time.sleep(1)  # TensorBoard reads the files of attempts in the order of the seconds of their creation
         try:
             tracker = self._create(trainer)
             tracker.start()
@@ -155,7 +158,7 @@ class TrackerCallback(StepLogger):
         return tracker_class(self.project_name, *directory, **arguments)
 
     def _note_run(self) -> None:
-        """Note the run's id, and the steps that it already has."""
+        """Note the run's id and its existing steps."""
         if self.tracker == "wandb":
             self.run_id = self._active.run.id
         elif self.tracker == "mlflow":
@@ -168,13 +171,13 @@ class TrackerCallback(StepLogger):
                 self._logged_steps[name] = {metric.step for metric in history}
 
     def _key(self, name: str) -> str:
-        """Return the name under which the tracker has a metric or a setting; MLflow refuses some characters."""
+        """Return the tracker's name for a metric or a setting; MLflow refuses some characters."""
         if self.tracker != "mlflow":
             return name
         key = re.sub(r"[^\w. :/-]", "_", name)
         key = key if posixpath.normpath(key) == key and not key.startswith((".", "/")) else re.sub("[./]", "_", key)
         key = key[:_LONGEST_KEY]
-        while self._keys.setdefault(key, name) != name:  # of another name
+        while self._keys.setdefault(key, name) != name:  # taken by another name
             key += "_"
         return key
 
@@ -195,7 +198,7 @@ class TrackerCallback(StepLogger):
     def on_outputs(
         self, trainer: TrainerLike, *, outputs: Mapping[str, str], pictures: Mapping[str, Picture], **kwargs: object
     ) -> None:
-        """Log what a ``ShowOutputsCallback`` shows; the texts of pictures are the paths of their files."""
+        """Log the outputs of a ``ShowOutputsCallback``; the texts of pictures are the paths of their files."""
         self._log_after_rows(trainer, dict(outputs), dict(pictures))
 
     def _log_new(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -214,9 +217,10 @@ class TrackerCallback(StepLogger):
             self.in_background(lambda: self._log(values, update, pictures))
 
     def _log(self, values: dict[str, MetricValue], step: int, pictures: Mapping[str, Picture] = _NO_PICTURES) -> None:
-        """Log values that the tracker does not have yet, also not from an earlier attempt. Runs in the background.
+        """Log values that the tracker does not have yet, not even from an earlier attempt. Runs in the background.
 
-        :param pictures: those of the values that are paths of pictures, by name
+        Args:
+            pictures: the values that are paths of pictures, by name
         """
         values = {self._key(name): value for name, value in values.items()}
         images = {self._key(name): picture for name, picture in pictures.items()}
@@ -243,9 +247,9 @@ class TrackerCallback(StepLogger):
                 )
 
     def _log_images(self, pictures: Mapping[str, Picture], step: int) -> Mapping[str, Picture]:
-        """Log pictures to a tracker that takes images, and return those that it has taken."""
+        """Log pictures to a tracker that takes images, and return the logged ones."""
         log_images = getattr(self._active, "log_images", None)
-        if not pictures or log_images is None or not find_spec("PIL"):  # which all of them use
+        if not pictures or log_images is None or not find_spec("PIL"):  # they all use it
             return _NO_PICTURES
         if self.tracker == "aim":
             log_images({name: picture.pixels for name, picture in pictures.items()}, step=step)
@@ -282,7 +286,7 @@ class TrackerCallback(StepLogger):
             tracker.finish()
 
     def state_dict(self) -> StateDict:
-        """Write pending rows, and return the run's id and what was logged last."""
+        """Write pending rows, and return the run's id and the last logged values."""
         trainer = None if self._is_finished else self._trainer
         if trainer is not None and (self._evaluated or not trainer.progress.is_mid_epoch):
             self._log_new(trainer)  # the state may be taken before this callback has handled the event
@@ -300,7 +304,7 @@ class TrackerCallback(StepLogger):
         self.run_id = state["run_id"]
         self._new.counts = dict(state["logged"])
         if self._trainer is not None:
-            self._new.follow(self._trainer.run_history)  # which may not be saved
+            self._new.follow(self._trainer.run_history)  # the history may not be saved
 
 
 def _check_tracker(name: str) -> None:

@@ -14,6 +14,7 @@ from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.text import add_note, wrapped
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number, check_range, optional
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.capturing import check_states_are_possible
@@ -27,9 +28,8 @@ from pytorch_accel_lite.run.job_queues import JOB_QUEUES
 from pytorch_accel_lite.run.parts import TrainingState
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
-from pytorch_accel_lite.run.unknown_names import suggest_arguments
 
-# Seconds that the first state is expected to take, and number of states whose mean is expected of the next.
+# Expected seconds for the first state, and the number of states to average for the next.
 _FIRST_PAUSE = 0.05
 _NUM_PAUSES = 5
 
@@ -38,12 +38,12 @@ class SavingPace(Interval):
     """An interval that adapts, so that training waits for states no longer than a share of the run's time.
 
     It is derived from the pauses for the latest states, on the slowest process. If states have taken more or less than
-    their share so far, the interval is longer or shorter, by a factor of two at most.
+    their share so far, the interval is longer or shorter, by at most a factor of two.
     """
 
     def __init__(self, share: float) -> None:
         super().__init__(_FIRST_PAUSE / share, "seconds")
-        self.pauses: list[float] = []  # the latest
+        self.pauses: list[float] = []  # the latest ones
         self._share = share
         self._paused = 0.0
 
@@ -77,32 +77,32 @@ class SaveTrainingStateCallback(TrainerCallback):
     end the run with ``NonFiniteLossError``. All processes of a job take part. The data order
     is seeded even if the trainer has no seed.
 
-    :param save_dir: directory for states named like ``update-000000123``; other files in it are left alone. Or the URL
-        of a folder in a store that fsspec knows, such as ``"s3://bucket/run"``: then the machines of a job need no
-        shared disk.
-    :param save_every_n_epochs: save every n epochs
-    :param save_every_n_steps: save every n optimizer updates
-    :param save_every_n_minutes: save when this many minutes have passed since the last state
-    :param save_every: save at an ``Interval``, such as ``"500 updates"``, ``"0.25 epochs"``,
-        ``"100_000 samples"`` or ``"10 minutes"``; the arguments above are short forms of it. ``"auto"`` saves as often
-        as ``overhead`` allows, and at most once a second.
-    :param overhead: with ``save_every="auto"``, the fraction of the run's time that training may wait for saving
-    :param save_at_end: save when the run ends or is stopped early
-    :param max_checkpoints: number of newest states to keep; ``None`` keeps all
-    :param save_on_signal: save and end the run cleanly on SIGTERM, SIGUSR1, SIGUSR2 (Slurm's warnings) and Ctrl-C.
-        Handlers that the program has installed for them are called afterwards.
-    :param requeue: when SIGUSR1 or SIGUSR2 has ended the run of a Slurm job, return the job to the queue, with
-        ``scontrol requeue``. Does nothing after SIGTERM, which ``scancel`` sends, or outside of Slurm.
-    :param asynchronous: make training wait only for a copy in host memory, which is written in the background. Errors
-        are raised at the next save or at the end of the run.
-    :param continue_on_error: report an ``OSError`` while saving, such as a full disk, and continue; by default it ends
-        the run. Existing states stay intact either way.
-    :param trainable_only: leave out frozen parameters that are as they were at the start of the run, such as those of a
-        pretrained model. The program that resumes must create them with the same values; if it does not, that is an
-        error.
-    :param sharded: each process writes its own shards of the weights and the optimizer's state, and nothing is
-        gathered; ``"auto"`` if the weights are sharded, ``True`` to also raise an error if they are not. By default,
-        the first process gathers and writes them. Either way, any number of processes can resume, sharded or not.
+    Args:
+        save_dir: directory for states named like ``update-000000123``; other files in it are left alone. Or the URL of
+            a folder in a store that fsspec supports, such as ``"s3://bucket/run"``: then the machines of a job need no
+            shared disk.
+        save_every_n_epochs: save every n epochs
+        save_every_n_steps: save every n optimizer updates
+        save_every_n_minutes: save when this many minutes have passed since the last state
+        save_every: save at an ``Interval``, such as ``"500 updates"``, ``"0.25 epochs"``, ``"100_000 samples"`` or
+            ``"10 minutes"``; the arguments above are short forms of it. ``"auto"`` saves as often as ``overhead``
+            allows, and at most once a second.
+        overhead: with ``save_every="auto"``, the fraction of the run's time that training may wait for saving
+        save_at_end: save when the run ends or is stopped early
+        max_checkpoints: number of newest states to keep; ``None`` keeps all
+        save_on_signal: save and end the run cleanly on SIGTERM, SIGUSR1, SIGUSR2 (Slurm's warnings) and Ctrl-C.
+            Handlers that the program has installed for them are called afterwards.
+        requeue: when SIGUSR1 or SIGUSR2 has ended the run of a Slurm job, return the job to the queue, with ``scontrol
+            requeue``. Does nothing after SIGTERM, which ``scancel`` sends, or outside of Slurm.
+        asynchronous: training waits only for a copy in host memory, which is written in the background. Errors are
+            raised at the next save or at the end of the run.
+        continue_on_error: report an ``OSError`` while saving, such as a full disk, and continue; by default it ends the
+            run. Existing states stay intact either way.
+        trainable_only: leave out frozen parameters that have not changed since the start of the run, such as those of a
+            pretrained model. The resumed program must create them with the same values, or an error is raised.
+        sharded: each process writes its own shards of the weights and the optimizer's state, and nothing is gathered;
+            ``"auto"`` if the weights are sharded, ``True`` to also raise an error if they are not. By default, the
+            first process gathers and writes them. Either way, any number of processes can resume, sharded or not.
     """
 
     def __init__(
@@ -155,13 +155,13 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._clear()
 
     def _clear(self) -> None:
-        self._saved: StateDict | None = None  # the progress that was saved last
-        self._complete: tuple[StrPath, int] | None = None  # path and update of the newest state that has been written
+        self._saved: StateDict | None = None  # the progress saved last
+        self._complete: tuple[StrPath, int] | None = None  # path and update of the newest written state
         self._resumed_at: int | None = None  # samples that a resumed run had seen, until it has trained
 
     @property
     def latest_saved(self) -> StrPath | None:
-        """The newest state that the run in progress has saved or resumed from; ``None`` if there is none."""
+        """The newest state that the current run has saved or resumed from; ``None`` if there is none."""
         return None if self._complete is None else self._complete[0]
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
@@ -171,18 +171,15 @@ class SaveTrainingStateCallback(TrainerCallback):
         request.claim_path(self, "save_dir", self.save_dir, "training states", locks=False)  # the store does
 
     def _claim(self, trainer: TrainerLike) -> None:
-        """Lock the place of the states, and check that all processes reach it."""
+        """Lock the place of the states until the run ends, if it begins at all; check that all processes reach it."""
         if trainer.ranks.run_together(self._store.lock, only_first=True)[0]:
+            trainer.run.cleanup.callback(self._store.unlock)
             self._store.check_is_shared(trainer.ranks)
 
     def find_latest(self, trainer: TrainerLike) -> TrainingState | None:
         """Return the newest complete state in ``save_dir``, or ``None`` if there is none."""
         self._claim(trainer)
-        try:
-            return self._store.read_latest(trainer.ranks, trainer.print)
-        except Exception:
-            self._store.unlock()
-            raise
+        return self._store.read_latest(trainer.ranks, trainer.print)
 
     def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: object) -> None:
         if trainer.train_dataloader is None:
@@ -216,7 +213,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             trainer.ranks.broadcast_object(lambda: self._check_requeue(trainer))
 
     def next_time(self) -> float:
-        """Return the time of the state to be saved now: later than that of all others, even if the clock is wrong."""
+        """Return the time for the next state: later than that of all others, even if the clock is wrong."""
         self._newest_time = max(time.time(), self._newest_time + 0.001)
         return self._newest_time
 
@@ -247,7 +244,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             return
         if not (self.save_at_end or trainer.run.end.pause is not None):
             return
-        if trainer.progress.samples == self._resumed_at:  # the state that it resumed from remains
+        if trainer.progress.samples == self._resumed_at:  # the resumed state remains
             trainer.print("No training state was saved: the run was stopped before it had taken a step of its own.")
             return
         if not trainer.run.window.is_between_updates:
@@ -264,7 +261,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             with self._handling_errors(trainer):
                 if self._writer is not None:
                     self._writer.wait()
-            if trainer.progress.samples == self._resumed_at:  # killed after its last save, it may have left old states
+            if trainer.progress.samples == self._resumed_at:  # a run killed after saving may have left old states
                 with self._handling_errors(trainer):
                     trainer.ranks.broadcast_object(lambda: self._rotate(trainer.progress.update))
         finally:
@@ -274,8 +271,8 @@ class SaveTrainingStateCallback(TrainerCallback):
         complete, self._complete = self._complete, None
         if (pause := end.pause) is not None:
             if self.requeue and trainer.accelerator.is_main_process:
-                end.messages.append(lambda: _requeue(trainer, pause))
-            end.messages.append(lambda: _explain_how_to_resume(trainer, complete, pause))
+                end.last_calls.append(lambda: _requeue(trainer, pause))
+            end.last_calls.append(lambda: _explain_how_to_resume(trainer, complete, pause))
 
     def on_exception(self, trainer: TrainerLike, *, exception: BaseException, **kwargs: object) -> None:
         try:
@@ -322,7 +319,7 @@ class SaveTrainingStateCallback(TrainerCallback):
 
     @contextmanager
     def _handling_errors(self, trainer: TrainerLike) -> Iterator[None]:
-        """Handle errors in a block that may fail for lack of disk space or permissions."""
+        """Handle errors from a lack of disk space or permissions in a block."""
         try:
             yield
         except OSError as error:
@@ -336,7 +333,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         return {} if self._pace is None else {"pauses": self._pace.pauses}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the state returned by ``state_dict()``; that of an earlier version is ignored."""
+        """Load the state returned by ``state_dict()``; a state from an earlier version is ignored."""
         if self._pace is not None:
             self._pace.expect(state.get("pauses", ()))
 
@@ -348,18 +345,19 @@ def _requeue(trainer: TrainerLike, pause: RunPausedError) -> None:
 
 
 def _explain_how_to_resume(trainer: TrainerLike, complete: tuple[StrPath, int] | None, error: BaseException) -> None:
-    """Say where an unfinished run was last saved: in a note, or printed if there is no traceback.
+    """Report where an unfinished run was last saved: in a note, or printed if there is no traceback.
 
-    :param complete: path and update of the state
-    :param error: what has ended the run
+    Args:
+        complete: path and update of the state
+        error: the error that ended the run
     """
     is_interrupt = isinstance(error, (RunInterruptedError, KeyboardInterrupt))
-    if complete is None or (is_interrupt and trainer.ranks.rank > 0):  # all end in the same way, and one says so
+    if complete is None or (is_interrupt and trainer.ranks.rank > 0):  # all end alike, and one reports it
         return
     path, update = complete
     is_failure = isinstance(error, Exception) and not isinstance(error, RunPausedError)
     how = "To resume it, call train() with the same arguments and"
-    if is_failure:  # which the same arguments may lead to again
+    if is_failure:  # the same arguments may lead to it again
         how = "Correct what has failed, and resume it: call train() with"
     text = f'The run is saved in {os.fspath(path)!r}, after update {update}. {how} resume_from="latest".'
     has_no_traceback = isinstance(error, (RunPausedError, SystemExit)) and getattr(error, "signum", 0) != signal.SIGINT

@@ -20,19 +20,20 @@ class GradualUnfreezingCallback(TrainerCallback):
 
     From Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification" (2018, arXiv:1801.06146).
     Layer groups are those of ``ModelFreezer``; groups without parameters do not
-    count. Frozen groups are kept in evaluation mode. Eventually all groups are unfrozen, including any that were frozen
+    count. Frozen groups are kept in evaluation mode. Eventually all groups are unfrozen, even if they were frozen
     before the run.
 
     Parameters missing from the optimizer are added to it before the scheduler is created, one parameter group per layer
     group, so every scheduler sees all of them; the optimizer ignores frozen ones. A scheduler that sets learning rates
     itself, such as ``OneCycleLR``, needs a list of rates if the groups are to differ.
 
-    :param every_n_epochs: number of epochs between unfreezings
-    :param lr_decay: factor between the learning rate of an added group and that of the next group towards the head;
-        groups already in the optimizer keep theirs
-    :param freeze_batch_norms: keep the weights and statistics of batch norms in frozen groups fixed; if ``False``, they
-        are trained from the beginning
-    :param groups: the layer groups from the input to the head; defaults to those of ``ModelFreezer``
+    Args:
+        every_n_epochs: number of epochs between unfreezings
+        lr_decay: factor between the learning rate of an added group and that of the next group towards the head; groups
+            already in the optimizer keep theirs
+        freeze_batch_norms: keep the weights and statistics of batch norms in frozen groups fixed; if ``False``, they
+            are trained from the beginning
+        groups: the layer groups from the input to the head; defaults to those of ``ModelFreezer``
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class GradualUnfreezingCallback(TrainerCallback):
         if is_created(trainer.optimizer):
             self._add_to_optimizer(trainer.optimizer, groups)
             self._unfreeze(model, 1)
-        else:  # it will be created from the parameters that require gradients, and the epoch freezes them afterwards
+        else:  # it will be created from all parameters that require gradients; the epoch freezes them later
             self._unfreeze(model, len(groups))
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -82,7 +83,7 @@ class GradualUnfreezingCallback(TrainerCallback):
             trainer.rewrap_model()
 
     def _num_trained(self, epoch: int) -> int:
-        """Return the number of groups to train in an epoch, which may be more than there are."""
+        """Return the number of groups to train in an epoch; may exceed the number of groups."""
         return 1 + (epoch - 1) // self.every_n_epochs
 
     def _unfreeze(self, model: nn.Module, count: int) -> bool:

@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 class WorstSample(NamedTuple):
     """A sample with a large loss.
 
-    :param index: index in the dataset; ``None`` for a stream
-    :param loss: loss of this sample alone
-    :param prediction: the predicted class for a classifier, otherwise the model's output
-    :param target: the target
-    :param dataset: name of the dataset if several are evaluated, otherwise empty
+    Args:
+        index: index in the dataset; ``None`` for a stream
+        loss: loss of this sample alone
+        prediction: the predicted class for a classifier, otherwise the model's output
+        target: the target
+        dataset: name of the dataset if several are evaluated, otherwise empty
     """
 
     index: Any
@@ -50,15 +51,18 @@ class WorstSamplesCallback(TrainerCallback):
 
     The losses stay on the device until the evaluation ends.
 
-    :param k: number of samples to keep
-    :param loss: called as ``loss(model_outputs, targets)``; returns a loss, or the value of any metric that is larger
-        for worse samples, for each sample: a tensor of shape ``(batch_size, ...)``, whose further dimensions are
-        averaged, or a list. Defaults to the trainer's loss function with ``reduction="none"``.
-    :param transform: called as ``transform(batch, batch_output)``; returns the outputs and the targets: tensors, dicts
-        of such, or lists with an element for each sample. Defaults to the model's output (or its ``logits``) and the
-        batch's second element (or its ``labels``).
-    :param show: print a table after each evaluation
-    :ivar samples: list of ``WorstSample``, largest loss first; a NaN loss counts as the largest
+    Args:
+        k: number of samples to keep
+        loss: called as ``loss(model_outputs, targets)``; returns a loss for each sample, or any metric that is larger
+            for worse samples: a tensor of shape ``(batch_size, ...)``, whose further dimensions are averaged, or a
+            list. Defaults to the trainer's loss function with ``reduction="none"``.
+        transform: called as ``transform(batch, batch_output)``; returns the outputs and the targets: tensors, dicts of
+            tensors, or lists with an element for each sample. Defaults to the model's output (or its ``logits``) and
+            the batch's second element (or its ``labels``).
+        show: print a table after each evaluation
+
+    Attributes:
+        samples: list of ``WorstSample``, largest loss first; a NaN loss counts as the largest
     """
 
     def __init__(
@@ -131,11 +135,14 @@ class WorstSamplesCallback(TrainerCallback):
     ) -> Figure:
         """Draw the samples, which must be images, as a contact sheet (extra ``plot``).
 
-        :param dataset: the evaluated dataset, or dict of datasets, whose samples are tuples that begin with an image of
-            shape ``(height, width)``, ``(channels, height, width)`` or ``(height, width, channels)``
-        :param path: where to save the picture; ``None`` does not save it
-        :param classes: names of the classes
-        :raises ValueError: if there is nothing to draw
+        Args:
+            dataset: the evaluated dataset, or dict of datasets. Samples are tuples that begin with an image of shape
+                ``(height, width)``, ``(channels, height, width)`` or ``(height, width, channels)``
+            path: where to save the picture; ``None`` does not save it
+            classes: names of the classes
+
+        Raises:
+            ValueError: if there is nothing to draw
         """
         if not self.samples or any(sample.index is None for sample in self.samples):
             raise ValueError("Nothing to draw: no samples with an index have been evaluated yet.")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import StrPath
 from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
 from pytorch_accel_lite.checkpoint.trainability import lacks_groups
@@ -25,14 +25,14 @@ from pytorch_accel_lite.checkpoint.weights import (
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.state import TrainerLike
 
-#: What is saved with a trainer. The state of a tensor is itself.
+#: An object that is saved with a trainer. The state of a tensor is the tensor itself.
 Owner: TypeAlias = HasStateDict | torch.Tensor
 
 
 def loss_state(trainer: TrainerLike) -> dict[str, torch.Tensor]:
     """Return the learned state of the loss function, by name: its trained parameters and its buffers.
 
-    Excludes those of the model, and the constant buffers of torch's own losses, such as class weights.
+    Excludes everything in the model, and the constant buffers of torch's own losses, such as class weights.
     """
     return {name: value.detach() for name, value in _learned_by_loss(trainer).items()}
 
@@ -81,7 +81,7 @@ def load_loss_state(trainer: TrainerLike, state: StateDict, source: StrPath) -> 
         if name in current and (is_lazy(current[name]) or current[name].shape == value.shape)
     }
     if isinstance(loss_func, nn.Module) and fitting:
-        # All of it, as hooks of its parts, such as those of gpytorch, take for granted that each has some.
+        # The whole state, as hooks of its parts, such as gpytorch's, assume that each has some.
         whole = {name: value for name, value in current.items() if not is_lazy(value)} | fitting
         loss_func.load_state_dict(whole, strict=False)
     others = sorted(state.keys() - fitting.keys())
@@ -93,7 +93,7 @@ def load_loss_state(trainer: TrainerLike, state: StateDict, source: StrPath) -> 
 
 
 def names_beside_model(trainer: TrainerLike) -> list[str]:
-    """Return what is trained besides the model: the loss function and attributes by name, others by their place."""
+    """Return what is trained besides the model: the loss function and attributes by name, other objects by place."""
     parts = [name for name, owner in attributes.trained(trainer).items() if isinstance(owner, nn.Module)]
     learned = ["the loss function"] if loss_state(trainer) else []
     return [*learned, *parts, *attributes.hidden(trainer)]
@@ -118,10 +118,11 @@ def attribute_states(
 ) -> dict[str, Tree]:
     """Return the states of the attributes that are saved with a trainer, by name. A collective if they are sharded.
 
-    :param keep: ``False`` on processes that will not write them
-    :param optimizers: whether to include optimizers
-    :param schedulers: whether to include schedulers
-    :param others: further modules to include, by attribute
+    Args:
+        keep: ``False`` on processes that will not write them
+        optimizers: whether to include optimizers
+        schedulers: whether to include schedulers
+        others: further modules to include, by attribute
     """
     included = _included(trainer, optimizers, schedulers) | dict(others or {})
     return {name: _state_of(owner, keep) for name, owner in included.items()}
@@ -144,14 +145,17 @@ def load_attribute_states(
 ) -> None:
     """Restore the attributes from their states.
 
-    :param strict: ``False`` to load only the weights that fit, and warn of the others
-    :param is_final: whether to warn of mismatches between attributes and states, as no more attributes will be created
-    :raises ValueError: if a state does not fit; names the attribute
+    Args:
+        strict: ``False`` to load only the weights that fit, and warn of the others
+        is_final: whether no more attributes will be created, so that mismatches with states are worth a warning
+
+    Raises:
+        ValueError: if a state does not fit; names the attribute
     """
     if trainer.saves_attributes:
         load = partial(load_state, source=source, strict=strict)
         included = _included(trainer, optimizers, schedulers)
-        included |= {name: module for name, module in attributes.modules(trainer).items() if name in states}
+        included |= {name: module for name, module in attributes.other_modules(trainer).items() if name in states}
         if not is_final:  # optimizers get their groups from the starting events, or at the end
             included = {
                 name: owner for name, owner in included.items() if not lacks_groups(owner, states.get(name, {}))
@@ -162,7 +166,8 @@ def load_attribute_states(
 def load_state(name: str, owner: Owner, state: Tree, source: StrPath, strict: bool = True) -> None:
     """Load the state of a module, an optimizer or a scheduler.
 
-    :raises ValueError: if it does not fit; names it
+    Raises:
+        ValueError: if it does not fit; names it
     """
     try:
         if isinstance(owner, nn.Module):
@@ -203,12 +208,12 @@ def load_each(
         elif is_final:
             warn_outside(f"The training state holds nothing for the {kind} {name!r}.")
     for name in states.keys() - owners.keys() if is_final else ():
-        if states[name] != {}:  # an empty one is no loss
+        if states[name] != {}:  # nothing is lost with an empty one
             warn_outside(f"The training state holds the state of {kind} {name!r}, which no longer exists.")
 
 
 def describe_attributes(trainer: TrainerLike) -> str:
-    """Return a description of what training states hold besides the model; empty if there is nothing of that."""
+    """Return a description of what training states hold besides the model; empty if nothing."""
     named, hidden = ", ".join(attributes.trained(trainer)), attributes.hidden(trainer)
     parts = [f"Training states include these attributes of the trainer: {named}."] if named else []
     if hidden:

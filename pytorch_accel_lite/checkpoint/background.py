@@ -14,7 +14,7 @@ from pytorch_accel_lite.base.types import Keys, Tree
 from pytorch_accel_lite.checkpoint.files import map_nested
 from pytorch_accel_lite.distributed.ranks import find_ranks
 
-#: The most bytes of pinned memory, which the system cannot move or lend to others. Torch rounds each tensor up.
+#: The most bytes of pinned memory, which the system cannot swap or give to others. Torch rounds each tensor up.
 _MOST_PINNED = 16 * 2**30
 
 
@@ -32,8 +32,8 @@ class _Buffer(NamedTuple):
 class HostMemory:
     """Host memory for copies of tensors, reused for the next copy: allocating it takes longer than copying.
 
-    That for tensors on a GPU is pinned, as far as they are not too large. The device copies these in the order of its
-    work, before any later update, and nothing waits for it; ``wait()`` before the copies are read.
+    For tensors on a GPU, it is pinned, unless they are too large. The device copies them in the order of its work,
+    before any later update, and nothing waits for it; call ``wait()`` before reading the copies.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class HostMemory:
 
 
 def _new_copy(tensor: torch.Tensor, spare: int) -> _Buffer:
-    """Return a copy in new memory, which torch pins for a copy that does not block, if that much may be pinned."""
+    """Return a copy in new memory. If that much may be pinned, the copy does not block, and torch pins the memory."""
     device = tensor.device
     is_late = is_asynchronous(device) and torch.get_device_module(device).current_device() == device.index
     if is_late and _Buffer(tensor, True).pinned_bytes <= spare:
@@ -94,8 +94,9 @@ class BackgroundWriter:
     The writers of a process run one after another, in the order in which they were started. This order is the same on
     all ranks, so they can share one process group.
 
-    :ivar ranks: the processes, with a group that is used only by background threads
-    :ivar memory: memory for copies of what is to be written
+    Attributes:
+        ranks: the processes, with a group that is used only by background threads
+        memory: memory for copies of the data to write
     """
 
     _newest: ClassVar[threading.Thread | None] = None  # of all writers
@@ -109,7 +110,8 @@ class BackgroundWriter:
     def start(self, job: Callable[[], None]) -> None:
         """Start a job once the previous one is complete.
 
-        :raises Exception: the error of the previous job, if it failed
+        Raises:
+            Exception: the error of the previous job, if it failed
         """
         self.wait()
         # A daemon, so that a failing process does not wait for its peers.
@@ -130,7 +132,8 @@ class BackgroundWriter:
     def wait(self) -> None:
         """Wait for the current job.
 
-        :raises Exception: the error of the job, if it failed
+        Raises:
+            Exception: the error of the job, if it failed
         """
         if self._thread is not None:
             self._thread.join()

@@ -12,8 +12,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, send_to_device
 from torch import nn
 
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.modules import PLAIN
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.randomness import capture_generators, mix, restore_generators, seed_generators
 from pytorch_accel_lite.base.types import Keys, StateDict, Tree
@@ -73,14 +73,22 @@ def check_states_are_possible(accelerator: Accelerator) -> None:
         )
 
 
-def refuse_deepspeed(accelerator: Accelerator, what: str, instead: str) -> None:
-    """Raise an error for what needs the whole state of the optimizer, or sets weights, which DeepSpeed copies.
+def refuse_engines(accelerator: Accelerator, what: str, instead: str) -> None:
+    """Raise an error for what needs the whole state of the optimizer, or sets weights, which DeepSpeed and FSDP1 keep.
 
-    :param what: the call
-    :param instead: what to do, as a sentence
+    Args:
+        what: the call
+        instead: what to do, as a sentence
     """
+    refuse_fsdp1(accelerator, what)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise ValueError(f"{what} does not work with DeepSpeed, whose optimizer has parts of its own. {instead}")
+
+
+def refuse_fsdp1(accelerator: Accelerator, what: str) -> None:
+    """Raise an error for what needs the whole weights, which FSDP1 does not give by their names."""
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise ValueError(f"{what} does not work with FSDP1, whose weights are flattened. Use fsdp_version=2.")
 
 
 def capture(
@@ -88,9 +96,12 @@ def capture(
 ) -> CapturedState:
     """Return the part of a trainer's state that this rank writes, without copying it. Call it on every process.
 
-    :param created: fingerprints of weights; frozen weights that match them are left out
-    :param sharded: whether each rank keeps its shards; by default they are gathered
-    :raises TypeError: if a value cannot be stored without pickle; names the path to it
+    Args:
+        created: fingerprints of weights; frozen weights that match them are left out
+        sharded: whether each rank keeps its shards; by default they are gathered
+
+    Raises:
+        TypeError: if a value cannot be stored without pickle; names the path to it
     """
     is_first = trainer.accelerator.is_main_process
     shared = _collect_shared(trainer, is_first, sharded) | {"extra": extra}
@@ -118,7 +129,9 @@ def capture(
     parts = local_parts(shards) if sharded else None
     if not is_first:
         return CapturedState(local, parts)
-    return CapturedState(local, parts, *untie(tensors), large, shared, _collect_metadata(trainer))
+    weights, tied = untie(tensors)
+    metadata = _collect_metadata(trainer)
+    return CapturedState(local, parts, weights=weights, tied=tied, tensors=large, shared=shared, metadata=metadata)
 
 
 def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> StateDict:
@@ -139,14 +152,14 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
         "loss_func": loss_state(trainer),
         "attributes": attribute_states(trainer, is_first),
         "callbacks": {name: gather(callback.state_dict()) for name, callback in callbacks.items()},
-        "objects": {name: obj.state_dict() for name, obj in attributes.registered(trainer).items()},
+        "objects": {name: obj.state_dict() for name, obj in attributes.registered_objects(trainer).items()},
         "trainability": capture_trainability(trainer),
         "losses": run.loss_trackers.summed(trainer.data_ranks),
         **run.step.state_dict(),
         "schedule_shift": run.schedule.shift,
         "items_per_batch": run.window.items_per_batch,
-        "evaluations": None if run.evaluations is None else run.evaluations.state_dict(run),
-        "set_apart": {name: sorted(numbers) for name, numbers in run.recorded_by_evaluate.items()},
+        "evaluations": None if run.loop.evaluations is None else run.loop.evaluations.state_dict(run),
+        "set_apart": {name: sorted(numbers) for name, numbers in run.latest.recorded_by_evaluate.items()},
         **_position(trainer, is_local=False),
     }
 
@@ -167,12 +180,12 @@ def _position(trainer: TrainerLike, is_local: bool) -> StateDict:
 
 
 def _updated_objects(trainer: TrainerLike) -> StateDict:
-    """Return the objects that an update steps, with ``None`` for those that the trainer does not have."""
+    """Return the objects that an update steps, with ``None`` for missing ones."""
     return {"optimizer": trainer.optimizer, "scheduler": trainer.scheduler, "scaler": trainer.accelerator.scaler}
 
 
 def _check_optimizer_classes(trainer: TrainerLike, state: TrainingState) -> None:
-    """Raise an error if an optimizer is of another class than in the state; older states lack the class."""
+    """Raise an error if the class of an optimizer differs from that in the state; older states lack it."""
     saved = state.shared.get("optimizer_classes", {})
     for name, optimizer in saved_optimizers(trainer).items():
         groups = zip(group_names(optimizer), saved.get(name, ()), class_names(optimizer), strict=False)
@@ -197,7 +210,7 @@ def _check_left_out(model: nn.Module, state: TrainingState, left_out: Mapping[st
 
 
 def check_history(history: object) -> None:
-    """Warn if training states do not hold a user-defined history because it lacks methods for its state."""
+    """Warn if training states do not hold a user-defined history because it has no ``state_dict()``."""
     if not _is_saved(history):
         name = type(history).__name__
         warn_outside(
@@ -239,7 +252,8 @@ def _collect_metadata(trainer: TrainerLike) -> StateDict:
 def find_state(trainer: TrainerLike, sources: list[StateSource], resume_from: StrPath) -> TrainingState | None:
     """Find, verify and read the state to resume from; ``None`` means a fresh start.
 
-    :param sources: where to look for ``"latest"``, see ``RunRequest.state_sources``
+    Args:
+        sources: where to look for ``"latest"``, see ``RunRequest.state_sources``
     """
     if resume_from != "latest":
         state = read_state(parse_location(resume_from, "resume_from"), trainer.ranks)
@@ -294,7 +308,7 @@ def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = T
     run = trainer.current_run
     run.epoch_phase = EpochPhase(state.metadata.get("epoch_phase", 0))
     _restore_history(trainer, shared)
-    load_each("registered object", attributes.registered(trainer), shared["objects"], is_final=False)
+    load_each("registered object", attributes.registered_objects(trainer), shared["objects"], is_final=False)
     run.step.load_state_dict(shared)
     run.schedule.shift = shared.get("schedule_shift", 0)
     run.window.items_per_batch = shared["items_per_batch"]
@@ -307,11 +321,11 @@ def _restore_user_attributes(trainer: TrainerLike, state: TrainingState, is_fina
 
 
 def _restore_history(trainer: TrainerLike, shared: StateDict) -> None:
-    """Restore the history and what refers to its values, or only the epoch of a history that is not saved."""
+    """Restore the history and references to its values, or only the epoch of a history that is not saved."""
     history: Any = trainer.run_history
     if shared["history"] is not None and _is_saved(history):
         history.load_state_dict(shared["history"])
-        trainer.current_run.recorded_by_evaluate |= {
+        trainer.current_run.latest.recorded_by_evaluate |= {
             name: set(numbers) for name, numbers in shared.get("set_apart", {}).items()
         }
         return
@@ -323,15 +337,15 @@ def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
     """Restore the callbacks, the running losses and the generators of this rank, right before training continues.
 
     Also restores the attributes and registered objects again, as the starting events may have created or reset some, or
-    moved them to the device. With a different number of processes, generators are reseeded, and rank 0 gets the summed
-    losses of all ranks, unless the number of shares is fixed.
+    moved them to the device. If the number of processes has changed, generators are reseeded, and rank 0 gets the sum
+    of all ranks' losses, unless the number of shares is fixed.
     """
     _check_optimizer_classes(trainer, state)  # also of attributes that the starting events have created
     add_missing_groups(trainer, state.shared.get("trainability", {}))
     for name in state.postponed:
         load_state(name, trainer.optimizer, state.shared[name], state.directory)
     load_attribute_states(trainer, state.shared.get("attributes", {}), state.directory, is_final=True)
-    load_each("registered object", attributes.registered(trainer), state.shared["objects"])
+    load_each("registered object", attributes.registered_objects(trainer), state.shared["objects"])
     load_each("callback", callbacks_with("load_state_dict", trainer.callback_handler), state.shared["callbacks"])
     _restore_user_attributes(trainer, state, is_final=True)
     restore_trainability(trainer, state.shared.get("trainability", {}))

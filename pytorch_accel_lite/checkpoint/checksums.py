@@ -1,8 +1,8 @@
-"""Checksums of files, by which those that were damaged after they were written are recognised.
+"""Checksums of files, to recognise files that were damaged after they were written.
 
-A training state has those of its files in its manifest. Files that stand alone carry their own: ``torch.save`` writes
+A training state has the checksums of its files in its manifest. A single file carries its own: ``torch.save`` writes
 the CRC-32 of each record, which ``torch.load`` ignores, and ``seal()`` puts a checksum of the whole file into the
-metadata of safetensors, which their readers ignore. Files of others that have no checksum pass.
+metadata of safetensors, which their readers ignore. Files without a checksum, from other programs, pass.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pytorch_accel_lite.base.environment import available_cores
 PIECE = 8 << 20
 _MOST_THREADS = 8  # hash faster than most disks read
 _CHUNK = 1 << 20
-_LONGEST_HEADER = 100_000_000  # that readers of safetensors accept
+_LONGEST_HEADER = 100_000_000  # accepted by readers of safetensors
 CHECKSUM = "sha256_of_pieces"
-#: The metadata of a safetensors file that ``seal()`` completes: its checksum is that of the file with this text.
+#: The metadata of a safetensors file before ``seal()``. The checksum is computed over the file with this text.
 UNSEALED = {CHECKSUM: "0" * 64}
 
 
-#: A file, or what was read from one that the user had opened.
+#: A file, or the content of one that the user had opened.
 Content = Path | bytes
 
 
@@ -43,7 +43,8 @@ def checksum(path: Path) -> str:
 def hash_files(paths: Iterable[Path]) -> dict[str, str]:
     """Return a checksum of each file, by name: the SHA-256 of the SHA-256 of its pieces, computed on all cores.
 
-    :raises OSError: if a file cannot be read
+    Raises:
+        OSError: if a file cannot be read
     """
     with _threads() as pool:
         pieces = {
@@ -63,7 +64,7 @@ def _open(content: Content) -> IO[bytes]:
 
 
 def _hash_piece(content: Content, start: int, seal: tuple[int, int] = (0, 0)) -> bytes:
-    """Return the SHA-256 of a piece of a file, in which the bytes of a seal count as those of an unsealed file."""
+    """Return the SHA-256 of a piece of a file, with any seal replaced by the unsealed text."""
     with _open(content) as file:
         file.seek(start)
         piece = file.read(PIECE)
@@ -74,9 +75,9 @@ def _hash_piece(content: Content, start: int, seal: tuple[int, int] = (0, 0)) ->
 
 
 def seal(path: Path) -> None:
-    """Replace the checksum in a safetensors file that was written with ``UNSEALED`` by that of its content.
+    """Put the checksum of its content into a safetensors file that was written with ``UNSEALED``.
 
-    The file is synced meanwhile, which takes longer on most disks.
+    Meanwhile, the file is synced, which takes longer on most disks.
     """
     start, _ = _find_seal(path)
     with open(path, "r+b") as file, ThreadPoolExecutor(1, "syncing") as pool:
@@ -102,22 +103,23 @@ def _hash_sealed(content: Content, start: int) -> str:
 
 
 def _find_seal(content: Content) -> tuple[int, str]:
-    """Return where the checksum of a safetensors file begins, and the checksum; empty if it has none."""
+    """Return the position of the checksum in a safetensors file, and the checksum; empty if it has none."""
     with _open(content) as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(length) if length <= _LONGEST_HEADER else b""
     try:
         stored = json.loads(header)["__metadata__"][CHECKSUM]
         return 8 + header.index(f'"{CHECKSUM}":"{stored}"'.encode()) + len(f'"{CHECKSUM}":"'), stored
-    except (ValueError, KeyError, TypeError):  # of another program, or so damaged that no reader accepts it
+    except (ValueError, KeyError, TypeError):  # from another program, or too damaged for any reader
         return 0, ""
 
 
 def verify(path: Path) -> None:
     """Check the content of a file of tensors against its own checksums, if it has any.
 
-    :raises ValueError: if it is damaged; names the file
-    :raises OSError: if it cannot be read
+    Raises:
+        ValueError: if it is damaged; names the file
+        OSError: if it cannot be read
     """
     verify_content(path, os.fspath(path), is_safetensors=path.suffix == ".safetensors")
 
@@ -125,9 +127,12 @@ def verify(path: Path) -> None:
 def verify_content(content: Content, name: str, *, is_safetensors: bool) -> None:
     """Check the content of a file of tensors against its own checksums, if it has any.
 
-    :param name: what to call it in the error
-    :raises ValueError: if it is damaged; names the file
-    :raises OSError: if it cannot be read
+    Args:
+        name: what to call it in the error
+
+    Raises:
+        ValueError: if it is damaged; names the file
+        OSError: if it cannot be read
     """
     if is_safetensors:
         start, stored = _find_seal(content)
@@ -142,17 +147,17 @@ def verify_content(content: Content, name: str, *, is_safetensors: bool) -> None
 
 
 def _records_are_intact(content: Content) -> bool:
-    """Whether the records of a file of ``torch.save`` have their checksums; files without records or checksums pass."""
+    """Whether the records of a ``torch.save`` file match their checksums; files without records or checksums pass."""
     try:
         with _open(content) as file:
             if not zipfile.is_zipfile(file):
                 return True
         with _open(content) as file, zipfile.ZipFile(file) as archive, _threads() as pool:
             records = archive.infolist()
-            if any(record.CRC for record in records):  # none has, if the user has turned them off in torch
+            if any(record.CRC for record in records):  # unless the user has turned them off in torch
                 list(pool.map(lambda record: _read_record(archive, record), records))
     except OSError as error:
-        if error.errno == errno.EINVAL:  # from a position that was damaged
+        if error.errno == errno.EINVAL:  # from a damaged position
             return False
         raise
     except Exception:  # a damaged archive makes zipfile raise almost anything
@@ -161,7 +166,7 @@ def _records_are_intact(content: Content) -> bool:
 
 
 def _read_record(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
-    """Read a record to its end, where its checksum is compared."""
+    """Read a record to its end, where zipfile compares the checksum."""
     with archive.open(record) as content:
         while content.read(_CHUNK):
             pass

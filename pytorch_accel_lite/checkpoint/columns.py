@@ -1,4 +1,4 @@
-"""Long lists of like items, such as the transitions in a replay buffer, as a few tensors: one for each part."""
+"""Long lists of items of one form, such as the transitions in a replay buffer, as a few tensors: one for each part."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-#: The kind of the items, the names or the class that they have in common, and the columns.
+#: The kind of the items, the names or the class that they share, and the columns.
 Columns: TypeAlias = tuple[str, Any, list["_Column"]]
-#: What tells whether items are alike, and their parts.
-#: The kind of the values of a column, and what they are.
+#: The kind of the values in a column, and the values.
 _Column: TypeAlias = tuple[Any, ...]
 Device: TypeAlias = torch.device | str
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -20,7 +19,7 @@ _TYPES: dict[str, type] = {kind.__name__: kind for kind in _NUMBERS}
 
 
 def pack_columns(items: Iterable[Any]) -> Columns | None:
-    """Return like items as columns; ``None`` if they are not alike, or hold more than numbers, arrays and tensors."""
+    """Return items of one form as columns; ``None`` for other items, or more than numbers, arrays and tensors."""
     items = [*items]
     first = items[0]
     kind = type(first)
@@ -50,8 +49,9 @@ def unpack_columns(
 ) -> Iterable[object]:
     """Return the items of columns.
 
-    :param place: returns the device for tensors that were on a device of a type
-    :param find_class: returns the class of a name
+    Args:
+        place: returns the device for tensors that were on a type of device
+        find_class: returns a class by its name
     """
     kind, shared, packed = columns
     values = [_unpack(column, place) for column in packed]
@@ -77,7 +77,7 @@ def _pack_all(rows: Iterable[Sequence[object]]) -> list[_Column] | None:
 
 
 def _pack(values: Sequence[Any]) -> _Column | None:
-    """Return the values of a column as one tensor, and what they are; ``None`` if they differ."""
+    """Return the values of a column as one tensor, with their kind; ``None`` if the kinds differ."""
     kind = type(values[0])
     if {*map(type, values)} != {kind}:
         return None
@@ -94,7 +94,7 @@ def _pack(values: Sequence[Any]) -> _Column | None:
 
 
 def _pack_tensors(values: Sequence[torch.Tensor]) -> _Column | None:
-    """Return tensors of one shape as one, each of them once, and its place for each value."""
+    """Return tensors of one shape as one tensor, each once, and for each value its place in that."""
     distinct = list({id(value): value for value in values}.values())
     kinds = {(v.dtype, v.shape, v.device, v.layout, v.requires_grad, v.is_quantized) for v in distinct}
     if (

@@ -25,18 +25,18 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, local_path, name_of
 from pytorch_accel_lite.base.types import Keys, StateDict, Tree
 from pytorch_accel_lite.checkpoint.checksums import UNSEALED, sealed, verify, verify_content
 from pytorch_accel_lite.distributed import Ranks
 
-_LONGEST_NAME = 230  # bytes, which leaves room for what is added to hidden names: file systems allow 255
+_LONGEST_NAME = 230  # bytes; file systems allow 255, and hidden names are longer
 _SECONDS_TO_APPEAR = 3.0  # on a shared disk
 _SECONDS_UNTIL_STALE = 600  # a process that is still writing a temporary file has modified it more recently
 #: The entry of a checkpoint with the fingerprints of weights that were left out.
 FROZEN = "frozen_weights"
-#: Called before a file or a state takes its place. Raises an error where this process may not write any more.
+#: Called before a file or a state takes its place. They raise an error if this process may no longer write.
 FENCES: list[Callable[[], None]] = []
 # Needed to load numpy numbers, but not allowed by torch by default; they run no code from a file.
 _NUMPY_NUMBERS: list[Any] = [
@@ -71,8 +71,8 @@ def remove(path: Path) -> None:
 def naming(path: StrPath) -> Iterator[None]:
     """Convert system errors while a file is written, such as a full disk, to an ``OSError`` that names the file.
 
-    torch and safetensors raise other errors, and Python's errors do not name a file once it is open. Their tracebacks,
-    several one below the other, are left out: what the system said is in the error.
+    torch and safetensors raise other errors, and Python's errors do not name a file once it is open. Their chained
+    tracebacks are left out, as the error has the system's message.
     """
     try:
         yield
@@ -94,10 +94,13 @@ def _error_number(error: BaseException | None) -> int | None:
 
 
 def check_is_shared(directory: Path, name: str, ranks: Ranks) -> None:
-    """Check that all ranks have the same directory, where each is about to write; created if missing. All take part.
+    """Check that all ranks see the same directory, before each writes there; created if missing. All ranks take part.
 
-    :param name: what to call it in the error
-    :raises OSError: on all ranks, if they do not
+    Args:
+        name: what to call it in the error
+
+    Raises:
+        OSError: on all ranks, if they see different directories
     """
     if ranks.world_size == 1:
         return
@@ -117,10 +120,13 @@ def check_is_shared(directory: Path, name: str, ranks: Ranks) -> None:
 
 
 def require_shared(path: Path, name: str) -> None:
-    """Wait for what the first process has created in a directory of all, perhaps on another machine.
+    """Wait for what the first process has created in a shared directory, perhaps on another machine.
 
-    :param name: what to call the directory in the error
-    :raises FileNotFoundError: if it does not appear
+    Args:
+        name: what to call the directory in the error
+
+    Raises:
+        FileNotFoundError: if it does not appear
     """
     end = time.monotonic() + _SECONDS_TO_APPEAR
     while not path.exists():
@@ -134,9 +140,10 @@ def require_shared(path: Path, name: str) -> None:
 
 
 def no_link(path: str, flags: int) -> int:
-    """Open a file for ``open(..., opener=no_link)``, but not through a link, which others may have put in its place.
+    """Open a file for ``open(..., opener=no_link)``, but not through a link that others may have put in its place.
 
-    :raises OSError: if the path is a symbolic link, though links among its folders are followed, or no regular file
+    Raises:
+        OSError: if the path is a symbolic link (links among its folders are followed), or not a regular file
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -146,12 +153,12 @@ def no_link(path: str, flags: int) -> int:
         raise OSError(error.errno, "Links are not followed here. Remove this one", path) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "This is no file that can be written. Remove it", path)
+        raise OSError(errno.EINVAL, "This is not a file that can be written. Remove it", path)
     return descriptor
 
 
 def hidden_name(name: str, suffix: str) -> str:
-    """Return the name of a hidden file that belongs to another one, also if that has the longest possible name."""
+    """Return the name of a hidden file that belongs to another, even if that one has the longest possible name."""
     encoded = os.fsencode(name)
     if len(encoded) > _LONGEST_NAME:
         name = hashlib.sha256(encoded).hexdigest()[:32]
@@ -159,7 +166,7 @@ def hidden_name(name: str, suffix: str) -> str:
 
 
 def check_fences() -> None:
-    """Check that this process may write: the others of its job may have gone on without it."""
+    """Check that this process may write: its job may have continued without it."""
     for check in FENCES:
         check()
 
@@ -179,7 +186,7 @@ def replacing(target: Path) -> Iterator[Path]:
             check_fences()
             temporary.replace(target)
     except BaseException:
-        with suppress(OSError):  # of a disk that cannot be written at all
+        with suppress(OSError):  # a disk that cannot be written at all
             temporary.unlink()
         raise
 
@@ -199,7 +206,7 @@ def try_lock(file: IO[str] | IO[bytes]) -> bool:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically, in UTF-8; what that cannot hold, as in file names that are no text, is escaped."""
+    """Write a text file atomically, in UTF-8. Characters that do not fit, as in undecodable file names, are escaped."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
@@ -223,8 +230,11 @@ def _remove_stale_files(target: Path) -> None:
 def storable(value: Tree, path: str) -> Tree:
     """Convert a value to types that ``torch.load(weights_only=True)`` can load; numpy numbers become Python numbers.
 
-    :param path: name of the value in the error
-    :raises TypeError: if the value, or one nested in it, cannot be converted; names the path to it
+    Args:
+        path: name of the value in the error
+
+    Raises:
+        TypeError: if the value, or one nested in it, cannot be converted; names the path to it
     """
     if type(value) in _PLAIN or isinstance(value, (torch.Tensor, str, bytes)):
         return value
@@ -247,12 +257,13 @@ def map_nested(
     path: Keys = (),
     is_leaf: Callable[[object], bool] = lambda value: False,
 ) -> Tree:
-    """Return nested dicts, lists and tuples, as ``storable()`` returns them, with a function of the others in them.
+    """Apply a function to the values in nested dicts, lists and tuples, as ``storable()`` returns them.
 
-    Does what ``tree_map_with_path`` of torch does, at a fraction of the cost.
+    Like torch's ``tree_map_with_path``, at a fraction of the cost.
 
-    :param function: takes the keys and indices that lead to a value, and the value
-    :param is_leaf: whether a dict is a value itself
+    Args:
+        function: takes the keys and indices that lead to a value, and the value
+        is_leaf: whether a dict counts as a value
     """
     if isinstance(value, dict) and not is_leaf(value):
         items = {key: map_nested(function, item, (*path, key), is_leaf) for key, item in value.items()}
@@ -271,9 +282,12 @@ def write_plain(value: Tree, path: Path) -> None:
 def load_plain(path: Path | io.BytesIO, mapped: bool = False, name: str | None = None) -> Tree:
     """Load a file written by ``torch.save`` onto the CPU, without running code from the file.
 
-    :param mapped: whether to leave the tensors in the file until they are used
-    :param name: what to call it in the error, instead of its path
-    :raises ValueError: if it cannot be loaded this way
+    Args:
+        mapped: whether to leave the tensors in the file until they are used
+        name: what to call it in the error, instead of its path
+
+    Raises:
+        ValueError: if it cannot be loaded this way
     """
     try:
         with torch.serialization.safe_globals(_NUMPY_NUMBERS):
@@ -286,9 +300,10 @@ def load_plain(path: Path | io.BytesIO, mapped: bool = False, name: str | None =
 
 
 def load_verified(path: Path) -> Tree:
-    """Load a file written by ``torch.save`` that stands alone, once its content has matched its own checksums.
+    """Load a single file written by ``torch.save``, after checking its content against its own checksums.
 
-    :raises ValueError: if it is damaged, or cannot be loaded without running code
+    Raises:
+        ValueError: if it is damaged, or cannot be loaded without running code
     """
     verify(path)
     return load_plain(path)
@@ -309,8 +324,11 @@ def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write tensors as safetensors, without syncing the file. Tied tensors are not supported: each gets its own copy.
 
-    :param metadata: further texts to store in the file, by name
-    :raises OSError: if the file cannot be written
+    Args:
+        metadata: further texts to store in the file, by name
+
+    Raises:
+        OSError: if the file cannot be written
     """
     separate = _separate(tensors)
     path.touch()
@@ -342,7 +360,7 @@ def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class _Whole:
-    """An open file, to which everything is written: one without a buffer may take less at a time."""
+    """An open file to which everything is written, as a file without a buffer may take less at a time."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
@@ -351,7 +369,7 @@ class _Whole:
         rest = memoryview(data)
         while rest:
             taken = self.file.write(rest)
-            rest = rest[len(rest) if taken is None else taken :]  # not all files say how much
+            rest = rest[len(rest) if taken is None else taken :]  # not all files report how much
         return len(data)
 
     def flush(self) -> None:
@@ -361,42 +379,49 @@ class _Whole:
 def open_tensors(path: StrPath) -> tuple[Any, dict[str, str]]:
     """Return an open safetensors file and the texts stored in it. It stays open, and may be removed.
 
-    :raises ValueError: if it is damaged
+    Raises:
+        ValueError: if it is damaged
     """
     try:
         file: Any = safetensors.safe_open(path, framework="pt")
     except safetensors.SafetensorError as error:
-        raise ValueError(f"The file {os.fspath(path)!r} is damaged, or no safetensors file. {error}") from error
+        raise ValueError(f"The file {os.fspath(path)!r} is damaged, or not a safetensors file. {error}") from error
     return file, file.metadata() or {}
 
 
 def write_checkpoint(checkpoint: StateDict, path: PathOrFile) -> None:
     """Write a checkpoint atomically: even if the process is killed, ``path`` holds either the old or the new one.
 
-    :param path: the path, or a binary file or ``io.BytesIO``, which is written from its position, flushed, and left
-        open there. That is not atomic.
-    :raises ValueError: if ``path`` is a URL, or a file that is closed or cannot be written
-    :raises TypeError: if an entry could not be loaded again without running code; names the path to it
-    :raises OSError: if it cannot be written; the previous file is left unchanged
+    Args:
+        path: the path, or a binary file or ``io.BytesIO``, which is written from its position, flushed, and left open
+            there. That is not atomic.
+
+    Raises:
+        ValueError: if ``path`` is a URL, or a file that is closed or cannot be written
+        TypeError: if an entry could not be loaded again without running code; names the path to it
+        OSError: if it cannot be written; the previous file is left unchanged
     """
     check_open_file("path", path, to_write=True)
     content = storable(checkpoint, "checkpoint")
     if not isinstance(path, (str, os.PathLike)):
         with naming(name_of(path)):
-            torch.save(content, _Whole(path))  # type: ignore[arg-type]  # it needs no more of a file; flushes it
+            torch.save(content, _Whole(path))  # type: ignore[arg-type]  # a file as far as torch needs it; flushes it
         return
     with replacing(local_path("path", path, "a checkpoint")) as temporary:
         write_plain(content, temporary)
 
 
 def read_checkpoint(path: PathOrFile, *, is_verified: bool = False) -> StateDict:
-    """Read a checkpoint, or weights alone, in a safetensors file or one of torch, onto the CPU, without running code.
+    """Read a checkpoint, or weights alone, from a safetensors or torch file onto the CPU, without running code.
 
-    :param path: the path, or an open binary file, which is read from its position to its end into memory, verified, and
-        left open
-    :param is_verified: whether its content has already been compared with its checksums, as on another process
-    :raises FileNotFoundError: if the file does not exist
-    :raises ValueError: if the file is damaged, is not a checkpoint, or holds objects that need code to be rebuilt
+    Args:
+        path: the path, or an open binary file, which is read from its position to its end into memory, verified, and
+            left open
+        is_verified: whether its content has already been compared with its checksums, as on another process
+
+    Raises:
+        FileNotFoundError: if the file does not exist
+        ValueError: if the file is damaged, is not a checkpoint, or holds objects that need code to be rebuilt
     """
     check_open_file("path", path, to_write=False)
     if not isinstance(path, (str, os.PathLike)):
@@ -413,7 +438,7 @@ def read_checkpoint(path: PathOrFile, *, is_verified: bool = False) -> StateDict
 
 
 def _read_open(file: IO[bytes]) -> StateDict:
-    """Read a checkpoint from the position of an open file to its end. What it begins with tells the format."""
+    """Read a checkpoint from the position of an open file to its end. Its first bytes determine the format."""
     name, content = name_of(file), file.read()
     length = int.from_bytes(content[:8], "little")
     if content[8:9] == b"{" and 8 + length <= len(content):
@@ -421,7 +446,7 @@ def _read_open(file: IO[bytes]) -> StateDict:
         try:
             weights = safetensors.torch.load(content)
         except safetensors.SafetensorError as error:
-            raise ValueError(f"The file {name!r} is damaged, or no safetensors file. {error}") from error
+            raise ValueError(f"The file {name!r} is damaged, or not a safetensors file. {error}") from error
         metadata = json.loads(content[8 : 8 + length]).get("__metadata__", {})
         return {"model_state_dict": weights, FROZEN: json.loads(metadata.get(FROZEN, "{}"))}
     verify_content(content, name, is_safetensors=False)
@@ -438,7 +463,8 @@ def _read_open(file: IO[bytes]) -> StateDict:
 def _entries_of(checkpoint: Tree, name: str) -> StateDict:
     """Return the entries of a checkpoint that torch has read.
 
-    :raises ValueError: if it is none; names the file
+    Raises:
+        ValueError: if it is not a checkpoint; names the file
     """
     entries = checkpoint if isinstance(checkpoint, dict) else {}
     if entries and all(isinstance(value, torch.Tensor) for value in entries.values()):

@@ -1,4 +1,4 @@
-"""Training states and models in a directory, or at a URL in the store of its scheme."""
+"""Training states and models in a directory, or at a URL in a store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytorch_accel_lite.run.parts import TrainingState
 
 
 class Store(Protocol):
-    """Where states and models lie that URLs of a scheme name. All ranks take part where they are passed."""
+    """Keeps states and models at the URLs of a scheme. All ranks take part in the methods that take ``ranks``."""
 
     def states(self, url: str) -> StateStore:
         """Return the states of a run, each named below a URL."""
@@ -24,46 +24,50 @@ class Store(Protocol):
 
         An existing state there is replaced once the new one is complete.
 
-        :raises OSError: on all ranks, if one fails; an existing state is left unchanged
+        Raises:
+            OSError: on all ranks, if one fails; an existing state is left unchanged
         """
 
     def read_state(self, url: str, ranks: Ranks) -> TrainingState:
         """Verify a state and read it, with the weights; see ``extending.read_verified``.
 
-        :raises FileNotFoundError: if there is no state
-        :raises DamagedStateError: on all ranks, if it is damaged; names the file
-        :raises OSError: if the store cannot be reached
+        Raises:
+            FileNotFoundError: if there is no state
+            DamagedStateError: on all ranks, if it is damaged; names the file
+            OSError: if the store cannot be reached
         """
 
     def fetch_state(self, url: str) -> AbstractContextManager[Path]:
         """Return a context of a directory with a verified copy of a state."""
 
     def fetch_weights(self, url: str) -> AbstractContextManager[Path]:
-        """Return a context of a directory with a copy of the safetensors files, or of the one file that a URL names.
+        """Return a context of a directory with a copy of the safetensors files, or of the single file at a URL.
 
-        :raises FileNotFoundError: if there are none
+        Raises:
+            FileNotFoundError: if there are none
         """
 
     def collect(self, url: str) -> AbstractContextManager[Path]:
-        """Return a context of a directory whose files are written to a URL at its end, the model card last.
+        """Return a context of a directory. At its end, the files are written to a URL, the model card last.
 
-        The model card that is there already is in the directory, and is written again only if it has changed.
+        The directory begins with the card that is already at the URL. It is written again only if it has changed.
         """
 
 
-#: The stores by the scheme of their URLs, such as ``"s3"``; ``"*"`` is that of all others. An extension adds its own.
+#: The stores by URL scheme, such as ``"s3"``, with ``"*"`` for all others. An extension adds its own.
 STORES: dict[str, Store] = {}
 
 
 def store_of(url: str) -> Store:
-    """Return the store that has a URL.
+    """Return the store for a URL.
 
-    :raises ValueError: if none has
+    Raises:
+        ValueError: if there is none
     """
     scheme = url.partition("://")[0]
     store = STORES.get(scheme, STORES.get("*"))
     if store is None:
-        raise ValueError(f"What is at {url!r} {is_not_there('remote')}")
+        raise ValueError(f"The store of {url!r} {is_not_there('remote')}")
     return store
 
 
@@ -77,7 +81,8 @@ def write_state(location: Path | str, ranks: Ranks, captured: CapturedState) -> 
 
     An existing state there is replaced once the new one is complete.
 
-    :raises OSError: if it cannot be written; an existing state is left unchanged
+    Raises:
+        OSError: if it cannot be written; an existing state is left unchanged
     """
     if isinstance(location, Path):
         write_directory(location, ranks, captured)
@@ -86,11 +91,12 @@ def write_state(location: Path | str, ranks: Ranks, captured: CapturedState) -> 
 
 
 def read_state(location: Path | str, ranks: Ranks) -> TrainingState:
-    """Verify a state, once in the job or on each machine that fetches it, and read it. All ranks take part.
+    """Verify a state, once in the job or once on each machine that fetches it, and read it. All ranks take part.
 
-    :raises FileNotFoundError: if there is no state
-    :raises DamagedStateError: on all ranks, if it is damaged; names the file
-    :raises OSError: if the store cannot be reached
+    Raises:
+        FileNotFoundError: if there is no state
+        DamagedStateError: on all ranks, if it is damaged; names the file
+        OSError: if the store cannot be reached
     """
     if isinstance(location, Path):
         return read_directory(location, ranks)
@@ -103,5 +109,5 @@ def local_copy(location: Path | str) -> AbstractContextManager[Path]:
 
 
 def open_folder(location: Path | str) -> AbstractContextManager[Path]:
-    """Return a context of a directory to write a model into: that of a path, or one that is written to a URL."""
+    """Return a context of a directory to write a model into: at a path, or a temporary one that is sent to a URL."""
     return nullcontext(location) if isinstance(location, Path) else store_of(location).collect(location)

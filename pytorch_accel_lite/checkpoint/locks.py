@@ -1,4 +1,4 @@
-"""Locks on what a run writes, so that two runs never write to the same place."""
+"""Locks on the outputs of a run, so that two runs never write to the same place."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pytorch_accel_lite.checkpoint.files import hidden_name, no_link, try_lock
 _OF_A_LOCK = re.compile(rb"[\d\s\0]{0,64}")
 _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
-# A lock of the system belongs to a process. A second run of the same process would also get it, and would free it for
-# both by closing the file, so this process remembers which files it has locked, by device and inode, and never opens
-# one of them a second time.
+# A system lock belongs to a process. A second run of the same process would also get it, and would free it for both by
+# closing the file. So this process remembers the files that it has locked, by device and inode, and never opens one of
+# them a second time.
 _held: dict[tuple[int, int], int] = {}
 _guard = threading.RLock()  # also taken by finalizers, which run at any time
 
@@ -26,7 +26,8 @@ _guard = threading.RLock()  # also taken by finalizers, which run at any time
 class LockedError(RuntimeError):
     """Another run holds the lock.
 
-    :ivar owner: the number of its process, or ``"unknown"``
+    Attributes:
+        owner: the number of its process, or ``"unknown"``
     """
 
     def __init__(self, owner: str) -> None:
@@ -37,12 +38,17 @@ class LockedError(RuntimeError):
 class FileLock:
     """A lock that is held until ``release()``, or until the process ends however it may.
 
-    :param path: a file that exists for the lock alone; created if missing. A link is not followed, and the content of a
-        file that is no lock is not touched.
-    :param is_temporary: whether to remove it when the lock is released
-    :ivar alive_at: when an earlier holder was last known to be alive, if at all
-    :raises LockedError: if another run of this or any other process holds it
-    :raises OSError: if the file cannot be created, or is no lock
+    Args:
+        path: a file that exists only for the lock; created if missing. Links are not followed, and a file that is not a
+            lock is not touched.
+        is_temporary: whether to remove it when the lock is released
+
+    Attributes:
+        alive_at: when an earlier holder was last known to be alive, if at all
+
+    Raises:
+        LockedError: if another run of this or any other process holds it
+        OSError: if the file cannot be created, or is not a lock
     """
 
     alive_at: float | None = None
@@ -52,7 +58,7 @@ class FileLock:
         self._is_temporary = is_temporary
         with _guard:
             file = self._open()
-            while not self._is_in_place(file):  # its holder has removed it in the meantime
+            while not self._is_in_place(file):  # its former holder may have removed it
                 file.close()
                 file = self._open()
             self._file = file
@@ -76,7 +82,7 @@ class FileLock:
         file = open(self.path, "a+", opener=no_link)  # noqa: SIM115
         try:
             if not _OF_A_LOCK.fullmatch(_content(file)):
-                raise OSError(errno.EEXIST, "This file has the name of a lock, but is none. Move it", str(self.path))
+                raise OSError(errno.EEXIST, "This file has the name of a lock, but is not one. Move it", str(self.path))
             if not try_lock(file):
                 raise LockedError(_content(file).decode(errors="replace").strip() or "unknown")
         except BaseException:
@@ -90,15 +96,15 @@ class FileLock:
         return False
 
     def is_held(self) -> bool:
-        """Whether the lock is still this one's, as it is not once somebody has removed the file.
+        """Whether this object still holds the lock; not if somebody has removed the file.
 
-        It is taken again if this process has lost it by closing a copy of the file, as a program that copies the folder
-        does.
+        If this process has lost the lock by closing another handle of the file, as when copying the folder, it is taken
+        again.
         """
         return self._is_in_place(self._file) and try_lock(self._file)
 
     def touch(self) -> None:
-        """Let the time of the file show that the holder is alive."""
+        """Update the time of the file, to show that the holder is alive."""
         with suppress(OSError):
             os.utime(self.path, follow_symlinks=False)
 
@@ -127,11 +133,14 @@ def _content(file: IO[str]) -> bytes:
 def lock_path(argument: str, path: str | os.PathLike[str]) -> FileLock:
     """Lock a path to which a run writes, by a hidden file beside it that is removed with the lock.
 
-    Where the folder beside it cannot be written, the file lies within.
+    If the parent folder cannot be written, the hidden file is inside the path.
 
-    :param argument: name of the argument with the path, for the error
-    :raises RuntimeError: if another run writes there
-    :raises OSError: if neither folder can be written, so that training would end with that error
+    Args:
+        argument: name of the argument with the path, for the error
+
+    Raises:
+        RuntimeError: if another run writes there
+        OSError: if neither folder can be written: training would end with that error
     """
     refused: OSError | None = None
     target = Path(os.path.realpath(path))

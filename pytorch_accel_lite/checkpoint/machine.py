@@ -32,9 +32,10 @@ def fingerprint(trainer: TrainerLike) -> JsonObject:
 def describe_changes(trainer: TrainerLike, metadata: JsonObject) -> str:
     """Return what differs from the machine on which a state was saved, if that may change the run's last bits.
 
-    Empty if nothing does, or if the run differs anyway because the number of processes has changed.
+    Empty if nothing differs, or if the run differs anyway because the number of processes has changed.
 
-    :param metadata: from the manifest of the state
+    Args:
+        metadata: from the manifest of the state
     """
     for name, count in numbers_of_shares(trainer.division).items():
         before = metadata.get(name)

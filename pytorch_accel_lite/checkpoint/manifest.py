@@ -1,4 +1,4 @@
-"""The manifest of a training state: the sizes and checksums of its files, by which it is verified."""
+"""The manifest of a training state: the sizes and checksums of its files, for verification."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pytorch_accel_lite.run.progress import Progress
 
 T = TypeVar("T")
 
-#: Since version 2, checksums are those of pieces, and large tensors besides the weights are in a separate file.
+#: Since version 2, checksums are computed by pieces, and large tensors besides the weights are in a separate file.
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 _FILE_CHECKSUM = "sha256"  # of a file in states of format 1
@@ -36,7 +36,8 @@ class DamagedStateError(ValueError):
 def manifest_text(entries: list[JsonObject], metadata: JsonObject) -> str:
     """Return the manifest of a state.
 
-    :param entries: entries of each rank's files
+    Args:
+        entries: entries of each rank's files
     """
     manifest = {
         "format_version": FORMAT_VERSION,
@@ -67,10 +68,11 @@ def _manifest_checksum(manifest: JsonObject) -> str:
 def read_manifest(directory: Path) -> JsonObject:
     """Return the manifest of a state.
 
-    :raises FileNotFoundError: if the directory does not exist
-    :raises NotADirectoryError: if it is a file
-    :raises DamagedStateError: if it holds no state, or the manifest is damaged
-    :raises ValueError: if it was written by a newer version of this library, or by another library
+    Raises:
+        FileNotFoundError: if the directory does not exist
+        NotADirectoryError: if it is a file
+        DamagedStateError: if it holds no state, or the manifest is damaged
+        ValueError: if it was written by a newer version of this library, or by another library
     """
     recover(directory)
     if directory.is_file():
@@ -126,7 +128,7 @@ def _is_progress(value: object) -> bool:
     return isinstance(value, dict) and value.keys() == names and all(_is_integer(v) and v >= 0 for v in value.values())
 
 
-#: The checks of the fields that every state has, and of those that only newer ones have.
+#: The checks of fields that every state has, and of fields that only newer states have.
 _REQUIRED: dict[str, Callable[[object], bool]] = {
     "saved_at": _is_time,
     "progress": _is_progress,
@@ -149,7 +151,7 @@ _OPTIONAL: dict[str, Callable[[object], bool]] = {
 
 
 def _find_odd_field(manifest: JsonObject) -> str:
-    """Return what is wrong with a field of a manifest whose checksum fits; empty if nothing is."""
+    """Return what is wrong with a field of a manifest with a matching checksum; empty if nothing is."""
     optional = {**_OPTIONAL, **dict.fromkeys(DIVISIONS, _is_integer_or_none)}
     checks = {**_REQUIRED, **{name: check for name, check in optional.items() if name in manifest}}
     for name, check in checks.items():
@@ -175,7 +177,7 @@ def _odd(name: str, manifest: JsonObject) -> str:
 
 
 def _no_manifest(directory: Path) -> ValueError:
-    """Return the error about a directory that is no training state."""
+    """Return the error about a directory that is not a training state."""
     name = os.fspath(directory)
     if any(directory.glob("random_states_*.pkl")):
         return ValueError(
@@ -191,7 +193,8 @@ def _no_manifest(directory: Path) -> ValueError:
 def verify_state(directory: StrPath) -> JsonObject:
     """Check that a state is complete and every byte is intact, and return its manifest.
 
-    :raises DamagedStateError: if it is damaged; names the file
+    Raises:
+        DamagedStateError: if it is damaged; names the file
     """
     directory = Path(directory)
     manifest = read_manifest(directory)
@@ -216,7 +219,7 @@ def stored_checksum(entry: JsonObject) -> str:
 
 
 def catch_damage(read: Callable[[], T]) -> T | DamagedStateError:
-    """Return what a function has read, or the error if the state is damaged, so that all ranks raise the same one."""
+    """Return the result of a read, or the error of a damaged state, so that all ranks raise the same one."""
     try:
         return read()
     except DamagedStateError as error:

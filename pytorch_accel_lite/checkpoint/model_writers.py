@@ -1,4 +1,4 @@
-"""What is written beside the weights of a saved model."""
+"""Files beside the weights of a saved model."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pytorch_accel_lite.run.state import TrainerLike
 
 
 class SavedModel(NamedTuple):
-    """A model in a directory, whose weights are there.
+    """A model in a directory that already has its weights.
 
-    :param folder: the directory; that of a model at a URL is a temporary one, whose files are then sent there
-    :param location: the path or URL that ``save_model()`` was called with
-    :param trainable_only: whether the frozen parameters were left out
-    :param card_data: what ``save_model()`` was called with; empty for nothing
+    Args:
+        folder: the directory; for a URL, a temporary one, whose files are then sent there
+        location: the path or URL passed to ``save_model()``
+        trainable_only: whether the frozen parameters were left out
+        card_data: the argument of ``save_model()``; empty by default
     """
 
     folder: Path
@@ -25,17 +26,18 @@ class SavedModel(NamedTuple):
 
 
 class ModelWriter(Protocol):
-    """What is written beside the weights of each model that is saved in a directory, such as a description."""
+    """Writes something beside the weights of each model that is saved in a directory, such as a description."""
 
     def check(self, card_data: Mapping[str, object]) -> None:
-        """Check on each process, before anything is saved, what a user has passed as ``card_data``.
+        """Check the user's ``card_data`` on each process, before anything is saved.
 
-        :raises TypeError: if it cannot be written; likewise ``ValueError``
+        Raises:
+            TypeError: if it cannot be written; likewise ``ValueError``
         """
 
     def write(self, trainer: TrainerLike, saved: SavedModel) -> None:
-        """Write it. Only the first process does."""
+        """Write the files. Called only on the first process."""
 
 
-#: What is written, by name, in this order. An extension adds its own.
+#: The writers by name, in the order of their calls. An extension adds its own.
 MODEL_WRITERS: dict[str, ModelWriter] = {}

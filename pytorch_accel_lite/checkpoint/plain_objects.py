@@ -1,8 +1,8 @@
 """Python objects as nested plain values, which load without running code, and their restoration in place.
 
-What an object holds is followed through lists, dicts and the attributes of classes written in Python. Modules and other
-objects with ``state_dict()`` give their states. Code is not data: functions, classes and the like stay as the program
-has them, as does all that this package saves elsewhere.
+The contents of an object are followed through lists, dicts and the attributes of classes written in Python. Modules and
+other objects with ``state_dict()`` give their states. Code is not data: functions, classes and the like stay as they
+are in the program, as does everything that this package saves elsewhere.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.checkpoint.columns import Columns, pack_columns, unpack_columns
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, model_state
 
-#: A value of one of ``_SCALARS``, or a tuple: the name of its kind and what it consists of.
+#: A value of one of ``_SCALARS``, or a tuple of the name of its kind and its parts.
 Node: TypeAlias = Any
-#: What a program has where an object is restored; ``NoPlaceError`` if it has nothing.
+#: The program's object in the place where one is restored; ``NoPlaceError`` if there is none.
 Current: TypeAlias = Any
 
 if TYPE_CHECKING:
@@ -51,30 +51,33 @@ _CODE = (
     re.Pattern, logging.Logger, torch.dtype, torch.device, torch.layout, np.dtype, np.ufunc, types.GenericAlias,
     range, slice, type(...),
 )  # fmt: skip
-#: The packages whose objects hold nothing that is to be saved, unless they have a ``state_dict()``.
+#: Packages with nothing to save in their objects, unless these have a ``state_dict()``.
 _LIBRARIES = frozenset({"pytorch_accel_lite", "accelerate", "torch"})
 #: The kinds of nodes that are not settings.
 _DATA = ("tensor", "array", "columns", "generator", "state", "module")
-_ARRAYS = "biufcSUmM"  # kinds of numpy's types that are stored
-_LONG = 64  # items of a list for which columns pay
-_SMALL = 4096  # bytes of an array that is stored as bytes: a file has room for few separate ones
-SAME = ("same",)  # stands for what the program has in this place
+_ARRAYS = "biufcSUmM"  # kinds of numpy types that are stored
+_LONG = 64  # items of a list from which columns are faster
+_SMALL = 4096  # bytes of an array up to which it is stored as bytes: a file has room for few separate arrays
+SAME = ("same",)  # stands for the program's object in this place
 
 
 class TooManyPartsError(Exception):
-    """An object has more parts than were to be looked at."""
+    """An object has more parts than the limit."""
 
 
 class NoPlaceError(Exception):
-    """A program does not have the object whose state is to be restored."""
+    """A program does not have the object for a state."""
 
 
 class Encoder:
-    """Converts one object, with all that it holds, into plain values.
+    """Converts one object, with all its contents, into plain values.
 
-    :param is_saved: whether an object is saved elsewhere, and is not to be looked into
-    :param most_parts: number of parts after which to raise ``TooManyPartsError``
-    :ivar left_out: the paths to parts that cannot be stored, with their classes
+    Args:
+        is_saved: whether an object is saved elsewhere, and is skipped
+        most_parts: number of parts after which to raise ``TooManyPartsError``
+
+    Attributes:
+        left_out: the paths to parts that cannot be stored, with their classes
     """
 
     def __init__(
@@ -84,13 +87,14 @@ class Encoder:
         self._is_saved = is_saved
         self._parts_left = most_parts
         self._numbers: dict[int, int] = {}
-        self._held: list[object] = []  # so that no two have the same id
-        self._cells: list[list[Any]] = []  # that hold the tensors in nodes
+        self._held: list[object] = []  # keeps ids unique
+        self._cells: list[list[Any]] = []  # they hold the tensors in nodes
 
     def encode(self, value: Tree, path: str) -> Node:
         """Return the value as a node.
 
-        :param path: how to call it where it, or a part of it, cannot be stored
+        Args:
+            path: its name in messages about parts that cannot be stored
         """
         self._parts_left -= 1
         if self._parts_left < 0:
@@ -202,10 +206,11 @@ class Encoder:
 
 
 class Decoder:
-    """Restores objects from their nodes, in place where the program has one of the same kind.
+    """Restores objects from their nodes, in place if the program has an object of the same kind there.
 
-    :param device: where tensors are created that were not in host memory
-    :param source: where the nodes are from, for error messages
+    Args:
+        device: where to create tensors that were not in host memory
+        source: the origin of the nodes, for error messages
     """
 
     def __init__(self, device: torch.device, source: str) -> None:
@@ -218,9 +223,12 @@ class Decoder:
     def decode(self, node: Node, current: Current) -> Any:
         """Return the object of a node: the current one, changed in place, or a new one.
 
-        :param current: what the program has in this place; ``NoPlaceError`` if it has nothing
-        :raises NoPlaceError: if the program does not have what only it can create
-        :raises ValueError: if the state of a module does not fit
+        Args:
+            current: the program's object in this place; ``NoPlaceError`` if there is none
+
+        Raises:
+            NoPlaceError: if the program lacks an object that only it can create
+            ValueError: if the state of a module does not fit
         """
         if not isinstance(node, tuple):
             return node
@@ -236,7 +244,7 @@ class Decoder:
         return getattr(self, f"_{kind.replace(' ', '_')}")(current, *parts)
 
     def _target(self, number: int, current: Current, fits: bool, create: Callable[[], object]) -> Any:
-        """Return the object to restore, which holds what is restored before its own parts are."""
+        """Return the object to restore, registered before its parts are restored."""
         fits = fits and current is not NoPlaceError and id(current) not in self._used
         target = self._objects[number] = current if fits else create()
         self._used.add(id(target))
@@ -414,7 +422,7 @@ def tensors_in(node: Node) -> Iterable[torch.Tensor]:
 
 
 def holds_nothing(node: Node) -> bool:
-    """Whether all parts of a node are what the program has in their places."""
+    """Whether all parts of a node equal the program's objects in their places."""
     if node == SAME:
         return True
     if not isinstance(node, tuple) or node[0] not in ("tuple", *_SEQUENCES, *_DICTS):
@@ -425,7 +433,7 @@ def holds_nothing(node: Node) -> bool:
 
 
 def is_setting(node: Node) -> bool:
-    """Whether a node holds no data, which may have been drawn at random: only numbers, texts and the like."""
+    """Whether a node holds only numbers, texts and the like, and no data that may have been drawn at random."""
     if isinstance(node, tuple) and node and node[0] in _DATA:
         return False
     parts = node.values() if isinstance(node, dict) else node if isinstance(node, (tuple, list)) else ()
@@ -453,7 +461,7 @@ def _is_metric(module: nn.Module) -> bool:
 
 
 def _states_of(metric: Metric) -> list[str]:
-    """Return the names of what a metric has added up, which is not in its ``state_dict()``."""
+    """Return the names of a metric's running values, which are not in its ``state_dict()``."""
     return [*metric.metric_state, "_update_count"]
 
 
@@ -466,7 +474,7 @@ def _as_tensor(flat: npt.NDArray[Any]) -> torch.Tensor:
 
 
 def _can_be_filled(current: Current, saved: torch.Tensor, device: str) -> bool:
-    """Whether a tensor of the program can take the values of one that was saved."""
+    """Whether a tensor of the program can take the values of a saved one."""
     return (
         isinstance(current, torch.Tensor)
         and not current.is_inference()
@@ -506,7 +514,7 @@ def _package(kind: type) -> str:
 
 
 def _has_only_attributes(kind: type) -> bool:
-    """Whether the instances of a class hold nothing but attributes: it is written in Python, and not Python's own."""
+    """Whether instances of a class hold only attributes: it is written in Python, and is not one of Python's own."""
     bases = [vars(base) for base in kind.__mro__ if base is not object]
     special = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
     return (
@@ -526,9 +534,10 @@ def _name_of(kind: type) -> str:
 
 
 def _find_class(name: str) -> type:
-    """Return a class that the program has imported, and of which an instance can be made without running its code.
+    """Return a class that the program has imported, if an instance can be created without running its code.
 
-    :raises NoPlaceError: if there is none
+    Raises:
+        NoPlaceError: if there is none
     """
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import local_path
 from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
 from pytorch_accel_lite.checkpoint.files import check_is_shared, load_verified, write_checkpoint, write_text
@@ -23,7 +23,7 @@ _SHARD = re.compile(r"shard-\d{12,}-\d{12,}-rank\d+\.pt")
 
 
 class PredictionFolder:
-    """A directory into which the processes of a job write what they predict."""
+    """A directory into which the processes of a job write their predictions."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -33,13 +33,16 @@ class PredictionFolder:
         check_is_shared(self._path, f"directory={os.fspath(self._path)!r}", ranks)
 
     def begin(self, length: int, weights: str, overwrite: bool, locks: ExitStack) -> tuple[int, bool]:
-        """Lock the directory, remove predictions of other weights, count the leading samples that are written.
+        """Lock the directory, remove predictions of other weights, and count the leading samples already written.
 
-        :param length: the number of samples of the dataset
-        :param weights: fingerprint of the weights
-        :param overwrite: whether to remove those of the same weights, too
-        :param locks: frees the directory when it is closed
-        :return: that number, and whether predictions of other or unknown weights were removed
+        Args:
+            length: the number of samples of the dataset
+            weights: fingerprint of the weights
+            overwrite: whether to remove predictions of the same weights, too
+            locks: frees the directory when it is closed
+
+        Returns:
+            the number of samples, and whether predictions of other or unknown weights were removed
         """
         locks.callback(lock_path("directory", self._path).release)
         self._path.mkdir(parents=True, exist_ok=True)
@@ -53,7 +56,7 @@ class PredictionFolder:
         shards = _find_shards(self._path)
         description = {"length": length, "weights": weights}
         if overwrite or existing != description:
-            for shard in shards:  # before the new fingerprint is written, which is not that of the shards
+            for shard in shards:  # before the new fingerprint is written, as the shards have another
                 shard.unlink()
             write_text(path, json.dumps(description) + "\n")
             return 0, bool(shards) and not overwrite
@@ -61,16 +64,17 @@ class PredictionFolder:
         done = set(chain.from_iterable(written.values()))
         start = next((index for index in range(length) if index not in done), length)
         for shard, samples in written.items():
-            if max(samples) >= start:  # of a process that was ahead of the others
+            if max(samples) >= start:  # from a process that was ahead of the others
                 _shorten(shard, start)
         return start, False
 
     def write(self, rank: int, indices: list[int], outputs: list[Tree], left_out: list[int]) -> None:
         """Write a shard, unless it would be empty.
 
-        :param indices: those of the samples, in the order of the outputs
-        :param outputs: the outputs of batches
-        :param left_out: the indices of samples without an output, because they failed
+        Args:
+            indices: indices of the samples, in the order of the outputs
+            outputs: the outputs of batches
+            left_out: the indices of samples without an output, because they failed
         """
         if samples := indices + left_out:
             name = f"shard-{min(samples):012d}-{max(samples):012d}-rank{rank}.pt"
@@ -80,7 +84,8 @@ class PredictionFolder:
 def _read_description(path: Path) -> JsonObject:
     """Read the description of predictions.
 
-    :raises ValueError: if it is something else; names the file
+    Raises:
+        ValueError: if the file is something else; names it
     """
     try:
         content = json.loads(path.read_bytes())
@@ -99,7 +104,7 @@ def _find_shards(directory: Path) -> list[Path]:
 
 
 def _remove_damaged(shards: list[Path]) -> dict[Path, list[int]]:
-    """Return the samples of each shard, and remove those that are damaged, whose samples are predicted again."""
+    """Return the samples of each shard. Damaged shards are removed, and their samples predicted again."""
     samples: dict[Path, list[int]] = {}
     for shard in shards:
         try:
@@ -112,7 +117,7 @@ def _remove_damaged(shards: list[Path]) -> dict[Path, list[int]]:
 
 
 def _shorten(path: Path, end: int) -> None:
-    """Remove from a shard all but the first ``end`` samples of the dataset, as the others will be predicted again."""
+    """Remove from a shard all but the first ``end`` samples of the dataset. The others will be predicted again."""
     shard = load_verified(path)
     positions = [position for position, index in enumerate(shard["indices"]) if index < end]
     left_out = [index for index in shard.get("left_out", []) if index < end]
@@ -138,10 +143,11 @@ def _outputs_of(shard: StateDict) -> Tree:
 def read_predictions(directory: str | os.PathLike[str]) -> Tree:
     """Return the predictions in a directory as ``predict`` does: concatenated, in the order of the dataset.
 
-    They lack the samples that were left out because they failed, which a warning names.
+    Samples that failed are missing; a warning names them.
 
-    :raises FileNotFoundError: if the directory contains no predictions
-    :raises ValueError: if some are missing because the prediction did not finish, or a file is damaged
+    Raises:
+        FileNotFoundError: if the directory contains no predictions
+        ValueError: if some are missing because the prediction did not finish, or a file is damaged
     """
     description = local_path("directory", directory) / _DESCRIPTION
     if not description.is_file():

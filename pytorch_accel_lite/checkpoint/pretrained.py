@@ -1,4 +1,4 @@
-"""The forms in which transformers, PEFT, diffusers and timm save their models, which their own functions load."""
+"""Saving models of transformers, PEFT, diffusers and timm in their own forms, which their own functions load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.reachable import reachable_from
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal
@@ -27,7 +27,7 @@ from pytorch_accel_lite.run.state import TrainerLike
 #: The file of PEFT's adapters in a directory.
 ADAPTERS = "adapter_model.safetensors"
 _ADAPTER_CONFIG = "adapter_config.json"
-_CARD = "README.md"  # of PEFT, in place of which there is ours
+_CARD = "README.md"  # PEFT's, which ours replaces
 _CONFIG = "config.json"
 _TIMM_WEIGHTS, _DIFFUSERS_WEIGHTS = "model.safetensors", "diffusion_pytorch_model.safetensors"
 
@@ -36,7 +36,7 @@ Form = Callable[[Mapping[str, torch.Tensor], Path], None]
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether a model is one of PEFT."""
+    """Whether a model is from PEFT."""
     return _is_a(model, "peft", "PeftModel")
 
 
@@ -49,9 +49,10 @@ def base_of(model: nn.Module) -> str:
 
 
 def own_form(model: nn.Module) -> Form | None:
-    """Return what saves a model in the form of its library; warns if that would leave out what is trained.
+    """Return a function that saves a model in the form of its library. Warns if that would leave out trained weights.
 
-    :return: ``None`` for models of no such library, and those that only their library itself can save
+    Returns:
+        ``None`` for other models, and for models that only their library itself can save
     """
     if has_adapters(model):
         if left_out := _trained_beside_adapters(model):
@@ -61,7 +62,7 @@ def own_form(model: nn.Module) -> Form | None:
                 "config to save them with the adapters."
             )
         return None if left_out else partial(_save_pretrained, model)
-    # With adapters of its own, transformers would leave out the rest; what it has sharded, all processes must save.
+    # transformers leaves out all but its own adapters. If it has sharded a model, all processes must save it.
     is_divided = getattr(getattr(model, "config", None), "distributed_config", None) or getattr(model, "_tp_size", None)
     has_own_adapters = getattr(model, "_hf_peft_config_loaded", False)
     if _is_a(model, "transformers", "PreTrainedModel") and not has_own_adapters and not is_divided:
@@ -86,27 +87,27 @@ def _save_diffusers(model: Any, weights: Mapping[str, torch.Tensor], folder: Pat
 
 
 def _save_timm(model: Any, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Save a model of timm, without a configuration if timm cannot write one."""
+    """Save a timm model, without a configuration if timm cannot write one."""
     from timm.models._hub import save_config_for_hf
 
     write_tensors(weights, folder / _TIMM_WEIGHTS, {})
     try:
         save_config_for_hf(model, str(folder / _CONFIG))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:  # of an argument that is no JSON, for example
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # an argument that is not JSON, for example
         (folder / _CONFIG).unlink(missing_ok=True)
         warn_outside(f"timm could not describe {type(model).__name__}, so there is no {_CONFIG}: {error}")
 
 
 def _is_a(model: nn.Module, package: str, kind: str) -> bool:
-    """Whether a model is of a class of a package, which is not imported for this."""
+    """Whether the class of a model is from a package. Does not import the package."""
     return package in sys.modules and isinstance(model, getattr(sys.modules[package], kind, ()))
 
 
 def _trained_beside_adapters(model: nn.Module) -> list[str]:
-    """Return the parameters that are trained, and modules that follow the data, which PEFT does not save."""
+    """Return the trained parameters, and modules with statistics of the data, that PEFT does not save."""
     saved = set(adapter_names(model).values())
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    # Of prompts and of matrices that it prunes, PEFT saves what it computes from them.
+    # For prompts and pruned matrices, PEFT saves values computed from them.
     computed = re.compile(r"^prompt_encoder\.|\.lora_")
     following = [
         f"{name}.running_mean"
@@ -117,7 +118,7 @@ def _trained_beside_adapters(model: nn.Module) -> list[str]:
 
 
 def adapter_names(model: Any) -> dict[tuple[str, str], str]:
-    """Return the names in a model of what PEFT saves unchanged, by the file below a directory and the name in it."""
+    """Return the names in a model of the tensors that PEFT saves unchanged, by file and name in the file."""
     from peft import get_peft_model_state_dict
 
     state = model.state_dict()
@@ -137,8 +138,9 @@ def write_own_form(
 ) -> None:
     """Save a model in its own form, in safetensors with checksums. Each file is written atomically.
 
-    :param weights: the full state of the model
-    :param preprocessors: tokenizers and what else is saved with it
+    Args:
+        weights: the full state of the model
+        preprocessors: tokenizers and the like to save with it
     """
     with tempfile.TemporaryDirectory(prefix=".pretrained.", dir=_made(directory)) as temporary:
         new = Path(temporary)
@@ -164,12 +166,12 @@ def _made(directory: Path) -> Path:
 
 
 def remove_adapters(directory: Path) -> None:
-    """Remove adapters that were saved before, where all weights of such a model are."""
+    """Remove adapters saved earlier from a directory with all weights of the model."""
     for name in (ADAPTERS, _ADAPTER_CONFIG):
         (directory / name).unlink(missing_ok=True)
 
 
-#: What prepares the inputs of a model, by its base class in transformers. A processor holds others.
+#: Preprocessors of a model's inputs, by their base class in transformers. A processor holds others.
 _PREPROCESSORS = {
     "ProcessorMixin": "processor",
     "PreTrainedTokenizerBase": "tokenizer",
@@ -181,8 +183,8 @@ _PREPROCESSORS = {
 def preprocessors_of(trainer: TrainerLike, model: nn.Module) -> Iterator[Any]:
     """Yield the tokenizer, processor and the like with which a model of transformers was trained.
 
-    They are looked for in attributes of the trainer, then in what collates its batches, then in its datasets. Of
-    several of a kind that are equally near, none is meant more than the others; warns of them.
+    Searches attributes of the trainer, then the function that collates its batches, then its datasets. If several of a
+    kind are equally near, none is chosen, with a warning.
     """
     if not (has_adapters(model) or _is_a(model, "transformers", "PreTrainedModel")):
         return

@@ -1,7 +1,7 @@
-"""The settings of a run, recorded in its training states and compared with those of a run that resumes.
+"""The settings of a run, recorded in its training states and compared with those of a resumed run.
 
-Recorded are those that change what a run computes. What only changes how fast it is, where it writes or what it shows
-is left out, as are its length and its number of processes, which may change.
+Settings are recorded if they change what a run computes. Settings that only change its speed, its paths or its output
+are left out, as are its length and its number of processes, which may change.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR
 
-from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import class_of
+from pytorch_accel_lite.base.origins import is_overridden
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import listed, to_number
 from pytorch_accel_lite.base.types import JsonObject
@@ -60,31 +60,31 @@ _OF_TRAIN = (
     "evaluate_every",
     "mixed_precision",
 )
-#: Names of arguments that say where something is, on which device, or which part of a job this is, or hold the data.
+#: Names of arguments for places, devices, parts of a job, and data.
 _ELSEWHERE = re.compile(
     r"(.*_)?(dir|directory|paths?|files?|folder|url|log|logger|devices?|dtype|rank|replicas|world_size|epoch|verbose)"
     r"|data_source|dataset|mixture|generator"
 )
-#: Marks the code of a function: the version of Python, whose bytecode it is, and a checksum.
+#: Marks the code of a function: the Python version of the bytecode, and a checksum.
 _CODE = re.compile(r" #(\d+\.\d+)-[0-9a-f]{8}")
 _LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")})
 _OF_SIZE = ("train_per_device_batch_size", "gradient_accumulation_steps")
-#: What may be there or not. Other settings are missing in states of other versions, of torch or of this package.
+#: Settings that may be absent. Others are missing only in states of other versions of torch or this package.
 _PARTS = ("callbacks.", "model.", "loss_func.", "eval_dataset")
 _DEEPEST = 4
 _MOST_SHOWN = 8  # settings that differ
-_LONGEST = 100  # of a value that is shown
+_LONGEST = 100  # characters of a value in a message
 _ABSENT = ""
 _DATA = "data"
 
 
 def tells_where(name: str) -> bool:
-    """Return whether a setting has the name of a place or a device, which may be another for a resumed run."""
+    """Return whether the name of a setting is that of a place or a device, which may differ in a resumed run."""
     return _ELSEWHERE.fullmatch(name) is not None
 
 
 def saved_optimizers(trainer: TrainerLike) -> dict[str, Optimizer]:
-    """Return the optimizers in training states by name: that of the trainer and those that are attributes."""
+    """Return the optimizers in training states by name: the trainer's own and those in attributes."""
     named = {"optimizer": trainer.optimizer, **attributes.trained(trainer)}
     return {name: owner for name, owner in named.items() if isinstance(owner, torch.optim.Optimizer)}
 
@@ -93,9 +93,10 @@ def saved_optimizers(trainer: TrainerLike) -> dict[str, Optimizer]:
 
 
 def record_settings(trainer: TrainerLike, reads_data: bool = True) -> JsonObject:
-    """Return the settings of the current run by name, as texts, and what identifies its data.
+    """Return the settings of the current run by name, as texts, and the fingerprints of its data.
 
-    :param reads_data: whether to read a few samples
+    Args:
+        reads_data: whether to read a few samples
     """
     run = trainer.current_run
     options = run.schedule.initial_options
@@ -114,8 +115,8 @@ def record_settings(trainer: TrainerLike, reads_data: bool = True) -> JsonObject
 
 
 def settings_text(trainer: TrainerLike) -> str:
-    """Return the settings that a training state of the current run holds. A run that saves states has recorded them."""
-    if not trainer.accelerator.is_main_process:  # which writes the state
+    """Return the settings for a training state of the current run. A run that saves states has recorded them."""
+    if not trainer.accelerator.is_main_process:  # the main process writes the state
         return ""
     recorded = trainer.current_run.settings
     return json.dumps(record_settings(trainer, reads_data=False) if recorded is None else recorded)
@@ -127,9 +128,10 @@ def _of_train(trainer: TrainerLike) -> dict[str, str]:
 
 
 def describe_optimizers(trainer: TrainerLike, initial: Options | None = None) -> dict[str, str]:
-    """Return the options of all parameter groups, with rates as they were before any schedule.
+    """Return the options of all parameter groups, with the rates before any schedule.
 
-    :param initial: these rates of the trainer's optimizer, if they are known
+    Args:
+        initial: these rates of the trainer's optimizer, if known
     """
     result = {}
     for name, optimizer in saved_optimizers(trainer).items() if is_created(trainer.optimizer) else ():
@@ -145,21 +147,21 @@ def describe_optimizers(trainer: TrainerLike, initial: Options | None = None) ->
 
 
 def _running(optimizer: Optimizer) -> set[str]:
-    """Return what an optimizer keeps in its groups although it is no argument: its own progress."""
+    """Return the keys that an optimizer keeps in its groups for its own progress: they are not arguments."""
     optimizer = getattr(optimizer, "optimizer", optimizer)
     return set(getattr(optimizer, "defaults", {})) - _parameters(type(optimizer))  # type: ignore[arg-type]
 
 
 def _schedule(trainer: TrainerLike) -> dict[str, str]:
     scheduler = trainer.scheduler
-    if scheduler is None:  # said by warn_of_other_schedule
+    if scheduler is None:  # reported by warn_of_other_schedule
         return {}
     own = is_overridden(trainer, "create_scheduler")
     return {"create_scheduler_fn": class_name(type(scheduler)) if own else described(trainer.create_scheduler_fn)}
 
 
 def _modules(name: str, value: object) -> dict[str, str]:
-    """Return the class and the arguments of each module in a module; or those of a function."""
+    """Return the class and the arguments of each module in a module, or the arguments of a function."""
     if not isinstance(value, nn.Module):
         return {name: described(value)}
     return {f"{name}.{key}" if key else name: _object(module, 1) for key, module in value.named_modules()}
@@ -179,7 +181,7 @@ def _callbacks(trainer: TrainerLike) -> dict[str, str]:
 
 
 def _arguments(callback: TrainerCallback) -> Iterator[tuple[str, object]]:
-    """Yield the arguments with which a callback was created, and the defaults of the others."""
+    """Yield the arguments with which a callback was created, and the defaults of other arguments."""
     args, kwargs = vars(callback).get("_constructor_arguments", ((), {}))
     try:
         bound = inspect.signature(type(callback)).bind_partial(*args, **kwargs)
@@ -192,7 +194,7 @@ def _arguments(callback: TrainerCallback) -> Iterator[tuple[str, object]]:
 
 
 def _order(trainer: TrainerLike) -> dict[str, str]:
-    """Return what decides the order of the training samples and how batches are made of them."""
+    """Return the settings for the order of the training samples and for making batches of them."""
     source = getattr(trainer.current_run.data.train_loader, "source", None)
     names = ("sampler", "drop_last", "collate_fn")
     return {f"the loader's {name}": described(getattr(source, name)) for name in names if hasattr(source, name)}
@@ -213,7 +215,8 @@ def _datasets(trainer: TrainerLike) -> dict[str, Source]:
 def described(value: object, name: str = "", depth: int = 0) -> str:
     """Return a text that is equal for equal settings, in any process; secrets are hidden.
 
-    :param name: name of the setting, which shows whether it is a secret
+    Args:
+        name: name of the setting, which shows whether it is a secret
     """
     if isinstance(value, (bool, int, float, complex, type(None), np.generic)):
         return repr(value.item() if isinstance(value, np.generic) else value)
@@ -236,12 +239,12 @@ def described(value: object, name: str = "", depth: int = 0) -> str:
 
 
 def class_name(kind: type) -> str:
-    """Return the name of a class, without that of a function that defines it."""
+    """Return the name of a class, without the name of a function that defines it."""
     return class_of_module(kind).__name__
 
 
 def class_of_module(kind: type) -> type:
-    """Return a class without what ``fully_shard`` has derived from it."""
+    """Return the class from which ``fully_shard`` has derived one; others unchanged."""
     is_derived = len(kind.__mro__) > 2 and kind.__mro__[1].__name__ == "FSDPModule"
     return kind.__mro__[2] if is_derived else kind
 
@@ -268,7 +271,7 @@ def _container(value: Collection[object], depth: int) -> str:
 
 
 def _object(value: object, depth: int) -> str:
-    """Describe an object by its class and those of its attributes that are arguments of the class."""
+    """Describe an object by its class and the attributes that are arguments of the class."""
     kind = class_of(value) if isinstance(value, nn.Module) else type(value)
     if isinstance(value, nn.Module):
         own = {**vars(value), **{name: item for name, item in value._buffers.items() if item is not None}}
@@ -320,11 +323,12 @@ def _code(code: CodeType) -> list[object]:
 
 
 def compare_settings(trainer: TrainerLike, state: TrainingState) -> str:
-    """Return what differs between the settings of a state and those of the run that has loaded it, and which hold.
+    """Return the differences between the settings of a state and of the run that has loaded it, and which ones hold.
 
-    The run then records those that hold. Empty if nothing differs, or the state is of an earlier version.
+    The run then records those that hold. Empty if nothing differs, or if the state is from an earlier version.
 
-    :param state: what the run has loaded
+    Args:
+        state: the state that the run has loaded
     """
     run = trainer.current_run
     now: JsonObject = run.settings or {}
@@ -349,9 +353,10 @@ def compare_settings(trainer: TrainerLike, state: TrainingState) -> str:
 
 
 def describe_loaded(trainer: TrainerLike, before: Mapping[str, str], source: str) -> str:
-    """Return which options of optimizers a file or a state has changed; empty if it has changed none.
+    """Return the options of optimizers that a file or a state has changed; empty if none.
 
-    :param before: the result of ``describe_optimizers()`` before it was loaded
+    Args:
+        before: the result of ``describe_optimizers()`` before loading
     """
     now = describe_optimizers(trainer)
     changes = [_change(key, before[key], now[key], "not") for key in now if before.get(key, now[key]) != now[key]]
@@ -360,15 +365,15 @@ def describe_loaded(trainer: TrainerLike, before: Mapping[str, str], source: str
 
 
 def _changed(before: JsonObject, now: JsonObject, is_elastic: bool) -> list[str]:
-    """Return the names of settings that differ; of what was added or removed only the name above all others."""
+    """Return the names of settings that differ; if a part was added or removed, only the name of the whole part."""
     names = [key for key in {**before, **now} if key != _DATA and not _is_same(before.get(key), now.get(key))]
     heads = tuple(f"{key}." for key in names)
     return [
         key
         for key in names
-        if not (is_elastic and key in _OF_SIZE)  # a job of another size keeps that of an update, as far as it can
+        if not (is_elastic and key in _OF_SIZE)  # a job of another size keeps the size of an update, as far as it can
         and ((key in before and key in now) or (key.startswith(_PARTS) and not key.startswith(heads)))
-        and "stateful" not in (before.get(key), now.get(key))  # a warning says so
+        and "stateful" not in (before.get(key), now.get(key))  # there is a warning for that
     ]
 
 
@@ -382,33 +387,33 @@ def _is_same(before: str | None, now: str | None) -> bool:
 
 
 def _argument_of_callback(key: str) -> tuple[str, str] | None:
-    """Return the callback and the argument that a setting is of."""
+    """Return the callback and the argument to which a setting belongs."""
     part, _, rest = key.partition(".")
     owner, _, name = rest.partition(".")
     return (owner, name) if part == "callbacks" and name else None
 
 
 def _held(state: TrainingState) -> set[tuple[str, str]]:
-    """Return the attributes that a state holds, since the run had changed them, by owner and name."""
+    """Return the attributes in a state that the saved run had changed, by owner and name."""
     saved = state.shared.get("user_attributes", {})
     return {(owner, name) for part in ("kept", "own") for owner, of in saved.get(part, {}).items() for name in of}
 
 
 def _is_restored(trainer: TrainerLike, key: str) -> bool:
-    """Whether a state restores a setting, whatever the program says."""
+    """Whether a state restores a setting, whatever its value in the program."""
     if key == "create_scheduler_fn":
         return not trainer.current_run.schedule.is_recreated and _restores_arguments(trainer.scheduler)
     return key == "seed" or key.startswith(tuple(f"{name}." for name in saved_optimizers(trainer)))
 
 
 def _restores_arguments(scheduler: TrainerScheduler) -> bool:
-    """Whether the state of a scheduler has its arguments, as those of torch, rather than only its position."""
+    """Whether the state of a scheduler has its arguments, as with torch's, rather than only its position."""
     kinds = (PlannedLrScheduler, LambdaLR, MultiplicativeLR)  # the latter without their functions
     return not all(isinstance(part, kinds) for part in schedulers_in(scheduler).values())
 
 
 def _shown(this: str, other: str) -> str:
-    """Return a description for a message, from where it differs from the other one if both are long."""
+    """Return a description for a message. If two are long, it begins where they differ."""
     this, other = _CODE.sub("", this), _CODE.sub("", other)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(this, other, strict=False)))
     begin = max(same - 30, 0) if max(len(this), len(other)) > _LONGEST else 0
@@ -416,7 +421,7 @@ def _shown(this: str, other: str) -> str:
 
 
 def _change(key: str, other: str, holds: str, word: str = "was") -> str:
-    """Return a text about a setting: the value that holds, and the other one; or that a part is new or missing."""
+    """Return a text on a setting: the value that holds and the other one, or that a part is new or missing."""
     if _ABSENT in (other, holds) and key.startswith(_PARTS):
         return f"{key.removeprefix('callbacks.')} is {'new' if other == _ABSENT else 'missing'}"
     if _CODE.sub("", other) == _CODE.sub("", holds):
@@ -434,7 +439,7 @@ def _changed_data(trainer: TrainerLike, before: JsonObject, now: JsonObject) -> 
 
 
 def _together(texts: list[str]) -> list[str]:
-    """Return texts in which those of all parameter groups that say the same are one."""
+    """Merge texts that differ only in the number of the parameter group."""
     return [*dict.fromkeys(re.sub(r"\.param_groups\[\d+\]", "", text) for text in texts)]
 
 
@@ -448,7 +453,7 @@ def _message(restored: list[str], new: list[str], source: str) -> str:
         parts.append(f"Changed from here on: {listed(new, _MOST_SHOWN)}.")
     if restored:
         parts.append(
-            "To train with this program's values of what is kept, begin a new run from the weights: "
+            "To train with this program's values instead, begin a new run from the weights: "
             f"trainer.load_checkpoint({source!r}, load_optimizer=False, load_scheduler=False), then train() without "
             "resume_from. A callback may also set options of the optimizer in on_training_run_start; learning rates "
             "only if there is no schedule."

@@ -13,7 +13,7 @@ from typing import IO
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, file_path, name_of, parse_location
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import StateDict
@@ -29,7 +29,8 @@ from pytorch_accel_lite.checkpoint.capturing import (
     capture,
     check_states_are_possible,
     finish_restoring,
-    refuse_deepspeed,
+    refuse_engines,
+    refuse_fsdp1,
     restore,
 )
 from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal, verify
@@ -77,7 +78,7 @@ from pytorch_accel_lite.run.state import TrainerLike
 
 
 def _warn_of_weights(trainer: TrainerLike, method: str) -> None:
-    """Warn on the first process if the weights that are being saved are not finite. Call it on every process."""
+    """Warn on the first process if the weights to save are not finite. Call it on every process."""
     with naming(trainer.ranks, f"{method}()"):
         are_finite = attributes.weights_are_finite(trainer)
     if not are_finite and trainer.accelerator.is_main_process:
@@ -95,10 +96,11 @@ def _timed(trainer: TrainerLike) -> Iterator[None]:
         yield
 
 
-def _agree(trainer: TrainerLike, look_at: Callable[[], object]) -> None:
-    """Look at a file that a user has opened. Call it on every process.
+def _check_on_all_ranks(trainer: TrainerLike, look_at: Callable[[], object]) -> None:
+    """Check a file that a user has opened. Call it on every process.
 
-    :raises TypeError: on all processes, if it is raised on any; likewise ``ValueError``
+    Raises:
+        TypeError: on all processes, if raised on any; likewise ``ValueError``
     """
 
     def find_problem() -> TypeError | ValueError | None:
@@ -114,7 +116,7 @@ def _agree(trainer: TrainerLike, look_at: Callable[[], object]) -> None:
 
 
 def save_checkpoint(
-    self: TrainerLike,
+    trainer: TrainerLike,
     save_path: PathOrFile,
     checkpoint_kwargs: StateDict | None,
     save_optimizer: bool,
@@ -130,13 +132,13 @@ def save_checkpoint(
     else:
         save_per_node = False
     kwargs = dict(checkpoint_kwargs or {})
-    self.ranks.repeatable(
-        lambda: _save_checkpoint(self, target, kwargs, save_optimizer, save_scheduler, save_per_node, trainable_only)
+    trainer.ranks.repeatable(
+        lambda: _save_checkpoint(trainer, target, kwargs, save_optimizer, save_scheduler, save_per_node, trainable_only)
     )
 
 
 def _save_checkpoint(
-    self: TrainerLike,
+    trainer: TrainerLike,
     target: PathOrFile,
     checkpoint_kwargs: dict[str, object],
     save_optimizer: bool,
@@ -144,80 +146,84 @@ def _save_checkpoint(
     save_per_node: bool,
     trainable_only: bool,
 ) -> None:
-    writes = self.accelerator.is_local_main_process if save_per_node else self.accelerator.is_main_process
-    with naming(self.ranks, "save_checkpoint()"):
-        _agree(self, lambda: check_open_file("save_path", target, to_write=True) if writes else None)
+    writes = trainer.accelerator.is_local_main_process if save_per_node else trainer.accelerator.is_main_process
+    with naming(trainer.ranks, "save_checkpoint()"):
+        _check_on_all_ranks(trainer, lambda: check_open_file("save_path", target, to_write=True) if writes else None)
     if save_optimizer:
-        refuse_deepspeed(self.accelerator, "save_checkpoint(save_optimizer=True)", "Pass save_optimizer=False.")
-    model = self.get_model(keep_torch_compile=False)
+        refuse_engines(trainer.accelerator, "save_checkpoint(save_optimizer=True)", "Pass save_optimizer=False.")
+    refuse_fsdp1(trainer.accelerator, "save_checkpoint()")
+    model = trainer.get_model(keep_torch_compile=False)
     if trainable_only:
         check_has_trainable(model)
-    with _timed(self), attributes.evaluating_optimizers(self):
-        _warn_of_weights(self, "save_checkpoint")
+    with _timed(trainer), attributes.evaluating_optimizers(trainer):
+        _warn_of_weights(trainer, "save_checkpoint")
         weights = model_state(model, writes)
         checkpoint: StateDict = {"model_state_dict": weights}
         left_out = leave_out_frozen(model, weights, only_quantised=not trainable_only) if writes else {}
         if left_out:
             checkpoint[FROZEN] = left_out
-        state = None if self.optimizer is None or not save_optimizer else self.optimizer.state_dict()
-        if state is not None:  # an optimizer that has yet to be created has none
+        state = None if trainer.optimizer is None or not save_optimizer else trainer.optimizer.state_dict()
+        if state is not None:  # an optimizer that is not created yet has none
             checkpoint["optimizer_state_dict"] = full_state_dict(state, writes)
-        if save_scheduler and self.scheduler is not None:
-            checkpoint["scheduler_state_dict"] = self.scheduler.state_dict()
-        if learned := loss_state(self):
+        if save_scheduler and trainer.scheduler is not None:
+            checkpoint["scheduler_state_dict"] = trainer.scheduler.state_dict()
+        if learned := loss_state(trainer):
             checkpoint["loss_func_state_dict"] = learned
-        if states := attribute_states(self, writes, save_optimizer, save_scheduler, changed_modules(self)):
+        if states := attribute_states(trainer, writes, save_optimizer, save_scheduler, changed_modules(trainer)):
             checkpoint["attribute_state_dicts"] = states
         checkpoint.update(checkpoint_kwargs)
-        self.ranks.barrier()  # others may still be reading the file that is replaced
-        self.ranks.run_together(lambda: write_checkpoint(checkpoint, target) if writes else None)
+        trainer.ranks.barrier()  # others may still be reading the file that is replaced
+        trainer.ranks.run_together(lambda: write_checkpoint(checkpoint, target) if writes else None)
 
 
 def load_checkpoint(
-    self: TrainerLike, checkpoint_path: PathOrFile, load_optimizer: bool, load_scheduler: bool, *, strict: bool
+    trainer: TrainerLike, checkpoint_path: PathOrFile, load_optimizer: bool, load_scheduler: bool, *, strict: bool
 ) -> StateDict:
     """Load what ``save_checkpoint()`` or ``save_model()`` saved, or weights, without running code from the file."""
-    with naming(self.ranks, "load_checkpoint()"):
-        self.ranks.barrier()
-    if self.prepared_model is not None:
-        refuse_deepspeed(self.accelerator, "load_checkpoint()", "Call it before the first run of the trainer.")
-    model, source = self.get_model(keep_torch_compile=False), name_of(checkpoint_path)
-    checkpoint = _read(self, checkpoint_path, model, only_weights=not (load_optimizer or load_scheduler))
+    with naming(trainer.ranks, "load_checkpoint()"):
+        trainer.ranks.barrier()
+    if trainer.prepared_model is not None:
+        refuse_engines(trainer.accelerator, "load_checkpoint()", "Call it before the first run of the trainer.")
+    model, source = trainer.get_model(keep_torch_compile=False), name_of(checkpoint_path)
+    checkpoint = _read(trainer, checkpoint_path, model, only_weights=not (load_optimizer or load_scheduler))
     left_out = checkpoint.get(FROZEN, {})
     weights = fit_model_state(model, checkpoint["model_state_dict"], source, strict, left_out)
     if left_out and (others := describe_other_weights(model, left_out, source)):
         warn_outside(f"{others} Create the model from the same pretrained weights.")
-    options = describe_optimizers(self)
-    with attributes.evaluating_optimizers(self):
+    options = describe_optimizers(trainer)
+    with attributes.evaluating_optimizers(trainer):
         if load_optimizer and "optimizer_state_dict" in checkpoint:
-            if self.optimizer is None:
+            if trainer.optimizer is None:
                 raise ValueError(
                     f"The checkpoint {source!r} holds an optimizer's state, but the trainer has "
                     "no optimizer. Pass load_optimizer=False, or give the trainer an optimizer."
                 )
-            load_optimizer_state(self.optimizer, checkpoint["optimizer_state_dict"])
-            self.current_run.schedule.final_rates = []  # the rates were loaded, not set by hand
-        if load_scheduler and self.scheduler is not None and "scheduler_state_dict" in checkpoint:
-            self.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
-        load_loss_state(self, checkpoint.get("loss_func_state_dict", {}), source)
+            load_optimizer_state(trainer.optimizer, checkpoint["optimizer_state_dict"])
+            trainer.current_run.schedule.final_rates = []  # the rates were loaded, not set by hand
+        if load_scheduler and trainer.scheduler is not None and "scheduler_state_dict" in checkpoint:
+            trainer.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
+        load_loss_state(trainer, checkpoint.get("loss_func_state_dict", {}), source)
         states = checkpoint.get("attribute_state_dicts", {})
-        load_attribute_states(self, states, source, load_optimizer, load_scheduler, strict)
+        load_attribute_states(trainer, states, source, load_optimizer, load_scheduler, strict)
         model.load_state_dict(weights, strict=strict and not left_out)
-    if not self.is_running:
-        _say_what_was_loaded(self, source, options, load_scheduler and "scheduler_state_dict" in checkpoint)
+    if not trainer.is_running:
+        _say_what_was_loaded(trainer, source, options, load_scheduler and "scheduler_state_dict" in checkpoint)
     numbers = {name: value for name, value in checkpoint.items() if type(value) in (int, float)}
-    self.current_run.loaded = LoadedWeights(os.path.basename(source.rstrip("/")), numbers, self.progress.update)
-    self.current_run.evaluation = None
+    trainer.current_run.latest.loaded = LoadedWeights(
+        os.path.basename(source.rstrip("/")), numbers, trainer.progress.update
+    )
+    trainer.current_run.latest.evaluation = None
     return checkpoint
 
 
 def _say_what_was_loaded(trainer: TrainerLike, source: str, options: Mapping[str, str], wants_scheduler: bool) -> None:
-    """Say which options of the optimizer a checkpoint has changed, and whether its schedule was left out.
+    """Print which options of the optimizer a checkpoint has changed, and whether its schedule was left out.
 
-    :param options: those before it was loaded
+    Args:
+        options: the options before loading
     """
     if changes := describe_loaded(trainer, options, source):
-        trainer.print(f"{changes} To keep those of this program, pass load_optimizer=False, or set them again.")
+        trainer.print(f"{changes} To keep this program's options, pass load_optimizer=False, or set them again.")
     if wants_scheduler and trainer.scheduler is None and trainer.optimizer is not None:
         trainer.print(
             f"The schedule in {source!r} was not loaded: train() creates its own, from the start. To "
@@ -230,7 +236,8 @@ def _read(trainer: TrainerLike, path: PathOrFile, model: nn.Module, only_weights
 
     Call it on every process.
 
-    :param only_weights: whether the path may be that of a training state
+    Args:
+        only_weights: whether the path may be a training state
     """
     if not isinstance(path, (str, os.PathLike)):
         return _read_open_file(trainer, path)
@@ -246,20 +253,20 @@ def _read(trainer: TrainerLike, path: PathOrFile, model: nn.Module, only_weights
                 f"{os.fspath(path)!r} is a training state. Load it with trainer.load_training_state(directory), or "
                 "resume the run with train(resume_from=directory)."
             )
-        return read_learned(location)  # which is verified as a whole
+        return read_learned(location)  # verifies the whole state
     verify_weights(trainer, location)
     return read_pretrained(location, model) if location.is_dir() else read_checkpoint(location, is_verified=True)
 
 
 def _read_open_file(trainer: TrainerLike, file: IO[bytes]) -> StateDict:
-    """Return the content of an open file of this process, if those of all can be read. Call it on every process."""
+    """Return the content of this process's open file, if all processes can read theirs. Call it on every process."""
     checkpoint: StateDict = {}
 
     def read() -> None:
         check_open_file("checkpoint_path", file, to_write=False)
         checkpoint.update(read_checkpoint(file))
 
-    _agree(trainer, read)
+    _check_on_all_ranks(trainer, read)
     return checkpoint
 
 
@@ -286,18 +293,21 @@ def save_model(
 
     Call it on every process. Sharded weights are gathered in the host memory of the first, which writes the files.
 
-    :param path: path of the directory, or its URL in a remote store, such as ``"hf://name/repository"``; missing
-        folders are created. A path that ends in ``.safetensors`` is that of one file, with the weights alone.
-        So is an open binary file or ``io.BytesIO``, which the main process writes from its position, flushes and leaves
-        open; what the others pass in its place is ignored.
-    :param trainable_only: whether to leave out frozen parameters. ``load_checkpoint()`` then leaves those of the
-        model as they are.
-    :param card_data: further metadata of the card, such as ``{"license": "mit", "datasets": ["mnist"],
-        "pipeline_tag": "image-classification"}``; see ``huggingface_hub.ModelCardData``
-    :raises ValueError: if ``trainable_only`` would leave out everything, if ``path`` is a file and should be a
-        directory, or if it is a URL of an unknown kind
-    :raises TypeError: if ``card_data`` is not a dict of texts, numbers, and lists and dicts of them
-    :raises OSError: if a file cannot be written
+    Args:
+        path: path of the directory, or its URL in a remote store, such as ``"hf://name/repository"``; missing folders
+            are created. A path that ends in ``.safetensors`` is a single file with the weights alone. So is an open
+            binary file or ``io.BytesIO``, which the main process writes from its position, flushes and leaves open; the
+            other processes may pass anything.
+        trainable_only: whether to leave out frozen parameters. ``load_checkpoint()`` then leaves them in the model as
+            they are.
+        card_data: further metadata of the card, such as ``{"license": "mit", "datasets": ["mnist"], "pipeline_tag":
+            "image-classification"}``; see ``huggingface_hub.ModelCardData``
+
+    Raises:
+        ValueError: if ``trainable_only`` would leave out everything, if ``path`` is a file and should be a directory,
+            or if it is a URL of an unknown kind
+        TypeError: if ``card_data`` is not a dict of texts, numbers, and lists and dicts of them
+        OSError: if a file cannot be written
     """
     is_directory = isinstance(path, (str, os.PathLike)) and not os.fspath(path).endswith(".safetensors")
     if card_data is not None:
@@ -326,14 +336,16 @@ def _check_card_data(card_data: Mapping[str, object], file: str | None) -> None:
 def _save_model(
     trainer: TrainerLike, path: PathOrFile, trainable_only: bool, write_beside: Callable[[Path], None] | None
 ) -> None:
-    """Save the weights in a directory, and what is written beside them, or as one file. Call it on every process.
+    """Save the weights in a directory with further files, or as one file. Call it on every process.
 
-    :param write_beside: called on the first process with the directory, once the weights are in it; ``None`` for a file
+    Args:
+        write_beside: called on the first process with the directory, once the weights are in it; ``None`` for a file
     """
     location = parse_location(path) if isinstance(path, (str, os.PathLike)) else path
     writes = trainer.accelerator.is_main_process
     with naming(trainer.ranks, "save_model()"):
-        _agree(trainer, lambda: check_open_file("path", path, to_write=True) if writes else None)
+        _check_on_all_ranks(trainer, lambda: check_open_file("path", path, to_write=True) if writes else None)
+    refuse_fsdp1(trainer.accelerator, "save_model()")
     model = trainer.get_model(keep_torch_compile=False)
     if trainable_only:
         check_has_trainable(model)
@@ -365,9 +377,10 @@ def _write_weights(
     form: Form | None,
     preprocessors: Iterator[object],
 ) -> None:
-    """Write weights as a safetensors file, or into a directory with what is beside them.
+    """Write weights as a safetensors file, or into a directory with further files.
 
-    :param form: how the model's library saves it, with what prepares its inputs; ``None`` for the weights alone
+    Args:
+        form: saves the model as its library does, with its preprocessors; ``None`` for the weights alone
     """
     if write_beside is not None and isinstance(location, Path) and location.is_file():
         raise ValueError(
@@ -394,18 +407,18 @@ def _say_what_is_left_out(trainer: TrainerLike, name: str) -> None:
         )
 
 
-def check_weights(self: TrainerLike) -> None:
+def check_weights(trainer: TrainerLike) -> None:
     """Check that the weights are finite, as ``Trainer.check_weights()`` describes."""
-    if not attributes.weights_are_finite(self):
+    if not attributes.weights_are_finite(trainer):
         raise NonFiniteLossError(
-            f"Weights are infinite or NaN after update {self.progress.update}, and were not saved. Lower the "
+            f"Weights are infinite or NaN after update {trainer.progress.update}, and were not saved. Lower the "
             "learning rate, clip the gradients, or resume from an earlier state with SkipFailedBatchesCallback or "
             "GradientSpikeCallback."
         )
 
 
 def save_training_state(
-    self: TrainerLike,
+    trainer: TrainerLike,
     output_dir: StrPath,
     checkpoint_kwargs: StateDict | None,
     *,
@@ -416,18 +429,18 @@ def save_training_state(
 ) -> None:
     """Save everything needed to resume the run, as a directory that is either complete or does not exist."""
     location = parse_location(output_dir, "output_dir")
-    if not self.current_run.window.is_between_updates:
+    if not trainer.current_run.window.is_between_updates:
         raise RuntimeError(
             "A training state can only be saved between updates. Save it in on_train_step_checkpoint or "
             "on_epoch_checkpoint."
         )
-    if self.progress.is_mid_epoch and self.current_run.data.seed is None:
+    if trainer.progress.is_mid_epoch and trainer.current_run.data.seed is None:
         raise RuntimeError(
             "The order of this epoch does not follow from a seed, so a run could not resume in the middle of it. Give "
             "the trainer a seed or a SaveTrainingStateCallback, or save in on_epoch_checkpoint."
         )
-    check_states_are_possible(self.accelerator)
-    with _timed(self):
+    check_states_are_possible(trainer.accelerator)
+    with _timed(trainer):
         if writer is not None:
             writer.wait()  # its memory is reused
         kwargs = dict(checkpoint_kwargs or {})
@@ -438,25 +451,25 @@ def save_training_state(
                 then()
 
         if writer is None:
-            self.ranks.repeatable(lambda: write(self.ranks, capture(self, kwargs, created_weights, sharded)))
+            trainer.ranks.repeatable(lambda: write(trainer.ranks, capture(trainer, kwargs, created_weights, sharded)))
         else:
-            captured = capture(self, kwargs, created_weights, sharded).to_host(writer.memory)
+            captured = capture(trainer, kwargs, created_weights, sharded).to_host(writer.memory)
             writer.start(partial(write, writer.ranks, captured))
 
 
-def load_training_state(self: TrainerLike, input_dir: StrPath) -> StateDict:
+def load_training_state(trainer: TrainerLike, input_dir: StrPath) -> StateDict:
     """Load a training state into the trainer. To resume a run, use ``train(resume_from=...)``, which calls this."""
-    resumed, location = self.current_run.resumed, parse_location(input_dir, "input_dir")
+    resumed, location = trainer.current_run.resumed, parse_location(input_dir, "input_dir")
     if resumed is not None and resumed.directory == location:  # the run has read it, and finishes it
         state = resumed
-        restore(self, state, with_scheduler=not self.current_run.schedule.is_recreated)
+        restore(trainer, state, with_scheduler=not trainer.current_run.schedule.is_recreated)
     else:
-        state = read_state(location, self.ranks)
-        options = describe_optimizers(self)
-        restore(self, state)
-        finish_restoring(self, state)
-        if changes := describe_loaded(self, options, os.fspath(input_dir)):
-            self.print(f"{changes} To train with those of this program, set them again.")
-        prepared = self.prepared_model
-        attributes.set_optimizer_modes(self, training=prepared is not None and prepared.trains)
-    return {"current_epoch": self.run_history.current_epoch, **state.metadata, **state.shared["extra"]}
+        state = read_state(location, trainer.ranks)
+        options = describe_optimizers(trainer)
+        restore(trainer, state)
+        finish_restoring(trainer, state)
+        if changes := describe_loaded(trainer, options, os.fspath(input_dir)):
+            trainer.print(f"{changes} To train with this program's options, set them again.")
+        prepared = trainer.prepared_model
+        attributes.set_optimizer_modes(trainer, training=prepared is not None and prepared.trains)
+    return {"current_epoch": trainer.run_history.current_epoch, **state.metadata, **state.shared["extra"]}

@@ -1,4 +1,4 @@
-"""Tensors in separate files: sharded ones, of which each process writes and reads its part, and large ones.
+"""Tensors in separate files: large ones, and sharded ones, where each process writes and reads its part.
 
 The files have the format of torch's distributed checkpoints in safetensors (``HuggingFaceStorageWriter``), which its
 ``HuggingFaceStorageReader`` reads, too. Files of unsharded tensors, such as those of pretrained models, are read as
@@ -29,12 +29,12 @@ _OFFSETS = "saved_offsets"
 _MARK = "in the shards, as"  # the only key of a dict that stands for a tensor
 _LARGE = 1 << 16  # minimum size in bytes of a tensor that is moved to a file of tensors
 
-#: For each tensor, the offsets of this process's part, and that part.
+#: For each tensor, the offsets of this process's part, and the part.
 Parts = dict[str, tuple[tuple[int, ...], torch.Tensor]]
 
 
 def is_sharded(value: object) -> TypeGuard[DTensor]:
-    """Whether a value is a tensor of which each process holds a part."""
+    """Whether a value is a tensor divided among the processes."""
     return hasattr(value, "full_tensor")
 
 
@@ -47,11 +47,12 @@ def fits_safetensors(value: Tree) -> bool:
 def extract_tensors(state: Tree, sharded: dict[str, DTensor], large: dict[str, torch.Tensor]) -> Tree:
     """Return nested dicts, lists and tuples with each sharded or large tensor replaced by a mark.
 
-    Files of tensors are written and read faster than pickled ones, but cannot represent shared memory, strides or rare
-    types. Tensors with these stay where they are.
+    Files of tensors are faster to write and read than pickled ones, but cannot represent shared memory, strides or rare
+    types. Tensors with these stay in the state.
 
-    :param sharded: gets the sharded tensors, by name
-    :param large: gets the large ones
+    Args:
+        sharded: gets the sharded tensors, by name
+        large: gets the large tensors
     """
     owners: Counter[int] = Counter()
 
@@ -88,8 +89,9 @@ def restore_tensors(
 ) -> Tree:
     """Return the state that was passed to ``extract_tensors()``.
 
-    :param find_like: returns, for a path of keys, the tensor whose sharding to use, if any; by default, tensors are not
-        sharded
+    Args:
+        find_like: returns, for a path of keys, a tensor with the sharding to use, if any; by default, tensors are not
+            sharded
     """
 
     def restore(path: Keys, value: Tree) -> Tree:
@@ -120,7 +122,7 @@ def local_parts(tensors: Mapping[str, DTensor]) -> Parts:
 
 
 def _with_one_part(tensor: DTensor) -> DTensor:
-    """Return a sharded tensor of which each process holds one contiguous part. May communicate.
+    """Return a sharded tensor laid out so that each process holds one contiguous part. May communicate.
 
     With ``fully_shard`` over a tensor-parallel dimension, processes hold several parts.
     """
@@ -145,7 +147,8 @@ def _bounds(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def write_parts(parts: Parts, path: Path) -> None:
     """Write the parts of tensors that this process holds, without syncing the file.
 
-    :raises OSError: if the file cannot be written
+    Raises:
+        OSError: if the file cannot be written
     """
     info = {name: {_OFFSETS: list(start)} for name, (start, _) in parts.items()}
     tensors = {name: tensor for name, (_, tensor) in parts.items()}
@@ -156,7 +159,8 @@ def write_parts(parts: Parts, path: Path) -> None:
 class StoredTensor:
     """A tensor in open files, in one or several parts.
 
-    :ivar parts: the offsets, the shape and the file of each part
+    Attributes:
+        parts: the offsets, the shape and the file of each part
     """
 
     name: str
@@ -210,7 +214,8 @@ class StoredTensor:
 def find_tensors(paths: Iterable[Path]) -> dict[str, StoredTensor]:
     """Return the tensors in safetensors files, by name. The files stay open, and may be removed.
 
-    :raises ValueError: if a file is damaged
+    Raises:
+        ValueError: if a file is damaged
     """
     stored: dict[str, StoredTensor] = {}
     for path in paths:

@@ -43,9 +43,10 @@ def _release(lock: FileLock, is_unlocked: threading.Event) -> None:
 class StateStore(ABC):
     """The states of a run. Anything else in the same place is left alone.
 
-    :cvar NAME: what the names of states look like
-    :ivar location: the directory, or the URL
-    :ivar alive_at: when an earlier run was last known to be alive, if at all
+    Attributes:
+        NAME: the pattern of the names of states
+        location: the directory, or the URL
+        alive_at: when an earlier run was last known to be alive, if at all
     """
 
     NAME: ClassVar[re.Pattern[str]] = STATE_NAME
@@ -71,26 +72,31 @@ class StateStore(ABC):
     def read(self, name: str, ranks: Ranks) -> TrainingState:
         """Verify and read a state. All ranks take part.
 
-        :raises DamagedStateError: on all ranks, if it is damaged
+        Raises:
+            DamagedStateError: on all ranks, if it is damaged
         """
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a state. However long that takes, it is no longer listed from the beginning."""
+        """Remove a state. It is no longer listed from the beginning, however long removing takes."""
 
     @abstractmethod
     def lock(self) -> bool:
         """Claim the location until ``unlock()``, and remove remains of killed runs. Does nothing if it is claimed.
 
-        :return: whether it was not claimed before
-        :raises RuntimeError: if another live run has locked it
-        :raises OSError: if it cannot be written
+        Returns:
+            whether it was not claimed before
+
+        Raises:
+            RuntimeError: if another live run has locked it
+            OSError: if it cannot be written
         """
 
     def check_is_shared(self, ranks: Ranks) -> None:  # noqa: B027
-        """Check that all ranks reach the same location, as they do by a URL. All ranks take part.
+        """Check that all ranks reach the same location; by a URL, they do. All ranks take part.
 
-        :raises OSError: on all ranks, if some do not
+        Raises:
+            OSError: on all ranks, if they do not
         """
 
     @abstractmethod
@@ -103,7 +109,8 @@ class StateStore(ABC):
     def check_lock(self, ranks: Ranks) -> None:
         """Check, on all ranks, that no other run has taken over.
 
-        :raises RuntimeError: if one has
+        Raises:
+            RuntimeError: if one has
         """
         ranks.run_together(self._check_lock, only_first=True)
 
@@ -119,8 +126,11 @@ class StateStore(ABC):
     def read_latest(self, ranks: Ranks, report: Callable[[str], object]) -> TrainingState | None:
         """Return the newest intact state, or ``None`` if there is none. All ranks take part.
 
-        :param report: called with a message for each damaged state that is skipped
-        :raises DamagedStateError: if there are states, but all are damaged
+        Args:
+            report: called with a message for each damaged state that is skipped
+
+        Raises:
+            DamagedStateError: if there are states, but all are damaged
         """
         problems = []
         for name in ranks.broadcast_object(self.newest_first):
@@ -144,7 +154,7 @@ class StateStore(ABC):
 
 
 class DirectoryStore(StateStore):
-    """The states of a run in a directory, which locking creates."""
+    """The states of a run in a directory. Locking creates it."""
 
     location: Path
 
@@ -201,7 +211,7 @@ class DirectoryStore(StateStore):
         threading.Thread(
             target=_send_heartbeats, args=(lock, self._is_unlocked), daemon=True, name="signs-of-life"
         ).start()
-        # A run that fails before it begins never unlocks.
+        # Whoever locks it without a run may never unlock it.
         self._finalizer = weakref.finalize(self, _release, lock, self._is_unlocked)
         for path in self.location.iterdir():
             if match := _REMAINS.fullmatch(path.name):
@@ -210,14 +220,14 @@ class DirectoryStore(StateStore):
         return True
 
     def check_is_shared(self, ranks: Ranks) -> None:
-        """Check that all ranks have the same directory, where each writes its part."""
+        """Check that all ranks see the same directory, as each writes its part there."""
         check_is_shared(self.location, f"save_dir={os.fspath(self.location)!r}", ranks)
 
     def unlock(self) -> None:
         """Give up the claim."""
         if self._lock is not None:
             _release(self._lock, self._is_unlocked)
-            self._finalizer.detach()  # otherwise it would keep the file of each run as long as the callback exists
+            self._finalizer.detach()  # otherwise the file of each run would live as long as the callback
             self._lock = None
 
     def _check_lock(self) -> None:

@@ -47,7 +47,8 @@ def _saved(manifest: JsonObject) -> str:
 def print_contents(state: StrPath) -> None:
     """Print the contents of a training state, or list the states in a folder.
 
-    :param state: its directory, or its URL in a remote store; or a folder of states, of a run, or of runs
+    Args:
+        state: its directory, or its URL in a remote store; or a folder of states, of a run, or of runs
     """
     location = parse_location(state, "state")
     if isinstance(location, Path) and not (location / MANIFEST).exists() and (lines := _states_in(location)):
@@ -70,7 +71,7 @@ def print_contents(state: StrPath) -> None:
     if in_shards := [name for name in manifest["files"] if name.startswith("shards")]:
         print(f"in shards: tensors of the weights, the optimizer and the callbacks, in {len(in_shards)} files")
     if left_out := shared.get(FROZEN):
-        print(f"left out: {len(left_out)} frozen tensors, which the program that resumes must create itself")
+        print(f"left out: {len(left_out)} frozen tensors, which the resumed program must create itself")
     print("also: " + ", ".join(name for name in ("optimizer", "scheduler", "scaler") if shared[name] is not None))
     for title in ("attributes", "callbacks", "objects", "extra"):
         if shared.get(title):

@@ -1,6 +1,6 @@
-"""Which parameters are trained: frozen ones, modules kept in evaluation mode, and groups that an optimizer was given.
+"""Which parameters are trained: frozen parameters, modules kept in evaluation mode, groups added to an optimizer.
 
-A run may change this, by unfreezing for example. What it has changed is restored; the rest is as the program has it.
+A run may change this, by unfreezing for example. Its changes are restored; the rest stays as in the program.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def trainability(trainer: TrainerLike) -> dict[str, dict[str, bool]]:
 
 
 def capture_trainability(trainer: TrainerLike) -> StateDict:
-    """Return what the run has changed of ``trainability()``, what it was, and the parameters of each group."""
+    """Return the changes of ``trainability()`` in the run, its original values, and the parameters of each group."""
     now, before = trainability(trainer), trainer.current_run.created.trainability
     changed = {
         kind: {name: value for name, value in values.items() if value != before.get(kind, {}).get(name, value)}
@@ -68,11 +68,11 @@ def add_missing_groups(trainer: TrainerLike, saved: StateDict) -> None:
 
 
 def restore_trainability(trainer: TrainerLike, saved: StateDict) -> None:
-    """Restore which parameters are trained, as far as the run had changed it. Call it on every process."""
-    if "changed" not in saved:  # by an earlier version
+    """Restore which parameters are trained, as far as the saved run had changed it. Call it on every process."""
+    if "changed" not in saved:  # saved by an earlier version
         return
     before, started, changed = trainability(trainer), trainer.current_run.created.trainability, saved["changed"]
-    # What the run had not changed is as after the starting events, though those of the epoch may have changed it.
+    # The rest is as after the starting events, even if the events of the epoch have changed it.
     target = {kind: {**values, **started.get(kind, {}), **changed.get(kind, {})} for kind, values in before.items()}
     for name, parameter in _parameters(trainer):
         if parameter.requires_grad != target["trained"][name]:
@@ -92,10 +92,12 @@ def _say_what_differs(trainer: TrainerLike, saved: StateDict, now: Mapping[str, 
     frozen = {*saved["frozen"]} & now.keys()
     thawed = listed(sorted(name for name in frozen if now[name]), 10)
     others = listed(sorted(name for name, is_trained in now.items() if not is_trained and name not in frozen), 10)
-    parts = [f"it trains {thawed}"] if thawed else []
-    parts += [f"it freezes {others}"] if others else []
+    parts = [f"the program trains {thawed}"] if thawed else []
+    parts += [f"the program freezes {others}"] if others else []
     if parts:
-        trainer.print(f"The program is unlike the run that saved the state: {', and '.join(parts)}. That holds.")
+        trainer.print(
+            f"Different from the run that saved the state: {', and '.join(parts)}. The program's choice holds."
+        )
 
 
 def _parameters(trainer: TrainerLike) -> Iterator[tuple[str, nn.Parameter]]:
@@ -109,14 +111,14 @@ def _modules(trainer: TrainerLike) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _roots(trainer: TrainerLike) -> dict[str, nn.Module]:
-    """Return the modules that may be trained, by a prefix for the names of their parts: ``""`` for the model."""
-    others = {f"trainer.{name}": module for name, module in attributes.modules(trainer).items()}
+    """Return the modules that may be trained, by the prefix of the names of their parts: ``""`` for the model."""
+    others = {f"trainer.{name}": module for name, module in attributes.other_modules(trainer).items()}
     return {"": trainer.get_model(keep_torch_compile=False), **others}
 
 
 def _optimizers(trainer: TrainerLike) -> dict[str, TrainerOptimizer]:
     own = {"optimizer": trainer.optimizer} if is_created(trainer.optimizer) else {}
-    return own | attributes.optimizers(trainer)
+    return own | attributes.other_optimizers(trainer)
 
 
 def _parts(optimizer: TrainerOptimizer) -> dict[str, TrainerOptimizer]:

@@ -55,7 +55,7 @@ RANK = "rank{:05d}.pt"
 SHARDS = "shards{:05d}.safetensors"
 #: Prefix of the names of the model's sharded tensors.
 SHARD_OF_MODEL = "model."
-#: What all states hold, of any version.
+#: The keys in all states, of any version.
 _IN_SHARED = ("optimizer", "scheduler", "scaler", "callbacks", "objects", "losses", "model_extra", "history")
 _IN_LOCAL = ("losses", "generators")
 _NUMBERS = "numbers"  # marks a list of numbers that is stored as a tensor
@@ -64,7 +64,8 @@ _NUMBERS = "numbers"  # marks a list of numbers that is stored as a tensor
 def read_weights(state: TrainingState, like: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """Return the state of the model, by name.
 
-    :param like: the weights of a model, whose sharding is used for weights saved in shards; by default, none is sharded
+    Args:
+        like: the weights of a model, with the sharding for weights saved in shards; by default, none is sharded
     """
     weights = read_model(Path(state.directory)) if state.weights is None else state.weights
     sharded = {
@@ -78,9 +79,10 @@ def read_weights(state: TrainingState, like: Mapping[str, torch.Tensor] | None =
 def read_tensors(state: TrainingState, find_like: Callable[[Keys], torch.Tensor | None] = lambda keys: None) -> None:
     """Read the large and the sharded tensors in ``shared``.
 
-    :param find_like: returns, for a path of keys, the tensor whose sharding to use; by default, none is sharded
+    Args:
+        find_like: returns, for a path of keys, a tensor with the sharding to use; by default, none is sharded
     """
-    history = state.shared.pop("history")  # which may be long, and has none
+    history = state.shared.pop("history")  # it may be long, and has no tensors to read
     state.shared = restore_tensors(state.shared, state.tensors, find_like) | {"history": history}
 
 
@@ -88,10 +90,11 @@ def read_tensors(state: TrainingState, find_like: Callable[[Keys], torch.Tensor 
 class CapturedState:
     """The contents that this rank writes to a training state; only ``local`` on ranks other than the first.
 
-    :param parts: the parts of sharded tensors that this rank writes; ``None`` if they have been gathered
-    :param weights: tensors of the model by name, tied ones once
-    :param tied: the other names of tied weights, mapped to the names under which they are kept
-    :param tensors: large tensors by name, marked in ``shared``
+    Args:
+        parts: the parts of sharded tensors that this rank writes; ``None`` if they have been gathered
+        weights: tensors of the model by name, tied ones once
+        tied: the other names of tied weights, mapped to the names under which they are kept
+        tensors: large tensors by name, marked in ``shared``
     """
 
     local: StateDict
@@ -103,7 +106,7 @@ class CapturedState:
     metadata: JsonObject = field(default_factory=dict)
 
     def to_host(self, memory: HostMemory) -> CapturedState:
-        """Return a copy in host memory, which updates do not change, but the next copy to that memory overwrites."""
+        """Return a copy in host memory. Updates do not change it, but the next copy to that memory overwrites it."""
         return CapturedState(**memory.copy(vars(self)))
 
 
@@ -112,7 +115,8 @@ def write_directory(directory: Path, ranks: Ranks, captured: CapturedState) -> N
 
     An existing state of this name is replaced once the new one is complete.
 
-    :raises OSError: if it cannot be written; an existing state is left unchanged
+    Raises:
+        OSError: if it cannot be written; an existing state is left unchanged
     """
     temporary = directory.with_name(hidden_name(directory.name, "tmp"))
 
@@ -175,7 +179,8 @@ def _commit(temporary: Path, directory: Path, entries: list[JsonObject], metadat
 def read_directory(directory: Path, ranks: Ranks) -> TrainingState:
     """Verify a state, once in the job, and read everything except the weights. All ranks take part.
 
-    :raises DamagedStateError: on all ranks, if it is damaged; names the file
+    Raises:
+        DamagedStateError: on all ranks, if it is damaged; names the file
     """
     manifest = ranks.broadcast_object(lambda: catch_damage(lambda: verify_state(directory)))
     if isinstance(manifest, DamagedStateError):
@@ -184,9 +189,10 @@ def read_directory(directory: Path, ranks: Ranks) -> TrainingState:
 
 
 def read_verified(directory: Path, metadata: JsonObject, ranks: Ranks) -> TrainingState:
-    """Read everything except the weights of a state whose files are intact. All ranks take part.
+    """Read everything except the weights of a state with intact files. All ranks take part.
 
-    :raises DamagedStateError: on all ranks, if a file does not hold what it should; names the file
+    Raises:
+        DamagedStateError: on all ranks, if a file has the wrong content; names the file
     """
 
     def read() -> TrainingState:
@@ -203,9 +209,10 @@ def read_verified(directory: Path, metadata: JsonObject, ranks: Ranks) -> Traini
 
 
 def _load_part(path: Path, names: Iterable[str]) -> StateDict:
-    """Load a file whose checksum fits, and check that it holds a dict with these keys.
+    """Load a file with a matching checksum, and check that it holds a dict with these keys.
 
-    :raises DamagedStateError: if it does not; names the file
+    Raises:
+        DamagedStateError: if it does not; names the file
     """
     try:
         content = load_plain(path)
@@ -221,7 +228,8 @@ def _load_part(path: Path, names: Iterable[str]) -> StateDict:
 def open_state(directory: Path, metadata: JsonObject) -> TrainingState:
     """Read the part shared by all ranks, except the weights. Files of large tensors are opened, but not read.
 
-    :raises DamagedStateError: if a file does not hold what it should; names the file
+    Raises:
+        DamagedStateError: if a file has the wrong content; names the file
     """
     for name in (MODEL, TRAINER):
         if name not in metadata["files"]:
@@ -233,9 +241,10 @@ def open_state(directory: Path, metadata: JsonObject) -> TrainingState:
 
 
 def read_learned(directory: StrPath) -> StateDict:
-    """Return the learned part of a training state, as the content of a checkpoint without optimizers and schedulers.
+    """Return the learned part of a training state, like the content of a checkpoint without optimizers and schedulers.
 
-    :raises DamagedStateError: if the state is damaged; names the file
+    Raises:
+        DamagedStateError: if the state is damaged; names the file
     """
     state = open_state(Path(directory), verify_state(directory))
     weights = read_weights(state)
@@ -257,7 +266,7 @@ def read_model(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def pack_numbers(value: Tree) -> Tree:
-    """Return nested dicts in which long lists of floats or integers are tensors, which are faster to write and read."""
+    """Return nested dicts with long lists of floats or integers as tensors, which are faster to write and read."""
     if isinstance(value, Mapping):
         return {name: pack_numbers(item) for name, item in value.items()}
     if type(value) is list and len(value) >= 16 and {*map(type, value)} in ({float}, {int}):

@@ -1,8 +1,8 @@
-"""The attributes of users: those that their trainers and callbacks hold besides what this package gives them.
+"""The users' attributes: those of their trainers and callbacks that do not come from this package.
 
-A training state keeps those that have changed since the program created them, and all tensors of moderate size. Of the
-others it has a digest, which tells whether the program that resumes has created the same ones. What differs between the
-processes is kept for each of them.
+A training state keeps the attributes that have changed since the program created them, and all tensors of moderate
+size. It has digests of the others, to tell whether the resumed program has created the same ones. Attributes that
+differ between the processes are kept for each process.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_from_this_package
+from pytorch_accel_lite.base.origins import is_from_this_package, warn_outside
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.plain_objects import (
@@ -41,17 +40,17 @@ from pytorch_accel_lite.run.state import TrainerLike
 
 T = TypeVar("T")
 
-#: The name of the owner of an attribute, ``""`` for the trainer, and that of the attribute.
+#: The names of the owner of an attribute (``""`` for the trainer) and of the attribute.
 
-_MOST_PARTS = 100_000  # of an attribute that is looked at before a run
+_MOST_PARTS = 100_000  # of an attribute, for a digest before a run
 _MOST_BYTES = 1 << 28
-_KEPT_ANYWAY = 1 << 20  # bytes of an attribute with tensors, though it has not changed
-_LARGE = 1 << 30  # bytes that are worth a message
+_KEPT_ANYWAY = 1 << 20  # bytes of an attribute with tensors, up to which it is kept unchanged
+_LARGE = 1 << 30  # bytes that cause a message
 _RECENT = 30 * 24 * 3600  # seconds
 
 
 def note_created(trainer: TrainerLike) -> CreatedAttributes:
-    """Return what the program has created, before a run changes it."""
+    """Return the attributes created by the program, before a run changes them."""
     created = CreatedAttributes()
     is_saved = _saved_elsewhere(trainer)
     for key, value in _attributes(trainer):
@@ -75,7 +74,7 @@ def note_started(trainer: TrainerLike) -> None:
 
 
 def capture_attributes(trainer: TrainerLike) -> tuple[StateDict, StateDict]:
-    """Return the states of the users' attributes: what all processes share, and what is this one's. A collective."""
+    """Return the states of the users' attributes: those of all processes, and this process's own. A collective."""
     created: CreatedAttributes = trainer.current_run.created
     nodes: dict[Key, Node] = {}
     digests: dict[Key, str | None] = {}
@@ -114,7 +113,7 @@ def _removed(created: CreatedAttributes, owners: Mapping[str, object]) -> dict[s
 
 
 def _compare(trainer: TrainerLike, kept: set[Key], digests: dict[Key, str | None]) -> tuple[set[Key], set[Key]]:
-    """Return what is kept on any process, and what of that differs between them."""
+    """Return the attributes that any process keeps, and those of them that differ between processes."""
     by_rank = trainer.all_gather_object((kept, digests))
     kept = set().union(*(of_rank for of_rank, _ in by_rank))
     first = by_rank[0][1]
@@ -124,16 +123,17 @@ def _compare(trainer: TrainerLike, kept: set[Key], digests: dict[Key, str | None
 def restore_attributes(
     trainer: TrainerLike, saved: StateDict, own: StateDict | None, source: str, is_final: bool
 ) -> None:
-    """Restore the users' attributes, in place where the program has created them.
+    """Restore the users' attributes, in place if the program has created them.
 
-    :param own: the states of this process; ``None`` if they were saved by another number of processes
-    :param is_final: whether nothing more will be created or restored; says what cannot be
+    Args:
+        own: the states of this process; ``None`` if another number of processes saved them
+        is_final: whether nothing more will be created, so that missing attributes are reported
     """
     owners = _owners(trainer)
     lost = []
     for owner, states in _merged(saved.get("kept", {}), own or {}).items():
         if owner not in owners:
-            continue  # the callback is gone, as the message about callbacks without a state says of others
+            continue  # the callback is gone; there is a message about that
         held, unsaved = vars(owners[owner]), attributes.unsaved(owners[owner])
         for name, node in states.items() if is_final else copy.deepcopy(states).items():
             if name in unsaved:
@@ -152,7 +152,7 @@ def restore_attributes(
 
 
 def _restore_settings(trainer: TrainerLike, saved: StateDict, owners: Mapping[str, object]) -> None:
-    """Set what the run that saved the state had not changed to what the program created: events may have changed it."""
+    """Reset attributes that the saved run had not changed to their created values, as events may have changed them."""
     settings = trainer.current_run.created.settings
     for owner, digests in saved.get("unchanged", {}).items():
         for name in digests:
@@ -166,8 +166,8 @@ def _restore_settings(trainer: TrainerLike, saved: StateDict, owners: Mapping[st
 def _say_what_is_lost(saved: StateDict, own: StateDict | None, lost: list[str], source: str) -> None:
     if lost:
         warn_outside(
-            f"{source!r} holds what only the program can create, and it has not: {', '.join(lost)}. Create it in the "
-            "constructor or at the start of the run, as in the run that saved the state."
+            f"{source!r} holds objects that only the program can create, but has not: {', '.join(lost)}. Create them "
+            "in the constructor or at the start of the run, as in the run that saved the state."
         )
     by_rank = [_path((owner, name)) for owner, names in saved.get("own", {}).items() for name in names]
     if by_rank and own is None:
@@ -179,7 +179,7 @@ def _say_what_is_lost(saved: StateDict, own: StateDict | None, lost: list[str], 
 
 
 def _say_what_differs(trainer: TrainerLike, saved: StateDict) -> None:
-    """Say which attributes the program creates unlike the run that saved the state, which had not changed them."""
+    """Report attributes that the program creates differently from the saved run, which had not changed them."""
     created: CreatedAttributes = trainer.current_run.created
     kept = {(owner, name) for owner, states in saved.get("kept", {}).items() for name in states}
     others = [
@@ -191,20 +191,21 @@ def _say_what_differs(trainer: TrainerLike, saved: StateDict) -> None:
     settings = [key for key in others if key not in kept and key in created.settings]
     if settings := [key for key in settings if key not in created.compared and not _is_moved(trainer, saved, key)]:
         shown = (f"{_path(key)} is {_shown(created.settings[key])}, {_was(saved, key)}" for key in settings)
-        trainer.print(f"Unlike in the run that saved the state: {'; '.join(shown)}. The new values hold.")
+        trainer.print(f"Different from the run that saved the state: {'; '.join(shown)}. The new values hold.")
     if restored := [_path(key) for key in others if key in kept]:
         trainer.print(
-            f"The program has {listed(restored, 10)} unlike the run that saved the state, whose values are restored."
+            f"The program has {listed(restored, 10)} unlike the run that saved the state. The saved values are "
+            "restored."
         )
     if large := [_path(key) for key in others if key not in kept and key not in created.settings]:
         warn_outside(
-            f"The program creates {listed(large, 10)} unlike the run that saved the state, which does not hold them, "
-            "as the run had not changed them. Create them from the same data and seed for the same results."
+            f"The program creates {listed(large, 10)} unlike the run that saved the state. The state does not hold "
+            "them, as the run had not changed them. Create them from the same data and seed for the same results."
         )
 
 
 def _is_moved(trainer: TrainerLike, saved: StateDict, key: Key) -> bool:
-    """Whether a setting differs only in where something is."""
+    """Whether a setting differs only in a place or a device."""
     before, now = _setting_before(saved, key), trainer.current_run.created.settings[key]
     return before is not NoPlaceError and _without_places(before, key[1]) == _without_places(now, key[1])
 
@@ -237,7 +238,7 @@ def _shown(node: Node) -> str:
 
 
 def describe_left_out(trainer: TrainerLike) -> str:
-    """Return a description of what the users' attributes hold that states cannot; empty if there is nothing."""
+    """Return a description of the parts of users' attributes that states cannot hold; empty if there are none."""
     created: CreatedAttributes = trainer.current_run.created
     left_out: dict[str, str] = {}
     is_saved = _saved_elsewhere(trainer)
@@ -268,7 +269,7 @@ def _tell(trainer: TrainerLike, created: CreatedAttributes, left_out: Mapping[st
 
 
 def _tell_size(trainer: TrainerLike, created: CreatedAttributes, kept: Mapping[str, Mapping[str, Node]]) -> None:
-    """Say once which attributes make states large."""
+    """Print once which attributes make states large."""
     for owner, states in kept.items():
         for name, node in states.items():
             size = sum(tensor.nbytes for tensor in tensors_in(node))
@@ -279,7 +280,7 @@ def _tell_size(trainer: TrainerLike, created: CreatedAttributes, kept: Mapping[s
 
 
 def changed_modules(trainer: TrainerLike) -> dict[str, nn.Module]:
-    """Return the modules that are attributes of the trainer and that nothing trains, but the run has changed."""
+    """Return the modules in attributes of the trainer that nothing trains, but that the run has changed."""
     created: CreatedAttributes = trainer.current_run.created
     changed = {}
     for key, value in _attributes(trainer):
@@ -292,7 +293,7 @@ def changed_modules(trainer: TrainerLike) -> dict[str, nn.Module]:
 
 
 def _attributes(trainer: TrainerLike) -> Iterator[tuple[Key, object]]:
-    """Yield the attributes of users, except those that are saved with the trainer and instants of the clock."""
+    """Yield the users' attributes, except those saved with the trainer, and points in time."""
     now = time.time()
     trained = attributes.trained(trainer)
     for owner_name, owner in _owners(trainer).items():
@@ -304,7 +305,7 @@ def _attributes(trainer: TrainerLike) -> Iterator[tuple[Key, object]]:
 
 
 def _owners(trainer: TrainerLike) -> dict[str, TrainerLike | TrainerCallback]:
-    """Return whose attributes are kept, by name: the trainer's, and those of callbacks without a state of their own."""
+    """Return the owners of kept attributes, by name: the trainer, and callbacks without a state of their own."""
     if not trainer.saves_attributes:
         return {}
     callbacks = {
@@ -321,11 +322,11 @@ def _has_own_state(callback: TrainerCallback) -> bool:
 
 
 def _library_names(owner: TrainerLike | TrainerCallback) -> set[str]:
-    """Return the attributes that are the package's: those that our classes have, or their constructors set."""
+    """Return the package's own attributes: those that our classes have, or that their constructors set."""
     ours = [kind for kind in type(owner).__mro__ if is_from_this_package(kind)]
     if isinstance(owner, TrainerCallback):
         ours_has = set(chain.from_iterable(map(vars, ours)))
-        if ours != [TrainerCallback]:  # a subclass of one that is shipped, which may create private ones later
+        if ours != [TrainerCallback]:  # a subclass of a built-in one, which may create private attributes later
             ours_has |= {name for name in vars(owner) if name.startswith("_")}
         return ours_has | {LIBRARY_ATTRIBUTES, "_constructor_arguments", *vars(owner).get(LIBRARY_ATTRIBUTES, ())}
     return {*owner._library_attributes, LIBRARY_ATTRIBUTES}  # noqa: SLF001
@@ -336,7 +337,7 @@ def _saved_elsewhere(trainer: TrainerLike) -> Callable[[object], bool]:
     optimizer = trainer.optimizer
     roots: list[object] = [trainer.model, trainer.get_model(), trainer.loss_func]
     roots += [*attributes.trained(trainer).values(), *attributes.hidden(trainer).values()]
-    roots += attributes.registered(trainer).values()
+    roots += attributes.registered_objects(trainer).values()
     modules = [root for root in roots if isinstance(root, nn.Module)]
     objects = [
         trainer, trainer.accelerator, trainer.callback_handler, trainer.run_history, trainer.current_run, optimizer,
@@ -350,7 +351,7 @@ def _saved_elsewhere(trainer: TrainerLike) -> Callable[[object], bool]:
 
 
 def _is_kept_anyway(node: Node) -> bool:
-    """Whether a node has tensors, which the program may have drawn at random, and is small enough to be stored."""
+    """Whether a node has tensors (the program may have drawn them at random) and is small enough to be stored."""
     sizes = [tensor.nbytes for tensor in tensors_in(node)]
     return not is_setting(node) and sum(sizes) <= _KEPT_ANYWAY
 

@@ -1,6 +1,6 @@
 """Full states of models and optimizers, as a single process would have them, even if the weights are sharded (FSDP2).
 
-Frozen weights may be left out: their fingerprints tell whether a model that loads the rest has the same ones.
+Frozen weights may be left out: their fingerprints show whether a model that loads the rest has the same ones.
 
 Sharded tensors are gathered, so a state saved by any number of processes, sharded or not, can be loaded by any other.
 The host memory of a saving process must hold all weights and the optimizer's state. Gathering is a collective
@@ -23,8 +23,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import sums_of_bits
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.quantised import plain_parts, quantised_entries
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import Keys, StateDict, Tree
@@ -45,7 +45,8 @@ _PARALLEL = "module."
 def full_state_dict(state: Tree, keep: bool) -> Tree:
     """Return a state with every sharded tensor gathered in host memory.
 
-    :param keep: ``False`` on processes that will not write it, where sharded tensors become ``None``
+    Args:
+        keep: ``False`` on processes that will not write it, where sharded tensors become ``None``
     """
 
     def gather(path: Keys, value: Tree) -> Tree:
@@ -61,8 +62,6 @@ def model_state(model: nn.Module, keep: bool = True) -> StateDict:
     """Return the full state of a model, under its names without ``torch.compile``."""
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         return _state_of_zero_3(model, keep)
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        return _state_of_fsdp1(model)
     return dict(full_state_dict(without_compile(model.state_dict()), keep))
 
 
@@ -71,14 +70,6 @@ def _state_of_zero_3(model: nn.Module, keep: bool) -> StateDict:
     with sys.modules["deepspeed"].zero.GatheredParameters(list(model.parameters())):
         state = without_compile(model.state_dict())
         return {name: value.detach().to("cpu", copy=True) if keep else None for name, value in state.items()}
-
-
-def _state_of_fsdp1(model: nn.Module) -> StateDict:
-    """Return the full state of a model that FSDP1 shards, in the host memory of the first process."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict  # takes a second
-
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return without_compile(dict(get_model_state_dict(model, options=options)))
 
 
 def without_compile(state: StateDict) -> StateDict:
@@ -97,9 +88,12 @@ def fit_model_state(
 
     Prefixes that wrappers have left in the names are ignored.
 
-    :param strict: ``False`` to warn of entries that do not fit and return the rest
-    :param left_out: entries that the state lacks on purpose: the model must have them, and keeps them
-    :raises ValueError: if the state does not fit; lists missing and unexpected keys and mismatched shapes
+    Args:
+        strict: ``False`` to warn of entries that do not fit and return the rest
+        left_out: entries that the state lacks on purpose; the model must have them, and keeps them
+
+    Raises:
+        ValueError: if the state does not fit; lists missing and unexpected keys and mismatched shapes
     """
     current = model.state_dict()
     names = {key.replace(_COMPILED, ""): key for key in current}
@@ -132,7 +126,7 @@ def fit_model_state(
 
 
 def _without_wrappers(state: StateDict, model_names: Mapping[str, object]) -> StateDict:
-    """Remove the prefixes of ``torch.compile``, and as many of ``DistributedDataParallel`` as fits the model best."""
+    """Remove the prefixes of ``torch.compile``, and as many of ``DistributedDataParallel`` as fit the model best."""
     candidates = [without_compile(state)]
     while candidates[-1] and all(key.startswith(_PARALLEL) for key in candidates[-1]):
         candidates.append({key.removeprefix(_PARALLEL): value for key, value in candidates[-1].items()})
@@ -142,9 +136,10 @@ def _without_wrappers(state: StateDict, model_names: Mapping[str, object]) -> St
 def verify_weights(trainer: TrainerLike, location: Path) -> None:
     """Compare a checkpoint, or a directory of safetensors files, with its own checksums, once on every machine.
 
-    Call it on every process. What is missing is left to those who read it.
+    Call it on every process. Missing files are left to the readers.
 
-    :raises ValueError: on all processes, if a file is damaged on any of them; names the file
+    Raises:
+        ValueError: on all processes, if a file is damaged on any of them; names the file
     """
 
     def find_damage() -> ValueError | None:
@@ -163,9 +158,10 @@ def verify_weights(trainer: TrainerLike, location: Path) -> None:
 
 
 def _find_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
-    """Return the safetensors files of the weights in a directory, and what else is stored with them.
+    """Return the safetensors files of the weights in a directory, and the metadata stored with them.
 
-    :raises FileNotFoundError: if there are none, or not all that the index names
+    Raises:
+        FileNotFoundError: if there are none, or if files in the index are missing
     """
     is_single_file = (directory / WEIGHTS).is_file()
     has_index = not is_single_file and (directory / _INDEX).is_file()
@@ -185,10 +181,13 @@ def _find_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
 def read_pretrained(directory: Path, model: nn.Module) -> StateDict:
     """Read weights from a directory of safetensors files, each process only what it needs for a sharded model.
 
-    :return: the content of a checkpoint. Weights that are tied in the model have all their names. Of adapters alone,
-        all other weights of the model are left out, whose fingerprints are not known.
-    :raises FileNotFoundError: if the directory has no weights, or not all that its index names
-    :raises ValueError: if a file is damaged
+    Returns:
+        the content of a checkpoint. Weights that are tied in the model have all their names. For adapters alone, all
+        other weights of the model count as left out, with unknown fingerprints.
+
+    Raises:
+        FileNotFoundError: if the directory has no weights, or if files in its index are missing
+        ValueError: if a file is damaged
     """
     if (directory / ADAPTERS).is_file() and has_adapters(model):
         return _read_adapters(directory, model)
@@ -203,7 +202,7 @@ def read_pretrained(directory: Path, model: nn.Module) -> StateDict:
 
 
 def _read_adapters(directory: Path, model: nn.Module) -> StateDict:
-    """Read the adapters of a model that PEFT, or ``save_model()``, has saved."""
+    """Read the adapters of a model, saved by PEFT or ``save_model()``."""
     names = {key: name.replace(_COMPILED, "") for key, name in adapter_names(model).items()}
     weights = {}
     for file in sorted({file for file, _ in names}):
@@ -219,11 +218,12 @@ def _read_adapters(directory: Path, model: nn.Module) -> StateDict:
 
 
 def load_optimizer_state(optimizer: TrainerOptimizer, state: StateDict) -> None:
-    """Load the full state of an optimizer, whose parameters may be sharded.
+    """Load the full state of an optimizer; its parameters may be sharded.
 
-    :raises ValueError: when it does not fit the optimizer's groups and parameters
+    Raises:
+        ValueError: if it does not fit the optimizer's groups and parameters
     """
-    groups = getattr(optimizer, "param_groups", ())  # an optimizer that has yet to be created keeps the state as it is
+    groups = getattr(optimizer, "param_groups", ())  # an optimizer that is not created yet keeps the state as it is
     parameters = dict(enumerate(p for group in groups for p in group["params"]))
     sharded = {
         index: {name: sharded_like(parameters.get(index), value) for name, value in values.items()}
@@ -231,7 +231,7 @@ def load_optimizer_state(optimizer: TrainerOptimizer, state: StateDict) -> None:
     }
     had = [group.keys() for group in groups]
     optimizer.load_state_dict({**state, "state": sharded})
-    # Options that a newer torch has added to an optimizer class are filled in by that class.
+    # The class fills in options that a newer torch has added to it.
     now = getattr(optimizer, "param_groups", ())
     lost = {key for keys, group in zip(had, now, strict=False) for key in keys - group.keys()}
     if missing := sorted(lost & getattr(optimizer, "defaults", {}).keys()):
@@ -277,7 +277,8 @@ def model_fingerprints(model: nn.Module) -> dict[str, int]:
 def check_has_trainable(model: nn.Module) -> None:
     """Check that a model has something to save once its frozen parameters are left out.
 
-    :raises ValueError: if all of its parameters are frozen
+    Raises:
+        ValueError: if all of its parameters are frozen
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
@@ -294,9 +295,10 @@ def leave_out_frozen(
     Buffers stay, as training changes them even if everything around them is frozen. Quantised weights never stay: they
     cannot be trained, nor loaded into a model that has them already.
 
-    :param created: fingerprints of weights that the loading program will create itself, such as pretrained ones; other
-        weights stay. By default, all frozen parameters are removed.
-    :param only_quantised: whether to remove no others
+    Args:
+        created: fingerprints of weights that the loading program creates itself, such as pretrained ones; other weights
+            stay. By default, all frozen parameters are removed.
+        only_quantised: whether to remove no others
     """
     left_out = fingerprints({name: state.pop(name) for name in sorted(quantised_entries(model, state))})
     if only_quantised:
@@ -309,11 +311,12 @@ def leave_out_frozen(
 
 
 def describe_other_weights(model: nn.Module, left_out: Mapping[str, int | None], source: str | os.PathLike[str]) -> str:
-    """Describe which weights of a model are not those that were left out; empty if it has all of them.
-
-    :param left_out: their fingerprints; ``None`` for those that are not known
+    """Describe which weights of a model differ from those that were left out; empty if none do.
 
     A collective operation if they are sharded.
+
+    Args:
+        left_out: the fingerprints of these; ``None`` for unknown ones
     """
     known = {name: number for name, number in left_out.items() if number is not None}
     current = fingerprints(

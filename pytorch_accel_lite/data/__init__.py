@@ -48,7 +48,7 @@ __all__ = [
     "unpack",
 ]
 
-if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
 
     def __getattr__(name: str) -> object:
         raise missing(name, "data")

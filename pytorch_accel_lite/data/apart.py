@@ -1,4 +1,4 @@
-"""Reading a batch apart from the epochs of a loader, which does not notice."""
+"""Reading a batch outside the epochs of a loader, without affecting it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def datasets_in(loader: ShardedLoader) -> list[object]:
 
 
 def can_read_apart(loader: ShardedLoader) -> bool:
-    """Whether samples can be read that nothing counts: those of a map dataset, by an index that is a plain number."""
+    """Whether samples can be read without anything counting them: from a map dataset, by plain numbers as indices."""
     if type(loader) is not MapLoader or loader.limit == 0 or loader.source.batch_size is None:
         return False
     has_plain_order = type(loader.source.sampler) in (SequentialSampler, RandomSampler)
@@ -28,7 +28,8 @@ def can_read_apart(loader: ShardedLoader) -> bool:
 def read_apart(loader: ShardedLoader) -> Batch:
     """Read the first samples of a loader's dataset as one of its batches, in this process.
 
-    :return: the batch; if it could not be read, its data are a ``FailedRead``
+    Returns:
+        the batch; if it could not be read, its data are a ``FailedRead``
     """
     source = loader.source
     indices = list(range(min(int(source.batch_size), len(source.dataset))))

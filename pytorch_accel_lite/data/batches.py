@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.loss_shapes import LossFunction, check_loss, is_of_torch, shapes_are_known
 from pytorch_accel_lite.data.sources import BatchData, Index
@@ -29,10 +29,13 @@ TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 def find_batch_size(batch: BatchData, expected: int | None = None) -> int:
     """Return the number of samples in a batch.
 
-    :param expected: number of samples that were collated, or ``None`` if unknown. It is returned if anything in the
-        batch has this length, or if the batch is a row of packed sequences. Otherwise, the collate function has dropped
-        some, and the length of the first tensor with dimensions is returned.
-    :raises ValueError: if the size cannot be determined
+    Args:
+        expected: number of samples that were collated, or ``None`` if unknown. It is returned if anything in the batch
+            has this length, or if the batch is a row of packed sequences. Otherwise, the collate function has dropped
+            some, and the length of the first tensor with dimensions is returned.
+
+    Raises:
+        ValueError: if the size cannot be determined
     """
     first = batch[0] if type(batch) in (tuple, list) and batch else None
     if isinstance(first, torch.Tensor) and first.ndim:
@@ -53,10 +56,10 @@ def find_batch_size(batch: BatchData, expected: int | None = None) -> int:
 
 
 def _reported_size(batch: BatchData, expected: int | None) -> int | None:
-    """Return the size of a batch without tensors of its own, as an object in it tells, or the expected one.
+    """Return the size of a batch without tensors of its own, as reported by an object in it, or the expected size.
 
-    A batch of graphs has ``num_graphs`` (torch_geometric), and those of other libraries a ``batch_size``; of other
-    objects, all tensors that are attributes may have as many rows.
+    A batch of graphs has ``num_graphs`` (torch_geometric). Batches of other libraries have a ``batch_size``. In other
+    objects, all attributes that are tensors may have the same number of rows.
     """
     for part in [batch, *parts_in(batch)]:
         for name in ("num_graphs", "batch_size"):
@@ -71,7 +74,7 @@ def _reported_size(batch: BatchData, expected: int | None) -> int | None:
 
 
 def size_of_filler(batch: BatchData) -> int:
-    """Return a size for a filler batch, which does not count, so that it need not be known."""
+    """Return a size for a filler batch. It has no weight, so its size need not be known."""
     try:
         return find_batch_size(batch)
     except ValueError:
@@ -79,7 +82,7 @@ def size_of_filler(batch: BatchData) -> int:
 
 
 def is_single_sample(item: BatchData) -> bool:
-    """Whether an item is a pair of inputs and a target that has not as many rows, as if it were no batch."""
+    """Whether an item is a pair of inputs and a target with different numbers of rows, like a single sample."""
     if type(item) not in (tuple, list) or len(item) != 2 or not isinstance(item[0], torch.Tensor) or not item[0].ndim:
         return False
     target = item[1]
@@ -89,7 +92,7 @@ def is_single_sample(item: BatchData) -> bool:
 
 
 def is_packed(batch: BatchData) -> bool:
-    """Whether a batch is a single row of several sequences, whose positions restart with each."""
+    """Whether a batch is a single row of several sequences, each with positions from 0."""
     positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
     return isinstance(positions, torch.Tensor) and positions.ndim == 2 and len(positions) == 1
 
@@ -144,7 +147,8 @@ class BatchAdapter:
     ``model`` is passed to each call, because it is wrapped during training. The keys that its ``forward`` takes are
     looked up once.
 
-    :ivar is_new: whether the shapes of outputs and targets have yet to be checked
+    Attributes:
+        is_new: whether the shapes of outputs and targets are still to be checked
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -163,9 +167,10 @@ class BatchAdapter:
     def outputs_and_loss(
         self, model: nn.Module, loss_func: LossFunction | None, batch: BatchData, read: Batch | None
     ) -> BatchOutput:
-        """Return the model's outputs for a batch, their loss, and the number of items that the loss is a mean over.
+        """Return the model's outputs for a batch, their loss, and the number of items averaged in the loss.
 
-        :param read: the batch as it was read; a step may have passed other data
+        Args:
+            read: the batch as it was read; a step may have passed other data
         """
         if type(batch) in (tuple, list) and len(batch) == 2 and loss_func is not None and batch[1] is not None:
             outputs = model(batch[0])  # the usual case
@@ -228,7 +233,7 @@ class BatchAdapter:
     def _targets_of(self, rest: Mapping[str, Tree], batch: Mapping[str, Tree], loss_func: LossFunction) -> Tree:
         """Return the value of the one key that forward does not take, all if there are several, or a usual target key.
 
-        A usual target that forward does not need (``labels=None``) comes before keys that are none. So does one that
+        A usual target key that forward does not need (``labels=None``) comes before other keys. So does one that
         forward does not take, if the loss is torch's, which takes no dict.
         """
         usual = [key for key in rest if key in TARGET_KEYS]
@@ -266,7 +271,7 @@ class BatchAdapter:
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """Return the model within adapters (PEFT), or one that has none as it is."""
+    """Return the model inside adapters (PEFT); a model without adapters is returned as it is."""
     get_base_model = getattr(model, "get_base_model", None)
     return get_base_model() if callable(get_base_model) else model
 
@@ -302,9 +307,10 @@ def _count_labels(batch: BatchData, first: int | None) -> torch.Tensor | None:
 def complete_output(output: BatchOutput, data: BatchData, num_samples: int | None, method: str, training: bool) -> None:
     """Check the output of a step and add missing entries.
 
-    :param data: the batch
-    :param num_samples: number of samples collated into the batch, or ``None`` if unknown
-    :param method: name of the method that returned the output, for errors
+    Args:
+        data: the batch
+        num_samples: number of samples collated into the batch, or ``None`` if unknown
+        method: name of the method that returned the output, for errors
     """
     losses = output.get("loss") if type(output) is dict else None
     if not (isinstance(losses, torch.Tensor) and losses.ndim == 0 and (losses.requires_grad or not training)):
@@ -326,7 +332,7 @@ def complete_output(output: BatchOutput, data: BatchData, num_samples: int | Non
 
 
 def as_scalars(losses: Losses) -> Losses:
-    """Return losses, with those of one element, such as those of shape (1,), as scalars."""
+    """Return losses, with tensors of one element, such as those of shape (1,), as scalars."""
     if isinstance(losses, Mapping):
         return {name: _as_scalar(loss) for name, loss in losses.items()}
     return _as_scalar(losses)
@@ -352,9 +358,10 @@ def total_loss(losses: Losses) -> torch.Tensor:
 class Share(NamedTuple):
     """One of a fixed number of shares in a step.
 
-    :param number: its number
-    :param seed: the seed of the step, a mixture of the run's seed, the epoch and the position
-    :param ends_step: whether it is the last of this step on this process
+    Args:
+        number: its number
+        seed: the seed of the step, a mixture of the run's seed, the epoch and the position
+        ends_step: whether it is the last of this step on this process
     """
 
     number: int
@@ -365,14 +372,15 @@ class Share(NamedTuple):
 class Batch(NamedTuple):
     """A batch of this process, with the number of samples of all processes in the same step.
 
-    :param data: the batch, on the device
-    :param num_samples: number of samples of this process. 0 for a filler batch, see ``is_filler``. ``None`` if only
-        the step that uses the batch can tell.
-    :param total_samples: number of samples of all processes in this step; ``None`` if unknown, like ``num_samples``
-    :param is_last: whether this is the last step of the epoch
-    :param indices: indices of the samples in the dataset, as a list or a tensor; ``None`` if unknown
-    :param share: which of a fixed number of shares this is, or the last of those in a step of training, whose ``data``
-        are the batches of all; ``None`` for the batch of a process
+    Args:
+        data: the batch, on the device
+        num_samples: number of samples of this process. 0 for a filler batch, see ``is_filler``. ``None`` if only the
+            step can tell.
+        total_samples: number of samples of all processes in this step; ``None`` if unknown, like ``num_samples``
+        is_last: whether this is the last step of the epoch
+        indices: indices of the samples in the dataset, as a list or a tensor; ``None`` if unknown
+        share: the share that this is, if their number is fixed; ``None`` for the batch of a process. In a training
+            step, the last share of the step, while ``data`` has the batches of all.
     """
 
     data: BatchData

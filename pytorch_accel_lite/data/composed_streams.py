@@ -26,12 +26,13 @@ _END = object()  # of a stream
 class ShuffledStream(IterableDataset[Sample]):
     """A stream whose samples are shuffled block by block, so that a resumed run rereads only one block.
 
-    The order is a function of (seed, epoch, number of the block), and so are random numbers drawn while a block is
-    read. A stream that is not stateful is read again from its beginning.
+    The order is a function of (seed, epoch, number of the block), and so are random numbers drawn while reading a
+    block. A stream that is not stateful is read again from its beginning.
 
-    :param stream: an iterable dataset; its ``set_epoch``, if any, is called with the epoch
-    :param block_size: number of samples that are read and shuffled together
-    :param seed: seed of the orders
+    Args:
+        stream: an iterable dataset; its ``set_epoch``, if any, is called with the epoch
+        block_size: number of samples that are read and shuffled together
+        seed: seed of the orders
     """
 
     def __init__(self, stream: Source, block_size: int = 1000, seed: int = 0) -> None:
@@ -41,7 +42,7 @@ class ShuffledStream(IterableDataset[Sample]):
         self.block_size = check_positive_int("block_size", block_size)
         self.seed = seed
         self._epoch = 0
-        self._state: StateDict = {}  # at which the next iteration begins
+        self._state: StateDict = {}  # where the next iteration begins
         self._position: StateDict = {}
 
     def __len__(self) -> int:
@@ -104,17 +105,20 @@ class ShuffledStream(IterableDataset[Sample]):
 class MixtureStream(IterableDataset[Sample]):
     """Several streams to train on, by name, each with a share of the samples in every part of an epoch.
 
-    A resumed run continues stateful streams at their states; of the others, it rereads the current pass up to the next
-    sample. If a stream has ``set_epoch``, it is called before each pass.
+    A resumed run continues stateful streams at their states. It rereads the current pass of other streams up to the
+    next sample. If a stream has ``set_epoch``, it is called before each pass.
 
-    :param streams: iterable datasets by name
-    :param weights: the shares of the samples that come from each stream, relative to each other; by default equal
-    :param repeat: whether a stream that ends is repeated. The mixture is then endless, and ``train`` needs
-        ``max_num_train_steps``. Otherwise, an epoch ends with the stream that ends first.
-    :raises ValueError: if there are no streams, or a name or a weight is wrong; when it is read, if one is empty
+    Args:
+        streams: iterable datasets by name
+        weights: the shares of the samples that come from each stream, relative to each other; by default equal
+        repeat: whether a stream that ends is repeated. The mixture is then endless, and ``train`` needs
+            ``max_num_train_steps``. Otherwise, an epoch ends with the stream that ends first.
+
+    Raises:
+        ValueError: if there are no streams, or a name or a weight is wrong; when it is read, if one is empty
     """
 
-    #: Streams with shuffle buffers, whose states are incomplete, are reread, so the state of the mixture is complete.
+    #: The state is complete, because streams with incomplete states (those with shuffle buffers) are reread.
     has_complete_state = True
 
     def __init__(
@@ -142,11 +146,12 @@ class MixtureStream(IterableDataset[Sample]):
         self._epoch = epoch
 
     def change_weights(self, weights: Mapping[str, float]) -> None:
-        """Change the weights of this mixture and its parts for what is read from now on.
+        """Change the weights of this mixture and its parts, for samples read from now on.
 
-        Within an epoch, what has been read ahead must be read again: ``trainer.train_dataloader.read_again()``.
+        Within an epoch, batches that were read ahead must be read again: ``trainer.train_dataloader.read_again()``.
 
-        :param weights: as those of the constructor, but some may be 0
+        Args:
+            weights: as in the constructor, but some may be 0
         """
         self.weights.update(check_weights(weights, self.names, may_be_zero=True))
 
@@ -179,7 +184,8 @@ class MixtureStream(IterableDataset[Sample]):
     def load_state_dict(self, state: StateDict) -> None:
         """Make the next iteration begin at a state.
 
-        :raises ValueError: if it is that of other streams
+        Raises:
+            ValueError: if it belongs to other streams
         """
         if state and list(state) != self.names:
             raise ValueError(f"it holds the streams {list(state)} instead of {self.names}")
@@ -190,14 +196,15 @@ class MixtureStream(IterableDataset[Sample]):
 class _Passes:
     """A stream of a mixture, which is read once or repeatedly.
 
-    :param weight: its present weight
-    :param given: number of samples that have been read
-    :param since: number of samples of all streams that had been read when the weights changed last
-    :param due: number of samples of this one that were due then, with its fraction
-    :param weight_since: its weight after that; ``None`` if that is the present one
-    :param given_in_pass: number of those in the current pass
-    :param completed: number of passes completed
-    :param state: the state of the stream
+    Args:
+        weight: its present weight
+        given: number of samples that have been read
+        since: number of samples of all streams that had been read when the weights changed last
+        due: number of samples of this one that were due then, with its fraction
+        weight_since: its weight after that; ``None`` if that is the present one
+        given_in_pass: number of those in the current pass
+        completed: number of passes completed
+        state: the state of the stream
     """
 
     name: str
@@ -212,7 +219,7 @@ class _Passes:
     due: float = 0.0
     weight_since: float | None = None
     reader: Iterator[Sample] | None = None
-    returns: bool = False  # whether the stream can be restored to its states
+    returns: bool = False  # whether the stream can return to its states
 
     def time_of_next(self) -> float:
         """Return when the next sample is due; each stream yields ``weight`` samples per unit of time."""
@@ -259,7 +266,7 @@ class _Passes:
 
 
 def _change_shares(passes: list[_Passes]) -> None:
-    """Begin with the present weights where those of a state end, so that no stream catches up on what was not due."""
+    """Apply new weights from the end of a state on, so that no stream catches up on samples that were not due."""
     before = [each.weight if each.weight_since is None else each.weight_since for each in passes]
     if before == [each.weight for each in passes]:
         return

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length, nested_in
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data.batches import tensors_in
 from pytorch_accel_lite.data.fingerprint import difference, fingerprint_of, is_table
@@ -35,11 +35,12 @@ class OtherOrderError(WrongLengthError):
 def check_same_data(dataset: Source, ranks: Ranks) -> None:
     """Check that a map dataset has the same samples on all processes, as far as possible without reading them.
 
-    Compares lengths, the indices of subsets, and a few rows of tensors and Hugging Face's tables, including those of
-    datasets that are attributes of others. If what other datasets hold differs, there is a warning, as it need not be
+    Compares lengths, the indices of subsets, and a few rows of tensors and Hugging Face's tables, also in datasets that
+    are attributes of others. If the contents of other datasets differ, there is only a warning, as they need not be
     samples. Call it on every process.
 
-    :raises ValueError: on all processes, for example after a ``random_split`` that was not seeded
+    Raises:
+        ValueError: on all processes, for example after a ``random_split`` that was not seeded
     """
     parts = nested_in(dataset, lambda value: isinstance(value, Dataset) or is_table(value))
     local = find_length(dataset), [_described(part) for part in parts], fingerprint_of(dataset)
@@ -65,7 +66,8 @@ def check_same_data(dataset: Source, ranks: Ranks) -> None:
 def check_same_order(sampler: SamplerLike, order: list[Index], ranks: Ranks) -> int:
     """Check that a sampler has drawn the same order, or piece of one, on all processes, and return its checksum.
 
-    :raises OtherOrderError: on all processes, for example if it has its own generator, or gives a part by rank
+    Raises:
+        OtherOrderError: on all processes; for example if the sampler has its own generator, or divides by rank
     """
     local = len(order), checksum(order)
     gathered = ranks.all_gather_object(local)
@@ -81,14 +83,17 @@ def check_same_order(sampler: SamplerLike, order: list[Index], ranks: Ranks) -> 
 def check_order(
     sampler: SamplerLike, order: list[Index] | None, ranks: Ranks, drawn: StateDict, resumed: StateDict | None
 ) -> None:
-    """Check the order of an epoch, which each process has drawn itself, and store in ``drawn`` what identifies it.
+    """Check the order of an epoch, drawn by each process itself, and store its identity in ``drawn``.
 
-    :param order: the order of a user's sampler; ``None`` for other samplers, whose orders depend only on the length
-    :param drawn: the ``"length"`` of the order, if it consists of indices; for a user's sampler, the ``"checksum"`` of
-        the order and the ``"batch_size"`` of the sampler, if any, are added
-    :param resumed: the same from the training state, if the epoch is resumed in its middle
-    :raises OtherOrderError: if the sampler gives another order than on other processes
-    :raises WrongLengthError: if the data have another length than in the state
+    Args:
+        order: the order of a user's sampler; ``None`` for other samplers, whose orders depend only on the length
+        drawn: the ``"length"`` of the order, if it consists of indices. For a user's sampler, the ``"checksum"`` of the
+            order and the ``"batch_size"`` of the sampler, if any, are added.
+        resumed: the same from the training state, if the epoch is resumed in its middle
+
+    Raises:
+        OtherOrderError: if the order differs from that of other processes
+        WrongLengthError: if the length of the data differs from that in the state
     """
     if order is not None:
         drawn["checksum"] = check_same_order(sampler, order, ranks)
@@ -116,7 +121,7 @@ def checksum(indices: Sequence[Index] | torch.Tensor | npt.NDArray[np.generic]) 
 
 def checksum_of_batches(batches: list[BatchData]) -> int:
     """Return a nonzero checksum of a few of the values in batches."""
-    number = crc32(b"()")  # as training states have been saved with
+    number = crc32(b"()")  # saved in training states
     for tensor in tensors_in(batches):
         if tensor.layout is torch.strided and not tensor.is_nested:
             few = tensor.detach().resolve_conj().flatten()[:: max(tensor.numel() // 64, 1)]

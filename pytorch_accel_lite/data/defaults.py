@@ -22,8 +22,8 @@ def default_num_workers(dataset: Source, processes: int) -> int:
     """Return the default number of worker processes of a dataloader, given the number of processes in the job.
 
     Zero for data that are in memory or read a whole batch at a time, for iterable datasets (each worker would repeat
-    the stream), and where workers are new interpreters rather than forks; otherwise one for each core available to this
-    process, up to eight.
+    the stream), and where workers are not forked but new interpreters. Otherwise one for each core of this process, up
+    to eight.
     """
     is_fast = _is_in_memory(dataset) or reads_batches(dataset)
     if is_fast or isinstance(dataset, IterableDataset) or start_method() != "fork":
@@ -41,7 +41,7 @@ def default_loader_kwargs(dataset: Source, batch_size: int, shuffle: bool, accel
     """Return the default arguments of a dataloader."""
     workers = default_num_workers(dataset, accelerator.num_processes)
     inner = dataset
-    while type(inner) is Subset:  # whose indices take time to convert
+    while type(inner) is Subset:  # converting its indices takes time
         inner = inner.dataset
     memory = tensors_in_memory(inner)
     can_be_pinned = memory is None or memory.is_on(torch.device("cpu"))
@@ -61,9 +61,10 @@ def default_loader_kwargs(dataset: Source, batch_size: int, shuffle: bool, accel
 def loader_for(
     dataset: Source, collate_fn: CollateFunction | None, defaults: LoaderKwargs, arguments: LoaderKwargs | None
 ) -> tuple[Source, LoaderKwargs]:
-    """Return a loader of a dataset, and its arguments; in place of a dataset, the user may have passed a loader.
+    """Return a loader of a dataset, and its arguments. The user may have passed a loader in place of a dataset.
 
-    :param arguments: the user's, which override the defaults
+    Args:
+        arguments: the user's arguments, which override the defaults
     """
     if is_loader(dataset):
         return dataset, options_of(dataset)

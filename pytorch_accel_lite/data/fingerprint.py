@@ -1,4 +1,4 @@
-"""What identifies data: their length and checksums of a few rows, for other processes and for training states."""
+"""Fingerprints of data (length, checksums of a few rows), to compare with other processes and training states."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from pytorch_accel_lite.base.reachable import reachable_from
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.sources import Sample, Source
 
-#: What ``fingerprint_of()`` returns: plain values that a training state can keep, by ``"kind"``, ``"length"``,
-#: ``"rows"`` (checksums of what the data hold, by name) and ``"samples"`` (checksums of samples, by index).
+#: What ``fingerprint_of()`` returns, in plain values for a training state: ``"kind"``, ``"length"``, ``"rows"``
+#: (checksums of the contents, by name) and ``"samples"`` (checksums of samples, by index).
 Fingerprint: TypeAlias = dict[str, Any]
 
 _MOST_HELD = 100  # datasets, lists, arrays and tensors
@@ -39,12 +39,12 @@ _UNKNOWN = b"?"
 
 
 def fingerprint_of(data: Source) -> Fingerprint:
-    """Return what identifies a dataset, in a few milliseconds and without changing it or any random generator.
+    """Return the fingerprint of a dataset, in a few milliseconds and without changing it or any random generator.
 
-    Compares what the dataset holds, as it is stored: a few rows of the tensors, arrays, lists, data frames and tables
-    in its attributes, and in those of the datasets inside it. If it holds nothing of the kind, a few samples are read,
-    twice and with seeded generators: what differs between the two is not compared. Nothing is read from a stream, of
-    which only the names of its files count.
+    Covers the stored contents of the dataset: a few rows of the tensors, arrays, lists, data frames and tables in its
+    attributes, and in the attributes of the datasets inside it. If there are none, a few samples are read twice, with
+    seeded generators; values that differ between the two readings are left out. A stream is not read: only the names of
+    its files count.
     """
     length = None if isinstance(data, IterableDataset) else find_length(data)
     rows = {name: number for name, held in _held_by(data) if (number := _checksum_of_rows(held)) is not None}
@@ -55,8 +55,9 @@ def fingerprint_of(data: Source) -> Fingerprint:
 def difference(before: Fingerprint, now: Fingerprint, data: Source = None) -> str:
     """Return what differs between two fingerprints, as part of a sentence; empty if nothing is known to differ.
 
-    :param data: the data of the second one, whose samples are read again if they seem to be others: their augmentation
-        may draw from generators that no seed reaches
+    Args:
+        data: the data of the second one. Samples that seem to differ are read again, as their augmentation may draw
+            from generators that no seed reaches.
     """
     if before["length"] != now["length"] and None not in (before["length"], now["length"]):
         return f"{now['length']} samples instead of {before['length']}"
@@ -76,7 +77,7 @@ def _can_be(checksum: int, data: Source, index: int) -> bool:
 
 
 def _held_by(data: Source) -> Iterator[tuple[str, Tree]]:
-    """Yield what a dataset holds and the datasets inside it hold, with names such as ``dataset.targets``."""
+    """Yield the contents of a dataset and of the datasets inside it, with names such as ``dataset.targets``."""
     left: list[tuple[str, Tree]] = [("the dataset", data)]
     seen = set()
     for name, item in islice(left, _MOST_HELD):  # grows in the loop
@@ -117,8 +118,8 @@ def _positions(length: int) -> list[int]:
 
 
 def _checksum_of_rows(held: Tree) -> int | None:
-    """Return a checksum of a few rows as they are stored; ``None`` if they tell nothing, such as those of a cache."""
-    with suppress(Exception):  # of a library's rows, which then are not compared
+    """Return a checksum of a few rows as they are stored; ``None`` if they identify nothing, as in a cache."""
+    with suppress(Exception):  # errors of a library: its rows are not compared
         if isinstance(held, torch.Tensor) and (held.layout is not torch.strided or held.is_meta or held.is_nested):
             return None
         stored = held.with_format("arrow") if is_table(held) else held
@@ -133,7 +134,7 @@ def _checksum_of_rows(held: Tree) -> int | None:
 
 
 def _bytes_of(value: Tree, depth: int = 4) -> bytes:
-    """Return a few of the values in data; of objects of other kinds, nothing but that they are there."""
+    """Return a few of the values in data. Objects of other kinds only count as present."""
     if isinstance(value, torch.Tensor):
         value = _few_values(value)
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype != object:
@@ -164,7 +165,7 @@ def _few_values(tensor: torch.Tensor) -> list[object] | None:
 
 
 def _read_samples(data: Source, indices: list[int]) -> dict[str, int]:
-    """Return checksums of the samples at a few indices: as many as can be read in a short time, at least one."""
+    """Return checksums of samples at a few indices: as many as can be read in a short time, at least one."""
     samples: dict[str, int] = {}
     if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
         return samples
@@ -187,7 +188,7 @@ def _read_samples(data: Source, indices: list[int]) -> dict[str, int]:
 
 
 def _parts_of(sample: Sample) -> dict[str, bytes]:
-    """Return the values of a sample by names of its parts."""
+    """Return the values of a sample by the names of its parts."""
     if isinstance(sample, Mapping):
         return {str(key): _bytes_of(_rounded(sample[key])) for key in islice(sample, _MOST_PARTS)}
     if isinstance(sample, (list, tuple)):
@@ -196,7 +197,7 @@ def _parts_of(sample: Sample) -> dict[str, bytes]:
 
 
 def _rounded(part: Tree) -> Tree:
-    """Return floats without their last bits, which a transform may compute differently on another machine."""
+    """Return floats without their last bits, as a transform may compute these differently on another machine."""
     if isinstance(part, np.ndarray) and part.dtype.kind == "f":
         return part.astype(np.float16)
     return part.to(torch.bfloat16) if isinstance(part, torch.Tensor) and part.is_floating_point() else part
@@ -206,7 +207,7 @@ def _rounded(part: Tree) -> Tree:
 def _preserving_attributes(objects: list[object]) -> Iterator[None]:
     """Restore the attributes of objects after a block, and the elements of short lists, dicts and sets among them.
 
-    Reading a sample may count, fill a cache, or open a file, which workers that are forked later must not share.
+    Reading a sample may advance a count, fill a cache, or open a file, which later forks must not share.
     """
     attributes = [(vars(item), dict(vars(item))) for item in objects if hasattr(item, "__dict__")]
     values = [*objects, *(value for _, held in attributes for value in held.values())]

@@ -12,8 +12,8 @@ from zlib import crc32
 import torch
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.randomness import (
     drawn_with,
     find_generators,
@@ -34,7 +34,7 @@ from pytorch_accel_lite.data.shares import skip_samples, with_last
 from pytorch_accel_lite.data.sources import BatchData, Source, SourceState
 from pytorch_accel_lite.distributed import Ranks
 
-#: Key, in the position in a source without a state, of what identifies the first batch of the epoch.
+#: Key of the first batch's identity in the position of a source without a state.
 _FIRST_BATCH = "first_batch_of_the_epoch"
 
 
@@ -44,8 +44,8 @@ class OwnShard:
     Pass it in place of a dataset, or return it from ``create_train_dataloader``, for example for a ``DataLoader`` over
     an ``IterableDataset`` that shards itself, or for a list of ready batches.
 
-    If that method returns anything but a ``torch.utils.data.DataLoader``, or a subclass that overrides ``__iter__``, it
-    is read as if it were sharded already; without this mark, a message says so.
+    If that method returns anything but a ``torch.utils.data.DataLoader``, or returns a subclass that overrides
+    ``__iter__``, it is read as already sharded; without this mark, a message says so.
     """
 
     def __init__(self, batches: Iterable[BatchData]) -> None:
@@ -61,7 +61,7 @@ class OwnShard:
 class ReadInTurn(ShardedLoader):
     """Reads its source sequentially. To resume in the middle of an epoch, it restores the state of a stateful source.
 
-    Otherwise it reads the source from the beginning and discards what has already been seen.
+    A source without a state is read from the beginning, and what has already been seen is discarded.
     """
 
     _compares_generators: ClassVar[bool] = True
@@ -73,8 +73,8 @@ class ReadInTurn(ShardedLoader):
         self._first_batch: list[int] | None = None  # number of rows and checksum of the first batch of the epoch
         self._resumed_first_batch: list[int] | None = None  # the same in the state that the next epoch resumes
         self._batches_per_step = 1  # number of batches that this process reads
-        self._marks: Marks | None = None  # of the data that workers have which are kept
-        # Of processes that hold others, each draws numbers of its own.
+        self._marks: Marks | None = None  # of the data in persistent workers
+        # Processes whose generators differ each draw their own numbers.
         self._draws_own = self._may_resume and self._compares_generators and _generators_differ(source, ranks)
         self._reader = ranks.rank  # the random numbers in a stream differ between readers
 
@@ -97,7 +97,8 @@ class ReadInTurn(ShardedLoader):
     def read_again(self) -> None:
         """Also check that the epoch can continue where it is.
 
-        :raises RuntimeError: if its position is unknown
+        Raises:
+            RuntimeError: if its position is unknown
         """
         super().read_again()
         reads = self._reads_alone or self._ranks.rank == 0
@@ -125,7 +126,7 @@ class ReadInTurn(ShardedLoader):
     def _steps_together(self, start: int) -> Iterator[Batch]: ...
 
     def _set_epoch(self, epoch: int) -> None:
-        """Tell a stream or a sampler that shuffles itself which epoch begins, so that it does not repeat an order."""
+        """Pass the epoch to a stream or a sampler that shuffles itself, so that it does not repeat an order."""
         source = self.source
         samplers = [getattr(source, name, None) for name in ("sampler", "batch_sampler")]
         inner = [getattr(sampler, "sampler", None) for sampler in samplers]
@@ -152,7 +153,7 @@ class ReadInTurn(ShardedLoader):
             return tracker.follow(self._skip_to(start))
         with preserving_generators():
             first = self._steps_done * self._batches_per_step
-            self._seed_held()  # a state may hold those of its generators
+            self._seed_held()  # a state may hold states of its generators
             return tracker.follow(tracker.reopen(position, lambda: self._start_seeded(first)))
 
     def _read_identically(self, start: int) -> Iterator[BatchData]:
@@ -181,7 +182,7 @@ class ReadInTurn(ShardedLoader):
             return skip_samples(batches, start, find_batch_size, last_samples)
 
     def _check_first_batch(self, batches: Iterator[BatchData]) -> Iterator[BatchData]:
-        """Remember what identifies the first batch, and warn if a resumed epoch began with a different one."""
+        """Remember the identity of the first batch, and warn if a resumed epoch began with a different one."""
         if not self._may_resume or not self._is_seeded or self._tracker is not None:
             return batches
         first = list(islice(batches, 1))
@@ -197,7 +198,7 @@ class ReadInTurn(ShardedLoader):
     def _check_finished_epoch(self) -> None:
         """Warn if an epoch that the interrupted run has finished would now begin with another batch.
 
-        Such a source depends on more than the epoch, as one that shuffles a list in place: the next epoch differs, too.
+        Such a source depends on more than the epoch (it may shuffle a list in place), so the next epoch differs, too.
         """
         read, self._recalled = self._recalled, None
         is_comparable = self._may_resume and self._is_seeded and self._tracker is None and not self.obstacle
@@ -217,12 +218,12 @@ class ReadInTurn(ShardedLoader):
             warn_outside(_describe_other_batches(self.source, f"for epoch {read['epoch']}, which it had finished"))
 
     def epoch_read(self) -> SourceState:
-        """Return the number of the epoch, and what identifies its first batch."""
+        """Return the number of the epoch, and the identity of its first batch."""
         return self._recalled or {"epoch": self._epoch, _FIRST_BATCH: self._first_batch}
 
     @property
     def obstacle(self) -> str:
-        """Why a resumed run would not read the same data, as far as this is known before they are read."""
+        """Why a resumed run would not read the same data, as far as known before reading."""
         if self._tracker is not None:
             return self._tracker.obstacle
         for part in (self.source, getattr(self.source, "dataset", None)):
@@ -231,7 +232,7 @@ class ReadInTurn(ShardedLoader):
         return ""
 
     def _open(self, first: int) -> Iterator[BatchData]:
-        """Start reading the source, whose next batch is number ``first`` of the epoch."""
+        """Start reading the source; its next batch is number ``first`` of the epoch."""
         self._seed_held()
         return self._start_seeded(first)
 
@@ -242,7 +243,7 @@ class ReadInTurn(ShardedLoader):
     def _seed_held(self) -> None:
         """Seed the generators that the source holds itself when an epoch begins.
 
-        Those that were alike on all processes stay alike: a source may divide an order that they have in common.
+        If they were alike on all processes, they stay alike: the source may divide a common order.
         """
         if self._is_seeded:
             held = find_generators([self.source], in_loaders=True)
@@ -259,15 +260,15 @@ class ReadInTurn(ShardedLoader):
             if source.generator is not None:
                 source.generator.manual_seed(seed >> 1)
             if source.num_workers and source.persistent_workers and not hasattr(source, "state_dict"):
-                # Kept ones would not be seeded, nor know the epoch.
+                # Persistent workers would not be seeded, nor know the epoch.
                 source = copy_loader(source, persistent_workers=False)
         with preserving_generators():
-            seed_all(seed)  # from which the seeds of workers follow
+            seed_all(seed)  # the seeds of workers follow from it
             reading = self._start_reading(source)
         return drawn_with((mix(number, after=seed) for number in count(first)), reading)
 
     def _renew_workers(self) -> None:
-        """Stop workers that were kept if the data have changed since they started: they have copies of them."""
+        """Stop persistent workers if the data have changed since they started, as they have copies."""
         source = self.source
         if not isinstance(source, DataLoader) or not source.persistent_workers:
             return
@@ -279,11 +280,11 @@ class ReadInTurn(ShardedLoader):
 
     @property
     def _is_seeded(self) -> bool:
-        """Whether the source is read with generators seeded for each batch; reading a list draws nothing."""
+        """Whether generators are seeded for each batch of the source; reading a list draws nothing."""
         return self.options.seed is not None and type(self.source) not in (list, tuple)
 
     def _seed_steps(self, steps: Iterator[Batch]) -> Iterator[Batch]:
-        """Seed Python's and NumPy's generators for each step, as reading ahead draws from them or seeds them."""
+        """Seed Python's and NumPy's generators for each step, as reading ahead draws from them or reseeds them."""
         epoch_seed = mix(self.options.seed or 0, self._epoch, self._ranks.rank)
         for number, step in enumerate(steps, start=self._steps_done):
             seed_generators(~mix(number, after=epoch_seed), with_torch=False)
@@ -297,7 +298,8 @@ class PreShardedLoader(ReadInTurn):
     compute the previous one. A process that has no batch left repeats its last one with zero weight until the others
     are done.
 
-    :param shared_by: name of the mechanism by which a stream shards itself, if detected
+    Args:
+        shared_by: name of the mechanism by which a stream shards itself, if detected
     """
 
     has_own_position = True
@@ -346,11 +348,11 @@ class PreShardedLoader(ReadInTurn):
             yield Batch(batch, step.number, step.total, step.is_last)
 
     def _read_lazily(self, start: int) -> Iterator[BatchData]:
-        """Open the source when its first batch is read, so that a failure is handled like one of reading that batch."""
+        """Open the source when its first batch is read, so that a failure counts as one of reading that batch."""
         yield from self._read_identically(start)
 
     def _filler(self, first: AgreedStep[BatchData]) -> BatchData:
-        """Return a batch for a process that has none, if some processes have none in the first step."""
+        """Return a filler batch for the first step, if some processes have no batch in it."""
         raise ValueError(
             f"{first.without} of {self._ranks.world_size} processes have no training batch at all. Give every process "
             "at least one."
@@ -365,7 +367,7 @@ def _refuse_to_split(batch: Batch, count: int) -> Batch:
 
 
 def _generators_differ(source: Source, ranks: Ranks) -> bool:
-    """Whether the generators that a source holds are not the same on all processes. Call it on every process."""
+    """Whether the generators that a source holds differ between processes. Call it on every process."""
     if ranks.world_size == 1 or type(source) in (list, tuple):
         return False
     local = [crc32(repr(state_of(held)).encode()) for held in find_generators([source], in_loaders=True)]
@@ -375,7 +377,8 @@ def _generators_differ(source: Source, ranks: Ranks) -> bool:
 def _describe_other_batches(source: Source, when: str) -> str:
     """Return the warning for a source that does not repeat the batches of the interrupted run.
 
-    :param when: the epoch, as part of a sentence
+    Args:
+        when: the epoch, as part of a sentence
     """
     dataset = getattr(source, "dataset", source)
     needs_arguments = callable(getattr(dataset, "state_dict", None))

@@ -14,8 +14,8 @@ import torch
 from accelerate.utils import recursively_apply, send_to_device
 from torch.utils.data import DataLoader, IterableDataset
 
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.data.batches import Batch, find_batch_size, is_single_sample, tensors_in
 from pytorch_accel_lite.data.consistency import checksum_of_batches
 from pytorch_accel_lite.data.shares import Shares, whole_steps
@@ -31,20 +31,20 @@ LoaderKwargs: TypeAlias = dict[str, Any]
 class LoaderOptions:
     """Options for sharding and loading the batches of a source.
 
-    :param seed: determines the order of the data and the randomness in the dataset; ``None`` to use the global
-        generators
-    :param fill: give a process that has no samples left in a step a filler batch with zero weight, so that all
-        processes take the same number of steps; otherwise it takes fewer
-    :param limit: maximum number of steps per epoch; ``None`` for no limit
-    :param channels_last: convert tensors with 4 dimensions (batches of images) to the channels-last memory format
-    :param yields_failures: yield a ``FailedRead`` for a batch that cannot be read and continue, if the source can
-        be indexed
-    :param shares: which of a fixed number of shares in a step this process reads; ``None`` for one of its own
-    :param first_epoch: what the ``set_epoch`` of the user's samplers and datasets is given in the first epoch
-    :param divides: let each process read a part of a stream that can be divided, in an order of its own; otherwise, the
-        batches of all processes follow the order of the stream
-    :param evens_shares: give a process that has fewer shares in a step than others filler batches for those that it
-        lacks, so that all compute as many
+    Args:
+        seed: determines the order of the data and the randomness in the dataset; ``None`` to use the global generators
+        fill: give a process without samples in a step a filler batch with zero weight, so that all processes take the
+            same number of steps; otherwise it takes fewer
+        limit: maximum number of steps per epoch; ``None`` for no limit
+        channels_last: convert tensors with 4 dimensions (batches of images) to the channels-last memory format
+        yields_failures: yield a ``FailedRead`` for a batch that cannot be read and continue, if the source can be
+            indexed
+        shares: the shares that this process reads, if a step has a fixed number; ``None`` for a batch of its own
+        first_epoch: the number passed to ``set_epoch`` of the user's samplers and datasets in the first epoch
+        divides: let each process read its own part of a stream that can be divided; otherwise, the batches of all
+            processes follow the order of the stream
+        evens_shares: give a process with fewer shares in a step filler batches for the missing ones, so that all
+            compute equally many
     """
 
     seed: int | None = None
@@ -58,7 +58,7 @@ class LoaderOptions:
     evens_shares: bool = False
 
     def reported_epoch(self, epoch: int) -> int:
-        """Return what ``set_epoch`` is given in an epoch; the first is number 1, and before it is 0."""
+        """Return the number passed to ``set_epoch`` in an epoch; epochs count from 1, and 0 is before the first."""
         return max(epoch - 1, 0) + self.first_epoch
 
 
@@ -74,18 +74,19 @@ class ShardedLoader(ABC):
 
     Attributes of the source (``dataset``, ``batch_size``, ``sampler`` ...) are available here, too.
 
-    :ivar seconds_waited: seconds that training has waited in the latest epoch for its batches after the first
-    :ivar batch_size_before: in a resumed run, the source's batch size when the state was saved; ``None`` if unknown
-    :ivar shared_by: name of the mechanism by which a stream shards itself by rank, if that was detected
-    :ivar undivided: name of the kind of iterable, of which each of several processes reads all batches
-    :cvar has_own_position: whether ``position()`` differs between processes; otherwise that of the first is kept
+    Attributes:
+        seconds_waited: seconds that training has waited in the latest epoch for its batches after the first
+        batch_size_before: in a resumed run, the source's batch size when the state was saved; ``None`` if unknown
+        shared_by: name of the mechanism by which a stream shards itself by rank, if that was detected
+        undivided: name of the kind of iterable, if each of several processes reads all its batches
+        has_own_position: whether ``position()`` differs between processes; otherwise that of the first is kept
     """
 
     has_own_position: ClassVar[bool] = False
     seconds_waited = 0.0
     shared_by = ""
     undivided = ""
-    _is_outdated = False
+    is_outdated = False  # whether what has been read ahead must be read again
     batch_size_before: int | None = None
     _has_named = False
 
@@ -97,7 +98,7 @@ class ShardedLoader(ABC):
         self._device = device
         self._epoch = 0
         self._left: int | None = None
-        self._recalled: SourceState = None  # what has been read last in the run that is resumed
+        self._recalled: SourceState = None  # the epoch read last by the interrupted run
         self._steps_done = 0
         self._min_share = 1
         self._is_placed = device.type == "cpu"  # whether batches are on the device when they are read
@@ -116,14 +117,14 @@ class ShardedLoader(ABC):
 
     @property
     def num_samples(self) -> int | None:
-        """The number of samples in an epoch, those that are dropped included; ``None`` if unknown."""
+        """The number of samples in an epoch, dropped ones included; ``None`` if unknown."""
         return None
 
     @property
     def total_batch_size(self) -> int | None:
-        """The number of samples in a full step of all processes, as loaders of Accelerate name it; ``None`` if unknown.
+        """The number of samples in a full step of all processes, under Accelerate's name for it; ``None`` if unknown.
 
-        Of a user's ``batch_sampler``, as many as its ``batch_size`` says.
+        With a user's ``batch_sampler``, it follows from its ``batch_size``.
         """
         size = getattr(self.source, "batch_size", None)
         if size is None:
@@ -133,7 +134,7 @@ class ShardedLoader(ABC):
 
     @property
     def total_dataset_length(self) -> int | None:
-        """The length of the dataset, those samples included that an epoch leaves out; ``None`` if unknown."""
+        """The length of the dataset, including samples that an epoch leaves out; ``None`` if unknown."""
         return find_length(getattr(self.source, "dataset", None))
 
     def ends_in_one_sample(self, steps: float) -> bool:
@@ -150,37 +151,39 @@ class ShardedLoader(ABC):
 
     @abstractmethod
     def position(self) -> SourceState:
-        """Return what a training state must keep to resume in the middle of an epoch, besides the samples counted."""
+        """Return what a training state must keep to resume in the middle of an epoch, besides the count of samples."""
 
     @abstractmethod
     def move_to(self, position: SourceState) -> str:
         """Make the next, resumed epoch begin at a position, if the training state holds one.
 
-        :return: what the user should know about it
+        Returns:
+            what the user should know about it
         """
 
     def epoch_read(self) -> SourceState:
-        """Return what a training state must keep of the epoch that was read last, to continue with it or the next."""
+        """Return what a training state must keep of the latest epoch, to continue it or begin the next."""
         return None
 
     def recall(self, read: SourceState) -> None:
-        """Make the next epoch that is read continue after what ``epoch_read()`` has returned in the resumed run."""
+        """Make the next epoch continue after the result of ``epoch_read()`` in the interrupted run."""
         self._recalled = read
 
     @property
     def obstacle(self) -> str:
-        """Why a resumed run would not read the same data; empty if nothing is known to keep it from that."""
+        """Why a resumed run would not read the same data; empty if no reason is known."""
         return ""
 
     def steps(self, epoch: int, start: int = 0, steps_done: int = 0, min_share: int = 1) -> Iterator[Batch]:
         """Return the steps of an epoch, starting after ``start`` samples of all processes.
 
-        :param epoch: with a seed, determines the order and the randomness in the dataset
-        :param steps_done: number of steps already taken in this epoch, which count towards the limit
-        :param min_share: if the source can be indexed, the least number of samples a process gets in a step if it gets
-            any, capped at a full batch and at the samples available; must be the same on all processes
+        Args:
+            epoch: with a seed, determines the order and the randomness in the dataset
+            steps_done: number of steps already taken in this epoch, which count towards the limit
+            min_share: if the source can be indexed, the least number of samples that a process gets in a step, unless
+                it gets none; capped at a full batch and at the samples available; the same on all processes
         """
-        self._is_outdated = False
+        self.is_outdated = False
         self._epoch = epoch
         self._steps_done = steps_done
         self._min_share = min_share
@@ -196,11 +199,7 @@ class ShardedLoader(ABC):
 
         Call it after an update, on all processes.
         """
-        self._is_outdated = True
-
-    def is_outdated(self) -> bool:
-        """Whether what has been read ahead must be read again."""
-        return self._is_outdated
+        self.is_outdated = True
 
     def __iter__(self) -> Iterator[BatchData]:
         return (step.data for step in self.steps(self._epoch))
@@ -230,7 +229,7 @@ class ShardedLoader(ABC):
             yield item
 
     def _comparing_workers(self, batches: Iterator[BatchData]) -> Iterator[BatchData]:
-        """Warn if the first batches of two workers are the same, as those of a stream that each reads in full."""
+        """Warn if the first batches of two workers are the same, as if each read the whole stream."""
         first = list(islice(batches, 1))
         yield from first
         second = list(islice(batches, 1))
@@ -249,7 +248,7 @@ class ShardedLoader(ABC):
     def stop_workers(self) -> None:
         """Stop the worker processes, if any; the next iteration starts new ones.
 
-        Otherwise (torch has no public method) they would live as long as the traceback of an error, and those that
+        Otherwise (torch has no public method) they would live as long as the traceback of an error, and workers that
         leave signals to their parent would keep it from exiting.
         """
         for iterator in self._with_workers:
@@ -259,7 +258,8 @@ class ShardedLoader(ABC):
     def __len__(self) -> int:
         """Return the number of steps in an epoch, the same on every process.
 
-        :raises TypeError: if the source has no length
+        Raises:
+            TypeError: if the source has no length
         """
         steps = self._num_steps()
         return steps if self.limit is None else min(steps, self.limit)
@@ -271,17 +271,18 @@ class ShardedLoader(ABC):
 
 
 def copy_loader(loader: DataLoader[Sample], **changes: object) -> DataLoader[Sample]:
-    """Return a copy of a loader with other attributes, which torch refuses to set as others may depend on them."""
+    """Return a copy of a loader with other attributes. torch refuses to set them, as others may depend on them."""
     other = copy.copy(loader)
     vars(other).update(changes)
     return other
 
 
 def placed(steps: Iterator[Batch], device: torch.device | None, channels_last: bool) -> Iterator[Batch]:
-    """Return steps whose data are on a device, without waiting for the copies.
+    """Return steps with their data on a device, without waiting for the copies.
 
-    :param device: ``None`` if the data are there already
-    :param channels_last: whether tensors of four dimensions are put into this memory format
+    Args:
+        device: ``None`` if the data are already there
+        channels_last: whether tensors of four dimensions are put into this memory format
     """
     if device is not None:
         steps = (step._replace(data=send_to_device(step.data, device, non_blocking=True)) for step in steps)

@@ -20,7 +20,7 @@ from pytorch_accel_lite.distributed import Ranks
 
 #: What a trainer reads: a dataset, a ``DataLoader`` or ``OwnShard``, or anything with an element for each sample.
 Data = Dataset[Sample] | DataLoader[Sample] | OwnShard | IndexedData
-#: The same, or several by name.
+#: Data, or several by name.
 NamedData = Data | Mapping[str, Data]
 #: Options of a ``DataLoader`` that a run config reports.
 _REPORTED = ("batch_size", "drop_last", "num_workers", "persistent_workers", "pin_memory")
@@ -44,7 +44,7 @@ def options_of(loader: Source) -> LoaderKwargs:
 
 
 def with_batch_size(data: Source, size: int) -> Source:
-    """Return a copy of a loader with another ``batch_size``; data other than a loader unchanged."""
+    """Return a copy of a loader with another ``batch_size``; other data unchanged."""
     if not isinstance(data, DataLoader):
         return data
     kind: Any = type(data.batch_sampler)
@@ -57,9 +57,10 @@ def shard(
 ) -> ShardedLoader:
     """Return a loader that yields this process's share of any source of batches.
 
-    :param source: a ``DataLoader``, or any other iterable of batches (see ``OwnShard``)
-    :param training: whether every process must take the same number of steps; in evaluation, a process may take fewer
-    :param options: further ``LoaderOptions``
+    Args:
+        source: a ``DataLoader``, or any other iterable of batches (see ``OwnShard``)
+        training: whether every process must take the same number of steps; in evaluation, a process may take fewer
+        options: further ``LoaderOptions``
     """
     if isinstance(source, ShardedLoader):
         return source
@@ -92,7 +93,8 @@ def _read_in_turn(
 ) -> ShardedLoader:
     """Return the loader for a source that cannot be indexed.
 
-    :param is_of_torch: whether the source is a ``DataLoader`` of torch
+    Args:
+        is_of_torch: whether the source is a ``DataLoader`` of torch
     """
     if not is_of_torch:
         return PreShardedLoader(source, ranks, device, options)

@@ -20,7 +20,7 @@ from pytorch_accel_lite.distributed.messages import Message, decode
 
 T = TypeVar("T")
 
-#: Bounds of the number of steps on which the processes agree at once: at first one, then twice as many each time.
+#: Bounds of the number of steps on which the processes agree at once. It starts at one and doubles each time.
 _MAX_STEPS = 8
 _MIN_STEPS = 2  # one of them is computed while the processes agree
 #: Bytes of batches that a process reads ahead, unless the minimum number of steps has more.
@@ -30,10 +30,11 @@ _MAX_BYTES = 2**25
 class AgreedStep(NamedTuple, Generic[T]):
     """A step for which any process has read something.
 
-    :param item: the item that this process has read; ``None`` if its source has ended
-    :param number: the number that describes the item; 0 if there is none
-    :param total: the sum of the numbers of all processes
-    :param without: number of processes that have read nothing
+    Args:
+        item: the item that this process has read; ``None`` if its source has ended
+        number: the number that describes the item; 0 if there is none
+        total: the sum of the numbers of all processes
+        without: number of processes that have read nothing
     """
 
     item: T | None
@@ -45,9 +46,10 @@ class AgreedStep(NamedTuple, Generic[T]):
 
 @dataclass(eq=False, repr=False)
 class _Round(Generic[T]):
-    """Steps on which the processes agree at once: what this process has read for them, with a number for each.
+    """Steps on which the processes agree at once: the items that this process has read, with a number for each.
 
-    :ivar size: how many steps they are
+    Attributes:
+        size: the number of steps
     """
 
     size: int
@@ -58,10 +60,11 @@ class _Round(Generic[T]):
 class Lockstep(Generic[T]):
     """Reads in step with the other processes, and informs them about each item.
 
-    While the steps that the processes have agreed on are computed, the following ones are read gradually.
+    While the agreed steps are computed, the following ones are read gradually.
 
-    :param source: yields an item for each step
-    :param describe: returns a number for an item
+    Args:
+        source: yields an item for each step
+        describe: returns a number for an item
     """
 
     def __init__(self, source: Iterator[T], ranks: Ranks, describe: Callable[[T], int]) -> None:
@@ -112,8 +115,9 @@ class Lockstep(Generic[T]):
     def _begin_reporting(self, coming: _Round[T]) -> Callable[[], list[list[int]]]:
         """Start telling the other processes what has been read for a round.
 
-        :return: a function that waits for the reports of all: how many items each has read, whether it failed to read
-            more, the bytes of an item, and the number for each step
+        Returns:
+            a function that waits for the reports of all processes: the number of items read, whether reading failed,
+            the bytes of an item, and the number for each step
         """
         count = len(coming.items)
         coming.numbers = coming.numbers[:count] + [0] * (coming.size - count)
@@ -123,7 +127,8 @@ class Lockstep(Generic[T]):
     def _any_has_read(self, reports: list[list[int]], index: int) -> bool:
         """Whether any process has read something for a step.
 
-        :raises Exception: on all processes, if one of them could not read for this step
+        Raises:
+            Exception: on all processes, if one of them could not read for this step
         """
         if any(has_failed and count == index for count, has_failed, *_ in reports):
             self._ranks.run_together(self._raise_error)
@@ -135,7 +140,7 @@ class Lockstep(Generic[T]):
 
 
 def _size_of(part: object) -> int:
-    """Return the number of bytes of a part of a batch; for a sparse tensor, that of a dense one."""
+    """Return the number of bytes of a part of a batch; for a sparse tensor, of its dense form."""
     return part.numel() * part.element_size() if isinstance(part, torch.Tensor) else getattr(part, "nbytes", 0)
 
 
@@ -155,10 +160,11 @@ class _Dealt(NamedTuple):
 def deal(groups: Iterator[list[BatchData]], ranks: Ranks, fill: bool) -> Iterator[tuple[Batch, int]]:
     """Yield this process's batch of each step, and the number of batches that it has read for the step.
 
-    The first process reads all batches, and sends the others theirs while they compute the previous step.
+    The first process reads all batches, and sends them to the others while these compute the previous step.
 
-    :param groups: the batches of all processes in each step, which only the first process reads
-    :param fill: whether a process that has no samples left in a step is sent a filler batch
+    Args:
+        groups: the batches of all processes in each step, which only the first process reads
+        fill: whether a process that has no samples left in a step is sent a filler batch
     """
     reads = ranks.rank == 0 and ranks.is_first_sharer
     steps = Lockstep(_prepared(groups, ranks, fill) if reads else iter(()), ranks.everyone, lambda dealt: dealt.size)
@@ -167,9 +173,9 @@ def deal(groups: Iterator[list[BatchData]], ranks: Ranks, fill: bool) -> Iterato
 
 
 def _prepared(groups: Iterator[list[BatchData]], ranks: Ranks, fill: bool) -> Iterator[_Dealt]:
-    sent_to_first = ranks.replicas > 1  # for processes that share its batches; it needs no message itself
+    sent_to_first = ranks.replicas > 1  # for its sharers; it needs no message itself
     while True:
-        # With processes that do not read, the generators must not be advanced, so that they stay the same on all.
+        # If others do not read, reading must not advance the generators: they stay the same on all processes.
         with preserving_generators() if ranks.replicas > 1 else nullcontext():
             group = next(groups, None)
         if group is None:
@@ -185,7 +191,8 @@ def _prepared(groups: Iterator[list[BatchData]], ranks: Ranks, fill: bool) -> It
 def _begin_receiving(step: AgreedStep[_Dealt], ranks: Ranks) -> Callable[[], tuple[Batch, int]]:
     """Start sending and receiving the batches of a step.
 
-    :return: a function that waits for this process's batch, and returns it with the number of batches it has read
+    Returns:
+        a function that waits for this process's batch, and returns it with the number of batches it has read
     """
     dealt = step.item
     pieces = None

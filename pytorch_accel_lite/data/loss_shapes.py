@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from pytorch_accel_lite.base.types import Tree
 
-#: What computes the loss, or several by name, from the outputs of a model and the targets.
+#: Computes the loss, or several by name, from the outputs of a model and the targets.
 LossFunction: TypeAlias = Callable[..., torch.Tensor | Mapping[str, torch.Tensor]]
 
 _ELEMENTWISE = {
@@ -31,17 +31,20 @@ class LossShapeError(ValueError):
 
 
 def is_of_torch(loss: object) -> bool:
-    """Whether a loss function or a loss module is one of torch's own, which take tensors."""
+    """Whether a loss function or a loss module is torch's own, and so takes tensors."""
     loss = loss.func if isinstance(loss, partial) else loss
     kind = type(loss) if isinstance(loss, nn.Module) else loss
     return str(getattr(kind, "__module__", "")).startswith("torch.nn")
 
 
 def shapes_are_known(loss: LossFunction | None, outputs: Tree, targets: Tree) -> bool:
-    """Check shapes; return whether the check is conclusive, which it is not for a batch with a single element.
+    """Check shapes; return whether the check is conclusive. It is not for a batch with a single element.
 
-    :param loss: a loss function, or a loss module
-    :raises LossShapeError: if the loss accepts these shapes, but does not compute the loss of each sample
+    Args:
+        loss: a loss function, or a loss module
+
+    Raises:
+        LossShapeError: if the loss accepts these shapes, but does not compute the loss of each sample
     """
     if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
         return True

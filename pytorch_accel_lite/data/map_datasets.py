@@ -44,8 +44,8 @@ from pytorch_accel_lite.data.shares import (
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Sample, SamplerLike, SourceState
 from pytorch_accel_lite.distributed import Ranks
 
-#: For each batch that is being read: the seed of its share, and its numbers of samples on this process and on all,
-#: whether it is the last one, its indices, and which of a fixed number of shares it is.
+#: For each batch being read: the seed of its share, its number of samples on this process and on all, whether it is the
+#: last one, its indices, and its share, if their number is fixed.
 _Planned = deque[tuple[int | None, int, int, bool, Sequence[Index] | torch.Tensor, Share | None]]
 
 
@@ -58,8 +58,9 @@ class _EpochShares:
 
     Holds no reference to its loader: a reference cycle would keep workers alive after the loader is dropped.
 
-    :param rows: number of rows of data in memory, whose indices are given as tensors if their order is fixed when the
-        epoch begins; ``None`` for other data
+    Args:
+        rows: number of rows of data in memory; their indices are tensors if the order is fixed when the epoch begins.
+            ``None`` for other data.
     """
 
     def __init__(self, source: DataLoader[Sample], ranks: Ranks, options: LoaderOptions, rows: int | None) -> None:
@@ -73,10 +74,10 @@ class _EpochShares:
         self._ranks = ranks
         self._options = options
         self.rows = rows
-        self.drawn: SourceState = {}  # what identifies the order of the epoch, see check_order
-        self.resumed: SourceState | None = None  # the same of the state that the next epoch resumes
-        self.read: EpochRead = {}  # what identifies the epoch that was begun last
-        self.recalled: EpochRead | None = None  # the same of the state that is resumed
+        self.order_id: SourceState = {}  # what identifies the order of the epoch, see check_order
+        self.resumed_order_id: SourceState | None = None
+        self.epoch_read: EpochRead = {}  # what identifies the epoch that was begun last
+        self.resumed_epoch_read: EpochRead | None = None
         self.planned = _Planned()
 
     def begin(self, epoch: int, start: int, limit: int | None, min_share: int) -> _Planned:
@@ -116,10 +117,10 @@ class _EpochShares:
             position += size
 
     def _local_shares(self, size: int, least: int, lengths: list[int]) -> list[tuple[int, int, int]]:
-        """Return the numbers and bounds of this process's shares of a step; those of a filler enclose nothing."""
+        """Return the numbers and bounds of this process's shares of a step. The bounds of a filler enclose nothing."""
         division, options = self._division, self._options
         shares = [(number, *split(size, number, division.total, least, lengths)) for number in division.local]
-        if options.evens_shares:  # one that it lacks has the number of its last one
+        if options.evens_shares:  # a missing share gets the number of the last one
             return shares + [(division.local[-1], size, size)] * division.lacking(self._ranks.world_size)
         has_first = shares[:1] if options.fill else []
         return has_first + [share for share in shares[len(has_first) :] if share[2] > share[1]]
@@ -152,39 +153,40 @@ class _EpochShares:
         before = self._bring_sampler_to(epoch)
         state = None if seed is None else state_of_sampler(self.sampler)
         order = draw_order(self.sampler, self._ranks, seed, epoch, self._options.reported_epoch(epoch))
-        self.drawn = {"length": None if self.is_batched else find_length(self.sampler)}
+        self.order_id = {"length": None if self.is_batched else find_length(self.sampler)}
         # Without a seed, all processes have the order of the first one.
         drawn_by_user = order if isinstance(order, list) and seed is not None else None
-        if drawn_by_user is not None or self.resumed is not None:
-            check_order(self.sampler, drawn_by_user, self._ranks, self.drawn, self.resumed)
-            self.resumed = None
-        if before is not None and before["epoch"] == epoch and before["checksum"] != self.drawn.get("checksum"):
+        if drawn_by_user is not None or self.resumed_order_id is not None:
+            check_order(self.sampler, drawn_by_user, self._ranks, self.order_id, self.resumed_order_id)
+            self.resumed_order_id = None
+        if before is not None and before["epoch"] == epoch and before["checksum"] != self.order_id.get("checksum"):
             warn_of_other_order(self.sampler, epoch, is_left=True)
-        self.read = {"epoch": epoch, **self.drawn, "sampler": state}
+        self.epoch_read = {"epoch": epoch, **self.order_id, "sampler": state}
         return order
 
     def _bring_sampler_to(self, epoch: int) -> EpochRead | None:
         """In a resumed run, bring a user's sampler to where it was in the interrupted one.
 
-        :return: what that had read last, if it had a sampler with an order like this one
+        Returns:
+            the epoch that the interrupted run had read last, if its sampler had an order like this one
         """
-        read, self.recalled = self.recalled, None
-        if read is None and self.resumed is not None:  # a state of an earlier version
-            read = {"epoch": epoch, **self.resumed}
+        read, self.resumed_epoch_read = self.resumed_epoch_read, None
+        if read is None and self.resumed_order_id is not None:  # a state of an earlier version
+            read = {"epoch": epoch, **self.resumed_order_id}
         seed, reported = self._options.seed, self._options.reported_epoch
         if read is None or seed is None or "checksum" not in read or hasattr(self.sampler, "order_of_epoch"):
             return None
         now = find_length(self.sampler), getattr(self.sampler, "batch_size", None)
         length = now[0] if read["length"] is None else read["length"]
         if now[0] is None or now != (length, read["batch_size"]) or type(self.sampler) in _OF_TORCH:
-            return None  # with drop_last, the order of other batches differs at its end
+            return None  # with drop_last, other batches end differently
         ends = read["epoch"] < epoch
         bring_to(self.sampler, read, ends, lambda s, n: order_of_sampler(s, seed, n, reported(n)))
         return read
 
 
 class _Idle(NamedTuple):
-    """A loader that is not in use, with its workers and what the data were like when these started."""
+    """A loader that is not in use, with its workers and marks of the data from when they started."""
 
     loader: DataLoader[Sample]
     batches: Any
@@ -213,7 +215,7 @@ class MapLoader(ShardedLoader):
             self._reader, self._collate = SeededReader(source.dataset, source.collate_fn), as_collated
 
     def _find_memory(self) -> InMemory | None:
-        """Return the data if they are in memory, and are read here as they are."""
+        """Return the data if they are in memory and are read directly, in this process."""
         if self.source.num_workers or self.source.collate_fn is not default_collate:
             return None
         memory = tensors_in_memory(self.source.dataset)
@@ -223,7 +225,7 @@ class MapLoader(ShardedLoader):
         return memory
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Tell the datasets which epoch begins, and find what has been changed since the last one."""
+        """Pass the epoch to the datasets, and find what has changed since the last one."""
         source = self.source
         for dataset in nested_in(source.dataset, lambda value: isinstance(value, Dataset)):
             set_epoch = getattr(dataset, "set_epoch", None)
@@ -268,7 +270,7 @@ class MapLoader(ShardedLoader):
         if self.source.num_workers:
             return self._read_in_workers()
         if self.options.seed is None:
-            draw_seed(self.source.generator)  # as a DataLoader does, so that a hand-written loop draws the same numbers
+            draw_seed(self.source.generator)  # as a DataLoader does, to draw the numbers of a hand-written loop
         return self._read_here() if self._memory is None else self._read_memory(self._memory)
 
     def _read_here(self) -> Iterator[BatchData]:
@@ -314,7 +316,7 @@ class MapLoader(ShardedLoader):
         return bool(self.source.persistent_workers)
 
     def _take_idle(self, marks: Marks) -> DataLoader[Sample]:
-        """Return the loader that is not in use, or a new one if its workers would read what the data were before."""
+        """Return the idle loader, or a new one if its workers would read outdated data."""
         idle, self._idle = self._idle, None
         if idle is None:
             return self._create_inner()
@@ -326,7 +328,7 @@ class MapLoader(ShardedLoader):
 
     def _read_memory(self, memory: InMemory) -> Iterator[BatchData]:
         pin = self.source.pin_memory and self._device.type == "cuda" and memory.is_on(torch.device("cpu"))
-        # Nothing that happens in an epoch affects the orders of torch's samplers, so that they may be drawn ahead.
+        # Nothing in an epoch affects the orders of torch's samplers, so they may be drawn ahead.
         has_fixed_order = type(self._shares.sampler) in _OF_TORCH
         return read_rows(memory, self._shares, len(self.source.dataset), has_fixed_order, pin)
 
@@ -341,16 +343,16 @@ class MapLoader(ShardedLoader):
         return list(indices)
 
     def position(self) -> SourceState:
-        return {"order": self._shares.resumed or self._shares.drawn}
+        return {"order": self._shares.resumed_order_id or self._shares.order_id}
 
     def epoch_read(self) -> SourceState:
-        return self._shares.recalled or self._shares.read
+        return self._shares.resumed_epoch_read or self._shares.epoch_read
 
     def recall(self, read: SourceState) -> None:
-        self._shares.recalled = read or None
+        self._shares.resumed_epoch_read = read or None
 
     def move_to(self, position: SourceState) -> str:
-        self._shares.resumed = position.get("order") if isinstance(position, dict) else None
+        self._shares.resumed_order_id = position.get("order") if isinstance(position, dict) else None
         return ""
 
     @property

@@ -1,4 +1,4 @@
-"""Which dataset of a mixture each sample of an epoch is from, with shares that may change."""
+"""Choosing the dataset of each sample in an epoch of a mixture, with shares that may change."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 
 
 class Stretch(NamedTuple):
-    """A part of an epoch in which shares stay the same, of which each dataset has one number here.
+    """A part of an epoch with constant shares. The sequences have a number for each dataset.
 
-    :param begin: number of samples in the epoch before it
-    :param rates: number of samples in a whole epoch of these shares
-    :param due: number of samples that were due before it, with its fraction
-    :param given: number of samples before it
+    Args:
+        begin: number of samples in the epoch before the stretch
+        rates: number of samples in a whole epoch with these shares
+        due: number of samples that were due before the stretch, as a fraction
+        given: number of samples taken before the stretch
     """
 
     begin: int
@@ -25,15 +26,16 @@ class Stretch(NamedTuple):
     given: Sequence[int]
 
     def choose(self, length: int, size: int) -> torch.Tensor:
-        """Return the number of the dataset that each of the first samples is from.
+        """Return the number of the dataset of each of the first samples.
 
-        Sample ``i`` of a dataset is taken when ``i + 0.5`` are due, so shares hold in every part of an epoch, and also
-        if they change after each update.
+        Sample ``i`` of a dataset is taken when ``i + 0.5`` are due, so shares hold in every part of an epoch, even if
+        they change after each update.
 
-        :param length: number of samples to choose
-        :param size: number of samples in an epoch
+        Args:
+            length: number of samples to choose
+            size: number of samples in an epoch
         """
-        spare = 2 * len(self.rates) + 2  # by which the sums of what is due and of what was given may differ
+        spare = 2 * len(self.rates) + 2  # the sums of due and of given samples may differ by this
         numbers, times = [], []
         for number, (rate, due, given) in enumerate(zip(self.rates, self.due, self.given, strict=True)):
             if rate:
@@ -44,10 +46,11 @@ class Stretch(NamedTuple):
         return torch.cat(numbers)[torch.cat(times).argsort(stable=True)[:length]]
 
     def followed_by(self, begin: int, shares: Sequence[float], size: int) -> Stretch:
-        """Return a stretch of other shares that begins in this one.
+        """Return a stretch with other shares that begins within this one.
 
-        :param begin: number of samples in the epoch before it
-        :param size: number of samples in an epoch
+        Args:
+            begin: number of samples in the epoch before it
+            size: number of samples in an epoch
         """
         length = begin - self.begin
         counts = self.choose(length, size).bincount(minlength=len(shares)).tolist()
@@ -60,7 +63,7 @@ class Stretch(NamedTuple):
 
 
 def choose_all(stretches: Sequence[Stretch], size: int) -> torch.Tensor:
-    """Return the number of the dataset that each sample of an epoch is from."""
+    """Return the number of the dataset of each sample in an epoch."""
     ends = [*(stretch.begin for stretch in stretches[1:]), size]
     return torch.cat([stretch.choose(end - stretch.begin, size) for stretch, end in zip(stretches, ends, strict=True)])
 
@@ -76,15 +79,16 @@ def divide(shares: Sequence[float], size: int) -> list[int]:
 
 
 def whole_epoch(counts: Sequence[int]) -> Stretch:
-    """Return the stretch of an epoch whose shares do not change."""
+    """Return an epoch with constant shares as a single stretch."""
     return Stretch(0, counts, [0.0] * len(counts), [0] * len(counts))
 
 
 def added_up(stages: dict[int, list[int]], others: dict[int, list[int]], epoch: int) -> list[int]:
-    """Return how many samples of each dataset the epochs before one have.
+    """Return the number of samples of each dataset before an epoch.
 
-    :param stages: the samples in an epoch by the first epoch of each stage
-    :param others: those in single epochs that differ from their stage
+    Args:
+        stages: the samples in an epoch by the first epoch of each stage
+        others: the samples in single epochs that differ from their stage
     """
     bounds = [*stages, epoch]
     lengths = [max(min(end, epoch) - first, 0) for first, end in pairwise(bounds)]

@@ -28,12 +28,17 @@ class Mixture(ConcatDataset[Sample]):
     an epoch continues where the previous one ended. Evaluation and prediction read every sample of all datasets once,
     in order.
 
-    :param datasets: the datasets by name
-    :param weights: the shares of the samples that come from each dataset, relative to each other; by default their
-        lengths, so that an epoch has each sample once
-    :param num_samples: length of a training epoch; by default the number of samples in all datasets
-    :ivar stages: the weights by the first epoch that begins with them, see ``change_weights()``
-    :raises ValueError: if a dataset is empty or has no length, a name is unknown, or a number is not positive
+    Args:
+        datasets: the datasets by name
+        weights: the shares of the samples that come from each dataset, relative to each other; by default their
+            lengths, so that an epoch has each sample once
+        num_samples: length of a training epoch; by default the number of samples in all datasets
+
+    Attributes:
+        stages: the weights by the first epoch that begins with them, see ``change_weights()``
+
+    Raises:
+        ValueError: if a dataset is empty or has no length, a name is unknown, or a number is not positive
     """
 
     def __init__(
@@ -52,7 +57,7 @@ class Mixture(ConcatDataset[Sample]):
         self.stages: dict[int, dict[str, float]] = {}
         self._counts: dict[int, list[int]] = {}  # samples in an epoch, by the first epoch of each stage
         self._changed: dict[int, list[Stretch]] = {}  # epochs in which weights change
-        self._ended: dict[int, list[int]] = {}  # samples in those that are over
+        self._ended: dict[int, list[int]] = {}  # samples in changed epochs that are over
         self.change_weights(check_weights(self.sizes if weights is None else weights, self.names), 1)
 
     def __repr__(self) -> str:
@@ -64,12 +69,13 @@ class Mixture(ConcatDataset[Sample]):
         return self.names[bisect_right(self.cumulative_sizes, index)]
 
     def change_weights(self, weights: Mapping[str, float], epoch: int, begin: int = 0) -> None:
-        """Change the weights from an epoch on, counted from 1. Those that were set for later are forgotten.
+        """Change the weights from an epoch on, counted from 1. Weights set for later are discarded.
 
-        Within an epoch, what has been read ahead must be read again: ``trainer.train_dataloader.read_again()``.
+        Within an epoch, batches that were read ahead must be read again: ``trainer.train_dataloader.read_again()``.
 
-        :param weights: as those of the constructor, but some may be 0
-        :param begin: number of samples in that epoch before the change
+        Args:
+            weights: as in the constructor, but some may be 0
+            begin: number of samples in that epoch before the change
         """
         self.weights = check_weights(weights, self.names, may_be_zero=True)
         if not 0 <= begin < self.num_samples:
@@ -87,18 +93,18 @@ class Mixture(ConcatDataset[Sample]):
         self.stages = {number: self.stages[number] for number in earlier} | {first: self.weights}
 
     def samples_before(self, epoch: int) -> dict[str, int]:
-        """Return how many samples of each dataset the epochs before one have."""
+        """Return the number of samples of each dataset before an epoch."""
         for number in [number for number in self._changed if number < epoch]:
             choice = choose_all(self._changed.pop(number), self.num_samples)
             self._ended[number] = choice.bincount(minlength=len(self.names)).tolist()
         return dict(zip(self.names, added_up(self._counts, self._ended, epoch), strict=True))
 
     def datasets_of_epoch(self, epoch: int) -> torch.Tensor:
-        """Return the number of the dataset that each sample of an epoch is from."""
+        """Return the number of the dataset of each sample in an epoch."""
         return choose_all(self._stretches_of(epoch), self.num_samples)
 
     def state_of_weights(self) -> StateDict:
-        """Return the weights so far, and where they have changed, for ``load_state_of_weights()``."""
+        """Return the weights so far and the positions of their changes, for ``load_state_of_weights()``."""
         return {
             "stages": [[first, dict(weights)] for first, weights in self.stages.items()],
             "ended": [[epoch, counts] for epoch, counts in self._ended.items()],
@@ -108,7 +114,8 @@ class Mixture(ConcatDataset[Sample]):
     def load_state_of_weights(self, state: StateDict) -> None:
         """Continue with the weights of a state.
 
-        :raises ValueError: if it is that of other datasets
+        Raises:
+            ValueError: if it belongs to other datasets
         """
         for first, weights in state["stages"]:
             self.change_weights(weights, first)
@@ -118,11 +125,12 @@ class Mixture(ConcatDataset[Sample]):
         }
 
     def loader_kwargs(self, batch_size: int, shuffle: bool = True, drop_last: bool = False) -> LoaderKwargs:
-        """Return the arguments of a ``DataLoader`` that gives a training epoch.
+        """Return the arguments of a ``DataLoader`` that reads a training epoch.
 
-        :param batch_size: batch size per process
-        :param shuffle: whether each pass over a dataset has a random order; otherwise it is in order
-        :param drop_last: whether to drop smaller last batches
+        Args:
+            batch_size: batch size per process
+            shuffle: whether each pass over a dataset has a random order; otherwise it is in order
+            drop_last: whether to drop smaller last batches
         """
         return {"batch_size": batch_size, "sampler": MixtureSampler(self, shuffle), "drop_last": drop_last}
 
@@ -150,9 +158,10 @@ class Mixture(ConcatDataset[Sample]):
 
 
 class MixtureSampler(Sampler[int]):
-    """Gives the indices of a training epoch in which each dataset of a mixture is spread evenly.
+    """Yields the indices of a training epoch, with each dataset of a mixture spread evenly.
 
-    :param shuffle: whether each pass over a dataset has a random order
+    Args:
+        shuffle: whether each pass over a dataset has a random order
     """
 
     def __init__(self, mixture: Mixture, shuffle: bool) -> None:
@@ -196,7 +205,8 @@ class MixtureSampler(Sampler[int]):
 def _sizes_of(datasets: Mapping[str, IndexedData], advice: str) -> dict[str, int]:
     """Check map datasets by name, and return their lengths.
 
-    :param advice: what to do with other datasets
+    Args:
+        advice: what to do with other datasets
     """
     check_are_named(datasets)
     sizes: dict[str, int] = {}
@@ -225,7 +235,8 @@ def check_are_named(datasets: Mapping[str, IndexedData]) -> None:
 def check_weights(weights: Mapping[str, float], names: list[str], may_be_zero: bool = False) -> dict[str, float]:
     """Return the weights in the order of the datasets, after checking that each dataset has a positive one.
 
-    :param may_be_zero: whether some, but not all, may be 0
+    Args:
+        may_be_zero: whether some, but not all, may be 0
     """
     if not isinstance(weights, Mapping):
         raise TypeError(f"weights must be a dict of numbers by name of the dataset, not {type(weights).__name__}.")
@@ -233,7 +244,7 @@ def check_weights(weights: Mapping[str, float], names: list[str], may_be_zero: b
         if name not in names:
             existing = ", ".join(map(repr, names))
             raise ValueError(
-                f"weights has {name!r}, which is none of the datasets {existing}.{did_you_mean(str(name), names)}"
+                f"weights has {name!r}, which is not one of the datasets {existing}.{did_you_mean(str(name), names)}"
             )
         if not (may_be_zero and value == 0):
             check_range(f"weights[{name!r}]", value, above=0)
@@ -248,10 +259,13 @@ def check_weights(weights: Mapping[str, float], names: list[str], may_be_zero: b
 class NamedDatasets(Dataset[Sample]):
     """Several map datasets, by name. A sample is a dict with one sample of each, a batch a dict with one batch of each.
 
-    :param datasets: the datasets by name; when shuffled, they are paired at random in every epoch
-    :param length: length of an epoch: with ``"min"`` that of the shortest dataset, with ``"max"`` that of the longest,
-        while the shorter ones are repeated
-    :raises ValueError: if there are no datasets, or one is empty or has no length
+    Args:
+        datasets: the datasets by name; when shuffled, they are paired at random in every epoch
+        length: length of an epoch: ``"min"`` for that of the shortest dataset, ``"max"`` for that of the longest, with
+            the shorter ones repeated
+
+    Raises:
+        ValueError: if there are no datasets, or one is empty or has no length
     """
 
     def __init__(self, datasets: Mapping[str, IndexedData], length: Literal["min", "max"] = "min") -> None:
@@ -261,7 +275,7 @@ class NamedDatasets(Dataset[Sample]):
         self._length = min(self.sizes.values()) if length == "min" else max(self.sizes.values())
 
     def create_sampler(self, shuffle: bool) -> NamedSampler:
-        """Return the sampler that a trainer reads these datasets with."""
+        """Return the sampler with which a trainer reads these datasets."""
         return NamedSampler(self, shuffle)
 
     def __len__(self) -> int:
@@ -277,7 +291,8 @@ class NamedDatasets(Dataset[Sample]):
 class NamedSampler(Sampler[tuple[int, ...]]):
     """Samples each dataset in a separate order, repeated as necessary for the length of an epoch.
 
-    :param shuffle: whether to draw a random order for every pass; otherwise the order is sequential
+    Args:
+        shuffle: whether to draw a random order for every pass; otherwise the order is sequential
     """
 
     def __init__(self, datasets: NamedDatasets, shuffle: bool) -> None:
@@ -297,7 +312,7 @@ class NamedSampler(Sampler[tuple[int, ...]]):
 
 
 def describe_lengths(sampler: NamedSampler) -> str:
-    """Return in a line how datasets of different lengths are read in an epoch; empty if all have one length."""
+    """Return in a line how datasets of different lengths are read in an epoch; empty if all lengths are equal."""
     if len(set(sampler.datasets.sizes.values())) == 1:
         return ""
     sizes, length = sampler.datasets.sizes, len(sampler)

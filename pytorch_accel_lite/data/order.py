@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.randomness import (
     capture_generators,
     draw_seed,
@@ -49,12 +49,15 @@ Order: TypeAlias = Any
 
 
 def draw_order(sampler: SamplerLike, ranks: Ranks, seed: int | None, epoch: int, reported: int) -> Order:
-    """Return the order of an epoch from a sampler of indices or of batches of indices, the same on all ranks.
+    """Return the order of an epoch from a sampler of indices or of batches, the same on all ranks.
 
     With a seed, the order is a function of (seed, epoch); without one, it is drawn on rank 0 from torch's generator.
 
-    :param reported: the epoch that is passed to the sampler's ``set_epoch``
-    :return: an iterable or, for very many samples in random order, a ``ComputedOrder``
+    Args:
+        reported: the epoch that is passed to the sampler's ``set_epoch``
+
+    Returns:
+        an iterable or, for very many samples in random order, a ``ComputedOrder``
     """
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
@@ -101,7 +104,7 @@ def order_of_sampler(sampler: SamplerLike, seed: int, epoch: int, reported: int)
 
 
 def tell_epoch(sampler: SamplerLike, reported: int) -> None:
-    """Call ``set_epoch`` of a sampler, or of the one inside a batch sampler."""
+    """Call ``set_epoch`` of a sampler, or of the sampler inside a batch sampler."""
     inner = getattr(sampler, "sampler", sampler)
     set_epoch = getattr(sampler, "set_epoch", None) or getattr(inner, "set_epoch", None)
     if set_epoch is not None:
@@ -109,7 +112,7 @@ def tell_epoch(sampler: SamplerLike, reported: int) -> None:
 
 
 def _prepare(sampler: SamplerLike, seed: int, epoch: int, reported: int) -> int:
-    """Tell a sampler the epoch, seed the generators that it holds itself, and return the seed for the global ones."""
+    """Pass a sampler the epoch, seed the generators that it holds itself, and return the seed for the global ones."""
     tell_epoch(sampler, reported)
     seed = mix(seed, epoch)
     seed_found(find_generators([sampler]), seed)
@@ -120,7 +123,7 @@ def _prepare(sampler: SamplerLike, seed: int, epoch: int, reported: int) -> int:
 
 
 def length_error(sampler: object, size: int, count: int) -> WrongLengthError:
-    """Return the error for a sampler that does not give as many indices as its length."""
+    """Return the error for a sampler whose number of indices differs from its length."""
     return WrongLengthError(
         f"The sampler {type(sampler).__name__} gives {count} indices, but its length is {size}. Make its __len__ "
         "return the number of indices that it gives."
@@ -174,12 +177,13 @@ def _draw_pieces(sampler: Iterable[Index], seed: int, ranks: Ranks) -> Iterator[
 
 
 def of_all_processes(sampler: SamplerLike, world_size: int) -> SamplerLike:
-    """Return a sampler for all processes: a ``DistributedSampler`` would shard an order that is sharded here.
+    """Return a sampler for all processes. The order is sharded here, which a ``DistributedSampler`` would do again.
 
-    :raises ValueError: with several processes, if another sampler gives only a part of its order
+    Raises:
+        ValueError: with several processes, if another sampler gives only a part of its order
     """
     if isinstance(sampler, DistributedSampler):
-        # No sample is repeated to pad shares; what its drop_last leaves out stays out.
+        # No sample is repeated to pad shares. Samples left out by its drop_last stay out.
         size = sampler.total_size if sampler.drop_last else len(sampler.dataset)  # type: ignore[arg-type]
         sampler = copy.copy(sampler)
         sampler.num_replicas = 1
@@ -209,7 +213,7 @@ def parts_of(sampler: SamplerLike) -> int:
     return max((part for part in parts if isinstance(part, int)), default=1)
 
 
-#: An order of an epoch of which any part is known.
+#: An order of an epoch with random access.
 Divisible: TypeAlias = "torch.Tensor | range | ComputedOrder"
 
 
@@ -218,10 +222,11 @@ def indices_at(order: Divisible, bounds: Iterable[tuple[int, int]]) -> Iterator[
 
     Indices are computed or copied for many steps at once, which costs little per step for any number of samples.
 
-    :param order: a tensor, a range from 0, or a computed order
-    :param bounds: the bounds of each step, each beginning at the end of the previous one
+    Args:
+        order: a tensor, a range from 0, or a computed order
+        bounds: the bounds of each step, each beginning at the end of the previous one
     """
-    return chain.from_iterable(_blocks(order, iter(bounds)))  # which calls nothing of ours for each step
+    return chain.from_iterable(_blocks(order, iter(bounds)))  # calls none of our code in each step
 
 
 def _blocks(order: Divisible, bounds: Iterator[tuple[int, int]]) -> Iterator[Sequence[torch.Tensor]]:
@@ -243,7 +248,7 @@ _Numbers = npt.NDArray[np.uint64]
 
 
 class ComputedOrder:
-    """A pseudo-random permutation of ``range(size)`` that follows from a key and takes no memory.
+    """A pseudo-random permutation of ``range(size)`` that is computed from a key and takes no memory.
 
     Each position is encrypted to the index of a sample by a Feistel network over the fewest bits for all indices
     (Luby and Rackoff 1988, as used for shuffling by Mitchell et al. 2021, "Bandwidth-Optimal Random Shuffling for

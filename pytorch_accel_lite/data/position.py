@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.data.batches import find_batch_size, tensors_in
 from pytorch_accel_lite.data.shares import ended
@@ -49,12 +49,15 @@ def track_position(batches: Source, keeps: bool) -> PositionTracker | None:
 
 
 class PositionTracker:
-    """Keeps the state of a source after the batch used last; batches are read ahead of those that are used.
+    """Keeps the state of a source after the batch used last, while later batches are read ahead.
 
-    :param batches: a loader that is stateful, or a ``DataLoader`` over a dataset that is
-    :param keeps: whether to keep states at all, as getting and copying them takes time
-    :ivar position: the state; ``None`` if unknown
-    :ivar obstacle: why the state cannot be known; empty if it can
+    Args:
+        batches: a loader that is stateful, or a ``DataLoader`` over a dataset that is
+        keeps: whether to keep states at all, as getting and copying them takes time
+
+    Attributes:
+        position: the state; ``None`` if unknown
+        obstacle: why the state cannot be known; empty if it can
     """
 
     def __init__(self, batches: Source, keeps: bool) -> None:
@@ -112,7 +115,7 @@ class PositionTracker:
         return self._has_ended and not self._ahead
 
     def advance(self, num_batches: int = 1) -> None:
-        """Advance the position past the next batches, which are about to be used."""
+        """Advance the position past the batches that are about to be used."""
         for _ in range(num_batches):
             self.position = self._ahead.popleft()
 
@@ -134,9 +137,10 @@ def open_stream(stream: Source, state: SourceState, skip: Callable[[Iterator[Sam
 def _forget_position(stream: Source, items: Iterator[Sample]) -> Iterator[Sample]:
     """Yield the items of a stream that has returned to a position, and make it forget the position.
 
-    Hugging Face's streams would return there whenever they are read in the same epoch, for example in an evaluation.
+    Hugging Face's streams would return to it whenever they are read in the same epoch, for example in an evaluation.
 
-    :param items: the iterator of the stream, from which nothing has been read yet
+    Args:
+        items: the iterator of the stream, from which nothing has been read yet
     """
     first = list(islice(items, 1))
     for inner in streams_in(stream):
@@ -147,13 +151,13 @@ def _forget_position(stream: Source, items: Iterator[Sample]) -> Iterator[Sample
 
 
 def _skips_samples(dataset: Source) -> bool:
-    """Whether a stream, or one inside it, is of a version of Hugging Face datasets that returns to the next shard."""
+    """Whether a stream, or one inside it, is from a version of Hugging Face datasets that resumes at the next shard."""
     packages = {package_of(type(stream)) for stream in streams_in(dataset)}
     return "datasets" in packages and int(version("datasets").partition(".")[0]) < 5
 
 
 def _has_shuffle_buffer(dataset: Source) -> bool:
-    """Whether a stream, or one inside it, has a shuffle buffer of Hugging Face datasets, which its state lacks."""
+    """Whether a stream, or one inside it, has a shuffle buffer of Hugging Face datasets, which is not in its state."""
     stages: list[Any] = [getattr(stream, "_ex_iterable", None) for stream in streams_in(dataset)]
     for stage in stages:  # grows in the loop
         if type(stage).__name__ == "BufferShuffledExamplesIterable":
@@ -186,7 +190,7 @@ def last_samples(batch: BatchData, count: int) -> BatchData:
 def skip_batches(batches: Iterator[Sample], count: int, start: int, is_certain: bool) -> None:
     """Skip the first ``count`` batches; unless ``is_certain``, warn if they cannot have held ``start`` samples.
 
-    A step may count them along any dimension: the second if the first is time.
+    A step may count samples along any dimension, such as the second if the first is time.
     """
     shapes = [next((tensor.shape for tensor in tensors_in(batch)), ()) for batch in islice(batches, count)]
     if len(shapes) < count:

@@ -19,10 +19,10 @@ from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.shares import grouped
 from pytorch_accel_lite.data.sources import BatchData, Index, Sample, Source
 
-_STEPS = 256  # whose indices are copied to a device together
+_STEPS = 256  # their indices are copied to a device together
 _READING = "In reading"  # begins the note of an error
 _CPU = torch.device("cpu")
-#: The numbers of rows of tensors.
+#: Row numbers in tensors.
 Rows: TypeAlias = Sequence[int] | npt.NDArray[np.int64] | torch.Tensor
 _Copies = dict[torch.device, torch.Tensor]
 
@@ -48,9 +48,10 @@ def reads_batches(dataset: Source) -> bool:
 class InMemory(NamedTuple):
     """Data in memory.
 
-    :param tensors: tensors, which have a row for each sample
-    :param subset: the rows of a ``Subset``; ``None`` for all
-    :param arrange: makes a batch from a list of rows of each tensor
+    Args:
+        tensors: tensors, which have a row for each sample
+        subset: the rows of a ``Subset``; ``None`` for all
+        arrange: makes a batch from a list of rows of each tensor
     """
 
     tensors: Sequence[torch.Tensor]
@@ -58,13 +59,13 @@ class InMemory(NamedTuple):
     arrange: Callable[[list[torch.Tensor]], BatchData] | None = None
 
     def is_on(self, device: torch.device) -> bool:
-        """Whether all tensors are on a device, whose number may be left out."""
+        """Whether all tensors are on a device, given with or without its number."""
         exact = torch.empty(0, device=device).device
         return all(tensor.device == exact for tensor in self.tensors)
 
 
 def tensors_in_memory(dataset: Source) -> InMemory | None:
-    """Return the tensors of a ``TensorDataset``, or of a ``StackDataset`` or a ``Subset`` of such; or ``None``."""
+    """Return the tensors of a ``TensorDataset``, or of a ``StackDataset`` or ``Subset`` of them; or ``None``."""
     if type(dataset) is TensorDataset:
         return InMemory(dataset.tensors)
     if type(dataset) is StackDataset:
@@ -91,7 +92,7 @@ def _stacked(dataset: Source) -> Tree:
 
 
 def as_rows(indices: Rows, size: int) -> torch.Tensor:
-    """Return indices as ``index_select`` takes them, with negative ones, which count from the end, made positive."""
+    """Return indices for ``index_select``, with negative ones, which count from the end, made positive."""
     tensor = torch.as_tensor(indices)
     if tensor.numel() and (tensor.dtype is torch.bool or tensor.is_floating_point()):
         raise TypeError(
@@ -107,10 +108,11 @@ def read_rows(
 ) -> Iterator[BatchData]:
     """Yield the batches of data in memory; from a device, without waiting for it.
 
-    :param indices: those of each step; tensors of them hold no negative ones
-    :param size: number of samples
-    :param has_fixed_order: whether indices may be drawn before the step that reads them
-    :param pin: whether to put batches into pinned memory
+    Args:
+        indices: the indices of each step; none are negative in tensors
+        size: number of samples
+        has_fixed_order: whether indices may be drawn before the step that reads them
+        pin: whether to put batches into pinned memory
     """
     tensors, subset, arrange = memory
     rows = (step if isinstance(step, torch.Tensor) else as_rows(step, size) for step in indices)
@@ -132,7 +134,7 @@ def _copied(rows: Iterator[torch.Tensor], devices: Iterable[torch.device], num_s
     for steps in grouped(rows, num_steps):
         together = torch.cat(steps)
         if torch.cuda.is_available():
-            together = together.pin_memory()  # otherwise the copy would wait for the steps before it
+            together = together.pin_memory()  # otherwise the copy would wait for earlier steps
         sizes = [len(step) for step in steps]
         copies = {device: together.to(device, non_blocking=True).split(sizes) for device in devices}  # type: ignore[no-untyped-call]
         for number in range(len(steps)):
@@ -140,7 +142,7 @@ def _copied(rows: Iterator[torch.Tensor], devices: Iterable[torch.device], num_s
 
 
 class SampleReader(Dataset[Sample]):
-    """Reads the samples of a batch one by one, and notes in an error which of them could not be read."""
+    """Reads the samples of a batch one by one, and notes in an error which sample could not be read."""
 
     def __init__(self, dataset: Source) -> None:
         self.dataset = dataset
@@ -158,7 +160,7 @@ class SampleReader(Dataset[Sample]):
 
 
 def reader_of(dataset: Source) -> Source:
-    """Return what reads batches as a ``DataLoader`` does: the dataset itself if it reads many samples at once."""
+    """Return a reader of batches like a ``DataLoader``'s: the dataset itself if it reads many samples at once."""
     is_subset = inner_datasets(dataset) and isinstance(dataset, Subset)
     reads_many = reads_batches(dataset) if is_subset else getattr(dataset, "__getitems__", None) is not None
     return dataset if reads_many else SampleReader(dataset)
@@ -174,7 +176,7 @@ def add_sample_note(error: Exception, dataset: Source, index: Index) -> None:
 
 
 def add_missing_note(error: Exception, dataset: Source, indices: Iterable[Index] | None) -> None:
-    """Note in an error that may be due to a sample that is ``None`` which one it is; reads them once more."""
+    """Note in an error that may come from a sample that is ``None`` which sample it is; reads the samples again."""
     if not isinstance(error, (TypeError, AttributeError)) or "NoneType" not in str(error):
         return
     with suppress(Exception):

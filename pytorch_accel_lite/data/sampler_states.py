@@ -1,4 +1,4 @@
-"""Samplers whose order also depends on the epochs before: what they need to continue in a resumed run."""
+"""Samplers whose order also depends on earlier epochs: continuing them in a resumed run."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import TypeAlias
 
 from torch.utils.data import Dataset
 
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import nested_in
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.data.consistency import checksum
 from pytorch_accel_lite.data.sources import Index, SamplerLike, SourceState
 
-#: What identifies the epoch that a run has read last: its number, what ``check_order`` keeps of its order, and the
-#: state of the sampler, if it has any, before that was drawn.
+#: The identity of the epoch that a run has read last: its number, the identity of its order from ``check_order``, and
+#: the state of the sampler, if any, before drawing it.
 EpochRead: TypeAlias = dict[str, SourceState]
 
 
 def state_of_sampler(sampler: SamplerLike) -> SourceState:
-    """Return a copy of what a sampler reports as its state; ``None`` if it reports none."""
+    """Return a copy of the state that a sampler reports; ``None`` if it reports none."""
     has_state = all(callable(getattr(sampler, name, None)) for name in ("state_dict", "load_state_dict"))
     return copy.deepcopy(sampler.state_dict()) if has_state else None
 
@@ -30,11 +30,12 @@ def bring_to(
 ) -> None:
     """Bring a user's sampler to where it was when an epoch began or, with ``ends``, when its order had been drawn.
 
-    Most samplers give an order that depends on the epoch alone: a copy of it shows whether this one does, by drawing
-    that of the last epoch twice. Otherwise it gets the state that it has reported or, if that does not lead to the same
-    order, draws the orders of all epochs before once more. With ``ends``, warns if nothing leads to that order.
+    The order of most samplers depends on the epoch alone. To find out, a copy of the sampler draws the order of the
+    last epoch twice. Other samplers get the state that they have reported. If that does not lead to the same order,
+    they draw the orders of all earlier epochs again. With ``ends``, warns if nothing leads to that order.
 
-    :param draw: draws the order of an epoch from a sampler
+    Args:
+        draw: draws the order of an epoch from a sampler
     """
     last, state = read["epoch"], read.get("sampler")
     copied = _copied(sampler)
@@ -54,9 +55,10 @@ def bring_to(
 
 
 def warn_of_other_order(sampler: SamplerLike, epoch: int, is_left: bool) -> None:
-    """Warn that a sampler gives another order for an epoch than in the run that is resumed.
+    """Warn that a sampler gives another order for an epoch than in the interrupted run.
 
-    :param is_left: whether a part of that epoch is left
+    Args:
+        is_left: whether a part of that epoch is left
     """
     effect = "some samples are seen twice in it and others not at all" if is_left else "so may be those of later epochs"
     warn_outside(
@@ -69,7 +71,7 @@ def warn_of_other_order(sampler: SamplerLike, epoch: int, is_left: bool) -> None
 
 
 def _copied(sampler: SamplerLike) -> SamplerLike:
-    """Return a copy of a sampler that shares its data; ``None`` if there can be none."""
+    """Return a copy of a sampler that shares its data; ``None`` if it cannot be copied."""
     with suppress(Exception):
         data = [value for value in nested_in(sampler, lambda value: isinstance(value, Dataset)) if value is not sampler]
         data.append(getattr(sampler, "data_source", None))

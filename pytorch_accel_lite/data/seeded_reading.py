@@ -15,20 +15,20 @@ from pytorch_accel_lite.base.reachable import RandomGenerator
 from pytorch_accel_lite.data.reading import SampleReader, reads_batches
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
 
-#: The seed of a share, which is that of its first sample; the mixed seed and epoch, from which those of the others
-#: follow; the position of the first sample; the indices of the samples.
+#: The seed of a share, which is the seed of its first sample; the mix of seed and epoch, from which the seeds of other
+#: samples are derived; the position of the first sample; the indices of the samples.
 SeededShare = tuple[int, int, int, list[Index]]
-#: The generators whose draws are told apart: torch's, and those of python and numpy.
+#: The generators whose draws are distinguished: torch's, and those of Python and NumPy.
 _TORCH, _OTHERS = "torch", "others"
 _NONE: frozenset[str] = frozenset()
 _ALL = frozenset({_TORCH, _OTHERS})
-#: What tells the state of a generator, and the generator.
+#: Functions that return the state of a generator, each with the generator.
 _ASKS = [
     (vars(random), "getstate", _OTHERS),
     (vars(np.random), "get_state", _OTHERS),
     *((vars(module), name, _TORCH) for module in (torch, torch.random) for name in ("get_rng_state", "initial_seed")),
 ]
-#: Some seed, and the numbers that the generators of python and numpy draw first after it.
+#: A seed, and the first numbers that the generators of Python and NumPy draw after it.
 _KNOWN = 1
 _FIRST_DRAWN = random.Random(_KNOWN).random(), np.random.RandomState(_KNOWN).random_sample()
 
@@ -36,16 +36,17 @@ _FIRST_DRAWN = random.Random(_KNOWN).random(), np.random.RandomState(_KNOWN).ran
 class SeededReader(SampleReader):
     """Reads and collates batches with randomness that is a function of (seed, epoch, position).
 
-    Every sample is read with generators seeded from its place in the epoch's order, and collating a batch continues
-    from the last one. A dataset that reads many samples at once (``__getitems__``) gets one seed for them. So the
-    number of workers, the number of processes and interruptions do not affect what is read.
+    Every sample is read with generators seeded from its place in the epoch's order. Collating a batch continues from
+    its last sample. A dataset that reads many samples at once (``__getitems__``) gets one seed for all. So the number
+    of workers, the number of processes and interruptions do not affect what is read.
 
-    Seeding takes longer than reading many a sample. A generator from which the first batch has not drawn, nor asked for
-    its state, is only watched in those that follow: if one draws from it nonetheless, that batch is read again, and
-    from then on every sample gets its seed. Torch's generator is left as it was. Generators that the dataset and the
-    collate function hold themselves, such as those of transforms, get the seed of each sample, too.
+    Seeding takes longer than reading many a sample. If the first batch has neither drawn from a generator nor asked for
+    its state, the generator is only watched in later batches. If a batch draws from it after all, that batch is read
+    again, and from then on every sample gets its seed. Torch's generator is left as it was. Generators that the dataset
+    and the collate function hold themselves, such as those of transforms, get the seed of each sample, too.
 
-    :param collate: makes a batch of samples
+    Args:
+        collate: makes a batch of samples
     """
 
     def __init__(self, dataset: Source, collate: CollateFunction) -> None:
@@ -53,7 +54,7 @@ class SeededReader(SampleReader):
         self._collate = collate
         self._reads_batches = reads_batches(dataset)
         self._by_samples: frozenset[str] | None = None  # the generators that samples draw from, once known
-        self._by_collating = _NONE  # others, that collating draws from
+        self._by_collating = _NONE  # further ones that collating draws from
         self._held: list[RandomGenerator] | None = None  # generators of the dataset, found where it is read
         self._asks = _Asks()
 
@@ -75,7 +76,7 @@ class SeededReader(SampleReader):
             torch.default_generator.set_state(state)
 
     def forget_generators(self) -> None:
-        """Find the generators that the dataset holds once more, as it may have been given others."""
+        """Find the generators that the dataset holds again, as they may have been replaced."""
         self._held = None
 
     def _read_first(self, share: SeededShare) -> BatchData:
@@ -90,10 +91,11 @@ class SeededReader(SampleReader):
         return batch
 
     def _read(self, share: SeededShare, seeded: frozenset[str], state: torch.Tensor) -> BatchData:
-        """Return a batch, which is read again if its samples depend on other generators than were seeded.
+        """Return a batch. It is read again if its samples depend on generators that were not seeded.
 
-        :param seeded: generators that get the seed of each sample
-        :param state: that of torch's generator
+        Args:
+            seeded: generators that get the seed of each sample
+            state: the state of torch's generator
         """
         watched = _ALL - seeded
         if not watched:
@@ -110,7 +112,7 @@ class SeededReader(SampleReader):
                     watched -= self._by_collating
                     seed_generators(_last_seed(share), _TORCH in self._by_collating, _OTHERS in self._by_collating)
                 batch = self._collate(samples)
-            except Exception as raised:  # perhaps due to a number
+            except Exception as raised:  # perhaps because of a random number
                 error = raised
         drawn |= self._drawn_from(watched, state)
         if drawn:
@@ -123,7 +125,7 @@ class SeededReader(SampleReader):
         return batch
 
     def _seeding(self, share: SeededShare, generators: frozenset[str]) -> Iterator[Index]:
-        """Yield the indices of samples, setting generators, and those that the dataset holds, to the seed of each."""
+        """Yield the indices of samples, seeding the generators, also those that the dataset holds, for each."""
         _, epoch_seed, first, indices = share
         with_torch, with_others = _TORCH in generators, _OTHERS in generators
         for position, index in enumerate(indices, first):
@@ -146,7 +148,7 @@ class SeededReader(SampleReader):
 
 
 def as_collated(batch: BatchData) -> BatchData:
-    """Return what has been collated where it was read."""
+    """Return the data unchanged: they were collated when they were read."""
     return batch
 
 
@@ -156,9 +158,9 @@ def _last_seed(share: SeededShare) -> int:
 
 
 class _Asks:
-    """Notes whose states are asked for in a block.
+    """Notes generators if their states are read in a block.
 
-    Code that does so may depend on them even if it draws no number, or restore them afterwards.
+    Code that does so may depend on a generator without drawing from it, or restore it afterwards.
     """
 
     def __init__(self) -> None:
@@ -182,7 +184,7 @@ class _Asks:
 
 
 def _drawn_since(seed: int) -> frozenset[str]:
-    """Return the generators from which a number has been drawn since all were given this seed."""
+    """Return the generators from which a number has been drawn since all were seeded with this seed."""
     before: Any = np.random.RandomState(seed & 0xFFFFFFFF).get_state()
     now: Any = np.random.get_state()
     is_numpy_new = before[2:] == now[2:] and np.array_equal(before[1], now[1])

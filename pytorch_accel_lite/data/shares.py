@@ -19,9 +19,10 @@ def split(size: int, rank: int, world_size: int, min_share: int = 1, lengths: Se
 
     If they do not divide evenly, the first ranks get one more; if there are too few, the last ranks get none.
 
-    :param min_share: the minimum number of positions of a rank that gets any, unless ``size`` is smaller
-    :param lengths: lengths of the batches that consist of these positions: if there is one for each rank, it is the
-        share
+    Args:
+        min_share: the minimum number of positions of a rank, unless it gets none or ``size`` is smaller
+        lengths: lengths of the batches that these positions form: if there is one for each rank, the batches are the
+            shares
     """
     if len(lengths) == world_size and min(lengths) >= min_share:
         start = sum(lengths[:rank])
@@ -42,11 +43,12 @@ def global_batches(
 ) -> Iterator[tuple[int, int]]:
     """Yield the bounds of the samples of each step, for all ranks together, in the order of the epoch.
 
-    :param global_batch: number of samples in a full step
-    :param start: number of samples of the epoch already consumed
-    :param drop_last: whether to drop a smaller last step
-    :param min_last: if fewer than this many samples are left for the last step, the last two steps divide their samples
-        evenly; evaluation uses it to keep every rank busy in every step
+    Args:
+        global_batch: number of samples in a full step
+        start: number of samples of the epoch already consumed
+        drop_last: whether to drop a smaller last step
+        min_last: if fewer than this many samples are left for the last step, the last two steps divide their samples
+            evenly; evaluation uses it to keep every rank busy in every step
     """
     while start < num_samples:
         remaining = num_samples - start
@@ -76,7 +78,8 @@ def skip_samples(
 ) -> Iterator[T]:
     """Skip ``start`` samples and return what follows them.
 
-    :param rest_of: returns the last samples of a batch in the middle of which the skipped samples end
+    Args:
+        rest_of: returns the last samples of a batch in the middle of which the skipped samples end
     """
     position = 0
     while position < start:
@@ -109,10 +112,11 @@ def grouped(items: Iterator[T], size: int) -> Iterator[list[T]]:
 class Shares:
     """The shares of each step that this process reads.
 
-    :param total: number of shares in a step
-    :param local: numbers of the shares that this process reads
-    :param owner: what has a share
-    :param argument: the argument that has asked for their number, for messages; empty if that is the processes'
+    Args:
+        total: number of shares in a step
+        local: numbers of the shares that this process reads
+        owner: what has a share
+        argument: the argument that asks for a number of shares, for messages; empty if it is the number of processes
     """
 
     total: int
@@ -121,16 +125,16 @@ class Shares:
     argument: str = ""
 
     def divide(self, rank: int, world_size: int) -> None:
-        """Divide the shares among other processes; what has been read by the former division is of no use."""
+        """Divide the shares among other processes. Batches read by the former division are of no use."""
         self.local = range(*split(self.total, rank, world_size))
 
     def lacking(self, world_size: int) -> int:
-        """Return how many shares fewer than the process with the most of them this process reads in a step."""
+        """Return how many more shares the busiest process reads in a step."""
         return -(-self.total // world_size) - len(self.local)
 
 
 def whole_steps(shares: Iterator[Batch]) -> Iterator[Batch]:
-    """Yield a batch for each step, whose data are the batches of the shares."""
+    """Yield a batch for each step, with the batches of the shares as its data."""
     shares_of_step: list[Batch] = []
     for batch in shares:
         shares_of_step.append(batch)

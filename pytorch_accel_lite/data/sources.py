@@ -1,4 +1,4 @@
-"""Types of what users pass to be read, and of what is read."""
+"""Types of the data that users pass, and of the batches read from them."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any, Protocol, TypeAlias
 
 from pytorch_accel_lite.base.types import Tree
 
-#: A dataset, a stream or a loader: of torch, of another library or of the user, who may pass any of them.
+#: A dataset, a stream or a loader, from torch, another library or the user.
 Source: TypeAlias = Any
-#: What draws the indices of samples, or batches of them: of torch, of another library or of the user.
+#: Draws the indices of samples, or batches of them; from torch, another library or the user.
 SamplerLike: TypeAlias = Any
-#: The index of a sample in a dataset: a number, or what else a sampler of the user yields.
+#: The index of a sample in a dataset: a number, or anything that a user's sampler yields.
 Index: TypeAlias = Any
 #: A sample of a dataset: what the user's dataset returns for an index.
 Sample: TypeAlias = Any
-#: What a loader yields and a step is given: as the user's dataset and collate function make it.
+#: A batch, as the user's dataset and collate function make it: what a loader yields and a step gets.
 BatchData: TypeAlias = Tree
-#: What makes a batch of a list of samples.
+#: Makes a batch from a list of samples.
 CollateFunction: TypeAlias = Callable[[list[Sample]], BatchData]
-#: What training states keep of a source or a loader, which alone understands it: plain values, such as a position.
+#: What training states keep of a source or a loader, in plain values, such as a position. Only the source uses it.
 SourceState: TypeAlias = Any
 
 
 class IndexedData(Protocol):
-    """Data with a length and an element for each sample: a list, an array, a dataset of another library."""
+    """Data with a length and an element for each sample: a list, an array, a dataset from another library."""
 
     def __len__(self) -> int: ...
 

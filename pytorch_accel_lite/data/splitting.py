@@ -36,12 +36,15 @@ def is_list_of_samples(data: Tree, size: int) -> bool:
 def split_batch(batch: BatchData, parts: int, size: int) -> list[tuple[BatchData, int]]:
     """Split a batch as evenly as possible, and return each part with its size.
 
-    Tensors and arrays whose first dimension is that of the samples are split, and so are lists with an element for each
+    Tensors and arrays with the samples as their first dimension are split, and so are lists with an element for each
     sample, in dicts, lists, tuples and dataclasses. Anything else is repeated in every part.
 
-    :param parts: number of parts, capped at the number of samples
-    :param size: number of samples in the batch
-    :raises ValueError: if nothing in the batch has an element for each sample, or something of another type has
+    Args:
+        parts: number of parts, capped at the number of samples
+        size: number of samples in the batch
+
+    Raises:
+        ValueError: if nothing in the batch has an element for each sample, or if an object that cannot be split has
     """
     if not any(is_as_long(part, size) for part in parts_in([batch])):
         raise ValueError(
@@ -81,7 +84,8 @@ _WHAT_CAN_BE_SPLIT = "Let collate_fn return tensors, or lists, dicts or dataclas
 def check_is_shared(data: Tree, size: int) -> None:
     """Check that an object in a batch belongs to all of its samples.
 
-    :raises ValueError: if it seems to have an element for each sample, or holds something that has
+    Raises:
+        ValueError: if it, or something in it, seems to have an element for each sample
     """
     if isinstance(data, (str, bytes)):
         return
@@ -105,8 +109,9 @@ def to_cpu(
     Entries without a sample dimension, such as a mean loss, and entries that are not tensors are dropped from dicts;
     elsewhere they raise an error.
 
-    :param size: number of samples, so that a list with an element for each is kept as such
-    :param copy: copies a tensor to the CPU
+    Args:
+        size: number of samples, so that a list with an element for each is kept as such
+        copy: copies a tensor to the CPU
     """
     is_of_samples = size is not None and type(outputs) is list and is_list_of_samples(outputs, size)
     if is_of_samples or isinstance(outputs, ListOfSamples):
@@ -163,8 +168,8 @@ def concatenate(parts: Sequence[Tree]) -> Tree:
 class Concatenation:
     """Concatenates nested outputs as they come, without ever taking their memory twice.
 
-    They are collected in large chunks, each of which is freed as soon as it has been copied: an allocator gives the
-    memory of small tensors to other small ones, but not back.
+    They are collected in large chunks, and each chunk is freed as soon as it has been copied: an allocator reuses the
+    memory of small tensors for other small ones, but does not return it.
     """
 
     def __init__(self) -> None:
@@ -201,7 +206,7 @@ _BYTES_OF_A_CHUNK = 2**25
 
 
 def _are_alike(column: Sequence[Tree]) -> bool:
-    """Whether all are tensors of one type that differ in their lengths only."""
+    """Whether all are tensors of one type that differ only in their lengths."""
     first = column[0]
     return all(
         type(part) is torch.Tensor and part.dtype == first.dtype and part.shape[1:] == first.shape[1:]
@@ -210,7 +215,7 @@ def _are_alike(column: Sequence[Tree]) -> bool:
 
 
 def _concatenate_and_free(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate tensors and empty the list, from its end, so that the last ones allocated are freed first."""
+    """Concatenate tensors and empty the list from its end, so that the last one allocated is freed first."""
     if len(parts) == 1:
         return parts.pop()
     end = sum(map(len, parts))
@@ -225,7 +230,8 @@ def _concatenate_and_free(parts: list[torch.Tensor]) -> torch.Tensor:
 def reorder(outputs: Tree, order: Sequence[int]) -> Tree:
     """Return the samples of nested outputs in another order.
 
-    :param order: the positions of the samples in ``outputs``, in the new order
+    Args:
+        order: the positions of the samples in ``outputs``, in the new order
     """
     if isinstance(outputs, ListOfSamples):
         return ListOfSamples(outputs[position] for position in order)

@@ -1,4 +1,4 @@
-"""Sharded streams: those that already shard themselves by process, and those that can be divided."""
+"""Sharded streams: some shard themselves by process, others can be divided."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch.utils.data
 from torch.utils.data import IterableDataset
 
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import nested_in
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.data.consistency import PASS_OWN_SHARD
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed import Ranks
@@ -32,8 +32,9 @@ def _is_stream(value: object) -> bool:
 class SelfSharding(NamedTuple):
     """The part of the data that a stream yields.
 
-    :param shared_by: name of the mechanism that shards the data
-    :param rank: index of the part, out of ``world_size``; ``None`` if it follows from the rank of the process
+    Args:
+        shared_by: name of the mechanism that shards the data
+        rank: index of the part, out of ``world_size``; ``None`` if it is the rank of the process
     """
 
     shared_by: str
@@ -70,7 +71,8 @@ def find_self_sharding(stream: Source, ranks: Ranks) -> str:
 
     Call it on every process.
 
-    :raises ValueError: with several processes, if their parts overlap or are incomplete
+    Raises:
+        ValueError: with several processes, if their parts overlap or are incomplete
     """
     share = next(filter(None, map(_self_sharding, streams_in(stream))), None)
     if share is not None and share.rank is None and ranks.replicas > 1:
@@ -106,14 +108,14 @@ def find_self_sharding(stream: Source, ranks: Ranks) -> str:
 
 
 def can_be_divided(stream: Source) -> bool:
-    """Whether a stream is one of Hugging Face, or has a method ``shard(rank, world_size)``."""
+    """Whether a stream is from Hugging Face, or has a method ``shard(rank, world_size)``."""
     return _is_hugging_face(stream) or _has_shard_method(stream)
 
 
 def part_of(stream: Source, rank: int, world_size: int) -> Source:
-    """Return one of the parts of a stream, which together have each sample once; ``None`` if it cannot be divided.
+    """Return one of several parts of a stream that together have each sample once; ``None`` if it cannot be divided.
 
-    Hugging Face's streams are divided by their shards, and only if all parts have equally many.
+    Hugging Face's streams are divided by their shards, but only evenly.
     """
     if _has_shard_method(stream):
         return stream.shard(rank, world_size)
@@ -145,7 +147,7 @@ def division_method(stream: Source) -> str:
 
 
 def _order_of_shards(stream: Source) -> object:
-    """Return what determines the order of a Hugging Face stream's shards, which may be a seed drawn on each process."""
+    """Return what determines the order of a Hugging Face stream's shards: perhaps a seed drawn on each process."""
     shuffling = getattr(stream, "_shuffling", None)
     return getattr(stream, "num_shards", None), shuffling and str(shuffling.generator.bit_generator.state)
 

@@ -28,8 +28,8 @@ _PARTS = "parts_of_a_divided_stream"
 class StreamLoader(ReadInTurn):
     """The batches of a ``DataLoader`` that cannot be indexed: rank 0 reads all and sends them to the ranks in turn.
 
-    Thus every sample is seen once, even if the stream is random. The rest of an epoch in which each process read its
-    own part is read part by part.
+    So every sample is seen once, even if the stream is random. If each process read its own part of an epoch before an
+    interruption, the rest is read part by part.
     """
 
     def __init__(self, source: Source, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
@@ -71,7 +71,7 @@ class StreamLoader(ReadInTurn):
                 yield batch
 
     def _advance(self, num_batches: int) -> None:
-        """Advance the position past batches that this process has read, and that are about to be used."""
+        """Advance the position past batches of this process that are about to be used."""
         if self._parts:
             for _ in range(num_batches):
                 part, size = self._dealt.popleft()
@@ -80,7 +80,7 @@ class StreamLoader(ReadInTurn):
             self._tracker.advance(num_batches)
 
     def position(self) -> SourceState:
-        """Return the position in the stream, or those in its parts."""
+        """Return the position in the stream, or in each of its parts."""
         return {_PARTS: [part.part_position() for part in self._parts]} if self._parts else super().position()
 
     def move_to(self, position: SourceState) -> str:
@@ -121,14 +121,15 @@ def _is_divided(position: SourceState) -> bool:
 
 
 class _Part(StreamLoader):
-    """A part of a stream, of which a process of the interrupted run has read the beginning."""
+    """The rest of a part of a stream, after what a process of the interrupted run has read."""
 
     _compares_generators = False
 
     def move_to_part(self, number: int, position: StateDict) -> str:
         """Make the epoch continue at a position in this part; see ``move_to()``.
 
-        :param number: the number of the part
+        Args:
+            number: the number of the part
         """
         self._batches_per_step = 1
         self._reader = number
@@ -156,8 +157,8 @@ class _Part(StreamLoader):
 class DividedLoader(PreShardedLoader):
     """The batches of a stream that can be divided: each process reads a part.
 
-    An epoch that is resumed by a different number of processes, or that was not read in parts, is completed as it was
-    begun, by a ``StreamLoader``.
+    An epoch that is resumed by a different number of processes, or that was not read in parts, is completed by a
+    ``StreamLoader``, in the way it was begun.
     """
 
     has_own_position = False
@@ -190,7 +191,7 @@ class DividedLoader(PreShardedLoader):
         return self._in_step(self._samples if start else 0)
 
     def _filler(self, first: AgreedStep[BatchData]) -> BatchData:
-        """Return the last batch of a part that had ended before the epoch was resumed, or one of another part."""
+        """Return the last batch of a part that had ended before the epoch was resumed, or a batch of another part."""
         batch = next(item for item in self._ranks.all_gather_object(first.item) if item is not None)
         if self._samples and first.item is None:
             with preserving_generators():
@@ -198,7 +199,7 @@ class DividedLoader(PreShardedLoader):
         return batch
 
     def stop_workers(self) -> None:
-        """Also stop the workers of the loader that completes an epoch of other parts."""
+        """Also stop the workers of the loader that completes an epoch with other parts."""
         super().stop_workers()
         self._undivided.stop_workers()
 
@@ -210,16 +211,16 @@ class DividedLoader(PreShardedLoader):
         return {_PARTS: self._ranks.all_gather_object(local)}
 
     def epoch_read(self) -> SourceState:
-        """Return what identifies the epoch in all parts. Call it on every process."""
+        """Return the identity of the epoch in all parts. Call it on every process."""
         return {_PARTS: self._ranks.all_gather_object(super().epoch_read())}
 
     def recall(self, read: SourceState) -> None:
-        """Remember what this part has read last, if there are as many as in the resumed run."""
+        """Remember what this part has read last, if the interrupted run had equally many parts."""
         is_alike = _is_divided(read) and len(read[_PARTS]) == self._ranks.world_size
         super().recall(read[_PARTS][self._ranks.rank] if is_alike else None)
 
     def move_to(self, position: SourceState) -> str:
-        """Make the next, resumed epoch begin at the position of this part, or complete an epoch of other parts."""
+        """Make the next, resumed epoch begin at the position of this part, or complete an epoch with other parts."""
         self._completes_undivided = not _is_divided(position) or len(position[_PARTS]) != self._ranks.world_size
         if self._completes_undivided:
             return self._undivided.move_to(position)

@@ -39,7 +39,7 @@ def start_reading(batches: Iterable[T]) -> Iterator[T]:
     was_enabled = gc.isenabled()
     worker_init_fn = batches.worker_init_fn
     context = batches.multiprocessing_context
-    # While a run handles signals by an orderly end, they must not kill its workers first.
+    # If a run ends in order at a signal, the signal must not kill its workers first.
     leaves_signals = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     batches.worker_init_fn = partial(_begin, worker_init_fn, was_enabled, leaves_signals)
     if (start_method() if context is None else context.get_start_method()) == "fork":
@@ -59,8 +59,9 @@ def _begin(
 ) -> None:
     """Initialise a worker: exclude all inherited objects from garbage collection, then enable it.
 
-    :param collects: whether to enable garbage collection
-    :param leaves_signals: whether to leave signals, which launchers send to the whole group, to the parent
+    Args:
+        collects: whether to enable garbage collection
+        leaves_signals: whether to leave signals, which launchers send to the whole group, to the parent
     """
     gc.freeze()
     if collects:
@@ -130,7 +131,8 @@ class CheckedProcess(ForkProcess):
 class CheckedForkContext(ForkContext):
     """A multiprocessing context whose processes are guaranteed to start.
 
-    :param count: number of processes that will be started, of which the last waits for all
+    Args:
+        count: number of processes to start; starting the last one waits for all
     """
 
     def __init__(self, count: int) -> None:
@@ -153,8 +155,8 @@ class CheckedForkContext(ForkContext):
 
 
 def worker_init_fn(worker_id: int) -> int:
-    """Return the seed of a dataloader worker, from which all its generators have already been seeded.
+    """Return the seed of a dataloader worker. All its generators have already been seeded from it.
 
-    Kept for users of pytorch-accelerated who pass it to a ``DataLoader``; there is nothing left to do.
+    Kept for users of pytorch-accelerated who pass it to a ``DataLoader``; it has nothing left to do.
     """
     return torch.initial_seed()

@@ -1,4 +1,4 @@
-"""Trainers of one process with different settings of Accelerate, which keeps those of the first for all."""
+"""Different Accelerate settings for the trainers of one process. Accelerate itself keeps the first settings for all."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _in_effect = 0  # how many runs have their trainer's settings in effect
 
 
 def create_accelerator(create: Callable[[], Accelerator], precision: str | None) -> Accelerator:
-    """Create the accelerator of a trainer, whatever the settings of earlier trainers are.
+    """Create the accelerator of a trainer, whatever the settings of earlier trainers.
 
-    Without a precision, it shares the settings of an accelerator that the user has created before.
+    Without a precision, it shares the settings of an accelerator that the user has already created.
 
-    :param create: creates it
-    :param precision: the mixed precision asked for, if any
+    Args:
+        create: creates the accelerator
+        precision: the requested mixed precision, if any
     """
     if not _ARE_OF_PROCESS:
         return create()
@@ -43,7 +44,7 @@ def create_accelerator(create: Callable[[], Accelerator], precision: str | None)
 
 
 def find_unused_parameters(accelerator: Accelerator) -> None:
-    """Let models that an accelerator wraps from now on look for parameters on which the loss does not depend."""
+    """Let models that an accelerator wraps from now on find parameters that the loss does not depend on."""
     options = accelerator.ddp_handler or DistributedDataParallelKwargs()
     accelerator.ddp_handler = replace(options, find_unused_parameters=True)
 

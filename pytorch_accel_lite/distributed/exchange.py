@@ -1,4 +1,4 @@
-"""Exchanges of a few numbers between processes, which carry what they are for: different ones are never paired."""
+"""Exchanges of a few numbers between processes. Each carries its purpose, so that different ones are never paired."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch.distributed as dist
 from pytorch_accel_lite.distributed.messages import decode, encode
 from pytorch_accel_lite.distributed.positions import MACHINERY, describe_call
 
-#: The most numbers of a process in an exchange. Each has room for as many: gloo ends processes whose sizes differ.
+#: The most numbers of a process in an exchange. Every exchange has this size: gloo ends processes whose sizes differ.
 CAPACITY = 14
-#: What to add to the description of where this process is, such as that it has left a run.
+#: A text to add to the description of where this process is, such as that it has left a run.
 circumstances = ""
 _EXPLANATION = -1  # the purpose of exchanges in which processes tell each other where they are
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -29,28 +29,30 @@ class OtherCallError(RuntimeError):
 
 
 class ProcessLostError(RuntimeError):
-    """Another process has left the job. Says which, and why as far as it is known."""
+    """Another process has left the job. Says which one and, if known, why."""
 
 
 class ControlGroup:
     """A gloo group whose exchanges begin with a number for their purpose.
 
-    :param group: the process group
-    :param members: its processes, by their ranks in the job
+    Args:
+        group: the process group
+        members: its processes, by their ranks in the job
     """
 
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int]) -> None:
         self.group = group
         self.members = members
         self._begun = 0
-        self._explained = 0  # the exchanges begun until the last explanation
+        self._explained = 0  # number of exchanges begun before the last explanation
         self._failure = ""
 
     def begin(self, numbers: torch.Tensor, purpose: int) -> Callable[[], torch.Tensor]:
-        """Start exchanging a few numbers, and return a function that waits for those of all processes.
+        """Start exchanging a few numbers, and return a function that waits for the numbers of all processes.
 
-        :param numbers: int64, at most ``CAPACITY``, equally many on each process
-        :param purpose: what it is for, see ``find_purpose()``
+        Args:
+            numbers: int64, at most ``CAPACITY``, equally many on each process
+            purpose: the purpose, see ``find_purpose()``
         """
         sent = torch.zeros(2 + CAPACITY, dtype=torch.int64)
         sent[0] = tag = purpose * 16 + len(numbers)
@@ -69,9 +71,9 @@ class ControlGroup:
         return finish
 
     def _explain(self, number: int) -> NoReturn:
-        """Raise an error that says in which call each process is; all processes come here.
+        """Raise an error that says in which call each process is. All processes get here.
 
-        Some may notice later, as they wait for an earlier exchange, or have begun others already.
+        Some may get here later, as they wait for an earlier exchange or have already begun others.
         """
         if number > self._explained:
             while not self._all_explain():
@@ -82,7 +84,7 @@ class ControlGroup:
         of_updates = " Where a process has nothing to learn from, pass a loss of zero to update(): 0 * loss."
         raise OtherCallError(
             f"The processes are in different calls, each of which waits for the other processes:{self._failure}\n"
-            "Make the same calls in the same order on every process, also those whose results only one of them uses."
+            "Make the same calls in the same order on every process, even if only one of them uses the results."
             f"{of_updates if ': in update()' in self._failure else ''}"
         )
 
@@ -110,9 +112,9 @@ _purposes: dict[tuple[CodeType, CodeType], int] = {}
 
 
 def find_purpose() -> int:
-    """Return a number for the exchange that is being made: that of the method of ``Ranks`` and who calls it.
+    """Return a number for the current exchange, from the method of ``Ranks`` and its caller.
 
-    A user's code may call the same method in different places, for example the first process in a branch of its own.
+    A user's code may call the same method in different places, for example in a branch for the first process.
     """
     method: Any = currentframe()
     caller = method.f_back

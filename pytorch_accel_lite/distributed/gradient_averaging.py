@@ -20,9 +20,12 @@ def average_gradients(
 ) -> None:
     """Average gradients over the ranks, like ``DistributedDataParallel``. A missing gradient counts as zero.
 
-    :param update: numbers that identify the update, if ranks may be at different ones
-    :param num_parameters: the largest number of parameters that an update may have
-    :raises RuntimeError: on all ranks, if they are at different updates
+    Args:
+        update: numbers that identify the update, if ranks may be at different ones
+        num_parameters: the largest number of parameters that an update may have
+
+    Raises:
+        RuntimeError: on all ranks, if they are at different updates
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     sparse_dims = [_NO_GRADIENT if p.grad is None else local(p.grad).sparse_dim() for p in trained]
@@ -49,7 +52,7 @@ def average_gradients(
 
 
 def _as_sparse(parameter: torch.nn.Parameter, sparse_dim: int) -> torch.Tensor:
-    """Return a gradient as a sparse tensor with the number of sparse dimensions that it has on another rank."""
+    """Return a gradient as a sparse tensor with as many sparse dimensions as on another rank."""
     gradient = parameter.grad
     if gradient is None:
         indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)

@@ -1,4 +1,4 @@
-"""A thread in each process that reports where all are when none makes progress, and may end the job."""
+"""A thread in each process that reports where all processes are if none makes progress, and may end the job."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _LONGEST_INTERVAL = 5.0
-_stores: Any = dist  # whose stub does not declare the stores
+_stores: Any = dist  # its type stubs lack the stores
 
 
 class Progressed(NamedTuple):
-    """How far a process is: the number of its steps and ends of epochs, its epoch, and its step."""
+    """How far a process is: its number of steps and ends of epochs, its epoch, and its step."""
 
     events: int
     epoch: int
@@ -39,9 +39,10 @@ class Progressed(NamedTuple):
 class Position(NamedTuple):
     """Where a process is.
 
-    :param waits: whether it seems to wait for other processes
-    :param function: its innermost function, in a few words
-    :param stack: its stack, as Python prints it
+    Args:
+        waits: whether it seems to wait for other processes
+        function: its innermost function, in a few words
+        stack: its stack, as Python prints it
     """
 
     epoch: int
@@ -52,15 +53,18 @@ class Position(NamedTuple):
 
 
 class HangWatch(threading.Thread):
-    """Looks regularly whether the run makes progress.
+    """Checks regularly whether the run makes progress.
 
-    A process that has made none for half of the time keeps its position in the store. The first one that is late prints
-    a report of all of them; the store holds the number of reports so far.
+    A process without progress for half of the time keeps its position in the store. The first one to exceed the time
+    prints a report on all processes. The store holds the number of reports so far.
 
-    :param seconds: how long a run may make no progress
-    :param progress: says how far this process is; called in the thread
-    :param name: names the watch in the store of the job
-    :ivar may_end: whether a report may end the job
+    Args:
+        seconds: how long a run may make no progress
+        progress: returns how far this process is; called in the thread
+        name: names the watch in the store of the job
+
+    Attributes:
+        may_end: whether a report may end the job
     """
 
     def __init__(self, seconds: float, ranks: Ranks, progress: Callable[[], Progressed], name: str) -> None:
@@ -82,7 +86,7 @@ class HangWatch(threading.Thread):
         self._is_reported = self._is_position_stored = False
 
     def run(self) -> None:
-        """Look until the watch is stopped."""
+        """Check until the watch is stopped."""
         while not self._is_over.wait(self._interval):
             _dump_stacks_unless_called_again(self._seconds, self.may_end)
             try:
@@ -91,7 +95,7 @@ class HangWatch(threading.Thread):
                 self._store, self._is_shared = _stores.HashStore(), False
 
     def allow_ending(self) -> None:
-        """Let a report end the job from now on, and the collectives of a process that cannot end itself."""
+        """Let a report end the job from now on, and also the collectives of a process that cannot end itself."""
         if not self.may_end:
             self.may_end = True
             self._timeouts.set(2 * self._seconds + 6 * _LONGEST_INTERVAL)
@@ -99,7 +103,8 @@ class HangWatch(threading.Thread):
     def stop(self, reason: str) -> None:
         """End the watch of this process.
 
-        :param reason: for reports of the others, if they are still in the run
+        Args:
+            reason: the reason, for reports of processes that are still in the run
         """
         self._timeouts.restore()
         self._is_over.set()
@@ -121,12 +126,12 @@ class HangWatch(threading.Thread):
             self._reports = reports
             self._is_reported = True
             if self.may_end:
-                with suppress(RuntimeError):  # the process that reports may serve the store, and have ended
+                with suppress(RuntimeError):  # the reporting process may serve the store, and have ended
                     self._store.wait([f"{reports}/printed"], timedelta(seconds=4 * _LONGEST_INTERVAL))
                 end_process()
         elif waited >= self._seconds and not self._is_reported:
             self._is_reported = True
-            if self._store.add(f"{reports + 1}/opened", 1) == 1:  # no other process was first
+            if self._store.add(f"{reports + 1}/opened", 1) == 1:  # this process is the first
                 self._reports = self._store.add("reports", 1)
                 self._report()
 
@@ -166,7 +171,7 @@ class HangWatch(threading.Thread):
         if self.may_end:
             _print(f"The job ends with exit code {EXIT_CODE}.")
             self._store.set(f"{self._reports}/printed", "")
-            time.sleep(1)  # if this process serves the store: until the others have read that
+            time.sleep(1)  # this process may serve the store: lets the others read that
             end_process()
 
 
@@ -176,10 +181,11 @@ _SILENCE = "does not answer: its process has ended, or native code keeps Python 
 def describe(seconds: float, positions: dict[int, Position], silent: dict[int, str]) -> str:
     """Return a report: a line for all processes at the same position, then the stacks.
 
-    Processes that are behind, and those that do not wait for others, come first.
+    Processes that are behind, and processes that do not wait for others, come first.
 
-    :param positions: the positions of processes by rank
-    :param silent: why the others have none, by rank
+    Args:
+        positions: the positions of processes by rank
+        silent: why other processes have no position, by rank
     """
     by_position: dict[tuple[int, int, bool, str], list[int]] = defaultdict(list)
     for rank, position in sorted(positions.items()):
@@ -200,7 +206,7 @@ def _print(text: str) -> None:
 
 
 def _dump_stacks_unless_called_again(seconds: float, end: bool) -> None:
-    """Make C code print the stacks if native code holds Python's lock for so long that this thread cannot run."""
+    """Make C code print the stacks if native code holds Python's lock, so that this thread cannot run."""
     if sys.__stderr__ is not None:
-        with suppress(OSError, ValueError):  # it is no file
+        with suppress(OSError, ValueError):  # it is not a file
             faulthandler.dump_traceback_later(seconds + _LONGEST_INTERVAL, exit=end, file=sys.__stderr__)

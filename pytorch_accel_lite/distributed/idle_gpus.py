@@ -1,4 +1,4 @@
-"""Choosing GPUs that nobody uses, on a machine that several people share."""
+"""Choosing idle GPUs on a machine that several people share."""
 
 from __future__ import annotations
 
@@ -22,17 +22,22 @@ class _Gpu(NamedTuple):
 
 
 def use_idle_gpus(count: int = 1, max_used_mib: float = 500) -> list[str]:
-    """Make only idle GPUs visible to this process: those with the least memory in use, and of these the least busy.
+    """Make only idle GPUs visible to this process: those with the least memory in use and, if equal, the least busy.
 
-    Call it before anything uses a GPU, and in a single process: it sets ``CUDA_VISIBLE_DEVICES``, which its own child
-    processes inherit. Two people who call it at the same moment may choose the same GPU.
+    Call it before anything uses a GPU, and in a single process: it sets ``CUDA_VISIBLE_DEVICES``, which child processes
+    inherit. Two people who call it at the same moment may choose the same GPU.
 
-    :param count: number of GPUs
-    :param max_used_mib: memory in use, in MiB, above which a GPU is not idle
-    :return: the identifiers of the GPUs, as in ``CUDA_VISIBLE_DEVICES``. If that is set already, only GPUs in it are
+    Args:
+        count: number of GPUs
+        max_used_mib: memory in use, in MiB, above which a GPU is not idle
+
+    Returns:
+        the identifiers of the GPUs, as in ``CUDA_VISIBLE_DEVICES``. If that is already set, only its GPUs are
         considered.
-    :raises RuntimeError: if fewer GPUs are idle, with what each has in use; if it is too late to choose; in one of
-        several processes
+
+    Raises:
+        RuntimeError: if fewer GPUs are idle, with the memory in use on each; if it is too late to choose; in one of
+            several processes
     """
     check_positive_int("count", count)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

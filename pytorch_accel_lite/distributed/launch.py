@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.distributed.watch import is_about_lost_process
 
 _PR_SET_PDEATHSIG = 1
@@ -53,7 +53,7 @@ def check_launch(accelerator: Accelerator) -> None:
 
 @wraps(accelerate.notebook_launcher)
 def notebook_launcher(*args: object, **kwargs: object) -> None:
-    """Call Accelerate's ``notebook_launcher``, unless a trainer exists already, which its error does not mention."""
+    """Call Accelerate's ``notebook_launcher``, unless a trainer already exists: its own error does not mention that."""
     processes = signature(accelerate.notebook_launcher).bind_partial(*args, **kwargs).arguments.get("num_processes")
     if (processes or 1) > 1 and AcceleratorState._shared_state:
         raise ValueError(
@@ -65,7 +65,7 @@ def notebook_launcher(*args: object, **kwargs: object) -> None:
 
 
 def respect_launcher() -> None:
-    """Under torchrun, report the error that ends this process to the launcher, and exit when the launcher is killed."""
+    """Under torchrun, report the error that ends this process to the launcher, and exit if the launcher is killed."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _report_uncaught_errors()
         if sys.platform.startswith("linux"):
@@ -74,7 +74,7 @@ def respect_launcher() -> None:
 
 @cache
 def _report_uncaught_errors() -> None:
-    """Make the launcher's summary name the first error, rather than those it caused on other ranks."""
+    """Make the launcher's summary name the first error, rather than the errors it caused on other ranks."""
     show = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

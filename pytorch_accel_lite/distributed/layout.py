@@ -1,4 +1,4 @@
-"""Which processes of a job read different data, and which share every batch because they compute it together."""
+"""Which processes of a job read different data, and which compute every batch together."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Peers = tuple[int, ...]
-#: Names of the dimensions of a mesh along which the data are divided, as torch, Accelerate and transformers call them.
+#: Names of mesh dimensions that divide the data, in torch, Accelerate and transformers.
 _DATA_DIMS = {"dp", "ddp", "fsdp", "data", "replicate", "shard", "dp_replicate", "dp_shard"}
 
 
 class MeshInfo(Protocol):
-    """What torch notes of the mesh of a sharded module; the dimensions that it has not are missing."""
+    """torch's own description of the mesh of a sharded module. Dimensions that it lacks are missing."""
 
     @property
     def mesh(self) -> DeviceMesh: ...
@@ -36,11 +36,12 @@ class MeshInfo(Protocol):
 class DataRanks(Ranks):
     """The processes of a job where several share each batch, as in tensor parallelism.
 
-    Sums, gathered objects, ``rank`` and ``world_size`` are those of the processes that read different data: each batch
-    counts once. Maxima, broadcasts and barriers are those of all processes.
+    Sums, gathered objects, ``rank`` and ``world_size`` cover the processes that read different data: each batch counts
+    once. Maxima, broadcasts and barriers cover all processes.
 
-    :param everyone: all processes
-    :param peers: for each position within a group that shares batches, the processes at that position, in order
+    Args:
+        everyone: all processes
+        peers: for each position within a group that shares batches, the processes at that position, in order
     """
 
     def __init__(self, everyone: Ranks, peers: tuple[Peers, ...]) -> None:
@@ -74,13 +75,13 @@ class DataRanks(Ranks):
         self._everyone.barrier(timeout)
 
     def broadcast_to_sharers(self, value: T) -> T:
-        """Return the same value on all processes that share a batch: that of their first."""
+        """Return the same value on all processes that share a batch: the value of the first."""
         return self._sharers.broadcast_object(lambda: value)
 
     def read_identically(self, items: Iterator[T]) -> Iterator[T]:
-        """Yield the same items on all processes that share a batch: those of their first.
+        """Yield the same items on all processes that share a batch: the items of the first.
 
-        Each reads its own items, so that their positions stay in step. If one fails, all raise an error.
+        Each also reads its own items, so that positions stay in step. If one fails, all raise an error.
         """
 
         def read() -> list[T]:
@@ -93,7 +94,7 @@ class DataRanks(Ranks):
 
 @cache
 def _group_of_rank(job: dist.ProcessGroup, groups: tuple[Peers, ...], backend: str | None) -> dist.ProcessGroup:
-    """Return the one of several disjoint groups that has this process. Created once, as torch never frees groups."""
+    """Return this process's group among several disjoint ones. Created once, as torch never frees groups."""
     timeout = chosen_timeout(job)
     created: list[tuple[Peers, Any]] = [(ranks, dist.new_group(list(ranks), timeout, backend)) for ranks in groups]
     own: dist.ProcessGroup = next(group for ranks, group in created if dist.get_rank() in ranks)
@@ -106,12 +107,13 @@ def find_data_ranks(model: nn.Module, everyone: Ranks) -> Ranks:
     ``fully_shard`` divides the data over its mesh. Processes along other dimensions of the weights' meshes, as in
     tensor parallelism, share their batches.
 
-    :raises ValueError: if the weights are sharded over some of the processes and nothing connects these to the others
+    Raises:
+        ValueError: if the weights are sharded over some processes and nothing connects these to the others
     """
     if everyone.world_size == 1:
         return everyone
     meshes = list({mesh: None for p in model.parameters() if (mesh := getattr(p, "device_mesh", None)) is not None})
-    if not meshes:  # Accelerate has yet to shard it
+    if not meshes:  # Accelerate has not sharded it yet
         return everyone
     fsdp_peers = _largest(_fsdp_peers(model))
     gathered = everyone.all_gather_object((fsdp_peers, max(map(_model_peers, meshes), key=len)))
@@ -135,7 +137,7 @@ def find_data_ranks(model: nn.Module, everyone: Ranks) -> Ranks:
 def covers(parameter: nn.Parameter, ranks: Ranks) -> bool:
     """Whether the mesh of a parameter has all processes that read different data, so that torch averages its gradients.
 
-    The gradients of other parameters must be averaged over these processes here.
+    The gradients of other parameters must be averaged here.
     """
     mesh = getattr(parameter, "device_mesh", None)
     return mesh is not None and {*ranks.members} <= {*mesh.mesh.flatten().tolist()}
@@ -146,7 +148,7 @@ def _largest(peers: Iterable[Peers]) -> Peers | None:
 
 
 def _along(mesh: DeviceMesh, dims: Iterable[int]) -> Peers:
-    """Return the processes of a mesh that differ from this one only along some of its dimensions, in order."""
+    """Return the processes of a mesh that differ from this process only along some dimensions, in order."""
     coordinate = mesh.get_coordinate() or ()
     along = {*dims}
     index = tuple(slice(None) if dim in along else position for dim, position in enumerate(coordinate))
@@ -154,13 +156,13 @@ def _along(mesh: DeviceMesh, dims: Iterable[int]) -> Peers:
 
 
 def _model_peers(mesh: DeviceMesh) -> Peers:
-    """Return the processes with which this one shares batches, by the dimensions of a mesh without ``fully_shard``."""
+    """Return the processes with which this process shares batches, from the mesh dimensions without ``fully_shard``."""
     names = mesh.mesh_dim_names or [""] * mesh.ndim
     return _along(mesh, [dim for dim, name in enumerate(names) if name not in _DATA_DIMS])
 
 
 def _fsdp_peers(model: nn.Module) -> Iterator[Peers]:
-    """Yield the processes over which ``fully_shard`` averages gradients, for each module that it has sharded."""
+    """Yield, for each module sharded by ``fully_shard``, the processes over which gradients are averaged."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -169,9 +171,9 @@ def _fsdp_peers(model: nn.Module) -> Iterator[Peers]:
 
 
 def mesh_infos(module: FSDPModule) -> list[MeshInfo]:
-    """Return the meshes of a module that ``fully_shard`` has sharded, with the dimensions that it uses.
+    """Return the meshes of a module sharded by ``fully_shard``, with the dimensions in use.
 
-    torch has no public name for them. Up to version 2.11, a module has one at most.
+    torch has no public name for them. Up to version 2.11, a module has at most one.
     """
     state = module._get_fsdp_state()  # noqa: SLF001
     groups = getattr(state, "_fsdp_param_groups", None)

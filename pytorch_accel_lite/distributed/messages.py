@@ -12,16 +12,17 @@ import torch
 
 #: Unpickling a sparse tensor puts it on a list of torch's, which keeps it until it is validated, privately.
 _release_sparse_tensors: Callable[[], None] = getattr(torch._utils, "_validate_loaded_sparse_tensors", lambda: None)  # noqa: SLF001
-#: What stands for a tensor in what is pickled: the offset of its bytes, its type and its shape.
+#: Stands for a tensor in the pickled part: the offset of its bytes, its type and its shape.
 _TensorKey: TypeAlias = tuple[int, torch.dtype, tuple[int, ...]]
 _ALIGNMENT = 64  # bytes
-_HEADER = 8  # bytes at the front of a message, for the number of bytes that are pickled
+_HEADER = 8  # bytes at the front of a message, for the size of the pickled part
 
 
 class Message(pickle.Pickler):
     """An object that can be encoded as bytes. Only the elements of a view are encoded, not its entire storage.
 
-    :ivar size: number of bytes
+    Attributes:
+        size: number of bytes
     """
 
     def __init__(self, value: object) -> None:
@@ -34,7 +35,7 @@ class Message(pickle.Pickler):
         self.size = self._first + self._size_of_tensors
 
     def persistent_id(self, obj: object) -> _TensorKey | None:
-        """Return the offset, type and shape of a tensor that is left out of what is pickled."""
+        """Return the offset, type and shape of a tensor, which is left out of the pickled part."""
         if type(obj) is not torch.Tensor or obj.device.type != "cpu" or obj.requires_grad:
             return None
         if obj.layout is not torch.strided or obj.is_nested or obj.is_quantized:

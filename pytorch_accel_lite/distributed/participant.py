@@ -1,4 +1,4 @@
-"""What the processes of a job ask of a trainer."""
+"""A trainer, as the code for the processes of a job sees it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Position(Protocol):
 
 
 class Participant(Protocol):
-    """A trainer, as one of those that are open in each process of a job."""
+    """An open trainer in a process of a job."""
 
     accelerator: Accelerator
 

@@ -1,4 +1,4 @@
-"""Where a thread is, as seen from its stack: in which call of the user's code, and whether it waits for others."""
+"""Where a thread is, from its stack: in which call of the user's code, and whether it waits for other processes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import traceback
 from collections.abc import Sequence
 from types import FrameType
 
-from pytorch_accel_lite.base.environment import LIBRARIES
+from pytorch_accel_lite.base.origins import LIBRARIES
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d")
 _EXCHANGE = _HERE + "exchange.py"
-#: Files whose functions carry out a collective that others ask for. Extensions may add theirs.
+#: Files with functions that carry out collectives for others. Extensions may add theirs.
 MACHINERY = {_EXCHANGE, _HERE + "ranks.py", _HERE + "layout.py"}
 _AT_THE_END = _HERE + "shutdown.py"
-_WRAPPERS = os.path.join(_PACKAGE, "run", "unknown_names.py")  # around methods whose arguments it checks
-_METHODS = os.path.join(_PACKAGE, "loop", "collectives.py")  # with which users communicate
+_WRAPPERS = os.path.join(_PACKAGE, "run", "unknown_names.py")  # wraps methods to check their arguments
+_METHODS = os.path.join(_PACKAGE, "loop", "collectives.py")  # methods with which users communicate
 
 Stack = Sequence[traceback.FrameSummary]
 
@@ -44,7 +44,7 @@ def innermost_function(stack: Stack) -> str:
 
 
 def describe_call(stack: Stack) -> str:
-    """Return the call of the user's code in which a thread is, with the line, and what it does there.
+    """Return the call in the user's code in which a thread is, with the line, and what it does there.
 
     For example ``in evaluate(), called by on_train_step_end of train.py:12 (check_same_call of arguments.py:3)``.
     """
@@ -71,26 +71,26 @@ def is_waiting(thread: int) -> bool:
 
 
 def is_own_collective(stack: Stack) -> bool:
-    """Whether a thread that waits for other processes does so because the user's code asked for just that."""
+    """Whether a thread waits for other processes because the user's code itself called a collective."""
     users = [index for index, frame in enumerate(stack) if not is_library(frame)]
     following = [frame.filename for frame in stack[users[-1] + 1 :]] if users else []
     return _METHODS in following or not any(name.startswith(_PACKAGE) for name in following)
 
 
 def kind_of_wait(stack: Stack) -> str:
-    """Return the kind of collective in which a thread waits: two of unlike kinds are never the same."""
+    """Return the kind of collective in which a thread waits. Collectives of different kinds never match."""
     if is_in_exchange(stack):
         return "exchange"
     return "backward" if _is_in_backward(stack) else stack[-1].name
 
 
 def is_in_exchange(stack: Stack) -> bool:
-    """Whether a thread waits in an exchange: it gets an error if the connection to another process ends."""
+    """Whether a thread waits in an exchange, which raises an error if the connection to another process ends."""
     return any(frame.filename == _EXCHANGE for frame in stack)
 
 
 def signature(frame: FrameType | None) -> tuple[tuple[tuple[int, int], ...], bool]:
-    """Return what identifies the place of a thread while it stays there, and whether it waits for other processes."""
+    """Return an identity of the place of a thread, and whether it waits for other processes."""
     places = []
     waits = False
     while frame is not None:
@@ -106,7 +106,7 @@ def named(frame: traceback.FrameSummary) -> str:
 
 
 def is_library(frame: traceback.FrameSummary) -> bool:
-    """Whether a frame is of this package or an installed one, rather than of the user's code."""
+    """Whether a frame belongs to this package or an installed one, rather than to the user's code."""
     name = frame.filename
     return name.startswith((_PACKAGE, "<")) or os.path.realpath(name).startswith(LIBRARIES)
 

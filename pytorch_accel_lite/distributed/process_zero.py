@@ -1,4 +1,4 @@
-"""Functions that only one process of a machine or of a job runs, or one before the others."""
+"""Decorators for functions that only one process of a machine or a job runs, or that one runs before the others."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
-#: What a function has returned on a rank, if it has, and its error.
+#: The result of a function on a rank, if any, and its error.
 _Outcome: TypeAlias = tuple[Any, Exception | None]
 
 
@@ -29,7 +29,8 @@ _Outcome: TypeAlias = tuple[Any, Exception | None]
 def _job_group(job: dist.ProcessGroup, purpose: str) -> ControlGroup:
     """Return a gloo group shared by all trainers of a job: torch never frees the threads and files of a group.
 
-    :param job: the default process group of the job
+    Args:
+        job: the default process group of the job
     """
     group: Any = dist.new_group(backend="gloo", timeout=chosen_timeout(job))
     return ControlGroup(group, range(dist.get_world_size()))
@@ -53,8 +54,8 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 def chosen_timeout(job: dist.ProcessGroup) -> timedelta | None:
     """Return the timeout that the user chose for the default process group of a job, for the groups created here.
 
-    ``None`` stands for torch's default, which depends on the backend: that of NCCL is too short for a group whose
-    processes wait for files.
+    ``None`` stands for torch's default, which depends on the backend. NCCL's is too short for a group that waits for
+    files.
     """
     constants: Any = dist.distributed_c10d
     timeout = timeout_of(job)
@@ -67,16 +68,19 @@ class Ranks:
     Several processes communicate through a separate gloo group, so that nothing here waits for a device or interferes
     with the collectives of the model. Creating an instance is a collective operation: all ranks must do it.
 
-    :param purpose: name of the group; threads that communicate at the same time need different ones
-    :ivar rank: the rank of this process in the job, from 0
-    :ivar world_size: the number of processes in the job
-    :ivar members: the processes that read different data, by their ranks in the job
-    :ivar device_group: the process group of those for tensors on a device; ``None`` for that of the job
-    :ivar replicas: number of processes that share each batch, as in tensor parallelism
-    :ivar is_first_sharer: whether this process is the first of those with which it shares batches
-    :ivar generation: how often the processes of a job that outlives them have changed, from 1; 0 in others
-    :ivar allows_threads: whether a thread may communicate while the main one does
-    :ivar is_watched: whether each process looks after those for which it waits
+    Args:
+        purpose: name of the group; threads that communicate at the same time need different ones
+
+    Attributes:
+        rank: the rank of this process in the job, from 0
+        world_size: the number of processes in the job
+        members: the processes that read different data, by their ranks in the job
+        device_group: their process group for tensors on a device; ``None`` for the group of the job
+        replicas: number of processes that share each batch, as in tensor parallelism
+        is_first_sharer: whether this process is the first of the processes that share its batches
+        generation: how often the processes of a job that outlives them have changed, from 1; 0 in other jobs
+        allows_threads: whether a thread may communicate at the same time as the main thread
+        is_watched: whether each process monitors the processes for which it waits
     """
 
     replicas = 1
@@ -99,12 +103,12 @@ class Ranks:
 
     @property
     def everyone(self) -> Ranks:
-        """All processes of the job, also those that share batches with these."""
+        """All processes of the job, including those that share batches."""
         return self
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is a single process, and will not be others."""
+        """Whether there is a single process, and will always be."""
         return self.world_size == 1
 
     @property
@@ -112,7 +116,7 @@ class Ranks:
         return self._control.group
 
     def within(self, members: Sequence[int], group: dist.ProcessGroup) -> Ranks:
-        """Return a subset of these processes that includes this one and communicates through a group of its own."""
+        """Return a subset of these processes, including this one, with its own group for communication."""
         part = copy.copy(self)
         part.members = members
         part.rank = members.index(self.rank)
@@ -148,7 +152,7 @@ class Ranks:
         return reduced
 
     def begin_gathering(self, numbers: Sequence[int]) -> Callable[[], list[list[int]]]:
-        """Start gathering integers, a few and equally many from each rank; return a function that waits for them."""
+        """Start gathering a few integers, equally many from each rank; return a function that waits for them."""
         if self.world_size == 1:
             return lambda: [list(numbers)]
         finish = self._control.begin(torch.tensor(numbers, dtype=torch.int64), find_purpose())
@@ -162,8 +166,9 @@ class Ranks:
 
         A collective operation, which is completed even if nobody waits for it.
 
-        :param pieces: on rank 0, the bytes for each rank, all of the same length; ``None`` on the others
-        :param size: that length
+        Args:
+            pieces: on rank 0, the bytes for each rank, all of the same length; ``None`` on the others
+            size: the length
         """
         piece = torch.empty(size, dtype=torch.uint8) if pieces is None else pieces[0]
         sent = None if pieces is None else list(pieces)
@@ -189,11 +194,11 @@ class Ranks:
                 _broadcast_in_place(self.members[0], tensor.detach(), self.device_group)
 
     def all_gather_object(self, value: T, only_first: bool = False) -> list[T]:
-        """Return the values of all ranks, in rank order; on ranks other than the first, none if ``only_first``."""
+        """Return the values of all ranks, in rank order; with ``only_first``, only on the first rank."""
         return [value] if self.world_size == 1 else self._gather(value, encode(value), only_first)
 
     def _gather(self, value: T, encoded: torch.Tensor, only_first: bool = False) -> list[T]:
-        """Return the values of all ranks: this rank's value itself, and those of the others decoded.
+        """Return the values of all ranks: this rank's value itself, and decoded copies of the others.
 
         Each rank broadcasts its value: gloo's ``all_gather`` takes three times as long for large values of two ranks.
         """
@@ -225,7 +230,8 @@ class Ranks:
         If it fails on one rank, or its result cannot be pickled there, that rank raises its error, and the others raise
         one that quotes it, so no rank waits for one that has failed.
 
-        :param only_first: whether to run it on rank 0 only
+        Args:
+            only_first: whether to run it on rank 0 only
         """
         if self.world_size == 1:
             return [action()]
@@ -250,23 +256,25 @@ class Ranks:
         return self.run_together(make, only_first=True)[0]
 
     def repeatable(self, action: Callable[[], T], keep: Callable[[], Callable[[], object]] | None = None) -> T:
-        """Return the result of an action of all processes, in which each has a part that the others lack.
+        """Return the result of an action in which each process has its own part.
 
-        In a job that outlives its processes (see ``use_ranks()``), those that are left do it again if one is lost
-        meanwhile. Here, it is done once.
+        In a job that outlives its processes (see ``use_ranks()``), the remaining processes repeat the action if one is
+        lost meanwhile. Here, it is done once.
 
-        :param keep: called before the action, if that may be repeated; what it returns undoes an attempt
+        Args:
+            keep: called before an action that may be repeated; the function it returns undoes an attempt
         """
         return action()
 
     def state_to_join(self) -> str | None:
-        """Return the training state from which this process joins a run that others have begun, if it comes later."""
+        """Return the training state from which this process joins a run already begun by others, if it does."""
         return None
 
     def barrier(self, timeout: timedelta | None = None) -> None:
         """Wait until every rank has reached this point.
 
-        :param timeout: raise a ``RuntimeError`` after this time; also applies to all later collectives
+        Args:
+            timeout: raise a ``RuntimeError`` after this time; also applies to all later collectives
         """
         if self.world_size > 1:
             if timeout is not None:
@@ -294,16 +302,17 @@ _kind: type[Ranks] = Ranks
 
 
 def use_ranks(kind: type[Ranks]) -> None:
-    """Let the trainers that this program creates have processes of another kind, such as those of a job that changes.
+    """Let the trainers of this program use another kind of ``Ranks``, such as for a job with changing processes.
 
-    :param kind: a subclass, called with the same arguments
+    Args:
+        kind: a subclass, called with the same arguments
     """
     global _kind
     _kind = kind
 
 
 def find_ranks(accelerator: Accelerator, purpose: str = "control") -> Ranks:
-    """Return the processes of the job, of the kind that the program uses. All ranks must call it."""
+    """Return the processes of the job, as the kind of ``Ranks`` that the program uses. All ranks must call it."""
     return _kind(accelerator, purpose)
 
 
@@ -318,7 +327,8 @@ def connect(name: str) -> Store | None:
     It has a separate connection to the store of the default process group, whose own connection cannot be shared: a
     collective that waits on it would block every other user.
 
-    :param name: prefix of all keys, the same on every process, and different from those of earlier stores
+    Args:
+        name: prefix of all keys, the same on every process, and different from those of earlier stores
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -327,7 +337,7 @@ def connect(name: str) -> Store | None:
         store = store.underlying_store
     if isinstance(store, _stores.TCPStore):
         store = _stores.TCPStore(store.host, store.port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
-    elif not isinstance(store, _stores.FileStore):  # which has no connection
+    elif not isinstance(store, _stores.FileStore):  # it has no connection
         return None
     named: Store = _stores.PrefixStore(name, store)
     return named

@@ -17,7 +17,7 @@ from pytorch_accel_lite.distributed.participant import Participant
 from pytorch_accel_lite.distributed.ranks import Ranks
 
 _open: weakref.WeakSet[Participant] = weakref.WeakSet()
-_job: list[tuple[Accelerator, Ranks]] = []  # ends the job, even if its trainers were dropped without being closed
+_job: list[tuple[Accelerator, Ranks]] = []  # to end the job even if its trainers were dropped without being closed
 _last_run_failed = False  # even if the program has caught the error
 _EXIT_TIMEOUT = timedelta(seconds=30)
 
@@ -42,7 +42,7 @@ def unregister(trainer: Participant) -> bool:
 
 
 def record_end(failed: bool) -> None:
-    """Remember whether the last run of this process ended with an error: other processes may still be in theirs."""
+    """Remember whether the last run of this process ended with an error: other processes may still be in a run."""
     global _last_run_failed
     _last_run_failed = failed
 
@@ -63,7 +63,7 @@ def _leave_job() -> None:
         trainer.close()
     if not _job:
         return
-    gc.collect()  # remains of DistributedDataParallel must be freed before its process group
+    gc.collect()  # frees remains of DistributedDataParallel before its process group
     accelerator, ranks = _job.pop()
     failed = _last_run_failed or hasattr(sys, "last_type")  # set once the interpreter has printed an uncaught error
     if dist.is_available() and dist.is_initialized():

@@ -1,4 +1,4 @@
-"""A thread in each process of a job that says where all are if one waits for the others, and ends what cannot go on."""
+"""A thread in each process of a job that reports where all are if one waits for others, and ends a stuck job."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 #: Exit code of a program ended by a watch: EX_TEMPFAIL of sysexits.h, a failure after which one may try again.
 EXIT_CODE = 75
-_SECONDS = 40.0  # of waiting until the first report
+_SECONDS = 40.0  # of waiting before the first report
 _LONGEST_INTERVAL = 4.0
-_MOST_BYTES = 1 << 20  # that a process which only waits reads and writes between two looks
-_MOST_CPU = 0.2  # the share of the time in which its thread computes
-_PATIENCE = 5.0  # seconds in which a process that has lost another may learn why
+_MOST_BYTES = 1 << 20  # read and written by a waiting process between two checks
+_MOST_CPU = 0.2  # share of the time in which its thread computes
+_PATIENCE = 5.0  # seconds for a process that has lost another to learn why
 _HINT = (
     " Those in the backward pass wait for gradients that another process does not have: of a step in which it skips "
     "its backward pass, or of parameters that its loss does not depend on."
@@ -45,12 +45,13 @@ _LOST = re.compile(r"gloo.*((closed|reset) by peer|Broken pipe)|remote process e
 class _Place(NamedTuple):
     """Where a process is.
 
-    :param call: the call in which it is, and the line
-    :param waited: for how many seconds it has waited for others without doing anything else
-    :param kind: the kind of collective in which it waits, if any
-    :param is_own: whether the user's code asked for that collective itself
-    :param runs: the numbers of the runs in which it is
-    :param begun: the number of the latest run that it has begun
+    Args:
+        call: the call that it is in, and the line
+        waited: for how many seconds it has waited for others without doing anything else
+        kind: the kind of collective that it waits in, if any
+        is_own: whether the user's code itself called that collective
+        runs: the numbers of the runs that it is in
+        begun: the number of the latest run that it has begun
     """
 
     call: str
@@ -62,14 +63,15 @@ class _Place(NamedTuple):
 
 
 class Watch(threading.Thread):
-    """Looks regularly whether this process waits for others, and where it is if another asks.
+    """Checks regularly whether this process waits for others, and reports where it is if another asks.
 
     Uses no collectives, and nothing of a step. A process that has waited long enough asks the others for their places
     through the store of the job, and prints a report.
 
-    :param processes: the host, the namespace of process ids and the process id of each rank
-    :param store: texts by key that all processes share, if any
-    :param seconds: how long to wait before the first report; the following ones come after twice the time each
+    Args:
+        processes: the host, the namespace of process ids and the process id of each rank
+        store: texts by key that all processes share, if any
+        seconds: how long to wait before the first report; the time doubles for each further one
     """
 
     def __init__(self, rank: int, processes: list[tuple[str, str, int]], store: Store | None, seconds: float) -> None:
@@ -77,7 +79,7 @@ class Watch(threading.Thread):
         self.begun = 0
         self._rank = rank
         self._processes = processes
-        self._store: Any = store  # none, where the others cannot be asked
+        self._store: Any = store  # None if the others cannot be asked
         self._seconds = seconds
         self._interval = min(seconds / 10, _LONGEST_INTERVAL)
         self._is_over = threading.Event()
@@ -98,7 +100,7 @@ class Watch(threading.Thread):
         self._watched_native = threading.get_native_id()
 
     def enter(self, number: int, trainer: Participant) -> None:
-        """Note that a run begins, whose number is the same on all processes."""
+        """Note that a run begins. Its number is the same on all processes."""
         self.begun = number
         self._has_left = False
         exchange.circumstances = ""
@@ -108,7 +110,7 @@ class Watch(threading.Thread):
     def leave(self, number: int, failed: bool = False, reason: str = "") -> None:
         """Note that a run has ended in this process; with a reason for the others if it failed here first."""
         self._runs = [run for run in self._runs if run[0] != number]
-        if self._runs:  # those around it go on, or have their turn
+        if self._runs:  # outer runs continue
             return
         self._has_left = failed
         if reason:
@@ -116,7 +118,7 @@ class Watch(threading.Thread):
             self.note(reason)
 
     def note(self, reason: str) -> None:
-        """Leave a note for processes that lose the connection to this one, or wait for it."""
+        """Leave a note for processes that lose the connection to this process, or wait for it."""
         if self._store is not None:
             with suppress(RuntimeError):  # the process that serves the store has ended
                 self._store.set(f"left/{self._rank}", json.dumps([self.begun, reason]))
@@ -130,13 +132,13 @@ class Watch(threading.Thread):
         return run, reason
 
     def run(self) -> None:
-        """Look until the watch is stopped."""
+        """Check until the watch is stopped."""
         while not self._is_over.wait(self._interval):
-            with suppress(Exception):  # such as of a store whose process has ended, or of a thread that has
+            with suppress(Exception):  # for example, if the process of the store or the watched thread has ended
                 self._look()
 
     def stop(self) -> None:
-        """End the thread before the interpreter does: it must not be in C++ code then."""
+        """End the thread before the interpreter ends: it must not be in C++ code then."""
         self._is_over.set()
         self.join(4 * _LONGEST_INTERVAL)
 
@@ -155,13 +157,13 @@ class Watch(threading.Thread):
             if is_due:
                 self._report(waited, {self._rank: self._place(waited)})
             return
-        if (self._has_left and not waited) or not self._can_ask():  # where a store has ended, torch complains
+        if (self._has_left and not waited) or not self._can_ask():  # torch prints errors if the store has ended
             return
         self._obey()
         asked = self._store.add("asked", 0)
         if asked > self._answered:
             self._answer(asked, waited)
-        elif is_due and self._store.add(f"{asked + 1}/opened", 1) == 1:  # no other process was first
+        elif is_due and self._store.add(f"{asked + 1}/opened", 1) == 1:  # this process is the first
             self._answer(self._store.add("asked", 1), waited)
             self._report(waited, self._ask(self._answered))
 
@@ -170,7 +172,7 @@ class Watch(threading.Thread):
         return self._store is not None and not (self._rank and self._is_served_by_first and self._has_ended(0))
 
     def _find_waited(self) -> float:
-        """Return for how long the watched thread has been waiting at the same place, without computing or copying."""
+        """Return how long the watched thread has waited at the same place, without computing or copying."""
         places, waits = positions.signature(sys._current_frames().get(self._watched))
         now = time.monotonic()
         if not waits:
@@ -222,12 +224,12 @@ class Watch(threading.Thread):
             return
         _print("\n".join([*lines, f"{verdict} The job ends with exit code {EXIT_CODE}."]))
         waiting = {rank: place.kind for rank, place in places.items() if place.waited}
-        # One that waits in an exchange gets an error once the connection to another process is closed.
+        # A process that waits in an exchange gets an error once the connection to another one is closed.
         ending = [rank for rank, kind in waiting.items() if kind != "exchange"] or [*waiting]
         self._verdict = "\n".join([verdict, *lines[1:]])
         self._store.set(f"{self._answered}/end", json.dumps([ending, self._verdict]))
         if self._rank in ending:
-            self._is_over.wait(self._interval + 1)  # until the others have read that
+            self._is_over.wait(self._interval + 1)  # lets the others read that
             end()
 
     def _silence(self, rank: int) -> str:
@@ -241,14 +243,14 @@ class Watch(threading.Thread):
         return "which does not answer: native code keeps Python from running, or its process or machine is lost"
 
     def _find_verdict(self, places: dict[int, _Place]) -> str:
-        """Return why the processes certainly cannot go on, or an empty text if they may."""
+        """Return why the processes certainly cannot go on; empty if they may."""
         waiting = {rank: place for rank, place in places.items() if place.waited >= self._seconds / 2}
         for rank, place in waiting.items():
             if not place.runs or place.is_own:
                 continue
             ranks = range(len(self._processes))
             left = [other for other in ranks if self._has_left_run(other, places.get(other), place.runs[-1])]
-            if left and all(other in left or other in waiting for other in ranks):  # none is still on its way
+            if left and all(other in left or other in waiting for other in ranks):  # all others have left or wait
                 return f"Rank {_listed(left)} has left the run in which rank {rank} waits for it."
         kinds = {place.kind for place in waiting.values()}
         if len(waiting) < len(self._processes) or len(kinds) == 1:
@@ -283,14 +285,14 @@ class Watch(threading.Thread):
         return state in "ZX"
 
     def find_loss(self) -> str:
-        """Return which other processes are lost, and why, as far as that can be found out."""
+        """Return which other processes are lost and, as far as possible, why."""
         others = [rank for rank in range(len(self._processes)) if rank != self._rank]
         run = self._runs[-1][0] if self._runs else self.begun
         deadline = time.monotonic() + _PATIENCE
         while True:
             is_late = time.monotonic() > deadline
             ended = [rank for rank in others if self._has_ended(rank)]
-            time.sleep(0.05)  # what it has noted last is on its way
+            time.sleep(0.05)  # its last note may still be on its way
             if self._verdict:
                 return self._verdict
             with suppress(RuntimeError):  # the process that serves the store has ended
@@ -325,7 +327,7 @@ def end() -> None:
 
 
 def _cpu_seconds(thread: int) -> float:
-    """Return the time that a thread has computed, where the system tells."""
+    """Return the CPU time of a thread, if the system reports it."""
     try:
         fields = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -334,7 +336,7 @@ def _cpu_seconds(thread: int) -> float:
 
 
 def _bytes_transferred() -> int:
-    """Return how much this process has read and written, where the system tells."""
+    """Return how much this process has read and written, if the system reports it."""
     try:
         return sum(map(int, re.findall(r"char: (\d+)", Path("/proc/self/io").read_text())))
     except OSError:
@@ -375,7 +377,7 @@ def _chosen_seconds() -> float:
 
 
 def stop(reason: str = "") -> None:
-    """Stop the watch of this process; with a reason for processes that still wait for it."""
+    """Stop the watch of this process; the reason is for processes that still wait for it."""
     global _watch, _job
     if _watch is not None:
         if reason:
@@ -387,7 +389,7 @@ def stop(reason: str = "") -> None:
 
 @contextmanager
 def watching(trainer: Participant) -> Iterator[None]:
-    """Watch a run in a block; call it on every process. An error about the loss of another process says which."""
+    """Watch a run in a block; call it on every process. An error about a lost connection names the other process."""
     watch = _watch if trainer.ranks.world_size > 1 else None
     if watch is None:
         yield
@@ -409,9 +411,10 @@ def watching(trainer: Participant) -> Iterator[None]:
 
 @contextmanager
 def naming(ranks: Ranks, call: str = "") -> Iterator[None]:
-    """Replace an error about the connection to another process, in a block, by one that says which it is, and why.
+    """In a block, replace an error about a lost connection by one that names the other process and the reason.
 
-    :param call: a call of the user, to be named if the others do not take part in it until the time limit of the group
+    Args:
+        call: a call of the user, named if the others do not take part in it within the group's time limit
     """
     try:
         yield
@@ -435,7 +438,7 @@ def naming(ranks: Ranks, call: str = "") -> Iterator[None]:
 
 
 def is_about_lost_process(error: BaseException) -> bool:
-    """Whether an error of torch's is about the connection to another process: it has failed, or was killed."""
+    """Whether an error of torch's is about the connection to another process, which has failed or was killed."""
     return isinstance(error, ProcessLostError) or bool(_LOST.search(str(error)))
 
 

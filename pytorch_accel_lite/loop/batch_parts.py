@@ -1,4 +1,4 @@
-"""Batches in parts, for those that do not fit into memory: splitting them, and merging what a step returns for each."""
+"""Splitting batches that do not fit into memory, and merging the outputs of their parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pytorch_accel_lite.run.window import Count
 
 
 def split_into_parts(batch: Batch, parts: int) -> list[Batch]:
-    """Split a batch into parts that together count in the window as the full batch does."""
+    """Split a batch into parts that together weigh as much in the window as the full batch."""
     if parts <= 1 or batch.is_filler:
         return [batch]
     begin = 0
@@ -62,7 +62,7 @@ def merge_outputs(outputs: Sequence[BatchOutput]) -> BatchOutput:
 
 
 def _join(values: list[Tree], shares: list[Count], sizes: list[int]) -> Tree:
-    """Put nested outputs of the parts together; a scalar in them, such as a loss, is averaged."""
+    """Concatenate nested outputs of the parts. Scalars, such as a loss, are averaged."""
     first = values[0]
     if all(value is None for value in values):
         return None
@@ -81,7 +81,7 @@ def _join(values: list[Tree], shares: list[Count], sizes: list[int]) -> Tree:
 
 
 def _are_lists_of_samples(values: list[Tree], sizes: list[int]) -> bool:
-    """Whether outputs certainly are lists with an element for each sample, as those of detectors."""
+    """Whether outputs certainly are lists with an element for each sample, as detectors return."""
     pairs = list(zip(values, sizes, strict=True))
     if not all(type(value) is list and is_list_of_samples(value, size) for value, size in pairs):
         return False
@@ -90,14 +90,14 @@ def _are_lists_of_samples(values: list[Tree], sizes: list[int]) -> bool:
 
 
 def _shares(outputs: Sequence[BatchOutput], counted: str) -> list[Count]:
-    """Return the shares of the outputs in what they count together; zeros if that is nothing."""
+    """Return the weight of each output as a fraction of their total; zeros if the total is zero."""
     total = sum(output[counted] for output in outputs)
     total = torch.where(total == 0, 1, total) if isinstance(total, torch.Tensor) else total or 1
     return [output[counted] / total for output in outputs]
 
 
 def _mean(values: list[Tree], shares: list[Count]) -> Tree:
-    """Return the mean of values with shares; those without one, such as means over no items, do not count."""
+    """Return the weighted mean of values. Those with weight zero, such as means over no items, do not count."""
     if all(value is None for value in values):  # an evaluation may have no loss
         return None
     weighted = [value * share for value, share in zip(values, shares, strict=True)]

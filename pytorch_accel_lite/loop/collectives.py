@@ -32,16 +32,19 @@ def gather(
     With several processes, the result carries no gradients unless ``with_gradients=True``, and a backward pass through
     it raises an error. With one process, the input is returned unchanged.
 
-    :param tensor: a tensor, or nested lists, tuples and dicts of tensors. The first dimension may differ between
-        processes. Tensors without dimensions become a tensor with one element per process.
-    :param padding_value: in each tensor, drop the rows in which every element has this value; may be NaN
-    :param with_gradients: for losses over the samples of all processes, such as contrastive losses: gradients reach
-        the rows of all processes and equal those of one process with the full batch. Pass it for everything that
-        enters such a loss, including targets, so that filler batches, which only keep a process in step with the
-        others, are left out.
-    :raises ValueError: on all processes, if their tensors differ in more than the first dimension
-    :raises RuntimeError: with gradients, in a step that may fail on a single process (``auto_microbatch``,
-        ``SkipFailedBatchesCallback``); in the forward and backward passes of one of several shares
+    Args:
+        tensor: a tensor, or nested lists, tuples and dicts of tensors. The first dimension may differ between
+            processes. Tensors without dimensions become a tensor with one element per process.
+        padding_value: in each tensor, drop the rows in which every element has this value; may be NaN
+        with_gradients: for losses over the samples of all processes, such as contrastive losses: gradients reach the
+            rows of all processes and equal those of one process with the full batch. Pass it for everything that enters
+            such a loss, including targets, so that filler batches, which only keep a process in step with the others,
+            are left out.
+
+    Raises:
+        ValueError: on all processes, if their tensors differ in more than the first dimension
+        RuntimeError: with gradients, in a step that may fail on a single process (``auto_microbatch``,
+            ``SkipFailedBatchesCallback``); in the forward and backward passes of one of several shares
     """
     run = self.current_run
     self.division.check_gather()
@@ -72,7 +75,7 @@ def gathering_uneven_batches(trainer: TrainerLike) -> Iterator[None]:
 
 
 def _gather_for_metrics(trainer: TrainerLike, input_data: Tree, use_gather_object: bool = False) -> Tree:
-    """Return what Accelerate would: tensors concatenated over all processes, or a list of other objects.
+    """Return what Accelerate's own method returns: tensors concatenated over all processes, or a list of other objects.
 
     Called in a step, it leaves out the rows of filler batches. From then on, evaluations have filler batches as well,
     so that a process without samples in the last step also takes part.
@@ -117,8 +120,9 @@ def sync_buffers(self: TrainerLike, module: nn.Module) -> None:
 def broadcast_object(self: TrainerLike, obj: T, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
     """Return the picklable object of one process on every process. Call it on every process.
 
-    :param source: rank of that process in the job
-    :param group: only among the processes of this group, which all call it; ``None`` for all of the job
+    Args:
+        source: rank of that process in the job
+        group: only among the processes of this group, which all call it; ``None`` for all of the job
     """
     with naming(self.ranks, "broadcast_object()"):
         if group is not None:
@@ -137,7 +141,8 @@ def broadcast_object(self: TrainerLike, obj: T, source: int = 0, group: dist.Pro
 def all_gather_object(self: TrainerLike, obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the picklable objects of all processes, ordered by rank. Call it on every process.
 
-    :param group: only among the processes of this group, which all call it; ``None`` for all of the job
+    Args:
+        group: only among the processes of this group, which all call it; ``None`` for all of the job
     """
     with naming(self.ranks, "all_gather_object()"):
         if group is None:
@@ -151,9 +156,10 @@ def all_gather_object(self: TrainerLike, obj: T, group: dist.ProcessGroup | None
 def tensor_to_numeric(self: TrainerLike, tensor: Tree, reduce: str | None = None) -> Tree:
     """Return a tensor as a Python number, or as nested lists of numbers if it has several elements.
 
-    :param tensor: a tensor, or nested lists, tuples and dicts of tensors
-    :param reduce: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"`` of all elements on all processes, which must then all
-        call it; ``None`` for this process's own values
+    Args:
+        tensor: a tensor, or nested lists, tuples and dicts of tensors
+        reduce: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"`` of all elements on all processes, which must then all call
+            it; ``None`` for this process's own values
     """
     if reduce not in (None, "sum", "mean", "max", "min"):
         raise ValueError(f"reduce={reduce!r} must be None, 'sum', 'mean', 'max' or 'min'.")
@@ -169,7 +175,7 @@ def _to_numeric(trainer: TrainerLike, reduce: str | None, tensor: torch.Tensor) 
     if reduce is None:
         return tensor.item() if tensor.numel() == 1 else tensor.tolist()
     apply = torch.sum if reduce == "mean" else getattr(torch, reduce)
-    own = tensor.item() if tensor.numel() == 1 else apply(tensor).item()  # which keeps the type of a single one
+    own = tensor.item() if tensor.numel() == 1 else apply(tensor).item()  # keeps the type of a single element
     values, counts = zip(*trainer.data_ranks.all_gather_object((own, tensor.numel())), strict=True)
     if reduce == "mean":
         return sum(values) / sum(counts)
@@ -180,7 +186,8 @@ def _to_numeric(trainer: TrainerLike, reduce: str | None, tensor: torch.Tensor) 
 def _gather(trainer: TrainerLike, data: Tree, with_gradients: bool, counts: bool) -> Tree:
     """Concatenate tensors over the ranks along their first dimension.
 
-    :param counts: ``False`` for rows of a filler batch, which ranks with real rows do not receive
+    Args:
+        counts: ``False`` for rows of a filler batch, which ranks with real rows do not receive
     """
     ranks = trainer.data_ranks
     if ranks.world_size == 1:

@@ -1,7 +1,7 @@
-"""A loop of one's own in ``_run_training``, as pytorch-accelerated's users write it: what it leaves out is done here.
+"""Loops of users in an overridden ``_run_training``, as in pytorch-accelerated: what they leave out is done here.
 
 Such a loop calls ``_run_train_epoch`` and ``_run_eval_epoch``, fires the events of the run, and counts the epochs of
-the history. One that calls ``super()._run_training()`` has our loop, which does everything.
+the history. An override that calls ``super()._run_training()`` runs our loop, which does everything.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.loop import training
 from pytorch_accel_lite.loop.lifecycle import close_failed
-from pytorch_accel_lite.run.events import RunPausedError, StopTrainingError
+from pytorch_accel_lite.run.events import StopTrainingError
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
 
@@ -23,17 +23,16 @@ def run_training(trainer: TrainerLike, run: Run) -> None:
         with _following(trainer, run):
             trainer._run_training()
     except BaseException as error:
-        if not run.is_in_loop:
+        if not run.loop.is_ours:
             close_failed(trainer, run, error, ended=run.end.has_begun)
         raise
-    if not run.is_in_loop:
-        for message in run.end.messages:
-            message()
+    if not run.loop.is_ours:
+        run.end.make_last_calls()
         training.warn_of_weights(trainer, run)
 
 
 def begin_epoch(trainer: TrainerLike, run: Run) -> None:
-    """Begin an epoch of a loop of one's own, once the one before is complete."""
+    """Complete the previous epoch of a user's loop, and begin the next."""
     name = f"{type(trainer).__name__}._run_training"
     if run.resumed is not None:
         raise RuntimeError(
@@ -51,7 +50,7 @@ def begin_epoch(trainer: TrainerLike, run: Run) -> None:
 
 
 def _complete_epoch(trainer: TrainerLike, run: Run) -> None:
-    """Complete the epoch of a loop of one's own, which only counts it in the history."""
+    """Complete an epoch of a user's loop, which itself only counts it in the history."""
     if run.epoch_phase:
         trainer._step_after_epoch()
         training.complete_epoch(trainer, run)
@@ -62,7 +61,7 @@ def _following(trainer: TrainerLike, run: Run) -> Iterator[None]:
     """Notice in a block how the run ends, before the callbacks do."""
 
     def note_end(trainer: TrainerLike, **kwargs: object) -> None:
-        if not run.is_in_loop:
+        if not run.loop.is_ours:
             run.end.has_begun = True
             with suppress(StopTrainingError):
                 if run.end.reason is None:  # a run that was stopped ends within its epoch
@@ -70,9 +69,8 @@ def _following(trainer: TrainerLike, run: Run) -> Iterator[None]:
 
     def note_stop(trainer: TrainerLike, **kwargs: object) -> None:
         stop = sys.exc_info()[1]  # the event is fired where it is handled
-        if not run.is_in_loop and isinstance(stop, StopTrainingError):
-            run.end.reason, run.end.stopped_by = str(stop) or type(stop).__name__, stop.raised_by
-            run.end.pause = stop if isinstance(stop, RunPausedError) else None
+        if not run.loop.is_ours and isinstance(stop, StopTrainingError):
+            run.end.note(stop)
 
     listeners = trainer.callback_handler.listeners
     noted = {"on_training_run_end": note_end, "on_stop_training_error": note_stop}

@@ -24,7 +24,8 @@ def configure_deepspeed(trainer: TrainerLike, run: Run, batch_size: int) -> None
     Left to itself, Accelerate sets a limit of 1 for their norm, and divides each loss by the number of accumulated
     batches, which the trainer has done already.
 
-    :raises ValueError: if the run asks for what cannot be done within the backward pass
+    Raises:
+        ValueError: if the run asks for what cannot be done within the backward pass
     """
     if not uses_deepspeed(trainer.accelerator):
         return
@@ -74,12 +75,13 @@ def _problem(trainer: TrainerLike, run: Run) -> str:
 def check_whole_window(run: Run) -> None:
     """Check that the gradients of an update had their right weights, which cannot be corrected.
 
-    :raises RuntimeError: if the window was not as large as its nominal size
+    Raises:
+        RuntimeError: if the window was not as large as its nominal size
     """
-    nominal, true = run.window.sizes or (1, 1)
-    if float(nominal) != float(true):
+    window = run.window
+    if window.items_per_batch is not None or float(window.true_size) not in (0, window.nominal_size):
         raise RuntimeError(
-            f"This update has {float(true):g} items, and each was weighted as one of {float(nominal):g}. The trainer "
-            "corrects this before an update, but DeepSpeed updates the weights within the backward pass. "
-            f"{_INSTEAD}, or return no num_items_in_batch, and train on whole batches."
+            "This update was made with wrong weights of its batches: they are of other sizes, or the step returns "
+            "num_items_in_batch. The trainer corrects this before an update, but DeepSpeed makes it within the "
+            f"backward pass. {_INSTEAD}, or train on whole batches without num_items_in_batch."
         )

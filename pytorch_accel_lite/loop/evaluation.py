@@ -9,21 +9,20 @@ from typing import cast
 
 from torch import nn
 
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import preserving_modes
+from pytorch_accel_lite.base.origins import is_overridden, warn_outside
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.data import Batch, NamedData
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.loop.arguments import check_data
-from pytorch_accel_lite.loop.explanations import explaining
+from pytorch_accel_lite.loop.guards.arguments import check_data
+from pytorch_accel_lite.loop.guards.explanations import explaining
+from pytorch_accel_lite.loop.guards.modes import call_start
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.left_out import OMITTED, report_left_out
 from pytorch_accel_lite.loop.lifecycle import create_loader, ending, entering
-from pytorch_accel_lite.loop.modes import call_start
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.run.events import CallbackHandler
 from pytorch_accel_lite.run.history import MetricValue, RunHistory, count_values
@@ -64,20 +63,20 @@ def evaluate_all(
                 prefixed(trainer.run_history, prefix),
                 _loss_in_evaluation_mode(trainer),
             ):
-                run.completes_evaluation = of_run and number == len(loaders)
+                run.loop.completes_evaluation = of_run and number == len(loaders)
                 evaluate = partial(_evaluate_on, trainer, run, loader, is_training, is_intermediate)
                 trainer.ranks.repeatable(evaluate, partial(_keep, trainer, run))
             losses |= {f"{prefix}{metric}": loss for metric, loss in run.recorded_losses.items()}
         run.epoch_phase = EpochPhase.EVALUATED if of_run else run.epoch_phase
     finally:
         data.eval_dataset_name = None
-        run.completes_evaluation = False
+        run.loop.completes_evaluation = False
     return losses
 
 
 def _evaluate_on(trainer: TrainerLike, run: Run, loader: Source, is_training: bool, is_intermediate: bool) -> None:
     if "_run_eval_epoch" in run.overridden:
-        # Only what is not its default: an override may lack the argument, as in pytorch-accelerated.
+        # Passed only if it is not the default: an override may lack the argument, as in pytorch-accelerated.
         passed = {} if is_training else {"is_training": False}
         trainer._run_eval_epoch(loader, **passed, **({"is_intermediate": True} if is_intermediate else {}))
     else:
@@ -85,12 +84,12 @@ def _evaluate_on(trainer: TrainerLike, run: Run, loader: Source, is_training: bo
 
 
 def _keep(trainer: TrainerLike, run: Run) -> Callable[[], None]:
-    """Return what undoes an evaluation: what it records, and what callbacks learn from it, is as it was before."""
-    history, progress = trainer.run_history, (run.loss_trackers, run.completes_evaluation)
+    """Return a snapshot that undoes an evaluation: what it records, and what callbacks learn from it."""
+    history, progress = trainer.run_history, (run.loss_trackers, run.loop.completes_evaluation)
     counts = count_values(history)
     before = Snapshot()
     before.keep_generators()
-    # Ours only note that there was an evaluation, and may hold as much as a model.
+    # Our callbacks only note that there was an evaluation, and may hold as much memory as a model.
     before.keep_states(
         cast(HasStateDict, callback)
         for callback in trainer.callback_handler
@@ -99,7 +98,7 @@ def _keep(trainer: TrainerLike, run: Run) -> Callable[[], None]:
 
     def undo() -> None:
         history._shorten(counts | dict.fromkeys(count_values(history).keys() - counts.keys(), 0))
-        run.loss_trackers, run.completes_evaluation = progress
+        run.loss_trackers, run.loop.completes_evaluation = progress
         before.close()
 
     return undo
@@ -112,7 +111,7 @@ def start_evaluations(run: Run) -> None:
         if every is not None and run.data.ranks.rank == 0:
             warn_outside(f"evaluate_every={every!r} has no effect: train() was given no eval_dataset.")
         return
-    run.evaluations = interval = (
+    run.loop.evaluations = interval = (
         Interval(run.request.eval_every_n_epochs, "epochs") if every is None else Interval(every)
     )
     interval.start(run, "" if every is None else "evaluate_every")
@@ -123,9 +122,11 @@ def start_evaluations(run: Run) -> None:
 def evaluate_if_due(trainer: TrainerLike, run: Run, ends_epoch: bool = False) -> None:
     """Evaluate within an epoch, if that is due, and step a scheduler that follows a metric.
 
-    :param ends_epoch: whether the steps of the epoch are over: what is due then, other than by time, comes after it
+    Args:
+        ends_epoch: whether the steps of the epoch are over. Unless it is due by time, the evaluation then follows the
+            epoch.
     """
-    interval = run.evaluations
+    interval = run.loop.evaluations
     if interval is None or run.is_finished or not interval.is_due(run):
         return
     if ends_epoch and (run.ends_with_epoch or not interval.is_time):
@@ -134,7 +135,7 @@ def evaluate_if_due(trainer: TrainerLike, run: Run, ends_epoch: bool = False) ->
     try:
         _evaluate_within(trainer, inner, is_intermediate=False)
     finally:
-        if inner.epoch_phase == EpochPhase.EVALUATED:  # also if that was when a callback has stopped the run
+        if inner.epoch_phase == EpochPhase.EVALUATED:  # also if a callback stopped the run at that point
             interval.advance(run)
             if run.request.scheduler_metric is not None and trainer.scheduler is not None:
                 trainer.scheduler_step()
@@ -152,7 +153,7 @@ def _loss_in_evaluation_mode(trainer: TrainerLike) -> Iterator[None]:
 
 def evaluation_epoch(trainer: TrainerLike, run: Run, source: Source, is_training: bool, is_intermediate: bool) -> None:
     """Evaluate on one dataset and record its losses."""
-    completes, run.completes_evaluation = run.completes_evaluation, False  # others may evaluate within this
+    completes, run.loop.completes_evaluation = run.loop.completes_evaluation, False  # others may evaluate within this
     trainer.eval_epoch_start()
     run.loss_trackers = trainer.division.create_trackers()
     call_start(trainer, "on_eval_epoch_start", "evaluation", is_intermediate=is_intermediate)
@@ -176,9 +177,10 @@ def evaluation_epoch(trainer: TrainerLike, run: Run, source: Source, is_training
 
 
 def _fillers(run: Run, last: Batch | None) -> list[Batch]:
-    """Return the batches that this process lacks, in which the others wait for it: one at the end, and those left out.
+    """Return the batches that the others have and this process lacks: one at the end, and those left out.
 
-    :param last: the last batch that this process has read
+    Args:
+        last: the last batch that this process has read
     """
     lacking = 0 if last is None or last.is_last else 1
     if run.left_out is not None:
@@ -207,7 +209,7 @@ def _add_losses(trainer: TrainerLike, run: Run, batches: Iterable[Batch]) -> Bat
 
 
 def evaluate(
-    self: TrainerLike,
+    trainer: TrainerLike,
     dataset: NamedData | None,
     per_device_batch_size: int,
     dataloader_kwargs: LoaderKwargs | None,
@@ -216,62 +218,61 @@ def evaluate(
     auto_microbatch: bool,
 ) -> dict[str, MetricValue]:
     """Evaluate the model, counting every sample exactly once on any number of processes."""
-    dataset = self._latest_eval_dataset if dataset is None else dataset
-    check_data(self, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
-    if auto_microbatch and (what := "sharded weights" if self.is_sharded else self.division.argument):
+    check_data(trainer, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
+    if auto_microbatch and (what := "sharded weights" if trainer.is_sharded else trainer.division.argument):
         raise ValueError(f"evaluate(auto_microbatch=True) does not work with {what}: pass a smaller batch size.")
     request = RunRequest("evaluation", num_epochs=1, auto_microbatch=auto_microbatch)
     with (
-        _collecting_values(self) as result,
-        _apart_from_run(self),
-        inference_run(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run,
-        preserving_randomness(self, run),
-        preserving_modes(self.model.modules()) if run.outer is not None else nullcontext(),
-        ending(self, run, "evaluation"),
+        _collecting_values(trainer) as result,
+        _apart_from_run(trainer),
+        inference_run(trainer, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run,
+        preserving_randomness(trainer, run),
+        preserving_modes(trainer.model.modules()) if run.outer is not None else nullcontext(),
+        ending(trainer, run, "evaluation"),
     ):
-        self.call_event("on_dataloaders_created")
-        self.evaluation_run_start()
-        self.call_event("on_evaluation_run_start")
-        evaluate_all(self, run, is_training=False)
+        trainer.call_event("on_dataloaders_created")
+        trainer.evaluation_run_start()
+        trainer.call_event("on_evaluation_run_start")
+        evaluate_all(trainer, run, is_training=False)
     if run.outer is None:
-        run.evaluation = Evaluation(dataset, result)
+        run.latest.evaluation = Evaluation(dataset, result)
     return result
 
 
 def run_evaluation(
-    self: TrainerLike, model: nn.Module | None, prefix: str, is_intermediate: bool, callbacks: CallbackHandler | None
+    trainer: TrainerLike, model: nn.Module | None, prefix: str, is_intermediate: bool, callbacks: CallbackHandler | None
 ) -> dict[str, float]:
     """Evaluate on the ``eval_dataset`` of the current training run without changing the run."""
-    if not self.is_running or self.train_dataloader is None or not self.eval_dataloaders:
+    if not trainer.is_running or trainer.train_dataloader is None or not trainer.eval_dataloaders:
         raise RuntimeError(
             "run_evaluation() only works within a training run that has an eval_dataset. Pass one to train(), or call "
             "evaluate(dataset)."
         )
-    run = self.current_run.derive()
-    trained = self.model
+    run = trainer.current_run.derive()
+    trained = trainer.model
     if model is not None:
-        run.trained_model = trained
+        run.loop.trained_model = trained
     used = trained if model is None else model
-    handler = self.callback_handler if callbacks is None else callbacks
-    with prefixed(self.run_history, prefix), replaced(self, model=used, callback_handler=handler):
-        return _evaluate_within(self, run, is_intermediate)
+    handler = trainer.callback_handler if callbacks is None else callbacks
+    with prefixed(trainer.run_history, prefix), replaced(trainer, model=used, callback_handler=handler):
+        return _evaluate_within(trainer, run, is_intermediate)
 
 
 def _evaluate_within(trainer: TrainerLike, run: Run, is_intermediate: bool) -> dict[str, float]:
-    """Evaluate in a run derived from the one that trains, which stays as it is."""
-    trained = trainer.model if run.trained_model is None else run.trained_model
+    """Evaluate in a run derived from the training run, which stays unchanged."""
+    trained = trainer.model if run.loop.trained_model is None else run.loop.trained_model
     with entering(trainer, run, "run_evaluation()"), preserving_generators(), preserving_modes(trained.modules()):
-        if run.trained_model is not None:
+        if run.loop.trained_model is not None:
             trainer.sync_buffers(trainer.model)
         return evaluate_all(trainer, run, is_intermediate=is_intermediate)
 
 
 @contextmanager
 def _collecting_values(trainer: TrainerLike) -> Iterator[dict[str, MetricValue]]:
-    """Yield a dict for the latest values of the metrics that a block records, by name; it has them after the block.
+    """Yield a dict that, after the block, has the latest values of the metrics recorded in it, by name.
 
-    Within a run, metrics that the run's own evaluations record lose the values of the block. Others keep them, but they
-    are not taken for those of the run.
+    Within a run, values of metrics that the run also records are removed again. Other metrics keep their values, but
+    these do not count as values of the run.
     """
     history, outer = trainer.run_history, trainer.current_run if trainer.is_running else None
     counts_before = count_values(history)
@@ -286,11 +287,11 @@ def _collecting_values(trainer: TrainerLike) -> Iterator[dict[str, MetricValue]]
             history._shorten({name: before[name] for name in before.keys() & outer.request.metrics.evaluated})
             for name, count in count_values(history).items():
                 if name in before:
-                    outer.recorded_by_evaluate.setdefault(name, set()).update(range(before[name], count))
+                    outer.latest.recorded_by_evaluate.setdefault(name, set()).update(range(before[name], count))
 
 
 def _apart_from_run(trainer: TrainerLike) -> AbstractContextManager[None]:
-    """Outside a run, record metrics apart from its own: under its last epoch, rather than one that is not trained."""
+    """Outside a run, record metrics separately from those of the run, under its last trained epoch."""
     if trainer.is_running:
         return nullcontext()
     history, progress = trainer.run_history, trainer.progress

@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from typing import NamedTuple
 
-from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.loop import compat, lifecycle, scheduling, training
 from pytorch_accel_lite.run.signals import ending_in_order, exit_after
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
 
-class LoaderArguments(NamedTuple):
-    """How a run reads its data.
-
-    :param batch_size: number of samples in a batch of one process
-    :param of_train: the user's arguments for the training loader
-    :param of_eval: those for the loaders of evaluations
-    """
-
-    batch_size: int
-    of_train: LoaderKwargs | None
-    of_eval: LoaderKwargs | None
-
-
 def fit(
     trainer: TrainerLike,
     run: Run,
-    loaders: LoaderArguments,
+    loaders: lifecycle.LoaderArguments,
     resume_from: str | os.PathLike[str] | None,
     reset_run_history: bool,
 ) -> None:
@@ -36,10 +21,10 @@ def fit(
     call = "train()" if resume_from is None else "train(resume_from=...)"
     with run.goodput.running(), lifecycle.entering(trainer, run, call):
         lifecycle.configure(trainer, run)
-        lifecycle.find_data(trainer, run, *loaders, run.ranks.state_to_join() or resume_from)
-        lifecycle.begin_training(trainer, run, loaders.batch_size)
+        lifecycle.prepare_data(trainer, run, loaders, run.ranks.state_to_join() or resume_from)
+        lifecycle.prepare_training(trainer, run, loaders.batch_size)
         scheduling.begin_schedule(trainer, run)
-        lifecycle.start_or_resume(trainer, run, reset_run_history)
+        lifecycle.start_or_resume(trainer, run, reset_run_history)  # frees the previous run
         with ending_in_order(run.control.request) if run.request.ends_at_signals else nullcontext():
             training.begin(trainer, run)
             if "_run_training" in run.overridden:

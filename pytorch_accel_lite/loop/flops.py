@@ -20,10 +20,11 @@ from pytorch_accel_lite.run.state import TrainerLike
 class CountedFlops(NamedTuple):
     """What a process has counted, or why it could not.
 
-    :param flops: the FLOPs of a forward and a backward pass
-    :param samples: the number of samples that took them
-    :param failure: type and text of an error
-    :param is_out_of_memory: whether that is a lack of memory
+    Args:
+        flops: the FLOPs of a forward and a backward pass
+        samples: the number of samples in these passes
+        failure: type and text of an error
+        is_out_of_memory: whether memory ran out
     """
 
     flops: int = 0
@@ -33,7 +34,7 @@ class CountedFlops(NamedTuple):
 
 
 def try_counting_flops(trainer: TrainerLike) -> CountedFlops:
-    """Count the FLOPs of a trial of both passes on the current batch, or its first part, which leaves no trace."""
+    """Count the FLOPs of both passes on the current batch or its first part, in a trial that leaves no trace."""
     run = trainer.current_run
     if run.batch is None or run.batch.is_filler or isinstance(run.batch.data, FailedRead):
         return CountedFlops()

@@ -1,4 +1,4 @@
-"""Gradients of an accumulation window: those of the mean loss over its samples, however they were batched."""
+"""Gradients of an accumulation window. They are those of the mean loss over its samples, however these are batched."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
 
 
 def _in_model_order(parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Sort parameters in the order of the model, on which the last bits of their norm depend; others come last."""
+    """Sort parameters in the order of the model, as the last bits of their norm depend on it; others come last."""
     positions = {id(parameter): index for index, parameter in enumerate(model.parameters())}
     return sorted(parameters, key=lambda parameter: positions.get(id(parameter), len(positions)))
 
@@ -77,7 +77,7 @@ def _in_model_order(parameters: list[torch.nn.Parameter], model: torch.nn.Module
 def _clip_norm(parameters: list[torch.nn.Parameter], limit: float) -> torch.Tensor:
     """Clip like ``torch.nn.utils.clip_grad_norm_``, with the same operations, but without sorting gradients twice.
 
-    Sorting, and moving each norm to the device on which it already is, take torch longer than clipping a small model.
+    In torch, sorting, and moving norms to the device where they already are, take longer than clipping a small model.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     device, dtype = (gradients[0].device, gradients[0].dtype) if gradients else (None, None)
@@ -94,7 +94,7 @@ def total_norm(trainer: TrainerLike) -> torch.Tensor:
     """Return the total norm of the gradients of an update, before clipping by norm; computed once per update."""
     run = trainer.current_run
     if run.step.gradient_norm is None:
-        updates_all = not run.step.updates_one_by_one  # otherwise those of the one being updated are unscaled already
+        updates_all = not run.step.updates_one_by_one  # otherwise the gradients being used are already unscaled
         has_scaler = trainer.accelerator.scaler is not None
         if updates_all and has_scaler and run.required_config.gradient_clip_value is None:
             trainer.accelerator.unscale_gradients(trainer.optimizer)
@@ -106,7 +106,7 @@ def total_norm(trainer: TrainerLike) -> torch.Tensor:
 
 
 def _norm_function(trainer: TrainerLike, parameters: list[torch.nn.Parameter]) -> NormFunction:
-    """Return what computes the total norm of the gradients of some parameters."""
+    """Return the function that computes the total norm of the gradients of some parameters."""
     if trainer.division.is_fixed:
         return norm_by_rows
     return total_norm_of_shards if are_sharded(parameters) else torch.nn.utils.get_total_norm
@@ -115,7 +115,7 @@ def _norm_function(trainer: TrainerLike, parameters: list[torch.nn.Parameter]) -
 def total_norm_of_shards(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the total norm of gradients, the same on all processes, as a plain tensor.
 
-    torch computes norms only of gradients of the same mesh, so those of each mesh are combined.
+    torch computes norms only within one mesh, so the norms of all meshes are combined.
     """
     by_mesh: dict[object, list[torch.Tensor]] = {}
     for gradient in gradients:
@@ -138,7 +138,7 @@ def norm_by_rows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
         places.append((group, len(of_group)))
         of_group.append(sums)
     for group, parts in by_group.items():
-        if group is not None:  # the others have added nothing where this process has its rows
+        if group is not None:  # the others have zeros in the rows of this process
             summed = torch.cat(parts)
             dist.all_reduce(summed, group=group)
             by_group[group] = list(summed.split([len(part) for part in parts]))  # type: ignore[no-untyped-call]
@@ -149,6 +149,7 @@ def norm_by_rows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 def _sums_of_rows(gradient: torch.Tensor) -> tuple[torch.Tensor, dist.ProcessGroup | None]:
     """Return the sum of the squares in each row, zero in rows of other processes, and the group of these processes."""
     shard = local(gradient.detach())
+    shard = torch.view_as_real(shard) if shard.is_complex() else shard
     dtype = torch.float32 if shard.dtype.itemsize < 4 else shard.dtype
     squares = shard.to(dtype).square()
     sums = squares.sum(dim=[*range(1, squares.ndim)]) if squares.ndim > 1 else squares.reshape(-1)
@@ -172,7 +173,8 @@ def clip_shards(
 ) -> torch.Tensor | None:
     """Clip gradients as ``clip_grad_value_`` and ``clip_grad_norm_`` do; return the norm before clipping it.
 
-    :param norm_of: returns the total norm of gradients
+    Args:
+        norm_of: returns the total norm of gradients
     """
     # Accelerate compares the parameters with those of every model it prepared, which fails if there are several.
     accelerator.unscale_gradients()

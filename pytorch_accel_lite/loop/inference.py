@@ -12,8 +12,8 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 
 from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.base.inspection import overridden_methods
 from pytorch_accel_lite.base.modules import reshard, unwrap
+from pytorch_accel_lite.base.origins import overridden_methods
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data import Batch, FailedRead
@@ -21,9 +21,9 @@ from pytorch_accel_lite.data.batches import BatchOutput, complete_output, find_b
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Source
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
+from pytorch_accel_lite.loop.guards.modes import leaving_as_found
 from pytorch_accel_lite.loop.left_out import OMITTED, before_step, begin_leaving_out, leave_out
 from pytorch_accel_lite.loop.lifecycle import create_config, create_eval_loaders, entering
-from pytorch_accel_lite.loop.modes import leaving_as_found
 from pytorch_accel_lite.loop.preparing import prepare_model
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.run.attributes import evaluating_optimizers
@@ -70,14 +70,15 @@ def inference_run(
         prepare_model(trainer, training=False)
         if run.outer is None:
             run.config = create_config(trainer, run, batch_size)
-            run.before = None if request.kind == "evaluation" else run.before
+            if request.kind == "evaluation":
+                run.stay()
         yield run
 
 
 def compute_batches(
     trainer: TrainerLike, run: Run, batches: Iterable[Batch], compute: Compute, is_evaluation: bool = True
 ) -> Iterator[tuple[Batch, Tree]]:
-    """Yield each batch with what a step method returns for it, or ``OMITTED`` if it has failed and is left out."""
+    """Yield each batch with its output from a step method, or with ``OMITTED`` if it has failed and is left out."""
     listeners = trainer.callback_handler.listeners
     run.batch_number = 0
     batches = leaving_as_found(trainer, run, batches, "evaluation" if is_evaluation else "prediction")
@@ -132,14 +133,14 @@ def _compute_in_parts(trainer: TrainerLike, run: Run, batch: Batch, compute: Com
     """Return the output of an evaluation batch, computed in parts that fit into memory.
 
     Processes do not wait for one another in evaluation, so each splits its own batches. A part that does not fit is
-    split further, like those after it; those before it are not computed again.
+    split further, and so are later parts; earlier ones are not computed again.
     """
     outputs: list[BatchOutput] = []
     whole = batch._replace(num_samples=None) if batch.is_filler else batch
     left = split_into_parts(whole, run.step.num_eval_parts)
     while left:
         part = left.pop(0)
-        # The parts of a filler batch are such, too.
+        # The parts of a filler batch are fillers, too.
         with replaced(run, batch=part._replace(num_samples=0) if batch.is_filler else part):
             output = _compute_if_it_fits(trainer, run, compute)
         if output is not None:
@@ -157,7 +158,7 @@ def _compute_in_parts(trainer: TrainerLike, run: Run, batch: Batch, compute: Com
 
 
 def _compute_if_it_fits(trainer: TrainerLike, run: Run, compute: Compute) -> BatchOutput | None:
-    """Return the output of the current evaluation batch, or ``None``, leaving no trace, if it must be split to fit."""
+    """Return the output of the current evaluation batch; ``None``, without a trace, if it must be split to fit."""
     batch = run.batch
     assert batch is not None
     before = Snapshot()
@@ -201,7 +202,7 @@ def unwrapped_model(trainer: TrainerLike) -> Iterator[None]:
 
 
 def preserving_randomness(trainer: TrainerLike, run: Run) -> AbstractContextManager[None]:
-    """Preserve the generators of an outer run; without one, only those that seeded reading of data changes."""
+    """Preserve the generators of an outer run; without one, only the generators that seeded reading of data changes."""
     if run.outer is not None or trainer.division.is_fixed:
         return preserving_generators()
     return nullcontext() if run.data.seed is None else preserving_generators("python", "numpy")

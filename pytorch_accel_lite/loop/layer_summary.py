@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.data import Data
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction
-from pytorch_accel_lite.loop.arguments import check_data
+from pytorch_accel_lite.loop.guards.arguments import check_data
 from pytorch_accel_lite.loop.inference import inference, inference_run
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
@@ -36,11 +36,12 @@ def summary(
 ) -> ModelStatistics:
     """Return torchinfo's summary of the model, which prints as a table. Needs the extra ``summary``.
 
-    The forward pass of one batch, in evaluation mode, tells the shapes of the outputs and the multiply-adds; it changes
-    nothing. Call it on every process.
+    The forward pass of one batch, in evaluation mode, gives the shapes of the outputs and the multiply-adds, and
+    changes nothing. Call it on every process.
 
-    :param dataset: data to take that batch from, read as by ``predict()``; ``None`` for a table without shapes
-    :param depth: number of levels of nested modules to list
+    Args:
+        dataset: data to take that batch from, read as by ``predict()``; ``None`` for a table without shapes
+        depth: number of levels of nested modules to list
     """
     torchinfo = _torchinfo("trainer.summary()")
     check_positive_int("depth", depth)

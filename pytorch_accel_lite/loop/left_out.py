@@ -1,4 +1,4 @@
-"""Leaving batches that fail out of an evaluation or a prediction, on each process by itself."""
+"""Leaving failed batches out of an evaluation or a prediction, on each process separately."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import chain
 from pytorch_accel_lite.data import FailedRead
 from pytorch_accel_lite.data.batches import Batch, find_batch_size
 from pytorch_accel_lite.distributed.exchange import OtherCallError, ProcessLostError
-from pytorch_accel_lite.loop.explanations import explain, list_samples
+from pytorch_accel_lite.loop.guards.explanations import explain, list_samples
 from pytorch_accel_lite.loop.snapshot import Snapshot
 from pytorch_accel_lite.run.events import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.run.parts import LeftOut, LeftOutBatch
@@ -17,13 +17,14 @@ from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
 OMITTED = object()  # in place of the output of a batch
-_MOST_BATCHES = 8  # that the report lists
+_MOST_BATCHES = 8  # listed in the report
 
 
 def begin_leaving_out(trainer: TrainerLike, run: Run, request: RunRequest) -> None:
-    """Prepare a run to leave out what fails in its evaluations or its prediction, if that is requested.
+    """Prepare a run to leave out batches that fail in its evaluations or its prediction, if that is requested.
 
-    :raises ValueError: if the processes compute each batch together
+    Raises:
+        ValueError: if the processes compute each batch together
     """
     is_prediction = request.kind == "prediction"
     run.left_out = None
@@ -39,7 +40,7 @@ def begin_leaving_out(trainer: TrainerLike, run: Run, request: RunRequest) -> No
 
 
 def before_step(run: Run) -> Snapshot:
-    """Keep what a step may change before it fails: what it logs, and the random generators."""
+    """Keep what a step may change before it fails: logged values and random generators."""
     before = Snapshot()
     before.keep_states([run.loss_trackers])
     before.keep_generators()
@@ -47,7 +48,7 @@ def before_step(run: Run) -> Snapshot:
 
 
 def leave_out(trainer: TrainerLike, run: Run, batch: Batch, error: Exception, before: Snapshot) -> None:
-    """Leave out a batch whose step has failed, or raise the error if it is not of the batch."""
+    """Leave out a batch whose step has failed, or raise the error if the batch is not its cause."""
     if batch.is_filler or isinstance(error, (StopTrainingError, NonFiniteLossError, OtherCallError, ProcessLostError)):
         raise error
     before.close()
@@ -60,14 +61,15 @@ def leave_out(trainer: TrainerLike, run: Run, batch: Batch, error: Exception, be
     event = "on_eval_batch_skipped" if left_out.phase == "evaluation" else "on_predict_batch_skipped"
     failures = [left_out.batches[-1].as_failure()]
     trainer.call_event(event, failures=failures, error=error, step=step)
-    if not isinstance(batch.data, FailedRead):  # whose frames are still in use
+    if not isinstance(batch.data, FailedRead):  # its frames are still in use
         traceback.clear_frames(error.__traceback__)  # they hold the tensors of the step
 
 
 def report_left_out(trainer: TrainerLike, run: Run) -> None:
-    """Gather what all processes have left out, and say it in a line.
+    """Gather what all processes have left out, and report it in a line.
 
-    :raises RuntimeError: on all processes, if every batch has failed
+    Raises:
+        RuntimeError: on all processes, if every batch has failed
     """
     left_out = run.left_out
     if left_out is None:
@@ -89,7 +91,7 @@ def report_left_out(trainer: TrainerLike, run: Run) -> None:
 
 
 def _describe(trainer: TrainerLike, left_out: LeftOut) -> str:
-    """Return the number of samples, and which they are, as far as that is known."""
+    """Return the number of samples left out, and their indices, as far as known."""
     batches = left_out.batches
     numbers = [batch.samples for batch in batches if batch.samples is not None]
     samples = sum(numbers)
@@ -102,7 +104,7 @@ def _describe(trainer: TrainerLike, left_out: LeftOut) -> str:
 
 
 def _in_a_line(error: str) -> str:
-    """Return the type and the first line of an error, of one in a worker process without the traceback in its text."""
+    """Return the type and the first line of an error; for an error in a worker process, without the traceback."""
     name, lines = error.partition(":")[0], error.splitlines()
     return next(line for line in reversed(lines) if line.startswith(name))
 
@@ -110,6 +112,6 @@ def _in_a_line(error: str) -> str:
 def _count_samples(batch: Batch) -> int | None:
     if batch.num_samples is not None:
         return batch.num_samples
-    with suppress(Exception):  # it may be what the step has failed at
+    with suppress(Exception):  # the step may have failed at this
         return find_batch_size(batch.data)
     return None

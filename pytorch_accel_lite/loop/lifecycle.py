@@ -7,14 +7,14 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.backends import deterministic_kernels
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators, seed_run
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.checkpoint.capturing import check_history, find_state
@@ -28,16 +28,17 @@ from pytorch_accel_lite.data.mixtures import NamedSampler, describe_lengths
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed import shutdown, watch
 from pytorch_accel_lite.distributed.accelerators import in_effect
-from pytorch_accel_lite.loop.arguments import (
+from pytorch_accel_lite.loop.collectives import gathering_uneven_batches
+from pytorch_accel_lite.loop.deepspeed import configure_deepspeed, uses_deepspeed
+from pytorch_accel_lite.loop.guards.arguments import (
     check_optimizers,
     check_same_call,
     check_same_on_all_ranks,
     check_training,
     settings_of,
 )
-from pytorch_accel_lite.loop.collectives import gathering_uneven_batches
-from pytorch_accel_lite.loop.deepspeed import configure_deepspeed, uses_deepspeed
-from pytorch_accel_lite.loop.explanations import explain
+from pytorch_accel_lite.loop.guards.epoch_comparisons import warn_of_comparisons
+from pytorch_accel_lite.loop.guards.explanations import explain
 from pytorch_accel_lite.loop.left_out import begin_leaving_out
 from pytorch_accel_lite.loop.preparing import apply_model_options, prepare_model, release_model
 from pytorch_accel_lite.loop.scheduling import check_length, must_recreate, resume_schedule, warn_of_other_schedule
@@ -45,8 +46,7 @@ from pytorch_accel_lite.loop.sharded_models import begin_sharded
 from pytorch_accel_lite.optimizers.operations import clear_gradients, is_created
 from pytorch_accel_lite.optimizers.rates import learning_rates, note_initial_options
 from pytorch_accel_lite.run.attributes import set_optimizer_modes
-from pytorch_accel_lite.run.epoch_comparisons import warn_of_comparisons
-from pytorch_accel_lite.run.events import NonFiniteLossError, RunPausedError, StopTrainingError
+from pytorch_accel_lite.run.events import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.parts import Training
 from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
@@ -57,11 +57,11 @@ from pytorch_accel_lite.run.window import Accumulation, GradientWindow
 
 
 def configure(trainer: TrainerLike, run: Run) -> None:
-    """Let the callbacks declare what they need from a run, and check what that makes of the request."""
+    """Let the callbacks declare what they need from a run, and check the resulting request."""
     request = run.request
     if run.ranks.rank == 0:
         trainer.callback_handler.warn_of_unknown_events()
-        warn_of_comparisons([trainer, *trainer.callback_handler])
+        warn_of_comparisons([trainer, *trainer.callback_handler.callbacks])
     trainer.callback_handler.configure_run(trainer, request)
     if request.skips_in_evaluation:
         begin_leaving_out(trainer, run, request)
@@ -70,15 +70,24 @@ def configure(trainer: TrainerLike, run: Run) -> None:
     _check_metrics(trainer, run)
 
 
-def find_data(
-    trainer: TrainerLike,
-    run: Run,
-    batch_size: int,
-    train_loader_kwargs: LoaderKwargs | None,
-    eval_loader_kwargs: LoaderKwargs | None,
-    resume_from: str | os.PathLike[str] | None,
+class LoaderArguments(NamedTuple):
+    """How a run reads its data.
+
+    Args:
+        batch_size: number of samples in a batch of one process
+        of_train: the user's arguments for the training loader
+        of_eval: the user's arguments for the evaluation loaders
+    """
+
+    batch_size: int
+    of_train: LoaderKwargs | None
+    of_eval: LoaderKwargs | None
+
+
+def prepare_data(
+    trainer: TrainerLike, run: Run, loaders: LoaderArguments, resume_from: str | os.PathLike[str] | None
 ) -> None:
-    """Find the state to resume from, seed the generators, and create the loaders, whose order may depend on it."""
+    """Find the state to resume from, seed the generators, and create the loaders: their order may depend on both."""
     request = run.request
     if request.saves_training_states or resume_from is not None:
         check_history(trainer.run_history)
@@ -87,16 +96,16 @@ def find_data(
     if resume_from is not None:
         run.resumed = find_state(trainer, request.state_sources, resume_from)
     _seed(trainer, run)
-    create_train_loader(trainer, run, batch_size, train_loader_kwargs)
+    create_train_loader(trainer, run, loaders.batch_size, loaders.of_train)
     if run.data.eval_dataset is not None:
-        create_eval_loaders(trainer, run, batch_size, eval_loader_kwargs)
+        create_eval_loaders(trainer, run, loaders.batch_size, loaders.of_eval)
     apply_model_options(trainer)  # before the event, so that copies made by callbacks have them too
     # A request to end the run waits until the run has started, as there is nothing yet that could end in order.
     trainer.callback_handler.call_each("on_dataloaders_created", run.control.request, trainer)
 
 
 def _seed(trainer: TrainerLike, run: Run) -> None:
-    """Seed the generators, and find the seed of the order of the data: that of a resumed run is in its state."""
+    """Seed the generators, and find the seed of the order of the data, which a resumed run takes from its state."""
     run.data.seed = trainer.seed
     if trainer.seed is not None:
         seed_run(trainer.seed, alike=trainer.division.is_fixed)
@@ -113,7 +122,8 @@ def _seed(trainer: TrainerLike, run: Run) -> None:
 def _lock_paths(trainer: TrainerLike, run: Run) -> None:
     """Keep other runs from writing to the paths that callbacks have claimed, until this run ends.
 
-    :raises RuntimeError: on all processes, if another run writes to one of them
+    Raises:
+        RuntimeError: on all processes, if another run writes to one of them
     """
 
     def lock() -> None:
@@ -202,21 +212,21 @@ def create_loader(trainer: TrainerLike, run: Run, source: Source, training: bool
 # ------------------------------------------------------------------------------- its model, settings and start
 
 
-def begin_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
-    """Prepare the model and the optimizer, and set up the accumulation window."""
+def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
+    """Prepare the model and the optimizer, and make the config of the run, its accumulation window and its step."""
     had_optimizer = is_created(trainer.optimizer)
     configure_deepspeed(trainer, run, batch_size)
     prepare_model(trainer, training=True)
     if not had_optimizer and not uses_deepspeed(trainer.accelerator):  # whose optimizer has copies of the weights
         check_optimizers(trainer)
     run.config = create_config(trainer, run, batch_size)
-    run.training = Training(run.config, run.end, run.data.eval_dataset)
+    run.latest.training = Training(run.config, run.end, run.data.eval_dataset)
     if run.ranks.world_size > 1:
         options = settings_of(trainer.optimizer) if trainer.check_replicas else {}
         check_same_on_all_ranks(run.config.to_dict() | options, run.ranks)
     run.accumulation = Accumulation(run.request.gradient_accumulation_steps)
-    steps, batch_size = run.accumulation.after(0), run.config.train_per_device_batch_size
-    run.window = GradientWindow(run.data.ranks, run.device, steps, batch_size)
+    nominal_size = run.config.train_per_device_batch_size
+    run.window = GradientWindow(run.data.ranks, run.device, run.accumulation.after(0), nominal_size)
     updates = run.config.max_num_train_steps
     if updates is not None and 0 < updates <= run.accumulation.last_change and run.ranks.rank == 0:
         warn_outside(
@@ -229,7 +239,7 @@ def begin_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
 
 
 def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRunConfig:
-    """Return the settings of a run; from the method that users of pytorch-accelerated override, with its arguments."""
+    """Return the settings of a run, from the method that users of pytorch-accelerated override."""
     request = run.request
     if "_create_run_config" not in run.overridden:
         return resolve_run_config(trainer, run, request, batch_size)
@@ -243,9 +253,10 @@ def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRun
 
 
 def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batch_size: int) -> TrainerRunConfig:
-    """Derive the settings of a run from what is requested and the length of its data.
+    """Derive the settings of a run from its request and the length of its data.
 
-    :raises ValueError: if the training data do not fill a single batch
+    Raises:
+        ValueError: if the training data do not fill a single batch
     """
     accelerator = trainer.accelerator
     data = run.data
@@ -303,8 +314,8 @@ def _limit(request: RunRequest, accumulation: Accumulation, steps: int | None) -
 
 def start_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> None:
     """Start from the beginning or from a training state."""
-    was_mid_epoch = run.before is not None and run.before.progress.is_mid_epoch
-    run.before = None  # frees the previous run and its data
+    was_mid_epoch = run.previous is not None and run.previous.progress.is_mid_epoch
+    run.stay()
     if reset_run_history:
         trainer.run_history.reset()
     elif was_mid_epoch:
@@ -336,11 +347,12 @@ def start_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> 
 def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
     """Make a run the trainer's current one, and restore the previous run afterwards.
 
-    A run that has started sets its ``before`` to ``None``, and stays as the latest one.
+    A run that has started stays as the latest one: see ``Run.stay()``.
 
-    :param call: the method that begins the run, which every process must call
+    Args:
+        call: the method that begins the run, which every process must call
     """
-    run.before = trainer.current_run
+    run.previous = trainer.current_run
     run.outer = trainer.current_run if trainer.current_run in trainer.open_runs else None
     trainer.open_runs.append(run)
     trainer.current_run = run
@@ -354,9 +366,9 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
         shutdown.record_end(failed=not isinstance(error, GeneratorExit))  # the caller has stopped iterating
         raise
     finally:
-        if trainer.current_run is run and run.before is not None:
-            trainer.current_run = run.before
-        run.before = None
+        if trainer.current_run is run and run.previous is not None:
+            trainer.current_run = run.previous
+        run.previous = None
         run.resumed = None
         if run.schedule.initial_options:
             note_initial_options(trainer.optimizer, run.schedule.initial_options)
@@ -385,7 +397,7 @@ def _with_the_others(trainer: TrainerLike, run: Run, call: str) -> Iterator[None
 
 @contextmanager
 def computing(trainer: TrainerLike) -> Iterator[None]:
-    """Let the settings of torch and Accelerate that a trainer has asked for hold in a block."""
+    """Apply the settings of torch and Accelerate that a trainer asks for in a block."""
     with (
         in_effect(trainer.accelerator),
         nullcontext() if trainer.deterministic is None else deterministic_kernels(trainer.deterministic),
@@ -398,8 +410,8 @@ def computing(trainer: TrainerLike) -> Iterator[None]:
 def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation"]) -> Iterator[None]:
     """Fire the ending events after a block. If it is stopped early, print the reason and notify the callbacks.
 
-    The reason is printed last; that of a pause is printed at once, as saving takes time. Stops and errors within an
-    outer run are left to that run.
+    The reason is printed last. The reason of a pause is printed at once, as saving takes time. Stops and errors within
+    an outer run are left to that run.
     """
     stopped = None
     ended = kind == "evaluation"  # errors do not fire its ending events
@@ -420,8 +432,7 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
         else:
             trainer.evaluation_run_end()
             _call_ending_event(trainer, run, "on_evaluation_run_end")
-        for message in run.end.messages:
-            message()
+        run.end.make_last_calls()
     except BaseException as error:
         close_failed(trainer, run, error, ended)
         raise
@@ -431,16 +442,15 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
 
 def _note_stop(trainer: TrainerLike, run: Run, stop: StopTrainingError) -> None:
     """Note why a run is stopped, print it, and notify the callbacks."""
-    run.end.reason = reason = str(stop) or type(stop).__name__
-    run.end.stopped_by = stop.raised_by
-    run.end.pause = stop if isinstance(stop, RunPausedError) else None
+    run.end.note(stop)
+    reason = run.end.reason or ""
     if run.end.pause is not None:
         trainer.print(reason)
     else:
         text = wrapped(reason if reason.startswith("Stop") else f"Stopped: {reason}")
-        run.end.messages.append(lambda: trainer.print(text))
+        run.end.last_calls.append(lambda: trainer.print(text))
     _call_ending_event(trainer, run, "on_stop_training_error")
-    run.record_interrupted_epoch(trainer.run_history, run.data.ranks)  # once a state has been saved
+    run.record_interrupted_epoch(trainer.run_history, run.data.ranks)  # after a state has been saved
 
 
 def _call_ending_event(trainer: TrainerLike, run: Run, event: str) -> None:
@@ -459,7 +469,8 @@ def close_failed(trainer: TrainerLike, run: Run, error: BaseException, ended: bo
     Does nothing within an outer run, which may catch the error. A rank that fails alone does not fire the ending
     events, as they may communicate with ranks that have not failed.
 
-    :param ended: whether the ending events have already begun; one of their listeners may have failed
+    Args:
+        ended: whether the ending events have already begun; one of their listeners may have failed
     """
     if run.outer is not None:
         return

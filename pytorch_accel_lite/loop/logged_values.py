@@ -1,4 +1,4 @@
-"""Values that a step logs, beside its losses."""
+"""Values that a step logs besides its losses."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Count
     ``train_<name>_epoch``, ``eval_<name>_epoch`` or ``evaluation_<name>``. In training, the latest value is also in
     ``step_metrics``. Nothing is read from the device before the end of the epoch.
 
-    :param name: name of the value
-    :param value: a number, or a tensor, whose elements are averaged
-    :param weight: number of items that the value is a mean over; by default the samples in this process's batch: the
-        ``batch_size`` that the step returns
-    :raises RuntimeError: if called outside a step
-    :raises TypeError: if the value is not a real number
-    :raises ValueError: if a loss of the step has this name
+    Args:
+        name: name of the value
+        value: a number, or a tensor, whose elements are averaged
+        weight: number of items averaged in the value; by default the samples in this process's batch: the
+            ``batch_size`` that the step returns
+
+    Raises:
+        RuntimeError: if called outside a step
+        TypeError: if the value is not a real number
+        ValueError: if a loss of the step has this name
     """
     if self.compiled_forward is not None and torch.compiler.is_compiling():
-        # What happens to the value is not the step's computation.
+        # What happens to the value is not part of the step's computation.
         self.compiled_forward.logged.append(
             (name, value.detach() if isinstance(value, torch.Tensor) else value, weight)
         )
@@ -50,7 +53,7 @@ def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Count
         trackers.log_for(run.batch, name, value)
     else:
         trackers.log(name, value, weight)
-    if trackers is run.unrecorded:  # those of a training epoch, whatever the mode of the model
+    if trackers is run.loop.unrecorded:  # in a training epoch, whatever the mode of the model
         run.step_metrics[name] = value
 
 

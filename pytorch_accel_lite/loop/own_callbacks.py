@@ -1,4 +1,4 @@
-"""Calling a user's own callbacks outside a run, for as long as they work there."""
+"""Calling a user's own callbacks outside a run, as long as they work there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.origins import is_overridden
 from pytorch_accel_lite.base.text import describe_error
 from pytorch_accel_lite.run.events import EVENTS, CallbackHandler, StopTrainingError, TrainerCallback, events_between
 
@@ -16,13 +16,16 @@ _OF_A_STEP = events_between("on_train_epoch_start", "on_train_step_checkpoint")
 
 
 class OwnCallbacks(CallbackHandler):
-    """Calls the methods that the user wrote for the events of a step, of each callback until it raises an error.
+    """Calls the methods that the user wrote for the events of a step. A callback is called until it raises an error.
 
-    A callback may fail because it needs an event that comes before those of a step.
+    It may fail because it needs an earlier event.
 
-    :param now: returns the time in seconds
-    :ivar seconds: how long the callbacks took, by class
-    :ivar failures: the errors that they raised, by class
+    Args:
+        now: returns the time in seconds
+
+    Attributes:
+        seconds: how long the callbacks took, by class
+        failures: the errors that they raised, by class
     """
 
     def __init__(self, callbacks: Iterable[TrainerCallback], now: Callable[[], float] = time.perf_counter) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 from pytorch_accel_lite.base.devices import is_asynchronous, record_event
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.modules import evaluation_mode
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.data import Data
@@ -23,22 +23,22 @@ from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction
 from pytorch_accel_lite.data.splitting import Concatenation, ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.loop.arguments import check_data
-from pytorch_accel_lite.loop.explanations import explaining
+from pytorch_accel_lite.loop.guards.arguments import check_data
+from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.left_out import OMITTED, report_left_out
 from pytorch_accel_lite.loop.lifecycle import close_failed
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
-# Several processes gather the outputs of as many steps at once, on each process, as take about this time and memory.
+# Several processes gather the outputs of several steps at once: as many as take about this time and memory on each.
 _SECONDS_AT_ONCE = 0.2
 _BYTES_AT_ONCE = 2**22
 _STEPS_AT_ONCE = 60
 
 
 def predict(
-    self: TrainerLike,
+    trainer: TrainerLike,
     dataset: Data,
     per_device_batch_size: int,
     dataloader_kwargs: LoaderKwargs | None,
@@ -49,25 +49,25 @@ def predict(
     """Return the model's outputs for every sample, in the order of the dataset, on the CPU."""
 
     def collect() -> Concatenation | None:
-        predicted = _predicted(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, True)
+        predicted = _predicted(trainer, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, True)
         outputs, is_empty = Concatenation(), True
-        with closing(predicted):  # which leaves the mode of inference, also if outputs do not fit together
+        with closing(predicted):  # leaves inference mode, also if outputs cannot be concatenated
             for step in predicted:
                 outputs.add(step)
                 is_empty = False
         return None if is_empty else outputs
 
-    outputs = self.ranks.repeatable(collect)
+    outputs = trainer.ranks.repeatable(collect)
     if outputs is None:
         raise ValueError(
             f"dataset gave no batch: {type(dataset).__name__} is empty or exhausted, or a PredictionWriterCallback "
             "has already written all predictions: read them with read_predictions()."
         )
-    return outputs.result() if _keeps(self, only_first) else None
+    return outputs.result() if _keeps(trainer, only_first) else None
 
 
 def predict_iter(
-    self: TrainerLike,
+    trainer: TrainerLike,
     dataset: Data,
     per_device_batch_size: int,
     dataloader_kwargs: LoaderKwargs | None,
@@ -76,7 +76,7 @@ def predict_iter(
     only_first: bool,
 ) -> Iterator[Tree]:
     """Yield the outputs of ``predict()`` in parts, in the order of the dataset and the same on every process."""
-    for parts in _predicted(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, False):
+    for parts in _predicted(trainer, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, False):
         yield concatenate(parts) if parts else None
 
 
@@ -85,7 +85,7 @@ def _keeps(trainer: TrainerLike, only_first: bool) -> bool:
 
 
 def _predicted(
-    self: TrainerLike,
+    trainer: TrainerLike,
     dataset: Data,
     batch_size: int,
     loader_kwargs: LoaderKwargs | None,
@@ -95,9 +95,10 @@ def _predicted(
 ) -> Generator[list[Tree], None, None]:
     """Yield for each step the outputs of all processes, or an empty list where they are not wanted.
 
-    :param is_collected: whether the caller does nothing but collect them
+    Args:
+        is_collected: whether the caller does nothing but collect them
     """
-    check_data(self, "dataset", dataset, batch_size, loader_kwargs, collate_fn)
+    check_data(trainer, "dataset", dataset, batch_size, loader_kwargs, collate_fn)
     if isinstance(dataset, dict):
         raise TypeError(f"dataset: predict takes one dataset, not a dict of {sorted(dataset)}. Call it for each.")
     options = loader_kwargs or {}
@@ -111,30 +112,31 @@ def _predicted(
                 f"of the dataset. Omit {key}."
             )
     request = RunRequest("prediction", num_epochs=1)
-    with inference_run(self, request, dataset, batch_size, loader_kwargs, collate_fn) as run:
+    with inference_run(trainer, request, dataset, batch_size, loader_kwargs, collate_fn) as run:
         try:
-            self.call_event("on_predict_run_start")
-            sync_ddp_buffers(self.model, self.ranks)
-            mode = evaluation_mode(self.model) if run.outer is None else nullcontext()
-            with explaining(self, run, "prediction"), mode:
-                steps = _steps_of_all(self, run, only_first, is_collected)
-                steps = steps if _keeps(self, only_first) else ([] for _ in steps)
-                yield from steps if is_collected else _suspending(self, run, steps)
-                report_left_out(self, run)
-            self.call_event("on_predict_run_end")
+            trainer.call_event("on_predict_run_start")
+            sync_ddp_buffers(trainer.model, trainer.ranks)
+            mode = evaluation_mode(trainer.model) if run.outer is None else nullcontext()
+            with explaining(trainer, run, "prediction"), mode:
+                steps = _steps_of_all(trainer, run, only_first, is_collected)
+                steps = steps if _keeps(trainer, only_first) else ([] for _ in steps)
+                yield from steps if is_collected else _suspending(trainer, run, steps)
+                report_left_out(trainer, run)
+            trainer.call_event("on_predict_run_end")
         except GeneratorExit:  # the caller stopped iterating
-            self.call_event("on_predict_run_end")
+            trainer.call_event("on_predict_run_end")
             raise
         except BaseException as error:
-            close_failed(self, run, error, ended=True)
+            close_failed(trainer, run, error, ended=True)
             raise
 
 
 class _Report(NamedTuple):
-    """What a process tells the others of the steps that it has predicted since they last gathered.
+    """What a process tells the others about its steps since they last gathered.
 
-    :param has_outputs: whether it has any, for each of these steps
-    :param size: the bytes of all its outputs
+    Args:
+        has_outputs: for each of these steps, whether it has outputs
+        size: the bytes of all its outputs
     """
 
     has_outputs: list[bool]
@@ -143,7 +145,7 @@ class _Report(NamedTuple):
 
 
 def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_collected: bool) -> Iterator[list[Tree]]:
-    """Yield for each step the outputs of all processes, which they gather after a number of steps."""
+    """Yield for each step the outputs of all processes, gathered after several steps."""
     ranks = trainer.data_ranks
     is_late = is_collected and is_asynchronous(run.device)
     outputs = _outputs_copied_late(trainer, run) if is_late else _outputs(trainer, run)
@@ -187,7 +189,8 @@ def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_collected
 def _predicting(trainer: TrainerLike, run: Run, generators: StateDict) -> Iterator[None]:
     """Let the model predict in a block, without effect on an outer run.
 
-    :param generators: the states of the generators of a prediction within a run, from one block to the next
+    Args:
+        generators: the generator states of a prediction within a run, kept from one block to the next
     """
     with preserving_randomness(trainer, run), evaluation_mode(trainer.model), inference(trainer):
         if generators:
@@ -198,9 +201,9 @@ def _predicting(trainer: TrainerLike, run: Run, generators: StateDict) -> Iterat
 
 
 def _outputs_copied_late(trainer: TrainerLike, run: Run) -> Iterator[list[Tree]]:
-    """Yield this process's outputs, each copied while the device computes the next step, which waits for nothing.
+    """Yield this process's outputs. Each is copied while the device computes the next step, so no step waits.
 
-    The copies are in pinned memory, which is not kept: there may be many.
+    The copies use pinned memory only for a step, as there may be many.
     """
     device = run.device
     before: tuple[list[Tree], torch.Event] | None = None
@@ -223,7 +226,8 @@ def _outputs(
 ) -> Iterator[list[Tree]]:
     """Yield this process's outputs step by step, on the CPU.
 
-    :param copy: copies a tensor to the CPU
+    Args:
+        copy: copies a tensor to the CPU
     """
     listeners = trainer.callback_handler.listeners
     shares: list[Tree] = []
@@ -236,38 +240,38 @@ def _outputs(
             size = find_batch_size(batch.data, batch.num_samples) if type(output) is list else None
             shares.append(to_cpu(output, size, copy))
             if not is_checked:
-                is_checked = _check_rows(batch, shares[-1])
+                is_checked = _warn_of_rows(batch, shares[-1])
         del output  # before the next takes memory
         if batch.share is None or batch.share.ends_step:
             yield shares
             shares = []
 
 
-def _check_rows(batch: Batch, output: Tree) -> bool:
-    """Warn if no output has a row for each sample, and return whether the batch could tell."""
+def _warn_of_rows(batch: Batch, output: Tree) -> bool:
+    """Warn if no output has a row for each sample, and return whether the batch was enough to tell."""
     if batch.num_samples is None or batch.num_samples < 2:
         return False
     sizes = {batch.num_samples, find_batch_size(batch.data, batch.num_samples)}
     if isinstance(output, ListOfSamples):
-        return True  # as detectors return, each with as many rows as it has found
+        return True  # from a detector: one element for each sample, of any length
     rows = [len(part) for part in parts_in([output]) if isinstance(part, torch.Tensor) and part.ndim]
     if rows and sizes.isdisjoint(rows):
         warn_outside(
             f"The model returned {rows[0]} rows for a batch of {batch.num_samples} samples. Predictions are "
             "concatenated as they are, so they will not have a row for each sample, and how many there are depends on "
-            "the batch size and the number of processes. Return outputs whose first dimension is that of the samples."
+            "the batch size and the number of processes. Return outputs with the samples in the first dimension."
         )
     return True
 
 
 def _suspending(trainer: TrainerLike, run: Run, steps: Iterator[list[Tree]]) -> Iterator[list[Tree]]:
-    """Make the run around a prediction the current one while a part of the prediction is being used."""
+    """Make the outer run of a prediction the current one while the caller uses a part of the prediction."""
     for parts in steps:
-        if run.before is not None:
-            trainer.current_run = run.before
+        if run.previous is not None:
+            trainer.current_run = run.previous
         try:
             yield parts
         finally:
             if run in trainer.open_runs:
-                run.before = trainer.current_run
+                run.previous = trainer.current_run
                 trainer.current_run = run

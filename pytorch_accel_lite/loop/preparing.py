@@ -24,8 +24,8 @@ from pytorch_accel_lite.optimizers.operations import OptimizerFactory, Optimizer
 from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.state import TrainerLike
 
-#: What an extension makes of a model in place, by the name of the argument of a trainer that asks for it. It is called
-#: with the trainer and the value, and returns what it has done, to be printed.
+#: How extensions change a model in place, by the trainer argument that asks for it. Each function is called with the
+#: trainer and the value, and returns a text to print.
 MODEL_CHANGES: dict[str, Callable[[TrainerLike, Any], str]] = {}
 
 
@@ -38,7 +38,7 @@ def prepare_model(trainer: TrainerLike, training: bool) -> None:
     if isinstance(trainer.loss_func, nn.Module):
         trainer.loss_func.to(trainer.device)
     apply_model_options(trainer)
-    # The step does so by itself.
+    # These steps average gradients themselves.
     averages = "train_step" in trainer.current_run.overridden or trainer.division.is_fixed
     prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, training and not averages)
     trainer.prepared_model = prepared
@@ -49,7 +49,7 @@ def prepare_model(trainer: TrainerLike, training: bool) -> None:
 
 
 def apply_model_options(trainer: TrainerLike) -> None:
-    """Change the memory format of the model and compile it, in place and as requested, unless it is compiled."""
+    """Change the memory format of the model and compile it, in place, as requested, unless it is already compiled."""
     _prepare_quantised(trainer.get_model())
     if not trainer.channels_last and trainer.compile_model is False:
         return
@@ -73,7 +73,7 @@ def _prepare_quantised(model: nn.Module) -> None:
 
 
 def change_blocks(trainer: TrainerLike) -> None:
-    """Change the blocks of a model in place, as ``activation_checkpointing`` and ``compile_model`` say."""
+    """Change the blocks of a model in place, as ``activation_checkpointing`` and ``compile_model`` request."""
     wanted: dict[str, object] = {}
     if trainer.activation_checkpointing is not False:
         wanted["activation_checkpointing"] = trainer.activation_checkpointing
@@ -99,12 +99,13 @@ def release_model(trainer: TrainerLike) -> None:
 
 
 class UnmadeOptimizer:
-    """The optimizer of a trainer that was given a factory, until a run first prepares the model for training.
+    """Stands for the optimizer of a trainer with a factory, until a run first prepares the model for training.
 
-    It has no parameter groups. A state that is loaded into it is kept for the optimizer that will be made.
+    It has no parameter groups. A state loaded into it is kept for the real optimizer.
 
-    :param factory: called with a list of the trainable parameters; with the model, or with a list of the names and
-        parameters, where its first argument is called ``model`` or ``named_parameters``
+    Args:
+        factory: called with a list of the trainable parameters; or with the model, or a list of names and parameters,
+            if its first argument is called ``model`` or ``named_parameters``
     """
 
     def __init__(self, factory: OptimizerFactory) -> None:
@@ -113,10 +114,11 @@ class UnmadeOptimizer:
         self._state: StateDict | None = None
 
     def make(self, model: nn.Module) -> Optimizer:
-        """Return the optimizer for a model that is otherwise ready to be trained.
+        """Create the optimizer for a model that is otherwise ready to be trained.
 
-        :raises ValueError: when no parameter of the model is to be trained
-        :raises TypeError: when the factory returns anything but an optimizer, or several in a dict or a list
+        Raises:
+            ValueError: when no parameter of the model is trainable
+            TypeError: when the factory returns anything but an optimizer, or several in a dict or a list
         """
         trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if not trainable:
@@ -145,7 +147,7 @@ class UnmadeOptimizer:
         return self._state
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Keep a state for the optimizer that will be made."""
+        """Keep a state for the real optimizer."""
         self._state = copy.deepcopy(state_dict)
 
     def __getattr__(self, name: str) -> Any:
@@ -161,7 +163,7 @@ class UnmadeOptimizer:
 
 
 def combine_or_defer(optimizer: Optimizers | OptimizerFactory | None) -> TrainerOptimizer:
-    """Return optimizers as one, and a factory as the optimizer that it has yet to make."""
+    """Combine several optimizers into one, and wrap a factory as an ``UnmadeOptimizer``."""
     if callable(optimizer) and not is_created(optimizer):
         return UnmadeOptimizer(optimizer)
     return combine(optimizer)
@@ -174,28 +176,28 @@ def _first_argument(factory: Callable[..., object]) -> str:
         return ""
 
 
-def rewrap_model(self: TrainerLike) -> None:
+def rewrap_model(trainer: TrainerLike) -> None:
     """Wrap the model again, as its set of trained parameters has changed: ``Trainer.rewrap_model()``."""
-    if not self.can_rewrap_model:
+    if not trainer.can_rewrap_model:
         raise RuntimeError(
             "The set of trained parameters cannot change in the middle of this run: the model is sharded "
-            f"({self.accelerator.distributed_type.value}) or was compiled by Accelerate together with its wrapper. "
+            f"({trainer.accelerator.distributed_type.value}) or was compiled by Accelerate together with its wrapper. "
             "Freeze before the run, or compile the model yourself with torch.compile."
         )
-    old = self.model
-    prepared = self.prepared_model
+    old = trainer.model
+    prepared = trainer.prepared_model
     if prepared is None or not isinstance(old, DistributedDataParallel):
         return
     for name in ("reducer", "logger"):  # removes the old wrapper's hooks from the parameters
         delattr(old, name)
-    handler = self.accelerator.ddp_handler
+    handler = trainer.accelerator.ddp_handler
     kwargs = {} if handler is None else handler.to_kwargs()
     new = DistributedDataParallel(old.module, device_ids=old.device_ids, output_device=old.output_device, **kwargs)
     if handler is not None:
         handler.register_comm_hook(new)
     vars(new)["_is_accelerate_prepared"] = True
-    models = self.accelerator._models
+    models = trainer.accelerator._models
     models[:] = [new if held is old else held for held in models]
     if prepared.model is old:
         prepared.model = new
-    self.model = new
+    trainer.model = new

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import accepts
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.optimizers.combined import create_schedulers
@@ -45,7 +45,7 @@ _PLACEHOLDERS = "TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH or MAX_NUM_
 def begin_schedule(trainer: TrainerLike, run: Run) -> None:
     """Create the scheduler of a run, if it has one, starting from the optimizer's initial rates."""
     trainer.scheduler = None
-    run.schedule.final_rates = [] if run.before is None else run.before.schedule.final_rates
+    run.schedule.final_rates = [] if run.previous is None else run.previous.schedule.final_rates
     has_schedule = trainer.create_scheduler_fn is not None or "create_scheduler" in run.overridden
     if has_schedule or any("initial_lr" in group for group in trainer.optimizer.param_groups):
         _begin_from_initial_rates(trainer, run, has_schedule)
@@ -111,7 +111,7 @@ def _begin_from_initial_rates(trainer: TrainerLike, run: Run, has_schedule: bool
 
 
 def _print_unused_rates(trainer: TrainerLike, initial: Options) -> None:
-    """Name the learning rates that the user gave an optimizer, if a schedule with rates of its own replaces them."""
+    """Name the learning rates that the user gave an optimizer, if a schedule with its own rates replaces them."""
     groups = trainer.optimizer.param_groups
     rates = {id(group): values.get("lr") for group, values in zip(groups, initial, strict=True)}
     for scheduler in schedulers_in(trainer.scheduler).values():
@@ -168,19 +168,19 @@ def create_with(trainer: TrainerLike, create: SchedulerFactory) -> TrainerSchedu
     return create_schedulers(create, trainer.optimizer)
 
 
-def step_after_epoch(self: TrainerLike) -> None:
+def step_after_epoch(trainer: TrainerLike) -> None:
     """Step a per-epoch scheduler; one that follows a metric is stepped only after an evaluation."""
-    run = self.current_run
+    run = trainer.current_run
     request = run.request
-    each_epoch = self.scheduler is not None and request.scheduler_interval == "epoch"
+    each_epoch = trainer.scheduler is not None and request.scheduler_interval == "epoch"
     has_metric = request.scheduler_metric is None or run.evaluation_is_due or not run.data.all_eval_loaders
     if each_epoch and has_metric:
-        self.scheduler_step()
+        trainer.scheduler_step()
 
 
 def _check_optimizer(trainer: TrainerLike) -> None:
-    """Check that the schedulers change rates of the optimizers that train, rather than of one that nobody steps."""
-    optimizers = (trainer.optimizer, *attributes.optimizers(trainer).values())
+    """Check that the schedulers change the rates of the trainer's optimizers, not of one that nobody steps."""
+    optimizers = (trainer.optimizer, *attributes.other_optimizers(trainer).values())
     trained = {id(group) for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())}
     for name, scheduler in schedulers_in(trainer.scheduler).items():
         groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
@@ -199,9 +199,10 @@ def check_scheduler(
 ) -> None:
     """Check that a scheduler can be stepped, and is given a metric if and only if it takes one.
 
-    :param create_scheduler_fn: the function that created it; ``None`` if an overridden ``create_scheduler`` did, which
-        may return no scheduler
-    :param steps_itself: whether an overridden method steps the scheduler
+    Args:
+        create_scheduler_fn: the function that created it; ``None`` if an overridden ``create_scheduler`` did, which may
+            return no scheduler
+        steps_itself: whether an overridden method steps the scheduler
     """
     interval, metric = request.scheduler_interval, request.scheduler_metric
     parts = schedulers_in(scheduler)
@@ -264,7 +265,7 @@ def _check_stepped(scheduler: TrainerScheduler, request: RunRequest) -> None:
 
 
 def check_length(trainer: TrainerLike, run: Run) -> None:
-    """Check that a schedule that cannot be stepped beyond its end is at least as long as the run."""
+    """Check that a schedule that cannot be stepped beyond its end lasts for the whole run."""
     config = run.required_config
     requested = config.max_num_train_steps if run.request.scheduler_interval == "update" else config.num_epochs
     if "scheduler_step" in run.overridden or requested is None:
@@ -289,7 +290,7 @@ def check_length(trainer: TrainerLike, run: Run) -> None:
 def must_recreate(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
     """Whether a state's schedule counts updates while the number of updates per epoch has changed.
 
-    A run that is limited by updates rather than epochs is still as long as it was.
+    Not for a run that is limited by updates, as its length is unchanged.
     """
     before = state.metadata["run_config"].get("num_update_steps_per_epoch")
     now = run.required_config.num_update_steps_per_epoch
@@ -324,7 +325,8 @@ def warn_of_other_schedule(trainer: TrainerLike, state: TrainingState) -> None:
 def resume_schedule(trainer: TrainerLike, run: Run, state: TrainingState) -> None:
     """Recreate the schedule of a resumed run with its new lengths, and advance it to the fraction of the run completed.
 
-    :raises ValueError: if it cannot be advanced, or its learning rate there differs from that of the run
+    Raises:
+        ValueError: if it cannot be advanced, or its learning rate there differs from that of the run
     """
     config = run.required_config
     per_epoch = int(config.num_update_steps_per_epoch or 0)

@@ -20,13 +20,13 @@ from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.shards import find_tensors
 from pytorch_accel_lite.checkpoint.weights import sharded_like, verify_weights
 from pytorch_accel_lite.distributed.layout import find_data_ranks
-from pytorch_accel_lite.loop.arguments import tensor_parallel_size
+from pytorch_accel_lite.loop.guards.arguments import tensor_parallel_size
 from pytorch_accel_lite.optimizers.operations import is_created
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
 
 def begin_sharded(trainer: TrainerLike, run: Run) -> None:
-    """Shard the model if the trainer's class does so, and divide the data of a run as the meshes of its weights do.
+    """Shard the model if the trainer's class does so, and divide the data of a run by the meshes of the weights.
 
     Call it on every process.
     """
@@ -51,7 +51,7 @@ def begin_sharded(trainer: TrainerLike, run: Run) -> None:
             f"share the weights of {type(model).__name__} by tensor parallelism. Load the model with tp_plan='auto' "
             "and the accelerator's device mesh, or call parallelize_module on it, before you create the trainer."
         )
-    if run.data.ranks.replicas > 1 and run.data.seed is None:  # what is read at random must be the same
+    if run.data.ranks.replicas > 1 and run.data.seed is None:  # sharers must read the same random samples
         run.data.seed = _draw_seed(trainer)
 
 
@@ -76,9 +76,10 @@ _placed: WeakSet[nn.Module] = WeakSet()
 
 
 def place_model(trainer: TrainerLike) -> None:
-    """Shard the model as the trainer's class does, once, and give values to what it has left on the meta device.
+    """Shard the model as the trainer's class does, once, and give values to tensors left on the meta device.
 
-    :raises ValueError: if there are no values for a parameter or a buffer
+    Raises:
+        ValueError: if there are no values for a parameter or a buffer
     """
     model = trainer.get_model(keep_torch_compile=False)
     if model in _placed:
@@ -91,10 +92,11 @@ def place_model(trainer: TrainerLike) -> None:
 
 
 def shard_model(trainer: TrainerLike, mesh: DeviceMesh) -> str | os.PathLike[str] | None:
-    """Shard the model as the trainer's class does, and return where to find its weights, if it says so.
+    """Shard the model as the trainer's class does, and return the path of its weights, if the class names one.
 
-    :raises TypeError: if the optimizer exists already, with the parameters that sharding replaces
-    :raises ValueError: if the accelerator would shard the model again
+    Raises:
+        TypeError: if the optimizer already exists, as sharding replaces its parameters
+        ValueError: if the accelerator would shard the model again
     """
     if trainer.accelerator.is_fsdp2:
         raise ValueError(
@@ -124,9 +126,12 @@ def _create_mesh(trainer: TrainerLike) -> DeviceMesh:
 def fill(model: nn.Module, device: torch.device, source: str | os.PathLike[str] | None, seed: int) -> None:
     """Give values to all parameters and buffers of a model that are on the meta device, each process its own shards.
 
-    :param source: a safetensors file, or a directory of them; ``None`` to initialise the parameters as a model that is
-        not sharded would be after ``torch.manual_seed(seed)``, layer by layer
-    :raises ValueError: if there are no values for some of them
+    Args:
+        source: a safetensors file, or a directory of them; ``None`` to initialise the parameters as a model that is not
+            sharded would be after ``torch.manual_seed(seed)``, layer by layer
+
+    Raises:
+        ValueError: if there are no values for some of them
     """
     missing = {name for name, tensor in _tensors(model) if tensor.is_meta}
     if not missing and source is None:
@@ -141,7 +146,7 @@ def fill(model: nn.Module, device: torch.device, source: str | os.PathLike[str] 
             missing -= _load(model, Path(source))
         if missing:
             with preserving_generators():
-                seed_generators(seed << 1)  # which halves it for torch
+                seed_generators(seed << 1)  # seed_generators halves it for torch
                 missing -= _initialise(model, missing, device)
     if missing:
         elsewhere = "" if source is None else f", which {os.fspath(source)!r} does not contain"
@@ -159,7 +164,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _load(model: nn.Module, source: Path) -> set[str]:
-    """Read the weights of a model, each process only its own shards; return the names of those that are there."""
+    """Read the weights of a model, each process only its own shards; return the names of those that were found."""
     stored = find_tensors([source] if source.is_file() else sorted(source.glob("*.safetensors")))
     if not stored:
         raise ValueError(f"{os.fspath(source)!r}, which parallelize_model returned, has no weights as safetensors.")
@@ -199,14 +204,14 @@ def _initialise(model: nn.Module, missing: set[str], device: torch.device) -> se
 
 
 def _initialiser(model: nn.Module, module: nn.Module) -> Callable[[nn.Module], object] | None:
-    """Return what initialises a module: a method of transformers' models, or one that torch's modules have."""
+    """Return the method that initialises a module: of a transformers model, or of torch's modules."""
     methods = ("reset_parameters", "_reset_parameters")
     method_name = next((method for method in methods if hasattr(module, method)), None)
     return getattr(model, "_init_weights", None) or (None if method_name is None else methodcaller(method_name))
 
 
 def _unsharded_copy(module: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy of a module with its own parameters and buffers unsharded, and NaN."""
+    """Return a copy of a module whose own parameters and buffers are unsharded and NaN."""
     unsharded: nn.Module = object.__new__(type(module))  # copy.copy() fails for modules that fully_shard has sharded
     vars(unsharded).update(vars(module))
 

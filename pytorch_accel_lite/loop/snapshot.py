@@ -1,4 +1,4 @@
-"""Trying something without leaving a trace: what it may change is copied before it, and restored afterwards."""
+"""Trying something without leaving a trace: what it may change is copied before, and restored afterwards."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from pytorch_accel_lite.run.state import TrainerLike
 
 
 class Snapshot(ExitStack):
-    """What is to be restored at the end of a ``with`` block, or by ``close()``: all of it, even if a part fails.
+    """Restores what it keeps at the end of a ``with`` block, or by ``close()``: all of it, even if a part fails.
 
     What was kept last is restored first. Without ``close()``, nothing is restored.
 
-    :param on_host: whether to copy tensors to host memory, leaving room on the device
+    Args:
+        on_host: whether to copy tensors to host memory, leaving room on the device
     """
 
     def __init__(self, on_host: bool = False) -> None:
@@ -61,20 +62,20 @@ class Snapshot(ExitStack):
             self.callback(_copy_back, tensor, distinct.to("cpu", copy=True) if self._on_host else distinct.clone())
 
     def keep_buffers(self, modules: Iterable[nn.Module]) -> None:
-        """Keep the buffers of modules and their parts: a forward pass may change them, or assign others."""
+        """Keep the buffers of modules and their parts, as a forward pass may change or replace them."""
         for part in dict.fromkeys(chain.from_iterable(module.modules() for module in modules)):
             for name, buffer in vars(part)["_buffers"].items():
                 self.keep_tensors([] if buffer is None else [buffer])
                 self.callback(setattr, part, name, buffer)
 
     def keep_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Keep the gradients of parameters, and what they hold."""
+        """Keep the gradients of parameters, and their values."""
         for parameter in parameters:
             self.keep_tensors([] if parameter.grad is None else [parameter.grad])
             self.callback(setattr, parameter, "grad", parameter.grad)
 
     def set_gradients_aside(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Keep the gradients of parameters, which have none meanwhile, without copying them."""
+        """Keep the gradients of parameters without copying them. Meanwhile, the parameters have none."""
         for parameter in parameters:
             self.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
@@ -84,25 +85,30 @@ class StepSnapshot(Snapshot):
     """What a forward and backward pass may change.
 
     Gradients, buffers, generators, logged values, registered objects, and what the pass itself trains with optimizers
-    that are attributes of the trainer.
+    in attributes of the trainer.
 
-    :ivar gradients: the gradients before the pass, by parameter, which are set aside
+    Attributes:
+        gradients: the gradients before the pass, by parameter, set aside
     """
 
     def __init__(self, trainer: TrainerLike) -> None:
         super().__init__()
         model = trainer.get_model()
-        beside = attributes.modules(trainer).values()
+        beside = attributes.other_modules(trainer).values()
         parameters = [*model.parameters(), *optimized_parameters(trainer.optimizer)]
-        others = chain.from_iterable(optimized_parameters(other) for other in attributes.optimizers(trainer).values())
+        others = chain.from_iterable(
+            optimized_parameters(other) for other in attributes.other_optimizers(trainer).values()
+        )
         trained = dict.fromkeys(others)
         self.gradients = {parameter: parameter.grad for parameter in parameters}
-        # The pass itself may use the gradients of others, so they are not set aside.
+        # The pass itself may use other gradients, so they are not set aside.
         elsewhere = dict.fromkeys(chain(trained, *(module.parameters() for module in beside)))
         self.keep_gradients(parameter for parameter in elsewhere if parameter not in self.gradients)
         self.set_gradients_aside(self.gradients)
         steppers = [owner for owner in attributes.trained(trainer).values() if not isinstance(owner, nn.Module)]
-        self.keep_states([trainer.current_run.loss_trackers, *steppers, *attributes.registered(trainer).values()])
+        self.keep_states(
+            [trainer.current_run.loss_trackers, *steppers, *attributes.registered_objects(trainer).values()]
+        )
         self.keep_buffers([model, *beside])
         self.keep_tensors(trained)
         self.keep_generators()

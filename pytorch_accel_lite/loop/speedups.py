@@ -1,4 +1,4 @@
-"""What would make data or updates faster, as advice during a run and from tools before it."""
+"""Advice on faster data and updates, during a run and from tools before it."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from pytorch_accel_lite.data.batches import BatchOutput, as_scalars, complete_ou
 from pytorch_accel_lite.data.loss_shapes import check_loss
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
-from pytorch_accel_lite.loop.first_batch import examine_first_batch
 from pytorch_accel_lite.loop.gradients import parameters_not_in_model
+from pytorch_accel_lite.loop.guards.first_batch import examine_first_batch
 from pytorch_accel_lite.loop.snapshot import StepSnapshot
 from pytorch_accel_lite.run.state import Run, Step, TrainerLike
 from pytorch_accel_lite.run.window import GradientWindow
@@ -25,9 +25,11 @@ from pytorch_accel_lite.run.window import GradientWindow
 class PlainStep(Step):
     """The plain training step: one loss, one backward pass, one update. The steps in ``steps/`` replace parts of it.
 
-    :ivar averaged: parameters whose gradients ``DistributedDataParallel`` does not average
-    :ivar synced_buffers: buffers that it does not synchronise, of the loss function and attributes, by module and name
-    :ivar must_examine_batch: whether the first batch is yet to be checked for a loss that is not what it is taken for
+    Attributes:
+        averaged: parameters whose gradients ``DistributedDataParallel`` does not average
+        synced_buffers: buffers that ``DistributedDataParallel`` does not synchronise, in the loss function and
+            attributes, by module and name
+        must_examine_batch: whether the first batch is still to be checked for mistakes in the loss
     """
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
@@ -43,7 +45,7 @@ class PlainStep(Step):
         self.must_examine_batch = trainer.ranks.rank == 0
 
     def begin_replicas(self, trainer: TrainerLike, run: Run) -> None:
-        """Start with the same values on all processes, and note whose gradients and buffers each update equalises."""
+        """Start with the same values on all processes, and note what each update must equalise."""
         self.synced_buffers = buffers_beside_model(trainer)
         if not trainer.is_sharded:
             self.averaged = parameters_not_in_model(trainer.model, trainer.optimizer)
@@ -110,9 +112,12 @@ def backward(
 ) -> torch.Tensor:
     """Accumulate the gradients of a loss, weighted by its share of the accumulation window, in every kind of step.
 
-    :param samples: number of samples in this process's batch
-    :param total: number of samples in the batches of all processes
-    :return: the weighted loss
+    Args:
+        samples: number of samples in this process's batch
+        total: number of samples in the batches of all processes
+
+    Returns:
+        the weighted loss
     """
     listeners = trainer.callback_handler.listeners
     if listeners["on_backward_start"]:
@@ -132,7 +137,7 @@ def _announce_backward(trainer: TrainerLike, data: BatchData, output: BatchOutpu
     """
     loss: torch.Tensor = output["loss"]
     version = loss._version
-    losses = dict(output.get("losses", {}))  # keeps them, so that no other gets the id of one
+    losses = dict(output.get("losses", {}))  # a reference, so that ids stay unique
     parts = _identities(losses)
     trainer.call_event("on_backward_start", batch=data, batch_output=output, step=trainer.current_run.progress.step)
     if output.get("loss") is not loss:
@@ -144,14 +149,14 @@ def _announce_backward(trainer: TrainerLike, data: BatchData, output: BatchOutpu
 
 
 def _identities(losses: Mapping[str, torch.Tensor]) -> list[tuple[str, int, int]]:
-    """Return what tells losses by name from others, or from the same ones after a change."""
+    """Return what identifies losses: it differs if one is replaced or changed in place."""
     return [(name, id(loss), loss._version) for name, loss in losses.items() if isinstance(loss, torch.Tensor)]
 
 
 def as_returned(trainer: TrainerLike, output: BatchOutput) -> BatchOutput:
-    """Return what is recorded of a step's output: the losses that the step has returned.
+    """Return what is recorded of a step's output: the losses that the step returned.
 
-    Steps that record only after the backward pass keep it before, if callbacks may change the loss.
+    Steps that record only after the backward pass call this before it, as callbacks may change the loss.
     """
     if not trainer.callback_handler.listeners["on_backward_start"]:
         return output
@@ -169,7 +174,7 @@ def loss_of(trainer: TrainerLike, batch: Batch) -> torch.Tensor:
 
 
 def warm_up_ddp(trainer: TrainerLike, run: Run, batch: Batch) -> None:
-    """Run one forward and backward pass whose only trace is in ``DistributedDataParallel``.
+    """Run one forward and backward pass that leaves its only trace in ``DistributedDataParallel``.
 
     The wrapper rearranges gradients after its first backward pass. With three or more processes, the order of their
     sums, and so the last bits, depend on it: a resumed run must have had that first pass, too.

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import IterableDataset
 
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.attribute_states import describe_attributes
 from pytorch_accel_lite.checkpoint.capturing import finish_restoring
@@ -22,12 +22,12 @@ from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.evaluation import evaluate_all, evaluate_if_due, start_evaluations
-from pytorch_accel_lite.loop.explanations import explaining
 from pytorch_accel_lite.loop.gradients import gradient_sync
+from pytorch_accel_lite.loop.guards.explanations import explaining
+from pytorch_accel_lite.loop.guards.modes import call_start, check_global_modes, leaving_as_found
+from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
+from pytorch_accel_lite.loop.guards.sanity_check import check_evaluation
 from pytorch_accel_lite.loop.lifecycle import create_loader, ending
-from pytorch_accel_lite.loop.modes import call_start, check_global_modes, leaving_as_found
-from pytorch_accel_lite.loop.replicas import note_missing_gradients
-from pytorch_accel_lite.loop.sanity_check import check_evaluation
 from pytorch_accel_lite.loop.step import warm_up_ddp
 from pytorch_accel_lite.optimizers.freezing import stays_in_eval
 from pytorch_accel_lite.run import attributes
@@ -43,43 +43,43 @@ def begin(trainer: TrainerLike, run: Run) -> None:
     run.control.start_clock()
     if run.data.eval_loader is not None or run.request.evaluate_every is not None:
         start_evaluations(run)
-    run.has_update_schedules = run.evaluates_within_epochs or run.accumulation.changes
+    run.loop.has_update_schedules = run.evaluates_within_epochs or run.accumulation.changes
     run.step.begin(trainer)
 
 
 def train(trainer: TrainerLike, run: Run) -> None:
     """Train for all epochs of a run, or for the remaining ones if it is resumed."""
-    run.is_in_loop = True
+    run.loop.is_ours = True
     with ending(trainer, run, "training"):
         try:
             trainer.training_run_start()
             trainer.call_event("on_training_run_start")
-            run.global_modes = GlobalModes.now(run.device)
+            run.loop.global_modes = GlobalModes.now(run.device)
             run.control.sync(now=True)
             _describe_states(trainer, run)
             if run.data.eval_loader is not None:
                 check_evaluation(trainer, run)
-            over = run.resumed is not None and _is_complete(trainer, run, run.resumed)
+            over = run.resumed is not None and _end_if_complete(trainer, run, run.resumed)
             if over or run.epoch_phase or not run.progress.is_mid_epoch:
                 _finish_resuming(trainer, run)
             while not over and (run.progress.is_mid_epoch or not run.is_finished):
                 _train_and_evaluate(trainer, run)
         except StopTrainingError:
-            _finish_resuming(trainer, run)  # stopped by a starting event, the run ends with what the callbacks had
+            _finish_resuming(trainer, run)  # a starting event stopped the run, which keeps the callbacks' states
             raise
     warn_of_weights(trainer, run)
 
 
 def _train_and_evaluate(trainer: TrainerLike, run: Run) -> None:
-    """Train for one epoch and evaluate, or do what is left of that if the run was stopped in the meantime."""
+    """Train for one epoch and evaluate. For a resumed run, do what is left of that."""
     begin_epoch(run)
     if run.epoch_phase < EpochPhase.TRAINED:
         own_epoch = trainer._run_train_epoch if "_run_train_epoch" in run.overridden else None
         with explaining(trainer, run, "training"):
             if own_epoch is None:
-                run.has_reached_limit = train_epoch(trainer, run, run.data.required_train_loader)
+                run.loop.has_reached_limit = train_epoch(trainer, run, run.data.required_train_loader)
             else:
-                run.has_reached_limit = bool(own_epoch(run.data.required_train_loader))
+                run.loop.has_reached_limit = bool(own_epoch(run.data.required_train_loader))
     if run.epoch_phase < EpochPhase.EVALUATED and run.evaluation_is_due:
         evaluate_all(trainer, run)
     if run.epoch_phase < EpochPhase.ENDED:
@@ -93,7 +93,7 @@ def _train_and_evaluate(trainer: TrainerLike, run: Run) -> None:
 
 
 def begin_epoch(run: Run) -> None:
-    """Begin the next epoch, unless there is one to be completed."""
+    """Begin the next epoch, unless the current one is incomplete."""
     if not run.progress.is_mid_epoch:
         run.progress.start_epoch()
         run.window.filled = 0
@@ -101,8 +101,8 @@ def begin_epoch(run: Run) -> None:
 
 def complete_epoch(trainer: TrainerLike, run: Run) -> None:
     """Count an epoch, its evaluation included, and let callbacks save."""
-    if run.evaluations is not None and run.evaluation_is_due:
-        run.evaluations.advance(run, ends_epoch=True)
+    if run.loop.evaluations is not None and run.evaluation_is_due:
+        run.loop.evaluations.advance(run, ends_epoch=True)
     run.epoch_phase = EpochPhase.TRAINING
     run.progress.epochs_completed = run.progress.epoch
     trainer.call_event("on_epoch_checkpoint")
@@ -112,8 +112,11 @@ def complete_epoch(trainer: TrainerLike, run: Run) -> None:
 def train_epoch(trainer: TrainerLike, run: Run, source: Source) -> bool:
     """Run the steps of an epoch, or the remaining ones, and record its losses.
 
-    :param source: the training batches, usually those of the run
-    :return: whether the run has made all its updates, if their number was given
+    Args:
+        source: the training batches, usually those of the run
+
+    Returns:
+        whether the run has made all its updates, if their number was given
     """
     with _reading(run, source):
         _train_epoch(trainer, run)
@@ -123,7 +126,7 @@ def train_epoch(trainer: TrainerLike, run: Run, source: Source) -> bool:
 
 def _train_epoch(trainer: TrainerLike, run: Run) -> None:
     trainer.train_epoch_start()
-    run.loss_trackers = run.unrecorded = trainer.division.create_trackers()
+    run.loss_trackers = run.loop.unrecorded = trainer.division.create_trackers()
     if trainer.callback_handler.listeners["on_train_epoch_start"]:
         call_start(trainer, "on_train_epoch_start", "training")
     check_global_modes(trainer, run)
@@ -133,7 +136,7 @@ def _train_epoch(trainer: TrainerLike, run: Run) -> None:
     # A callback may have replaced it.
     run.data.train_loader = loader = create_loader(trainer, run, run.data.train_loader, training=True)
     set_optimizer_modes(trainer, training=True)
-    least = smallest_share(trainer, run)
+    least = share_for_batch_norm(trainer, run)
     run.batch_number = progress.step
     length = find_length(loader) if not progress.step else None  # a resumed run may count other steps
     while not _train_steps(trainer, run, _batches_left(trainer, run, least), limit):
@@ -147,13 +150,13 @@ def _train_epoch(trainer: TrainerLike, run: Run) -> None:
     set_optimizer_modes(trainer, training=False)
     trainer.train_epoch_end()
     run.record_losses(trainer.run_history, run.data.ranks, "train_{}_epoch")
-    run.unrecorded = None
+    run.loop.unrecorded = None
     run.epoch_phase = EpochPhase.TRAINED
     trainer.call_event("on_train_epoch_end")
 
 
 def _batches_left(trainer: TrainerLike, run: Run, min_share: int) -> Iterator[Batch]:
-    """Return the batches of the epoch from where it is."""
+    """Return the remaining batches of the epoch."""
     progress, loader = run.progress, run.data.required_train_loader
     batches = loader.steps(progress.epoch, progress.samples_in_epoch, progress.step, min_share)
     return iter(leaving_as_found(trainer, run, batches, "training"))
@@ -162,18 +165,18 @@ def _batches_left(trainer: TrainerLike, run: Run, min_share: int) -> Iterator[Ba
 def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit: float) -> bool:
     """Train on the batches of an epoch, up to a limit of updates, and measure how long training waits for them.
 
-    :return: whether that is done; otherwise the batches have to be read again, as the step repeats an update, or the
-        data have changed
+    Returns:
+        whether that is done; otherwise the batches have to be read again, as the step repeats an update, or the data
+        have changed
     """
     progress, loader = run.progress, run.data.required_train_loader
     with run.goodput.training(loader):
         with run.goodput.counting("data"):  # the first batch takes the time of starting workers
             batch = next(batches, None) if progress.update < limit else None
         if batch is not None and progress.step and run.evaluates_within_epochs:
-            evaluate_if_due(trainer, run)  # the run from which this one resumes was stopped before or within it
-        while batch is not None:
-            if loader.is_outdated():
-                return False
+            evaluate_if_due(trainer, run)  # the resumed run was stopped before or within it
+        is_outdated = loader.is_outdated  # by that evaluation
+        while batch is not None and not is_outdated:
             if run.step.must_warm_up_ddp:
                 warm_up_ddp(trainer, run, batch)
             try:
@@ -185,12 +188,12 @@ def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit
             if run.step.must_compare_replicas and progress.update:
                 run.step.must_compare_replicas = False
                 trainer.compare_replicas()
-            if loader.is_outdated():
-                return False
-            begin = time.perf_counter()
-            batch = next(batches, None) if progress.update < limit else None
-            loader.seconds_waited += time.perf_counter() - begin
-    return True
+            is_outdated = loader.is_outdated
+            if not is_outdated:
+                begin = time.perf_counter()
+                batch = next(batches, None) if progress.update < limit else None
+                loader.seconds_waited += time.perf_counter() - begin
+    return not is_outdated
 
 
 def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
@@ -205,7 +208,7 @@ def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     window.is_in_step = True
     forward_backward = run.step.forward_backward if window.steps == 1 else _accumulate
     output = forward_backward(trainer, run, batch)
-    updates = window.is_ending and window.sizes is not None  # None: all its batches were skipped
+    updates = window.is_ending and window.has_gradients  # no gradients if all batches were skipped
     if updates:
         if run.step.must_compare_replicas:
             note_missing_gradients(trainer, run)
@@ -213,12 +216,12 @@ def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     run.progress.step += 1
     window.is_in_step = False
     if output is not None and listeners["on_train_step_end"]:
-        # A step of several shares has put them together in the run's batch.
+        # A step of several shares combines them in the run's batch.
         trainer.call_event("on_train_step_end", batch=run.batch.data, batch_output=output, step=step)
     if updates:
         if listeners["on_update_end"]:
             trainer.call_event("on_update_end", step=step)
-        if run.has_update_schedules:
+        if run.loop.has_update_schedules:
             _follow_schedules(trainer, run, batch)
         if listeners["on_train_step_checkpoint"]:
             trainer.call_event("on_train_step_checkpoint", step=step)
@@ -234,7 +237,7 @@ def _accumulate(trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | N
 
 
 def _follow_schedules(trainer: TrainerLike, run: Run, batch: Batch) -> None:
-    """Set the size of the next window, and evaluate within the epoch if it is due; at its end, that comes later."""
+    """Set the size of the next window, and evaluate within the epoch if that is due, but not at its end."""
     run.step.set_accumulation(run, run.accumulation.after(run.progress.update))
     if run.evaluates_within_epochs:
         evaluate_if_due(trainer, run, ends_epoch=batch.is_last)
@@ -245,7 +248,7 @@ def _follow_schedules(trainer: TrainerLike, run: Run, batch: Batch) -> None:
 
 @contextmanager
 def _reading(run: Run, source: Source) -> Iterator[None]:
-    """Let a run read other training batches in a block, if they are not those that it reads anyway."""
+    """Let a run read other training batches in a block, if they differ from its own."""
     own = run.data.train_loader
     if source is own:
         yield
@@ -264,7 +267,7 @@ def _check_length(run: Run, loader: Source, length: int | None) -> None:
     steps = run.progress.step
     if not steps:
         raise ValueError("train_dataset gave no batch in this epoch: is it empty or exhausted?")
-    # One that divides itself among the processes may have the length of all data.
+    # A stream that divides itself among the processes may have the length of all data.
     is_stream = run.data.ranks.world_size == 1 and isinstance(getattr(loader.source, "dataset", None), IterableDataset)
     if length is not None and is_stream and steps + loader.source.num_workers < length:  # each may drop a last batch
         warn_outside(
@@ -303,16 +306,16 @@ def _describe_states(trainer: TrainerLike, run: Run) -> None:
 
 
 def _finish_resuming(trainer: TrainerLike, run: Run) -> None:
-    """Restore what must come last: anything that the starting events may have reset, and the random generators."""
+    """Restore last what the starting events may have reset, and the random generators."""
     if run.resumed is not None:
         finish_restoring(trainer, run.resumed)
         run.resumed = None
 
 
-def _is_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
-    """Whether a resumed run has nothing left to do; prints the reason."""
+def _end_if_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
+    """End a resumed run that has nothing left to do, print why, and return whether it has."""
     about = state.metadata
-    if about["stop_reason"] is not None and not about["interrupted"] and not _is_trained_further(trainer, run, about):
+    if about["stop_reason"] is not None and not about["interrupted"] and not _continues_after_stop(trainer, run, about):
         run.end.reason, run.end.stopped_by = about["stop_reason"], about.get("stopped_by")
         return True
     ends_its_epoch = run.progress.is_mid_epoch and run.progress.update == run.request.max_num_train_steps
@@ -322,8 +325,8 @@ def _is_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
     return False
 
 
-def _is_trained_further(trainer: TrainerLike, run: Run, about: JsonObject) -> bool:
-    """Whether a run that was stopped is longer now, or without the callback that stopped it; prints how it could be."""
+def _continues_after_stop(trainer: TrainerLike, run: Run, about: JsonObject) -> bool:
+    """Return whether a stopped run continues: if it is longer, or without the callback that stopped it; print why."""
     length = "num_epochs" if run.request.max_num_train_steps is None else "max_num_train_steps"
     before, now = about["run_config"].get(length), getattr(run.required_config, length)
     source = about.get("stopped_by")
@@ -342,8 +345,8 @@ def _is_trained_further(trainer: TrainerLike, run: Run, about: JsonObject) -> bo
     return False
 
 
-def smallest_share(trainer: TrainerLike, run: Run) -> int:
-    """Return the least number of samples a process may get in a step if it gets any: two if the model has batch norm.
+def share_for_batch_norm(trainer: TrainerLike, run: Run) -> int:
+    """Return the least number of samples that a process may get in a step, unless it gets none: two with batch norm.
 
     Call it on every process at the start of an epoch, with the model in training mode. Warns if the epoch ends with a
     batch of a single sample.

@@ -13,20 +13,20 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.base.inspection import is_overridden
 from pytorch_accel_lite.base.modules import preserving_modes
+from pytorch_accel_lite.base.origins import is_overridden
 from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedDatasets, Source
 from pytorch_accel_lite.data.batches import BatchOutput, complete_output
 from pytorch_accel_lite.data.loader_choice import with_batch_size
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.loop.arguments import check_data, check_training
-from pytorch_accel_lite.loop.explanations import explaining
+from pytorch_accel_lite.loop.guards.arguments import check_data, check_training
+from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.inference import unwrapped_model
-from pytorch_accel_lite.loop.lifecycle import begin_training, create_eval_loaders, create_train_loader, entering
+from pytorch_accel_lite.loop.lifecycle import create_eval_loaders, create_train_loader, entering, prepare_training
 from pytorch_accel_lite.loop.preparing import prepare_model, release_model
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
 from pytorch_accel_lite.loop.step import loss_of
-from pytorch_accel_lite.loop.training import smallest_share, train_step
+from pytorch_accel_lite.loop.training import share_for_batch_norm, train_step
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import CallbackHandler
 from pytorch_accel_lite.run.history import InMemoryRunHistory
@@ -36,19 +36,22 @@ from pytorch_accel_lite.run.state import Run, TrainerLike
 
 
 class Trial:
-    """A training run that involves no callbacks and leaves no trace: what tools try a program with.
+    """A training run without callbacks that leaves no trace. Tools try a program with it.
 
     The arguments are checked when it is created. Within ``with trial.running():``, the trainer is prepared for
     training, and the methods read batches and compute with them; everything is restored afterwards. Create and run it
     on every process.
 
-    :param name: the method that tries the trainer, for error messages
-    :param train_dataset: as for ``train()``, like ``loader_kwargs`` and ``collate_fn``
-    :param request: the settings of the run
-    :param supports: what the tool can try besides steps with one loss and one update: ``"train_step"``, an overridden
-        one, ``"closure"``, optimizers that need one, and the ``argument`` of a ``Division``
-    :param sets_batch_size: whether ``batch_size`` holds for a ``DataLoader``, too, in place of its own
-    :ivar run: the run
+    Args:
+        name: the method that tries the trainer, for error messages
+        train_dataset: as for ``train()``, like ``loader_kwargs`` and ``collate_fn``
+        request: the settings of the run
+        supports: what the tool can try besides steps with one loss and one update: ``"train_step"`` if overridden,
+            ``"closure"`` for optimizers that need one, and the ``argument`` of a ``Division``
+        sets_batch_size: whether ``batch_size`` also replaces that of a ``DataLoader``
+
+    Attributes:
+        run: the run
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Trial:
         self.run.data.seed = trainer.seed or 0
 
     def _check_trainer(self) -> None:
-        """Check that the trainer can make such steps outside a run."""
+        """Check that the tool supports the trainer's steps, outside a run."""
         trainer, name = self.trainer, self._name
         if trainer.is_running:
             raise RuntimeError(f"{name}() cannot be called within a run. Call it before train().")
@@ -106,7 +109,7 @@ class Trial:
                     yield self
 
     def begin_on(self, trainer: TrainerLike, batch_size: int) -> Trial:
-        """Return the same trial of a copy of the trainer, which has begun. The copy is the caller's to restore."""
+        """Return the same trial, already begun, of a copy of the trainer, which the caller restores."""
         trial = copy.copy(self)
         trial.trainer = trainer
         trial.run = trainer.current_run = self.run.derive()
@@ -119,7 +122,8 @@ class Trial:
     def read_batch(self, batch_size: int) -> Batch:
         """Read the first training batch, with this number of samples from a dataset, also before the trial runs.
 
-        :raises ValueError: if there is none
+        Raises:
+            ValueError: if there is none
         """
         run, reader = self.run, self.trainer
         if reader.current_run is not run:
@@ -141,12 +145,13 @@ class Trial:
     def batches(self) -> Iterator[Batch]:
         """Yield training batches indefinitely, one epoch after another.
 
-        :raises ValueError: if an epoch is empty, as the next would be, without end
+        Raises:
+            ValueError: if an epoch is empty, as all later ones would be
         """
         loader = self.run.data.required_train_loader
         for epoch in itertools.count(1):
             batch = None
-            for batch in loader.steps(epoch, min_share=smallest_share(self.trainer, self.run)):
+            for batch in loader.steps(epoch, min_share=share_for_batch_norm(self.trainer, self.run)):
                 yield batch
             if batch is None:
                 raise ValueError(
@@ -166,9 +171,10 @@ class Trial:
         return loss_of(self.trainer, batch)
 
     def output_of(self, batch: Batch, evaluation: bool = False, with_gradients: bool = True) -> BatchOutput:
-        """Return what the trainer's method for batches of training, or evaluation, gives, with what it leaves out.
+        """Return the completed output of the trainer's method for training or evaluation batches.
 
-        :param with_gradients: whether the loss must have gradients
+        Args:
+            with_gradients: whether the loss must have gradients
         """
         trainer = self.trainer
         compute = trainer.calculate_eval_batch_loss if evaluation else trainer.calculate_train_batch_loss
@@ -194,7 +200,7 @@ class Trial:
 
     @contextmanager
     def epoch(self, handler: CallbackHandler) -> Iterator[None]:
-        """Begin an epoch for a block, whose events go to the callbacks of a handler, with a history of its own."""
+        """Begin an epoch for a block. Its events go to the callbacks of a handler, and it has its own history."""
         trainer, run = self.trainer, self.run
         with (
             replaced(trainer, callback_handler=handler, run_history=InMemoryRunHistory()),
@@ -226,7 +232,7 @@ class Trial:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluate for a block: without gradients, and with the weights that optimizers have for evaluations."""
+        """Evaluate for a block, without gradients and with optimizers in evaluation mode."""
         with attributes.evaluating_optimizers(self.trainer), torch.no_grad():
             yield
 
@@ -239,7 +245,7 @@ class Trial:
 
 
 def _begin(trainer: TrainerLike, run: Run, batch_size: int) -> None:
-    begin_training(trainer, run, batch_size)
+    prepare_training(trainer, run, batch_size)
     attributes.set_optimizer_modes(trainer, training=True)
 
 
@@ -248,7 +254,7 @@ def _prepared(trainer: TrainerLike) -> Iterator[None]:
     """Prepare a trainer for training outside a run, without its callbacks, and restore everything afterwards."""
     prepare_model(trainer, training=True)
     try:
-        with Snapshot(on_host=True) as before:  # to leave the memory of the device to the trial
+        with Snapshot(on_host=True) as before:  # leaves the device's memory to the trial
             before.enter_context(replaced(trainer, callback_handler=CallbackHandler(), scheduler=None))
             keep_training(trainer, before)
             yield
@@ -260,11 +266,11 @@ def _prepared(trainer: TrainerLike) -> Iterator[None]:
 def keep_training(trainer: TrainerLike, before: Snapshot) -> None:
     """Keep weights, buffers, gradients, modes, the optimizer, the scaler and the generators.
 
-    This includes those of the loss function, of registered objects, and of other modules of the trainer, such as
-    averaged copies, which its steps may change.
+    This includes the loss function, registered objects, and other modules of the trainer, such as averaged copies, as
+    its steps may change them.
     """
     owners = [trainer.get_model(), trainer.loss_func, trainer.optimizer, trainer.accelerator.scaler]
-    owners += [*attributes.modules(trainer).values(), *attributes.trained(trainer).values()]
+    owners += [*attributes.other_modules(trainer).values(), *attributes.trained(trainer).values()]
     roots = list(dict.fromkeys(owner for owner in owners if isinstance(owner, nn.Module)))
     stateful = [owner for owner in owners if hasattr(owner, "step") and not isinstance(owner, nn.Module)]
     of_modules = chain.from_iterable(root.parameters() for root in roots)
@@ -273,7 +279,7 @@ def keep_training(trainer: TrainerLike, before: Snapshot) -> None:
         raise ValueError("The model has uninitialised lazy layers. Pass it a batch first: model(inputs).")
     before.enter_context(preserving_modes(chain.from_iterable(root.modules() for root in roots)))
     before.set_gradients_aside(parameters)
-    before.keep_states([*stateful, *attributes.registered(trainer).values()])
+    before.keep_states([*stateful, *attributes.registered_objects(trainer).values()])
     before.keep_buffers(roots)
     before.keep_tensors(parameters)
     before.keep_generators()

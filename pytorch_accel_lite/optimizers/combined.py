@@ -31,8 +31,11 @@ class CombinedOptimizer(OfParts[Optimizer], Optimizer):
     Created by a trainer from a dict of optimizers, or from a list, whose elements are numbered. It has the parameter
     groups and the state of all its parts, so schedulers, clipping and mixed precision treat it as one optimizer.
 
-    :param optimizers: optimizers by name, which must not share parameters
-    :raises ValueError: if there are no optimizers, or two have the same parameter
+    Args:
+        optimizers: optimizers by name, which must not share parameters
+
+    Raises:
+        ValueError: if there are no optimizers, or two have the same parameter
     """
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
@@ -62,7 +65,8 @@ class CombinedOptimizer(OfParts[Optimizer], Optimizer):
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Raise an error, as groups must be added to one of the parts.
 
-        :raises TypeError: always
+        Raises:
+            TypeError: always
         """
         raise TypeError(
             f"Add parameter groups to one of the optimizers {_listed(self._parts)}, for example with "
@@ -76,7 +80,8 @@ class CombinedOptimizer(OfParts[Optimizer], Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update the parameters of all parts.
 
-        :param closure: a function that computes the gradients and returns the loss; called once, before any part steps
+        Args:
+            closure: a function that computes the gradients and returns the loss; called once, before any part steps
         """
         loss = None
         if closure is not None:
@@ -105,7 +110,7 @@ class CombinedOptimizer(OfParts[Optimizer], Optimizer):
             set_mode(part, training=False)
 
     def state_dict(self) -> StateDict:
-        """Return the state as that of a single optimizer, with parameters numbered across all parts."""
+        """Return the state in the form of a single optimizer's, with parameters numbered across all parts."""
         combined: StateDict = {"state": {}, "param_groups": []}
         extra = {}
         for name, part in self._parts.items():
@@ -121,7 +126,8 @@ class CombinedOptimizer(OfParts[Optimizer], Optimizer):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state returned by ``state_dict()``.
 
-        :raises ValueError: if the number of groups or parameters differs
+        Raises:
+            ValueError: if the number of groups or parameters differs
         """
         saved = list(state_dict["param_groups"])
         if len(saved) != len(self.param_groups):
@@ -159,8 +165,9 @@ class AcceleratedCombinedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 class CombinedScheduler(OfParts[SchedulerLike]):
     """The schedulers of several optimizers, which are stepped together.
 
-    :param optimizer: the trainer's optimizer, of which each scheduler has a part
-    :param schedulers: the schedulers, by optimizer name
+    Args:
+        optimizer: the trainer's optimizer; each scheduler belongs to one of its parts
+        schedulers: the schedulers, by optimizer name
     """
 
     def __init__(self, optimizer: Optimizer, schedulers: Mapping[str, SchedulerLike]) -> None:
@@ -170,7 +177,8 @@ class CombinedScheduler(OfParts[SchedulerLike]):
     def step(self, metrics: float | torch.Tensor | None = None) -> None:
         """Step each scheduler.
 
-        :param metrics: the value passed to schedulers that follow a metric, such as ``ReduceLROnPlateau``
+        Args:
+            metrics: the value passed to schedulers that follow a metric, such as ``ReduceLROnPlateau``
         """
         for part in self._parts.values():
             if metrics is None or not follows_metric(part):
@@ -189,7 +197,8 @@ class CombinedScheduler(OfParts[SchedulerLike]):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state returned by ``state_dict()``.
 
-        :raises ValueError: if the names differ
+        Raises:
+            ValueError: if the names differ
         """
         if state_dict.keys() != self._parts.keys():
             raise ValueError(f"it holds schedulers for {_listed(state_dict)}, not for {_listed(self._parts)}.")

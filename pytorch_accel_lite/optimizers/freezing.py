@@ -25,14 +25,15 @@ class _PartOfModel(NamedTuple):
 class LayerGroup(_PartOfModel):
     """Layers that are frozen and unfrozen together.
 
-    :param layer_group_idx: the index of the group, counted from the first group and from the last
-    :param module: the module, or a ``ModuleList`` if there are several
-    :param is_frozen: whether the group has parameters that can be frozen, and all of them are
+    Args:
+        layer_group_idx: the index of the group, counted from the first group and from the last
+        module: the module, or a ``ModuleList`` if there are several
+        is_frozen: whether the group has parameters that can be frozen, and all of them are
     """
 
 
 class Layer(_PartOfModel):
-    """A module without submodules; ``layer_group_idx`` is that of its ``LayerGroup``."""
+    """A module without submodules, with the ``layer_group_idx`` of its ``LayerGroup``."""
 
 
 class ModelFreezer:
@@ -47,12 +48,15 @@ class ModelFreezer:
     shared by several groups belongs to the first of them. Freeze before the run starts. In the middle of a run on
     several processes, call ``trainer.rewrap_model()`` afterwards.
 
-    :param model: the model
-    :param freeze_batch_norms: whether to freeze batch norms, too; otherwise they are trained even in frozen groups
-    :param groups: the groups from the input to the head, each a module of the model or a list of modules; for example
-        ``list(model.children())``
-    :raises ValueError: if a module in ``groups`` is not in the model or is in two groups, or if the model is PEFT's,
-        whose base weights stay frozen
+    Args:
+        model: the model
+        freeze_batch_norms: whether to freeze batch norms, too; otherwise they are trained even in frozen groups
+        groups: the groups from the input to the head, each a module of the model or a list of modules; for example
+            ``list(model.children())``
+
+    Raises:
+        ValueError: if a module in ``groups`` is not in the model or is in two groups, or if the model is PEFT's, whose
+            base weights stay frozen
     """
 
     def __init__(
@@ -101,11 +105,14 @@ class ModelFreezer:
     def freeze(self, from_index: int = 0, to_index: int = -2, set_modules_as_eval: bool = False) -> None:
         """Freeze the layer groups between two indices, inclusive and in any order; by default all but the last.
 
-        :param from_index: one end of the range; negative indices count from the last group
-        :param to_index: the other end of the range
-        :param set_modules_as_eval: whether to keep frozen modules in evaluation mode even if the model is set to
-            training mode: without dropout, and with fixed statistics of frozen batch norms
-        :raises IndexError: if there is no such group
+        Args:
+            from_index: one end of the range; negative indices count from the last group
+            to_index: the other end of the range
+            set_modules_as_eval: whether to keep frozen modules in evaluation mode even if the model is set to training
+                mode: without dropout, and with fixed statistics of frozen batch norms
+
+        Raises:
+            IndexError: if there is no such group
         """
         for _, group, parameters in self._between(from_index, to_index):
             for parameter in parameters:
@@ -120,8 +127,11 @@ class ModelFreezer:
     ) -> dict[int, dict[str, list[nn.Parameter]]]:
         """Unfreeze the layer groups between two indices, as in ``freeze()``; by default all.
 
-        :param set_modules_as_training: whether to set the modules to training mode
-        :return: the unfrozen parameters by group index, as ``{"params": [...]}`` for ``optimizer.add_param_group``
+        Args:
+            set_modules_as_training: whether to set the modules to training mode
+
+        Returns:
+            the unfrozen parameters by group index, as ``{"params": [...]}`` for ``optimizer.add_param_group``
         """
         unfrozen = {}
         for index, group, parameters in self._between(from_index, to_index):
@@ -196,7 +206,8 @@ def stays_in_eval(module: nn.Module) -> bool:
 def parameters_by_group(model: nn.Module, groups: Sequence[ModuleGroup] | None = None) -> list[list[nn.Parameter]]:
     """Return the parameters of each layer group that has some, each parameter once.
 
-    :param groups: the groups, as in ``ModelFreezer``
+    Args:
+        groups: the groups, as in ``ModelFreezer``
     """
     model = unwrap(model, keep_torch_compile=False)
     grouped = [group.parameters for group in find_groups(model, groups) if group.parameters]
@@ -213,10 +224,11 @@ def layer_group_parameters(
     that have parameters. Pass the result to the optimizer: ``AdamW(layer_group_parameters(...))``. Frozen parameters
     are included, as they may be unfrozen later, except for the base weights of a model with adapters.
 
-    :param model: the model
-    :param lr: learning rate of the last group, the head
-    :param decay: ratio of the learning rate of each group to that of the next
-    :param groups: the layer groups, see ``ModelFreezer``
+    Args:
+        model: the model
+        lr: learning rate of the last group, the head
+        decay: ratio of the learning rate of each group to that of the next
+        groups: the layer groups, see ``ModelFreezer``
     """
     check_positive_number("lr", lr)
     check_positive_number("decay", decay)

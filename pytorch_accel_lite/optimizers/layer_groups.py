@@ -14,12 +14,12 @@ from pytorch_accel_lite.base.reprs import short
 #: A group as users pass it: a module, or several.
 ModuleGroup = nn.Module | Sequence[nn.Module]
 
-# Lists with less than this share of the layers of the largest one are not blocks of the model; they may be heads.
+# Lists with a smaller share of the largest list's layers are not blocks of the model; they may be heads.
 _LEAST_SHARE = 0.25
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether a model is PEFT's, or one of transformers with adapters added by ``model.add_adapter``."""
+    """Whether a model is PEFT's, or a transformers model with adapters added by ``model.add_adapter``."""
     peft = sys.modules.get("peft")
     is_peft = peft is not None and isinstance(model, peft.PeftModel)
     return is_peft or getattr(model, "_hf_peft_config_loaded", False) is True
@@ -29,8 +29,9 @@ def has_adapters(model: nn.Module) -> bool:
 class Group:
     """Parts of a model that are frozen, unfrozen and scheduled together.
 
-    :param modules: modules, none of which is in another group
-    :param parameters: their parameters and those of modules around several groups, each in one group only
+    Args:
+        modules: modules, none of which is in another group
+        parameters: the parameters of the modules, and of modules around several groups; each in one group only
     """
 
     modules: list[nn.Module]
@@ -45,10 +46,14 @@ class Group:
 def find_groups(model: nn.Module, groups: Sequence[ModuleGroup] | None = None) -> list[Group]:
     """Divide a model into groups, from the input to the head.
 
-    Parameters of no group, such as a class token, belong to the first; shared ones to the first group that has them.
+    Parameters outside all groups, such as a class token, belong to the first group; shared ones to the first that has
+    them.
 
-    :param groups: the groups; by default, those of ``ModelFreezer``
-    :raises ValueError: if a module in ``groups`` is not in the model, or is in two groups
+    Args:
+        groups: the groups; by default, those of ``ModelFreezer``
+
+    Raises:
+        ValueError: if a module in ``groups`` is not in the model, or is in two groups
     """
     if groups is not None:
         return _with_parameters(model, _check_groups(model, groups))
@@ -82,12 +87,12 @@ def _check_groups(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[list[
     parts = set(model.modules())
     modules_by_group = [_modules_of(group, parts) for group in groups]
     if not any(modules_by_group):
-        raise ValueError(f"groups={groups!r} has no modules. Pass those of the model, from the input to the head.")
+        raise ValueError(f"groups={groups!r} has no modules. Pass modules of the model, from the input to the head.")
     seen: dict[nn.Module, int] = {}
     for index, modules in enumerate(modules_by_group):
         for module in modules:
             if module not in parts:
-                raise ValueError(f"groups[{index}] has {short(module)}, which is no module of the model.")
+                raise ValueError(f"groups[{index}] has {short(module)}, which is not a module of the model.")
             for part in module.modules():
                 if seen.setdefault(part, index) != index:
                     raise ValueError(
@@ -123,7 +128,7 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _block_class(module: nn.Module) -> type | None:
-    """Return the class of the blocks, which have layers inside, in a list of one class; ``None`` for other modules."""
+    """Return the class of the blocks in a list of blocks of one class; ``None`` for other modules."""
     children = [child for child in module.children() if _num_layers(child)] if _is_list(module) else []
     kinds = {type(child) for child in children}
     is_composite = all(next(child.children(), None) is not None for child in children)
@@ -131,7 +136,7 @@ def _block_class(module: nn.Module) -> type | None:
 
 
 def _find_blocks(root: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a model in order; none if its children are its layers, or most layers are in no list."""
+    """Return the blocks of a model in order; none if its children are its layers, or most layers are outside lists."""
     lists = [] if _block_class(root) is not None or _has_stages(root) else list(_lists_in(root))
     sizes = {module: _num_layers(module) for module in lists}
     trunk = [module for module, size in sizes.items() if size >= _LEAST_SHARE * max(sizes.values())]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.environment import warn_outside
 from pytorch_accel_lite.base.modules import local, reshard
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.quantised import is_frozen_and_quantised
 
 _kind_of = attrgetter("dtype", "device", "requires_grad")
@@ -32,11 +32,14 @@ class ModelEma(nn.Module):
     Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992), in the exponential form of
     TensorFlow's ``ExponentialMovingAverage``.
 
-    :param model: the model, not wrapped for distributed training
-    :param decay: fraction of the average that is kept at each update, from 0 to 1
-    :param warmup: whether to increase the decay from 0.1 as ``min(decay, (1 + n) / (10 + n))`` with the number n of
-        updates, so that the first weights are forgotten quickly (as in TensorFlow if given the number of updates)
-    :ivar module: the averaged model, in evaluation mode
+    Args:
+        model: the model, not wrapped for distributed training
+        decay: fraction of the average that is kept at each update, from 0 to 1
+        warmup: whether to increase the decay from 0.1 as ``min(decay, (1 + n) / (10 + n))`` with the number n of
+            updates, so that the first weights are forgotten quickly (as in TensorFlow if given the number of updates)
+
+    Attributes:
+        module: the averaged model, in evaluation mode
     """
 
     _cached: SortedPairs | None = None
@@ -82,7 +85,7 @@ class ModelEma(nn.Module):
             if pairs.learned[0]:
                 torch._foreach_lerp_(*pairs.learned, 1 - decay)
             for dtype, (averages, values) in pairs.others.items():
-                # These may be infinite, as in masks, which lerp would turn into NaN.
+                # These may be infinite, as in masks; lerp would make them NaN.
                 weight, added = _factors(decay, dtype)
                 if dtype.itemsize > 2:
                     torch._foreach_mul_(averages, weight)
@@ -98,7 +101,7 @@ class ModelEma(nn.Module):
         return pairs
 
     def __getstate__(self) -> dict[str, object]:
-        """Return what is copied and pickled, without the tensors of the model."""
+        """Return the state for copying and pickling, without the tensors of the model."""
         return {**vars(self), "_cached": None}
 
     def update_fn(self, ema_model_weights: torch.Tensor, updated_model_weights: torch.Tensor) -> torch.Tensor:
@@ -147,9 +150,10 @@ class SortedPairs:
     Collecting and sorting them takes longer than the update of a small model, so they are reused as long as both
     modules have the same tensors.
 
-    :ivar learned: averages, and the parameters of the model that are being trained
-    :ivar others: averages, and other floating-point tensors, by type
-    :ivar counts: pairs of tensors of another type, which are copied
+    Attributes:
+        learned: averages, and the parameters of the model that are being trained
+        others: averages, and other floating-point tensors, by type
+        counts: pairs of tensors of another type, which are copied
     """
 
     def __init__(self, model: nn.Module, average: nn.Module, pairs: Iterable[Pair]) -> None:
@@ -176,12 +180,12 @@ class SortedPairs:
         self._fingerprint = self._compute_fingerprint()
 
     def match(self, model: nn.Module) -> bool:
-        """Whether these are still all tensors of the average and of this model, of the same types and devices."""
+        """Whether these are still all tensors of the average and of this model, with the same types and devices."""
         is_of_model = bool(self._tables) and self._tables[0] is model._parameters
         return is_of_model and self._fingerprint == self._compute_fingerprint()
 
     def _compute_fingerprint(self) -> tuple[list[int], list[object]]:
-        """Return the identities of what the modules contain, and the kinds of the tensors."""
+        """Return the identities of the modules' contents, and the kinds of the tensors."""
         tensors = chain.from_iterable(map(dict.values, self._tables))
         return [*map(id, tensors)], [*map(_kind_of, self._tensors)]
 
@@ -189,8 +193,9 @@ class SortedPairs:
 class ShardedEma(ModelEma):
     """A ``ModelEma`` of a sharded model.
 
-    :ivar module: holds the averaged weights under the names of the model's, sharded like those. It cannot be called:
-        use the model itself within ``in_place_of()``.
+    Attributes:
+        module: holds the averaged weights, with the names and shards of the model's. It cannot be called: use the model
+            itself within ``in_place_of()``.
     """
 
     def _copy(self, model: nn.Module) -> nn.Module:
@@ -222,9 +227,10 @@ class ShardedEma(ModelEma):
 
 
 def _copy_of_tensors(module: nn.Module, copies: dict[int, nn.Module | nn.Parameter]) -> nn.Module:
-    """Return a module that has copies of the tensors of another one, in the same order, but no behaviour.
+    """Return a module with copies of another module's tensors, in the same order, but no behaviour.
 
-    :param copies: the copies so far, by the identity of the originals, so that shared tensors stay shared
+    Args:
+        copies: the copies so far, by identity of the originals, so that shared tensors stay shared
     """
     copy = nn.Module()
     copies[id(module)] = copy

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 _EMBEDDINGS = nn.Embedding, nn.EmbeddingBag
-# The output layer in the words of transformers and of timm.
+# The methods of transformers and timm for the output layer.
 _HEADS = "get_output_embeddings", "get_classifier"
 
 
@@ -19,10 +19,11 @@ _HEADS = "get_output_embeddings", "get_classifier"
 class ParameterKinds:
     """The trainable parameters of a model by name, each in one kind; ``print`` shows a table.
 
-    :param matrices: two-dimensional weights of layers inside of the model
-    :param embeddings: weights of embeddings, and of whatever is tied to one
-    :param heads: two-dimensional weights of output layers
-    :param others: norms, biases, convolutions and parameters that belong to no layer
+    Args:
+        matrices: two-dimensional weights of layers inside of the model
+        embeddings: weights of embeddings, and of whatever is tied to one
+        heads: two-dimensional weights of output layers
+        others: norms, biases, convolutions and parameters that belong to no layer
     """
 
     matrices: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -41,14 +42,17 @@ class ParameterKinds:
 def split_parameters(model: nn.Module, heads: Sequence[nn.Module] | None = None) -> ParameterKinds:
     """Divide the trainable parameters of a model into matrices, embeddings, heads and others.
 
-    :param model: the model, whose frozen parameters are left out
-    :param heads: the output layers; by default, the layer that a model of transformers or timm names as such, or else
-        the last one with a two-dimensional weight
-    :raises ValueError: if a head is no module of the model
+    Args:
+        model: the model, whose frozen parameters are left out
+        heads: the output layers; by default, the layer that a transformers or timm model declares, or else the last one
+            with a two-dimensional weight
+
+    Raises:
+        ValueError: if a head is not a module of the model
     """
     modules = set(model.modules())
     if unknown := [module for module in heads or () if module not in modules]:
-        raise ValueError(f"heads has {type(unknown[0]).__name__}, which is no module of the model.")
+        raise ValueError(f"heads has {type(unknown[0]).__name__}, which is not a module of the model.")
     embedded = {id(p) for module in modules if isinstance(module, _EMBEDDINGS) for p in module.parameters()}
     in_heads = {id(p) for head in (heads if heads is not None else _find_heads(model)) for p in head.parameters()}
     kinds = ParameterKinds()
@@ -81,14 +85,19 @@ def muon_with_adamw(
     Muon's updates are scaled to the size of AdamW's (``adjust_lr_fn="match_rms_adamw"``), so that both work with one
     learning rate and one schedule.
 
-    :param lr: the learning rate of both
-    :param weight_decay: the decoupled weight decay of matrices, embeddings and heads; norms and biases have none
-    :param betas: those of AdamW
-    :param heads: the output layers, which AdamW updates; by default as in ``split_parameters()``
-    :param muon: other arguments of ``torch.optim.Muon``, such as ``momentum`` or ``ns_steps``
-    :return: the optimizers ``"muon"`` and, unless all parameters are matrices, ``"adamw"``
-    :raises ValueError: if the model has no matrices to train besides those of embeddings and heads
-    :raises RuntimeError: before torch 2.9, which has no Muon
+    Args:
+        lr: the learning rate of both optimizers
+        weight_decay: the decoupled weight decay of matrices, embeddings and heads; norms and biases have none
+        betas: the betas of AdamW
+        heads: the output layers, which AdamW updates; by default as in ``split_parameters()``
+        muon: other arguments of ``torch.optim.Muon``, such as ``momentum`` or ``ns_steps``
+
+    Returns:
+        the optimizers ``"muon"`` and, unless all parameters are matrices, ``"adamw"``
+
+    Raises:
+        ValueError: if the model has no matrices to train besides embeddings and heads
+        RuntimeError: before torch 2.9, which has no Muon
     """
     if not hasattr(torch.optim, "Muon"):
         raise RuntimeError(f"torch {torch.__version__} has no Muon: install torch 2.9 or newer, or use AdamW.")

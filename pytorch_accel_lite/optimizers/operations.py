@@ -27,13 +27,13 @@ class SchedulerLike(HasStateDict, Protocol):
     def step(self) -> Callable[..., object]: ...  # noqa: D102
 
 
-#: What a trainer holds as its optimizer: none, what a factory has yet to make, one of torch, or Accelerate's wrapper.
+#: A trainer's optimizer: none, one that a factory will create, torch's, or Accelerate's wrapper.
 TrainerOptimizer: TypeAlias = Any
-#: What it holds as its scheduler: none, one of torch, timm or the user, or several by optimizer name.
+#: A trainer's scheduler: none, one of torch, timm or the user, or several by optimizer name.
 TrainerScheduler: TypeAlias = Any
 #: A function that creates a scheduler from an optimizer.
 CreateScheduler: TypeAlias = Callable[..., SchedulerLike]
-#: The same, or several by optimizer name.
+#: Such a function, or several by optimizer name.
 SchedulerFactory: TypeAlias = CreateScheduler | Mapping[str, CreateScheduler]
 #: The code of the wrapper that torch puts around the ``step`` of every optimizer class.
 _WRAPPER = Optimizer.profile_hook_step(lambda optimizer: None).__code__
@@ -61,7 +61,7 @@ class OfParts(Generic[T]):
 
 
 def is_created(optimizer: object) -> TypeGuard[Optimizer]:
-    """Whether there is an optimizer, rather than none or a factory that has not been called yet."""
+    """Whether there is an optimizer, rather than none or a factory that is not called yet."""
     return hasattr(optimizer, "param_groups")
 
 
@@ -77,7 +77,7 @@ def needs_closure(optimizer: TrainerOptimizer) -> list[str]:
 
 
 def _needs_closure(kind: type) -> bool:
-    """Whether ``step`` has a required argument ``closure``, as that of LBFGS."""
+    """Whether ``step`` has a required argument ``closure``, as in LBFGS."""
     try:
         closure = inspect.signature(kind.step).parameters.get("closure")  # type: ignore[attr-defined]
     except (AttributeError, ValueError):  # it is not a method, or not written in Python
@@ -86,7 +86,7 @@ def _needs_closure(kind: type) -> bool:
 
 
 def set_mode(optimizer: object, training: bool) -> None:
-    """Set the mode of an optimizer that has modes, such as a schedule-free one, which trains with other weights."""
+    """Set the mode of an optimizer that has modes. A schedule-free one, for example, trains with other weights."""
     method = getattr(optimizer, "train" if training else "eval", None)
     if callable(method):
         method()
@@ -105,8 +105,8 @@ def clear_gradients(optimizer: Optimizer) -> None:
 def take_step(optimizer: TrainerOptimizer, *closure: Callable[[], torch.Tensor]) -> None:
     """Step an optimizer like ``optimizer.step()``, but create the record for profilers only while one is running.
 
-    torch creates that record, which takes as long as a small layer, in the wrapper that calls hooks. A scheduler of
-    torch replaces ``optimizer.step`` by a function that notes the call, which is noted here, too.
+    torch creates that record, which takes as long as a small layer, in the wrapper that calls hooks. torch's schedulers
+    replace ``optimizer.step`` by a function that notes the call; it is noted here, too.
     """
     wrapped = type(optimizer).step
     replaced = vars(optimizer).get("step")
@@ -127,13 +127,13 @@ def take_step(optimizer: TrainerOptimizer, *closure: Callable[[], torch.Tensor])
 
 
 def parts_of(optimizer: TrainerOptimizer) -> dict[str, Optimizer]:
-    """Return the parts of a combined optimizer by name, even if Accelerate has wrapped it; empty for any other."""
+    """Return the parts of a combined optimizer by name, even if Accelerate has wrapped it; empty for others."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return inner.parts if isinstance(inner, OfParts) else {}
 
 
 def class_names(optimizer: TrainerOptimizer) -> list[list[str]]:
-    """Return, for each parameter group, the names of the classes whose state the optimizer of that group keeps.
+    """Return, for each parameter group, the names of the classes that define its optimizer's state.
 
     These are its class without wrappers, and the bases up to the first class of torch: torch's AdamW does not count as
     an Adam, although it is derived from it.
@@ -148,7 +148,7 @@ def _classes(optimizer: TrainerOptimizer) -> list[str]:
     names = []
     for kind in type(optimizer).__mro__:
         if issubclass(kind, Optimizer) and kind is not Optimizer:
-            names.append(kind.__qualname__.rpartition(".")[2])  # decorators that rename a class leave it
+            names.append(kind.__qualname__.rpartition(".")[2])  # kept by decorators that rename a class
             if kind.__module__.startswith("torch.optim"):
                 break
     return names

@@ -1,4 +1,4 @@
-"""The rates that an optimizer had before a schedule changed them, from which the next schedule starts."""
+"""The rates of an optimizer before a schedule changed them. The next schedule starts from them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def set_option(group: ParamGroup, name: str, value: object) -> None:
 def learning_rates(optimizer: Optimizer, name: str = "lr") -> list[Rate]:
     """Return the learning rate of each parameter group, ``None`` for groups without one.
 
-    :param name: ``"lr"``, or ``"initial_lr"`` for the rates before any schedule, as far as they are known
+    Args:
+        name: ``"lr"``, or ``"initial_lr"`` for the rates before any schedule, as far as they are known
     """
     return [to_number(group.get(name, group.get("lr"))) for group in optimizer.param_groups]
 
@@ -53,8 +54,9 @@ def set_options(optimizer: Optimizer, options: Options) -> None:
 def initial_options(optimizer: Optimizer, final_rates: Sequence[Rate] = ()) -> Options:
     """Return the values that the options had before any schedule changed them.
 
-    :param final_rates: the learning rates at the end of the last schedule. A rate that differs from them was set by
-        hand, and counts as an initial one.
+    Args:
+        final_rates: the learning rates at the end of the last schedule. A rate that differs from them was set by hand,
+            and counts as an initial one.
     """
     options = scheduled_options(optimizer)
     for number, (group, values) in enumerate(zip(optimizer.param_groups, options, strict=True)):
@@ -74,12 +76,13 @@ def note_initial_options(optimizer: Optimizer, initial: Options) -> None:
 
 
 def layer_scales(groups: Sequence[ParamGroup], rates: Sequence[Rate]) -> list[float]:
-    """Return what a schedule multiplies the rate of each group by: its ``lr_scale``, as timm's schedulers do.
+    """Return the factor of a schedule for each group's rate: its ``lr_scale``, as in timm's schedulers.
 
-    ``timm.optim.param_groups_layer_decay`` gives groups this key and one rate for all. Rates that are in these
-    proportions already have been multiplied by hand.
+    ``timm.optim.param_groups_layer_decay`` gives groups this key and one rate for all. Rates that already have these
+    proportions were multiplied by hand.
 
-    :param rates: the rates of the groups before any schedule
+    Args:
+        rates: the rates of the groups before any schedule
     """
     scales = [float(group.get("lr_scale", 1.0)) for group in groups]
     bases = [rate / scale for rate, scale in zip(rates, scales, strict=True) if rate and scale]

@@ -49,10 +49,13 @@ def plot_curves(
     The best value of an evaluation is marked if its direction is known. An axis is logarithmic if most values would lie
     in the lowest tenth of a linear one.
 
-    :param curves: epochs and values by metric name; metrics that are not numeric are omitted
-    :param path: where to save the picture; ``None`` does not save it
-    :param directions: whether larger values are better, by metric name; for losses, smaller is the default
-    :raises NothingToPlotError: if no metric is numeric
+    Args:
+        curves: epochs and values by metric name; metrics that are not numeric are omitted
+        path: where to save the picture; ``None`` does not save it
+        directions: whether larger values are better, by metric name; for losses, smaller is the default
+
+    Raises:
+        NothingToPlotError: if no metric is numeric
     """
     panels = panels_of(curves, directions or {})
     return save(_draw_panels(panels, _styles(panels)), path)
@@ -63,7 +66,8 @@ def svg_panels(curves: Metrics, directions: Directions | None = None) -> list[st
 
     The colours are the CSS custom properties ``--ink``, ``--grid``, ``--series-1`` and so on.
 
-    :raises NothingToPlotError: if no metric is numeric
+    Raises:
+        NothingToPlotError: if no metric is numeric
     """
     panels = panels_of(curves, directions or {})
     styles = _styles(panels)
@@ -75,7 +79,8 @@ def svg_overlays(curves: Mapping[str, Sequence[tuple[Sequence[int], Sequence[flo
 
     The curves of run ``n`` have the class ``run-n``, and the style that ``overlay_style()`` describes.
 
-    :param curves: epochs and values by metric name, run by run; empty for runs without this metric
+    Args:
+        curves: epochs and values by metric name, run by run; empty for runs without this metric
     """
     panels = []
     for name, runs in curves.items():

@@ -34,7 +34,8 @@ _MARGINS = 1.0  # left and right of axes
 def new_figure(size: tuple[float, float]) -> Figure:
     """Return an empty figure, which a notebook displays if it is the value of a cell.
 
-    :param size: width and height in inches
+    Args:
+        size: width and height in inches
     """
     figures = import_extra("matplotlib.figure", "plot", "plot()")
 
@@ -70,8 +71,9 @@ def finish(
 ) -> None:
     """Style axes, and add a title with the legend below it, where it hides nothing.
 
-    :param labels: the legend's entries; empty for no legend
-    :param legend_room: inches to leave below the title at least, so that titles side by side are at one height
+    Args:
+        labels: the legend's entries; empty for no legend
+        legend_room: inches to leave below the title at least, so that titles side by side are at one height
     """
     place = axis.get_subplotspec()
     width = axis.figure.get_figwidth() * len(place.colspan) / place.get_gridspec().ncols - _MARGINS
@@ -128,7 +130,8 @@ def save(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
 def choose_scale(axis: Axes, curves: Sequence[Sequence[float]]) -> None:
     """Make the vertical axis logarithmic if most values would lie at the bottom of a linear one.
 
-    :param curves: values of each curve; non-finite ones are ignored
+    Args:
+        curves: values of each curve; non-finite ones are ignored
     """
     values = sorted(value for curve in curves for value in curve if math.isfinite(value))
     axis.ticklabel_format(axis="y", style="plain", useOffset=False)

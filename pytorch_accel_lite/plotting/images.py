@@ -25,10 +25,11 @@ def plot_sheet(
 ) -> Figure:
     """Draw images side by side as a contact sheet.
 
-    :param images: images of shape ``(height, width)``, ``(channels, height, width)`` or ``(height, width, channels)``
-    :param titles: a title for each image
-    :param path: where to save the picture; ``None`` does not save it
-    :param columns: maximum number of images in a row
+    Args:
+        images: images of shape ``(height, width)``, ``(channels, height, width)`` or ``(height, width, channels)``
+        titles: a title for each image
+        path: where to save the picture; ``None`` does not save it
+        columns: maximum number of images in a row
     """
     columns = min(columns, len(images))
     rows = -(-len(images) // columns)

@@ -38,8 +38,9 @@ class NothingToPlotError(ValueError):
 class MetricPanel(NamedTuple):
     """The panel of a metric and its label there.
 
-    :param is_monitor: whether the metric describes the run, such as a time or a learning rate, rather than the model
-    :param label: ``"train"``, ``"eval"``, the name of a dataset ...
+    Args:
+        is_monitor: whether the metric describes the run, such as a time or a learning rate, rather than the model
+        label: ``"train"``, ``"eval"``, the name of a dataset ...
     """
 
     title: str
@@ -52,9 +53,10 @@ class MetricPanel(NamedTuple):
 class Curve:
     """A metric over the epochs.
 
-    :param label: label within its panel
-    :param epochs: horizontal position of each value; several values of one epoch are spread over it
-    :param best: index of the best value, which is marked
+    Args:
+        label: label within its panel
+        epochs: horizontal position of each value; several values of one epoch are spread over it
+        best: index of the best value, which is marked
     """
 
     label: str
@@ -67,9 +69,10 @@ class Curve:
 class Panel:
     """Curves that share axes.
 
-    :param unit: unit of the values; empty for none
-    :param is_monitor: whether the curves describe the run rather than the quality of the model
-    :param has_legend: whether the curves are labelled
+    Args:
+        unit: unit of the values; empty for none
+        is_monitor: whether the curves describe the run rather than the quality of the model
+        has_legend: whether the curves are labelled
     """
 
     title: str
@@ -88,9 +91,12 @@ def panels_of(
 ) -> list[Panel]:
     """Group metrics into panels, monitors last; metrics that are not numeric are omitted.
 
-    :param metrics: epochs and values by name
-    :param directions: whether larger values are better, by name; ``None`` if unknown
-    :raises NothingToPlotError: if no metric is numeric
+    Args:
+        metrics: epochs and values by name
+        directions: whether larger values are better, by name; ``None`` if unknown
+
+    Raises:
+        NothingToPlotError: if no metric is numeric
     """
     panels: dict[tuple[str, str], Panel] = {}
     assignments = panels_by_metric(metrics)

@@ -23,8 +23,9 @@ _CHANNELS = (1, 3)
 class Picture(NamedTuple):
     """A picture.
 
-    :param pixels: its colours, of shape ``(height, width, 3)``
-    :param png: the contents of a PNG file
+    Args:
+        pixels: its colours, of shape ``(height, width, 3)``
+        png: the contents of a PNG file
     """
 
     pixels: npt.NDArray[np.uint8]

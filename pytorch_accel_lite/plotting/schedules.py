@@ -52,13 +52,14 @@ def plot_schedule(
 ) -> Figure:
     """Plot the learning rates of a schedule, without training.
 
-    :param create_scheduler_fn: as for ``train()``; placeholders in a ``functools.partial`` are resolved
-    :param num_updates: number of optimizer updates in the run
-    :param lr: learning rate of the optimizer, or one for each parameter group
-    :param num_epochs: number of epochs in the run, for placeholders that count them and for timm's schedulers in
-        epochs; if there are several, their ends are marked
-    :param path: where to save the picture; ``None`` does not save it
-    :param warmup_steps: as for ``train()``, for a schedule by name
+    Args:
+        create_scheduler_fn: as for ``train()``; placeholders in a ``functools.partial`` are resolved
+        num_updates: number of optimizer updates in the run
+        lr: learning rate of the optimizer, or one for each parameter group
+        num_epochs: number of epochs in the run, for placeholders that count them and for timm's schedulers in epochs;
+            if there are several, their ends are marked
+        path: where to save the picture; ``None`` does not save it
+        warmup_steps: as for ``train()``, for a schedule by name
     """
     curves = schedule_values(create_scheduler_fn, num_updates, lr, num_epochs, warmup_steps)
     labels = [f"group {number}" for number in range(len(curves))] if len(curves) > 1 else []

@@ -25,12 +25,12 @@ _SAVED_SEPARATELY = ("model", "optimizer", "scheduler", "registered_objects")
 
 
 class AttachedScheduler(SchedulerLike, Protocol):
-    """A scheduler that says whose rates it changes."""
+    """A scheduler with an attribute for the optimizer that it changes."""
 
     optimizer: Optimizer
 
 
-def modules(trainer: TrainerLike) -> dict[str, nn.Module]:
+def other_modules(trainer: TrainerLike) -> dict[str, nn.Module]:
     """Return the modules that are attributes, by name, including the loss function but not the model."""
     return _instances(trainer, nn.Module)
 
@@ -41,14 +41,14 @@ def buffers_in(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
     return [(part, name) for part in parts for name, _ in part.named_buffers(recurse=False)]
 
 
-def optimizers(trainer: TrainerLike) -> dict[str, Optimizer]:
+def other_optimizers(trainer: TrainerLike) -> dict[str, Optimizer]:
     """Return the optimizers that are attributes, by name, except the trainer's own."""
     groups = getattr(trainer.optimizer, "param_groups", None)  # the same for Accelerate's wrapper
     attributes = _instances(trainer, Optimizer)
     return {name: optimizer for name, optimizer in attributes.items() if optimizer.param_groups is not groups}
 
 
-def registered(trainer: TrainerLike) -> dict[str, HasStateDict]:
+def registered_objects(trainer: TrainerLike) -> dict[str, HasStateDict]:
     """Return the objects registered with the trainer, by name, or with its ``Accelerator``, by class and number.
 
     Excludes the model, the optimizer and the scheduler, which are always saved.
@@ -69,7 +69,7 @@ def all_optimized_parameters(trainer: TrainerLike) -> list[nn.Parameter]:
         optimized = []
     else:
         optimized = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-    return [*optimized, *chain.from_iterable(map(optimized_parameters, optimizers(trainer).values()))]
+    return [*optimized, *chain.from_iterable(map(optimized_parameters, other_optimizers(trainer).values()))]
 
 
 def weights_are_finite(trainer: TrainerLike) -> bool:
@@ -96,7 +96,8 @@ def weights_are_finite(trainer: TrainerLike) -> bool:
 def unsaved(owner: TrainerLike | TrainerCallback) -> frozenset[str]:
     """Return the attributes of a trainer or a callback that its class keeps from being saved.
 
-    :raises TypeError: if they are not given as names
+    Raises:
+        TypeError: if they are not given as names
     """
     names = owner.unsaved_attributes
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
@@ -116,7 +117,7 @@ def trained(trainer: TrainerLike) -> dict[str, HasStateDict]:
 
 
 def _without_unsaved(trainer: TrainerLike, values: dict[str, T]) -> dict[str, T]:
-    """Leave out what the trainer's class keeps from being saved, with its parts, such as ``critics.0``."""
+    """Leave out the attributes in ``unsaved_attributes``, with their parts, such as ``critics.0``."""
     left_out = unsaved(trainer)
     return {name: value for name, value in values.items() if name.partition(".")[0] not in left_out}
 
@@ -125,28 +126,28 @@ def _trained(trainer: TrainerLike) -> dict[str, HasStateDict]:
     if not trainer.saves_attributes:
         return {}
     schedulers = _find(trainer, is_scheduler)
-    others = [module for module in modules(trainer).values() if module is not trainer.loss_func]
-    if not others and not schedulers and not optimizers(trainer):  # as in most trainers: a state is saved sooner
+    others = [module for module in other_modules(trainer).values() if module is not trainer.loss_func]
+    if not others and not schedulers and not other_optimizers(trainer):  # as in most trainers: a state is saved sooner
         return {}
     optimized = set(map(id, all_optimized_parameters(trainer)))
-    saved = set(map(id, [*registered(trainer).values(), trainer.loss_func, trainer.scheduler]))
+    saved = set(map(id, [*registered_objects(trainer).values(), trainer.loss_func, trainer.scheduler]))
     seen = {id(parameter) for module in (trainer.model, trainer.loss_func) for parameter in _parameters(module)}
     attributes: dict[str, HasStateDict] = {}
-    for name, module in modules(trainer).items():
+    for name, module in other_modules(trainer).items():
         parameters = set(map(id, _parameters(module))) - seen
         if id(module) not in saved and parameters & optimized:
             attributes[name] = module
             seen |= parameters
-    attributes |= {name: value for name, value in optimizers(trainer).items() if id(value) not in saved}
+    attributes |= {name: value for name, value in other_optimizers(trainer).items() if id(value) not in saved}
     return attributes | {name: value for name, value in schedulers.items() if id(value) not in saved}
 
 
 def hidden(trainer: TrainerLike) -> dict[str, nn.Module | torch.Tensor]:
-    """Return what the optimizers train that is neither in the model nor in another module that is saved.
+    """Return what the optimizers train outside the model and outside every other module that is saved.
 
-    Parameters that are attributes of the trainer have their names there; others, in closures for example, are named by
-    their first place in an optimizer, such as ``optimizer[0][3]``. A module that holds them stands for them, as it may
-    have buffers, too.
+    Parameters that are attributes of the trainer are named after the attribute. Others, in closures for example, are
+    named by their first place in an optimizer, such as ``optimizer[0][3]``. A module that holds parameters is returned
+    in their place, as it may have buffers, too.
     """
     places = {} if not trainer.saves_attributes else _places(trainer)
     if not places:
@@ -166,8 +167,8 @@ def hidden(trainer: TrainerLike) -> dict[str, nn.Module | torch.Tensor]:
 def _places(trainer: TrainerLike) -> dict[str, torch.Tensor]:
     """Return the optimized parameters that belong to nothing that is saved under a name, by place."""
     groups = {} if not is_created(trainer.optimizer) else {"optimizer": trainer.optimizer}
-    groups |= optimizers(trainer)
-    saved = [trainer.model, trainer.loss_func, *_trained(trainer).values(), *registered(trainer).values()]
+    groups |= other_optimizers(trainer)
+    saved = [trainer.model, trainer.loss_func, *_trained(trainer).values(), *registered_objects(trainer).values()]
     named = {id(parameter) for owner in saved for parameter in _parameters(owner)}
     return {
         f"{name}[{number}][{index}]": parameter
@@ -179,10 +180,10 @@ def _places(trainer: TrainerLike) -> dict[str, torch.Tensor]:
 
 
 def _holders(trainer: TrainerLike, parameters: frozenset[int]) -> dict[int, nn.Module]:
-    """Return, for parameters given by id, the largest modules whose trainable parameters are all among these.
+    """Return, by parameter id, the largest modules whose trainable parameters are all among these parameters.
 
-    The modules may be anywhere in the program, in a closure or a global, so the garbage collector is asked for them,
-    once in a run.
+    The modules may be anywhere in the program, in a closure or a global, so they are searched for with the garbage
+    collector, once in a run.
     """
     known: dict[frozenset[int], dict[int, nn.Module]] = trainer.current_run.holders
     if parameters not in known:
@@ -207,7 +208,7 @@ def _find_holders(parameters: frozenset[int], in_model: set[int]) -> dict[int, n
 
 
 def _is_around(module: nn.Module, other: nn.Module) -> bool:
-    """Whether a module contains another with the same parameters, such as one of ``DistributedDataParallel``."""
+    """Whether a module wraps another with the same parameters, as ``DistributedDataParallel`` does."""
     if any(part is other for part in module.modules()):
         return True
     contained = any(part is module for part in other.modules())
@@ -222,7 +223,7 @@ def set_optimizer_modes(trainer: TrainerLike, training: bool) -> None:
     """Set the mode of all optimizers that have modes."""
     if trainer.prepared_model is not None:
         trainer.prepared_model.trains = training
-    for optimizer in (trainer.optimizer, *optimizers(trainer).values()):
+    for optimizer in (trainer.optimizer, *other_optimizers(trainer).values()):
         set_mode(optimizer, training)
 
 

@@ -20,16 +20,17 @@ from pytorch_accel_lite.run.parts import TrainingState
 class Division:
     """How the work of each step is divided. Here, each process computes a batch of its own.
 
-    Other kinds divide a step into a fixed number of shares, of which each process computes some: what a share gives,
-    and so the run, does not depend on the number of processes.
+    Other kinds divide a step into a fixed number of shares and give each process some of them. The result of a share,
+    and so of the run, then does not depend on the number of processes.
 
-    :cvar is_fixed: whether the number of shares is fixed. Between steps, all processes then have the same random
-        numbers, and the step adds up the gradients.
-    :cvar argument: the argument of a trainer that asks for it, for messages; empty if none does
-    :ivar shares: the shares that this process reads and computes; ``None`` for the batch of this process
-    :ivar current: number of the share that is being computed
-    :ivar outputs: the batch of each share of this process in the latest training step, and what the step has returned
-        for it, by number; empty without shares
+    Attributes:
+        is_fixed: whether the number of shares is fixed. Between steps, all processes then have the same random numbers,
+            and the step adds up the gradients.
+        argument: the argument of a trainer that asks for it, for messages; empty if none does
+        shares: the shares that this process reads and computes; ``None`` for the batch of this process
+        current: number of the share that is being computed
+        outputs: for each share of this process in the latest training step, by number, its batch and the output of the
+            step; empty without shares
     """
 
     is_fixed = False
@@ -46,13 +47,14 @@ class Division:
         return None if self.shares is None else self.shares.total
 
     def check_tool(self, name: str, supports: Collection[str]) -> None:
-        """Raise an error for a method that tries steps of a trainer, if it cannot make these.
+        """Raise an error if a tool, such as ``find_lr``, does not support this division.
 
-        :param supports: arguments of trainers with which it can
+        Args:
+            supports: the arguments of trainers that the tool supports
         """
 
     def check_gather(self) -> None:
-        """Raise an error if the processes cannot gather now, as they do not compute alike."""
+        """Raise an error if the processes cannot gather now, because they do not compute in step."""
 
     def computing(self, device: torch.device) -> AbstractContextManager[None]:
         """Return a context in which runs compute."""
@@ -68,8 +70,9 @@ class Division:
     def capture(self, ranks: Ranks, losses: LossTrackers, metrics: dict[str, MetricValue]) -> StateDict:
         """Return what a training state keeps of the shares, the same on all processes. Called on each of them.
 
-        :param losses: the running losses of the epoch
-        :param metrics: values measured in the latest update
+        Args:
+            losses: the running losses of the epoch
+            metrics: values measured in the latest update
         """
         return {}
 
@@ -77,16 +80,18 @@ class Division:
         """Restore the result of ``capture()``, once everything else is restored."""
 
 
-#: What makes a division of the value of the argument of a trainer that asks for it, the processes and the seed, by the
-#: name of that argument. An extension adds its own.
+#: Factories of divisions, by trainer argument: ``factory(value, ranks, seed)``. An extension adds its own.
 DIVISIONS: dict[str, Callable[[int, Ranks, int | None], Division]] = {}
 
 
 def create_division(argument: str, value: int | None, ranks: Ranks, seed: int | None) -> Division:
     """Return the division that an argument of a trainer asks for.
 
-    :param value: its value; ``None`` for a batch of each process
-    :raises ValueError: if the extension that has the argument is not there
+    Args:
+        value: its value; ``None`` for a batch of each process
+
+    Raises:
+        ValueError: if the extension with the argument is not installed
     """
     if value is None:
         return Division()
@@ -96,5 +101,5 @@ def create_division(argument: str, value: int | None, ranks: Ranks, seed: int | 
 
 
 def numbers_of_shares(division: Division) -> dict[str, int | None]:
-    """Return what a training state says of a division: the number of shares, by the argument that asks for them."""
+    """Return the number of shares, as a training state records it: by trainer argument."""
     return {argument: division.count if argument == division.argument else None for argument in DIVISIONS}

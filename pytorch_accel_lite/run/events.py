@@ -10,16 +10,15 @@ from contextlib import AbstractContextManager
 from functools import update_wrapper, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict, TypeVar
 
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import checked_by, is_from_this_package, is_overridden
+from pytorch_accel_lite.base.origins import checked_by, is_from_this_package, is_overridden, warn_outside
 from pytorch_accel_lite.base.reprs import constructor_call
 from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.base.types import Tree
+from pytorch_accel_lite.base.unknown_names import events_meant, suggest
 from pytorch_accel_lite.base.validation import check_booleans
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import BatchData, Index
 from pytorch_accel_lite.plotting.pictures import Picture
-from pytorch_accel_lite.run.unknown_names import events_meant, suggest
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run.settings import RunRequest
@@ -34,8 +33,8 @@ class StopTrainingError(Exception):
 
     With one process, the run stops where it is raised. With several, a single rank may raise it: the request is passed
     to the others, and all ranks stop after the same update. A stopped run is over, also for
-    ``train(resume_from="latest")``, unless it is given more epochs or updates or the callback other arguments; raise
-    ``RunPausedError`` to continue it later.
+    ``train(resume_from="latest")``, unless you give it more epochs or updates, or change the arguments of the callback.
+    To continue a run later, raise ``RunPausedError``.
     """
 
     #: The callback that raised it, as the call that created it.
@@ -67,7 +66,7 @@ class CallbackMethodNotImplementedError(Exception):
 
 #: The attribute that holds the arguments with which a callback was created.
 _ARGUMENTS = "_constructor_arguments"
-#: The attribute of a user's callback that holds the names of those which our constructors have set.
+#: The attribute of a user's callback that holds the names of the attributes set by our constructors.
 LIBRARY_ATTRIBUTES = "_library_attributes"
 #: The attribute that says that a constructor of ours has been called.
 _IS_CONSTRUCTED = "_is_constructed"
@@ -106,9 +105,10 @@ def arguments_of(callback: TrainerCallback) -> dict[str, object]:
 class Failure(TypedDict):
     """What callbacks are told of a batch that has failed on a rank.
 
-    :param rank: the rank
-    :param indices: indices of the samples in the dataset, or ``None`` if unknown
-    :param error: type and text of the error
+    Args:
+        rank: the rank
+        indices: indices of the samples in the dataset, or ``None`` if unknown
+        error: type and text of the error
     """
 
     rank: int
@@ -217,8 +217,9 @@ class TrainerCallback:
     ``state_dict()`` and ``load_state_dict(state)`` is saved in training states. Of your callbacks without them, the
     states keep the attributes.
 
-    :cvar saves_attributes: whether training states keep the attributes of your callback
-    :cvar unsaved_attributes: names of attributes that they leave out
+    Attributes:
+        saves_attributes: whether training states keep the attributes of your callback
+        unsaved_attributes: names of attributes that they leave out
     """
 
     saves_attributes: ClassVar[bool] = True
@@ -243,8 +244,8 @@ class TrainerCallback:
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: object) -> None:
         """Declare what this callback needs from a run. Called once per run, before its dataloaders are created.
 
-        :param request: the settings requested for the run, to be changed as needed;
-            see ``RunRequest``
+        Args:
+            request: the settings requested for the run, to be changed as needed; see ``RunRequest``
         """
 
     def on_init_end(self, trainer: Trainer, **kwargs: object) -> None:
@@ -265,9 +266,10 @@ class TrainerCallback:
     def on_backward_start(
         self, trainer: Trainer, *, batch: BatchData, batch_output: BatchOutput, step: int, **kwargs: object
     ) -> None:
-        """The loss of a batch is known: gradients are computed of what this event leaves in ``batch_output["loss"]``.
+        """The loss of a batch is known. Gradients are computed from what this event leaves in ``batch_output["loss"]``.
 
-        So a callback may add to it or replace it, on every process. Recorded is the loss that the step has returned.
+        So a callback may add to it or replace it, on every process. The recorded loss is the one that the step
+        returned.
         """
 
     def on_backward_end(
@@ -280,8 +282,9 @@ class TrainerCallback:
     ) -> None:
         """A batch has failed and is skipped on all ranks.
 
-        :param failures: for each rank that failed, its ``rank``, the ``indices`` of its samples, its ``error`` as text
-        :param error: the exception on the rank that raised it, ``None`` on the others
+        Args:
+            failures: for each rank that failed, its ``rank``, the ``indices`` of its samples, its ``error`` as text
+            error: the exception on the rank that raised it, ``None`` on the others
         """
 
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: object) -> None:
@@ -307,7 +310,8 @@ class TrainerCallback:
     def on_eval_epoch_start(self, trainer: Trainer, *, is_intermediate: bool, **kwargs: object) -> None:
         """An evaluation begins.
 
-        :param is_intermediate: whether it interrupts a training epoch
+        Args:
+            is_intermediate: whether it interrupts a training epoch
         """
 
     def on_eval_step_start(self, trainer: Trainer, **kwargs: object) -> None:
@@ -321,10 +325,11 @@ class TrainerCallback:
     def on_eval_batch_skipped(
         self, trainer: Trainer, *, failures: list[Failure], error: Exception, step: int, **kwargs: object
     ) -> None:
-        """An evaluation batch of this rank has failed and is left out. Other ranks do not know it: do not communicate.
+        """An evaluation batch of this rank has failed and is left out. Other ranks do not know: do not communicate.
 
-        :param failures: one dict: the ``rank``, the ``indices`` of the samples, the ``error`` as text
-        :param step: number of the batch in this evaluation, from 0
+        Args:
+            failures: one dict: the ``rank``, the ``indices`` of the samples, the ``error`` as text
+            step: number of the batch in this evaluation, from 0
         """
 
     def on_eval_epoch_end(self, trainer: Trainer, *, is_intermediate: bool, **kwargs: object) -> None:
@@ -369,13 +374,14 @@ class TrainerCallback:
         """``predict`` has ended."""
 
     def on_processes_changed(self, trainer: Trainer, *, left: list[int], came: list[int], **kwargs: object) -> None:
-        """Called when the job continues without processes that it has lost, or with new ones.
+        """Called when the job continues without lost processes, or with new ones.
 
-        ``trainer.ranks`` has the processes as they are now. Do not communicate here: what was interrupted is yet to be
-        repeated.
+        ``trainer.ranks`` already has the new ranks. Do not communicate here: the interrupted work has not been repeated
+        yet.
 
-        :param left: the former ranks of processes that are gone
-        :param came: the ranks of those that are new
+        Args:
+            left: the former ranks of the lost processes
+            came: the ranks of the new processes
         """
 
     def on_outputs(
@@ -383,8 +389,9 @@ class TrainerCallback:
     ) -> None:
         """A ``ShowOutputsCallback`` has shown outputs of the model.
 
-        :param outputs: the texts by name; of pictures the paths of their files
-        :param pictures: those that are pictures, by name: as the bytes of a PNG file, and as pixels
+        Args:
+            outputs: by name, the text of an output, or the path of a picture
+            pictures: the pictures by name, as the bytes of a PNG file and as pixels
         """
 
 
@@ -397,12 +404,12 @@ EVENTS: tuple[str, ...] = tuple(
 
 
 def events_between(first: str, last: str) -> tuple[str, ...]:
-    """Return the events that ``TrainerCallback`` declares between two others: what fires in a part of the loop."""
+    """Return the events that ``TrainerCallback`` declares between two others: those of a part of the loop."""
     return EVENTS[EVENTS.index(first) + 1 : EVENTS.index(last)]
 
 
 def keywords_of(event: str) -> tuple[str, ...]:
-    """Return the names of what an event passes besides the trainer, as ``TrainerCallback`` declares them."""
+    """Return the names of an event's arguments besides the trainer, as ``TrainerCallback`` declares them."""
     parameters = inspect.signature(vars(TrainerCallback)[event]).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
 
@@ -439,10 +446,10 @@ _AFTER_BACKWARD = tuple(
 
 
 class _AfterBackward:
-    """A listener to an event after the backward pass, which must not change the loss: nothing would learn from that."""
+    """A listener to an event after the backward pass, when it is too late to change the loss."""
 
     def __init__(self, listener: Listener, event: str) -> None:
-        update_wrapper(self, listener)  # as inspect.signature() and those who ask whose it is look for it
+        update_wrapper(self, listener)  # for inspect.signature(), and for code that looks for the owner
         self.__wrapped__ = listener
         self.__self__ = getattr(listener, "__self__", listener)
         self._event = event
@@ -461,7 +468,7 @@ class _AfterBackward:
 
 
 def _is_another_loss(loss: object, version: int, after: object) -> bool:
-    """Whether a loss was replaced by one to learn from, or changed in place; one without its graph is only for show."""
+    """Whether a loss was changed in place, or replaced by one with a graph; one without a graph is only shown."""
     if after is loss:
         return bool(getattr(loss, "_version", 0) != version)
     needs_gradients = getattr(after, "requires_grad", None)
@@ -499,8 +506,9 @@ def callbacks_with(method: str, callbacks: Iterable[object]) -> dict[str, Any]:
 class CallbackHandler:
     """Calls the callbacks of a trainer, in the order in which they were passed.
 
-    :param callbacks: instances of ``TrainerCallback``, or subclasses of it, which are instantiated without
-        arguments. Several callbacks of the same class are allowed, and ``None`` is left out.
+    Args:
+        callbacks: instances of ``TrainerCallback``, or subclasses of it, which are instantiated without arguments.
+            Several callbacks of the same class are allowed, and ``None`` is left out.
     """
 
     def __init__(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback] | None] = ()) -> None:
@@ -575,7 +583,7 @@ class CallbackHandler:
                         )
 
     def call_event(self, event: str, *args: object, **kwargs: object) -> None:
-        """Call the method named ``event``, which may be your own event, of every callback that defines it.
+        """Call an event, which may be your own, on every callback that defines a method of this name.
 
         Requests to end the run are raised after all have been called: the first stop, or else the first pause.
         """
@@ -614,7 +622,7 @@ class CallbackHandler:
                 raise
 
     def notify_all(self, event: str, *args: object, **kwargs: object) -> list[Exception]:
-        """Call an event on every callback, even if some raise, and return their errors. For the end of a run."""
+        """Call an event on every callback, even if some raise, and return the errors. For the end of a run."""
         return _errors_of(event, self.listeners[event], *args, **kwargs)
 
     def notify_rest(self, event: str, *args: object, **kwargs: object) -> list[Exception]:
@@ -655,7 +663,7 @@ class HasCallbackHandler(Protocol):
 
 
 def set_listening(trainer: HasCallbackHandler, callback: TrainerCallback, listens: bool, *events: str) -> None:
-    """Set whether a callback is called at events, except those of a built-in one that a user's subclass overrides."""
+    """Set whether a callback is called at events, except those that a user's subclass of a built-in one overrides."""
     built_in = [
         vars(kind) for kind in type(callback).__mro__ if is_from_this_package(kind) and kind is not TrainerCallback
     ]
@@ -688,7 +696,8 @@ def _check_constructed(callback: TrainerCallback) -> None:
 def _check_methods(callback: TrainerCallback) -> None:
     """Check that every event method of a callback accepts the arguments it will be called with.
 
-    :raises TypeError: if one does not; names the class, the method and the right signature
+    Raises:
+        TypeError: if one does not; names the class, the method and the right signature
     """
     for name in EVENTS:
         default: object = getattr(TrainerCallback, name)
@@ -700,8 +709,11 @@ def _check_methods(callback: TrainerCallback) -> None:
 def _check_call(method: Listener, name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
     """Check that the method of a callback can be called with these arguments.
 
-    :param name: name of the event
-    :raises TypeError: if it cannot
+    Args:
+        name: name of the event
+
+    Raises:
+        TypeError: if it cannot
     """
     try:
         signature = inspect.signature(method)

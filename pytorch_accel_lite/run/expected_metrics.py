@@ -1,4 +1,4 @@
-"""The metrics that a run is expected to record, and whether they include those that are watched."""
+"""The metrics that a run is expected to record, and the check that they include the watched ones."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_from_this_package
+from pytorch_accel_lite.base.origins import is_from_this_package, warn_outside
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.data.loss_shapes import LossFunction, is_of_torch
@@ -56,11 +55,12 @@ class ExpectedMetrics:
     This way, watching a metric that cannot be recorded is an error before the first batch, and whether greater values
     are better need not be specified. Your own callbacks and trainers may record metrics without declaring them.
 
-    :ivar directions: whether greater values are better, for each metric that the run is known to record
-    :ivar evaluated: the same for the metrics recorded in evaluations
-    :ivar watched: the metrics that callbacks watch, in the order of the callbacks
-    :ivar differing: the metrics that were found to differ between the processes
-    :ivar within_epochs: whether a callback evaluates within epochs
+    Attributes:
+        directions: whether greater values are better, for each metric that the run is known to record
+        evaluated: the same for the metrics recorded in evaluations
+        watched: the metrics that callbacks watch, in the order of the callbacks
+        differing: the metrics that were found to differ between the processes
+        within_epochs: whether a callback evaluates within epochs
     """
 
     directions: Directions = field(default_factory=dict)
@@ -86,13 +86,16 @@ class ExpectedMetrics:
     ) -> None:
         """Declare that a callback records metrics.
 
-        :param owner: the callback
-        :param metrics: names of the metrics, or a dict from their names to whether greater values are better (``None``
-            if unknown)
-        :param in_evaluation: whether they are recorded in every evaluation: once for each dataset, and within epochs
-            with the prefix ``intermediate_``
-        :param and_others: whether the callback may record further metrics
-        :raises ValueError: if another callback records one of them, as each epoch would have two values of it
+        Args:
+            owner: the callback
+            metrics: names of the metrics, or a dict from their names to whether greater values are better (``None`` if
+                unknown)
+            in_evaluation: whether they are recorded in every evaluation: once for each dataset, and within epochs with
+                the prefix ``intermediate_``
+            and_others: whether the callback may record further metrics
+
+        Raises:
+            ValueError: if another callback records one of them, as each epoch would have two values of it
         """
         for name, better in (metrics if isinstance(metrics, Mapping) else dict.fromkeys(metrics)).items():
             if in_evaluation:
@@ -125,15 +128,17 @@ class ExpectedMetrics:
     def require(self, where: object, name: str) -> None:
         """Declare that a metric must be recorded.
 
-        :param where: the callback and its argument, or the argument of ``train``, that names the metric
+        Args:
+            where: the callback and its argument, or the argument of ``train``, that names the metric
         """
         self._required.append((where, name))
 
     def settle(self, trainer: Recorder) -> None:
         """Determine the metrics that the run will record, and the direction of each watched metric.
 
-        :raises ValueError: if a watched metric will certainly not be recorded, or has the opposite direction; or if two
-            metrics would have one name
+        Raises:
+            ValueError: if a watched metric will certainly not be recorded, or has the opposite direction; or if two
+                metrics would have one name
         """
         others = self._may_record_others([trainer, trainer.run_history, *trainer.callback_handler])
         intermediate = bool(others) or self.within_epochs
@@ -159,7 +164,7 @@ class ExpectedMetrics:
             watched.settle(possible.get(watched.name), warns)
 
     def _check_owners(self, datasets: list[str]) -> None:
-        """Check that nothing is recorded under one name by two: callbacks, the losses of the run, several datasets."""
+        """Check that no two recorders (callbacks, losses of the run, datasets) use the same name."""
         owners: dict[str, str] = {}
         for name, owner in self._recorded(datasets):
             if name in owners:
@@ -188,7 +193,8 @@ class ExpectedMetrics:
     def _in_evaluations_of(self, datasets: list[str], prefix: str, intermediate: bool) -> Directions:
         """Return the metrics that evaluations of datasets record.
 
-        :param intermediate: whether there may be evaluations within epochs
+        Args:
+            intermediate: whether there may be evaluations within epochs
         """
         metrics = {**self._in_evaluations, ("", "eval_loss_epoch"): False}
         if intermediate:
@@ -199,7 +205,7 @@ class ExpectedMetrics:
         }
 
     def _may_record_others(self, parts: Iterable[object]) -> list[str]:
-        """Return the classes of those that may record undeclared metrics: in general, all outside this package."""
+        """Return the classes that may record undeclared metrics: in general, all outside this package."""
         complete = [part for part in self._complete if "configure_run" in vars(type(part))]
         silent = [
             type(part).__name__ for part in parts if not is_from_this_package(type(part)) and part not in complete
@@ -208,7 +214,7 @@ class ExpectedMetrics:
 
 
 def _losses_that_may_record(name: str, loss_func: LossFunction | None, datasets: list[str], prefix: str) -> list[str]:
-    """Return what may return several losses by name, of which each is recorded, if one of them may be ``name``."""
+    """Return the functions that may return several losses by name, if one of these may be recorded as ``name``."""
     if is_of_torch(loss_func):
         return []
     evaluated = [f"{re.escape(data)}(eval_.+_epoch|intermediate_eval_.+)" for data in datasets]
@@ -219,7 +225,8 @@ def _losses_that_may_record(name: str, loss_func: LossFunction | None, datasets:
 def _refuse(where: object, name: str, reason: str, directions: Directions, others: list[str], warns: bool) -> None:
     """Raise an error for a metric that is never recorded, or warn if a user-defined class might record it.
 
-    :param warns: whether this process is the one that warns
+    Args:
+        warns: whether this process is the one that warns
     """
     hint = reason or did_you_mean(name, directions, cutoff=0.85 if others else 0.6)
     if not others:

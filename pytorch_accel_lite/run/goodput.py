@@ -29,13 +29,14 @@ def describe_fractions(fractions: Mapping[str, float], takeovers: float = 0) -> 
 class Goodput:
     """How the time since the first start of a job has been spent. Saved in training states, so it covers restarts.
 
-    ``training`` is what remains when all else is subtracted: waiting for ``data``, ``evaluation``, ``saving`` as far as
-    training waits for it, ``starting`` until the first step, the ``takeover`` of what lost processes computed, with
-    what is done again, training that was ``lost`` in an interruption and has to be repeated, and the time during which
-    the job was ``down``.
+    ``training`` is what remains when all else is subtracted: waiting for ``data``; ``evaluation``; ``saving`` as far as
+    training waits for it; ``starting`` until the first step; the ``takeover`` of the work of lost processes, repeated
+    work included; training that was ``lost`` in an interruption and has to be repeated; and the time during which the
+    job was ``down``.
 
-    :ivar used: what else the job has used, such as energy, by a name with its unit
-    :ivar takeovers: how often the job has gone on without processes that it has lost, or with new ones
+    Attributes:
+        used: what else the job has used, such as energy, by a name with its unit
+        takeovers: how often the job has continued without lost processes, or with new ones
     """
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class Goodput:
         return f"Goodput({self})"
 
     def to_dict(self) -> dict[str, dict[str, float]]:
-        """Return the seconds and the fractions of each kind, and what else was used; with takeovers, their number."""
+        """Return the seconds and the fraction of each kind, what else was used, and the number of takeovers, if any."""
         others = {"used": self.used} if self.used else {}
         others |= {"counts": {_TAKEOVERS: float(self.takeovers)}} if self.takeovers else {}
         return {"seconds": self.seconds, "fractions": self.fractions, **others}
@@ -107,7 +108,8 @@ class Goodput:
     def note_takeover(self, seconds: float) -> None:
         """Count a change of the processes.
 
-        :param seconds: since the beginning of what is done again
+        Args:
+            seconds: seconds since the beginning of the work that is repeated
         """
         self.takeovers += 1
         if self._end is None:
@@ -118,7 +120,8 @@ class Goodput:
     def training(self, loader: Timed) -> Iterator[None]:
         """Count the steps of an epoch; everything before the first epoch counts as starting.
 
-        :param loader: its ``seconds_waited`` measures how long training waits for it
+        Args:
+            loader: its ``seconds_waited`` measures how long training waits for it
         """
         if self._is_starting:
             self._seconds["starting"] = max(time.monotonic() - self._begin - sum(self._seconds.values()), 0.0)
@@ -136,7 +139,7 @@ class Goodput:
         return self.seconds | {_TAKEOVERS: float(self.takeovers)}
 
     def resume(self, state: Mapping[str, float], saved_at: float) -> None:
-        """Continue from a state; since the time at which it was saved, the job was down."""
+        """Continue from a state; the job was down since it was saved."""
         down = max(time.time() - saved_at - (time.monotonic() - self._begin), 0.0)
         self.takeovers += int(state.get(_TAKEOVERS, 0))
         self._earlier = dict(state) | {"down": state.get("down", 0.0) + down}

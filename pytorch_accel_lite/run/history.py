@@ -10,7 +10,8 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pytorch_accel_lite.base.environment import import_extra, warn_outside
+from pytorch_accel_lite.base.environment import import_extra
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.reprs import join_wrapped, table
 from pytorch_accel_lite.base.text import did_you_mean, format_metric
 from pytorch_accel_lite.base.types import StateDict
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-#: The value of a metric: a number as a rule, and what else a program records.
+#: The value of a metric: usually a number, but a program may record anything.
 MetricValue: TypeAlias = Any
-#: The values of metrics by name, and the number of their epoch.
+#: The values of metrics by name, and ``epoch``.
 Row: TypeAlias = dict[str, MetricValue]
 
 
@@ -50,7 +51,8 @@ class RunHistory(ABC):
     def get_latest_metric(self, metric_name: str) -> MetricValue:
         """Return the newest value of a metric.
 
-        :raises ValueError: if it was never recorded; lists the recorded metrics
+        Raises:
+            ValueError: if it was never recorded; lists the recorded metrics
         """
 
     @abstractmethod
@@ -83,7 +85,7 @@ class RunHistory(ABC):
 
     @contextmanager
     def _recording_apart(self, epoch: int) -> Iterator[None]:
-        """Record the values of a block under an epoch, but not as those of the run. Histories may ignore it."""
+        """Record the values of a block under an epoch, but not as values of the run. Histories may ignore it."""
         before = self.current_epoch
         self._set_epoch(epoch)
         try:
@@ -92,11 +94,12 @@ class RunHistory(ABC):
             self._set_epoch(before)
 
     def _record_means(self, means: Mapping[str, float], source: str) -> None:
-        """Record the means of losses and logged values, under names that nobody else may use in the epoch.
+        """Record the means of losses and logged values, under names that nothing else may use in the epoch.
 
-        Histories of other kinds do not notice who else uses them.
+        Only ``InMemoryRunHistory`` checks that.
 
-        :param source: what the means are of
+        Args:
+            source: what the means are of
         """
         for name, value in means.items():
             self.update_metric(name, value)
@@ -104,7 +107,8 @@ class RunHistory(ABC):
     def _shorten(self, counts: Mapping[str, int]) -> None:  # noqa: B027
         """Keep only the first values of some metrics. Histories may ignore it.
 
-        :param counts: the number of values to keep, by name
+        Args:
+            counts: the number of values to keep, by name
         """
 
     @abstractmethod
@@ -118,23 +122,30 @@ class RunHistory(ABC):
     def rows(self, first_epoch: int = 0) -> list[Row]:
         """Return a dict for each epoch, with ``epoch`` and the last value of every metric recorded in it.
 
-        What ``Trainer.evaluate()`` finds after a run is in the row of the last epoch, if the run itself has not
-        recorded that metric.
+        The results of ``Trainer.evaluate()`` after a run are in the row of the last epoch, except for metrics that the
+        run itself has recorded.
 
-        :param first_epoch: leave out the epochs before this one. Takes no time for them, and assumes that values were
-            recorded in the order of their epochs.
-        :raises TypeError: if this kind of history does not know the epochs of its values
+        Args:
+            first_epoch: leave out the epochs before this one, at no cost; assumes that values were recorded in the
+                order of their epochs
+
+        Raises:
+            TypeError: if this kind of history does not know the epochs of its values
         """
         raise self._does_not_know_epochs("rows")
 
     def curves(self, metrics: Iterable[str] | None = None) -> dict[str, tuple[list[int], list[MetricValue]]]:
         """Return the epochs and values of metrics, by name, oldest first, as copies.
 
-        What ``Trainer.evaluate()`` finds after a run is left out, unless you name a metric that has nothing else.
+        The results of ``Trainer.evaluate()`` after a run are left out, unless you name a metric that has no other
+        values.
 
-        :param metrics: names of the metrics; ``None`` for all that the run has recorded
-        :raises ValueError: if a metric was never recorded
-        :raises TypeError: if this kind of history does not know the epochs of its values
+        Args:
+            metrics: names of the metrics; ``None`` for all that the run has recorded
+
+        Raises:
+            ValueError: if a metric was never recorded
+            TypeError: if this kind of history does not know the epochs of its values
         """
         raise self._does_not_know_epochs("curves")
 
@@ -151,10 +162,13 @@ class RunHistory(ABC):
 
         Marks the best value of an evaluation if it is known which values are better. Needs the extra ``plot``.
 
-        :param path: file for the picture, in the format of its suffix (``.png``, ``.pdf``, ``.svg``); ``None`` to not
-            save it
-        :param metrics: names of the metrics to plot; ``None`` for all that the run has recorded (see ``curves()``)
-        :raises ValueError: if nothing has been recorded
+        Args:
+            path: file for the picture, in the format of its suffix (``.png``, ``.pdf``, ``.svg``); ``None`` to not save
+                it
+            metrics: names of the metrics to plot; ``None`` for all that the run has recorded (see ``curves()``)
+
+        Raises:
+            ValueError: if nothing has been recorded
         """
         return plot_curves(self.curves(metrics), path, self.directions)
 
@@ -212,7 +226,8 @@ def count_values(history: RunHistory) -> dict[str, int]:
 class NewMetrics:
     """The metrics that were recorded since they were last taken.
 
-    :ivar counts: the number of values of each metric that were taken or skipped
+    Attributes:
+        counts: the number of values of each metric that were taken or skipped
     """
 
     def __init__(self) -> None:
@@ -242,15 +257,15 @@ class InMemoryRunHistory(RunHistory):
     current_epoch: int = 1
 
     def __init__(self) -> None:
-        InMemoryRunHistory.reset(self)  # a subclass may have a reset() of its own, for attributes that it has not yet
+        InMemoryRunHistory.reset(self)  # not self.reset(): a subclass's own may need attributes that do not exist yet
 
     def reset(self) -> None:
         self.current_epoch = 1
         self._metrics: dict[str, list[MetricValue]] = {}
         self._epochs: dict[str, list[int]] = {}
-        self._apart: dict[str, set[int]] = {}  # by metric, the places of values of evaluations outside a run
+        self._apart: dict[str, set[int]] = {}  # by metric, the indices of values from outside a run
         self._is_apart = False
-        self._source = ""  # what the values being recorded are of, if they are means of losses
+        self._source = ""  # of the values being recorded, if they are means of losses
         self._sources: dict[str, tuple[int, str]] = {}  # by metric, the epoch and the source of the latest value
 
     def get_metric_names(self) -> KeysView[str]:
@@ -271,7 +286,7 @@ class InMemoryRunHistory(RunHistory):
             raise TypeError(f"metric_name={metric_name!r} must be the name of a metric, a string.")
         if metric_value is None:
             raise TypeError(
-                f"metric_value=None is no value of {metric_name!r}. Leave out the call where there is none, or record "
+                f"metric_value=None is not a value of {metric_name!r}. Omit the call if there is none, or record "
                 "float('nan')."
             )
         name = f"{self.metric_name_prefix}{metric_name}"
@@ -294,7 +309,7 @@ class InMemoryRunHistory(RunHistory):
             self._source = before
 
     def _check_source(self, name: str) -> None:
-        """Check that losses and others do not record values under one name in an epoch; note who does."""
+        """Check that a name is not used both for a loss and for something else in an epoch."""
         epoch, source = self._sources.get(name, (0, ""))
         if epoch == self.current_epoch and source != self._source:
             raise ValueError(
@@ -380,7 +395,7 @@ class InMemoryRunHistory(RunHistory):
         return result
 
     def _apart_from_run(self, name: str) -> Collection[int]:
-        """Return the places of values that evaluations outside the run have recorded, if the metric has others."""
+        """Return the indices of values recorded by evaluations outside the run, if the metric also has other values."""
         apart = self._apart.get(name, ())
         return apart if len(apart) < len(self._metrics[name]) else ()
 

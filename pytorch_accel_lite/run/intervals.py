@@ -8,7 +8,7 @@ import re
 from fractions import Fraction
 from typing import Protocol
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.types import StateDict
@@ -47,16 +47,19 @@ class Interval:
     after the first update at which another interval has passed, at the same update on all processes; a resumed run
     continues to count from where it was, but callbacks begin to count times again.
 
-    :param every: the interval in words, such as ``"0.25 epochs"``, or a number
-    :param unit: the unit of a number
-    :raises ValueError: if it cannot be understood
+    Args:
+        every: the interval in words, such as ``"0.25 epochs"``, or a number
+        unit: the unit of a number
+
+    Raises:
+        ValueError: if it cannot be understood
     """
 
     def __init__(self, every: str | float | Interval, unit: str | None = None) -> None:
         if isinstance(every, Interval):
             every = every.text
         self.text: str = str(every) if unit is None else f"{every} {unit}"
-        # Of a long text, only matching it would take minutes.
+        # Matching a long text would take minutes.
         match = re.fullmatch(rf"\s*({_NUMBER}|)\s*([a-z]+)\s*", self.text.lower()) if len(self.text) < 100 else None
         unit = "" if match is None else match[2] if match[2].endswith("s") else f"{match[2]}s"
         amount = Fraction(0) if match is None else _fraction(re.sub("[_,]", "", match[1]) or "1")
@@ -88,8 +91,11 @@ class Interval:
     def start(self, run: CountedRun, argument: str = "") -> None:
         """Start counting from the position of a run, which may be a resumed one.
 
-        :param argument: the argument with the interval; named in a warning if the run is too short for it
-        :raises ValueError: if it is a fraction of an epoch of unknown length
+        Args:
+            argument: the argument with the interval; named in a warning if the run is too short for it
+
+        Raises:
+            ValueError: if it is a fraction of an epoch of unknown length
         """
         if self.is_within_epochs and self.unit == "epochs" and run.trained_fraction is None:
             raise ValueError(
@@ -106,7 +112,8 @@ class Interval:
     def is_due(self, run: CountedRun, *, ends_epoch: bool = False) -> bool:
         """Whether another interval has passed. Times are checked only within epochs.
 
-        :param ends_epoch: whether the current epoch has ended
+        Args:
+            ends_epoch: whether the current epoch has ended
         """
         if self.is_time:
             return bool(not ends_epoch and run.clock - self._passed >= float(self.amount) * _SECONDS[self.unit])
@@ -130,15 +137,15 @@ class Interval:
         return {"every": self.text, "passed": run.clock - self._passed if self.is_time else self._passed}
 
     def load_state_dict(self, state: StateDict, run: CountedRun) -> None:
-        """Load a state returned by ``state_dict()``, unless it is that of another interval."""
+        """Load a state returned by ``state_dict()``, unless it belongs to another interval."""
         if state.get("every") == self.text:
             self._passed = run.clock - state["passed"] if self.is_time else state["passed"]
 
 
 def _fraction(text: str) -> Fraction:
-    """Return the exact value of a number; 0 if it is too large or too small for a float, as its digits may fill memory.
+    """Return the exact value of a number; 0 if it does not fit into a float.
 
-    An exponent of seven digits takes a minute.
+    Its digits could fill the memory: an exponent of seven digits takes a minute.
     """
     number = float(text)
     return Fraction(text) if 0 < number < math.inf else Fraction(0)

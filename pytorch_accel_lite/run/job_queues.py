@@ -6,27 +6,31 @@ from typing import Protocol
 
 
 class JobQueue(Protocol):
-    """The queue of a cluster, for ``SaveTrainingStateCallback(requeue=True)``. Only the first process of a job asks it.
+    """The queue of a cluster, for ``SaveTrainingStateCallback(requeue=True)``. Only the first process of a job uses it.
 
-    Outside of such a cluster, nothing of it does anything.
+    Outside such a cluster, its methods do nothing.
     """
 
     def check(self) -> None:
         """Check before training that this job could return to the queue.
 
-        :raises RuntimeError: if it could not
+        Raises:
+            RuntimeError: if it could not
         """
 
     def was_requeued(self) -> bool:
         """Whether this job has returned to the queue before."""
 
     def requeue_after(self, interruption: Exception) -> str:
-        """Return this job to the queue if that is what an interruption of its run asks for.
+        """Return this job to the queue if an interruption of its run asks for that.
 
-        :param interruption: what has paused the run, for example a ``RunInterruptedError``
-        :return: what has been done, in a sentence to be printed; empty if nothing
+        Args:
+            interruption: what has paused the run, for example a ``RunInterruptedError``
+
+        Returns:
+            what has been done, in a sentence to be printed; empty if nothing
         """
 
 
-#: The queues that are known, by the name of what runs the cluster. An extension adds its own.
+#: The known queues, by the name of the cluster's scheduler. An extension adds its own.
 JOB_QUEUES: dict[str, JobQueue] = {}

@@ -19,10 +19,11 @@ from pytorch_accel_lite.run.window import Count
 class LossTracker:
     """A running mean, weighted by batch size, whose sums stay on the device until they are read.
 
-    :ivar loss_value: the last value passed to ``update()``
-    :ivar total_loss: the weighted sum so far: a number, or for losses on a device a float64 tensor there (float32 on
-        devices without float64)
-    :ivar running_count: the sum of the weights so far
+    Attributes:
+        loss_value: the last value passed to ``update()``
+        total_loss: the weighted sum so far: a number, or for losses on a device a float64 tensor there (float32 on
+            devices without float64)
+        running_count: the sum of the weights so far
     """
 
     def __init__(self) -> None:
@@ -37,8 +38,9 @@ class LossTracker:
     def update(self, loss_batch_value: torch.Tensor | float, batch_size: Count = 1) -> None:
         """Add the mean loss of a batch, weighted by its size.
 
-        :param loss_batch_value: a number, or a tensor, whose elements are averaged
-        :param batch_size: a number, or a tensor with one element
+        Args:
+            loss_batch_value: a number, or a tensor, whose elements are averaged
+            batch_size: a number, or a tensor with one element
         """
         loss: Any = loss_batch_value
         if isinstance(loss, torch.Tensor) and loss.ndim:
@@ -93,13 +95,14 @@ class LossTrackers(dict[str, LossTracker]):
 
     Contains ``loss``, its parts if a step returns several, and the values logged by steps and callbacks.
 
-    :ivar parts: names of the parts of the loss
-    :ivar logged: names of the logged values
-    :ivar is_empty: whether no step has added anything
-    :ivar is_recorded: whether the means have been computed, so that nothing can be added
-    :ivar measured: the batch whose step has returned last, and the number of its samples as the step returned it
-    :ivar num_items: numbers of items that parts of the loss are means over in this step, if they have their own
-    :ivar unweighed: values logged before the step has returned that number: the batch, the name and the value
+    Attributes:
+        parts: names of the parts of the loss
+        logged: names of the logged values
+        is_empty: whether no step has added anything
+        is_recorded: whether the means have been computed, so that nothing can be added
+        measured: the batch of the latest step, and the number of its samples as the step returned it
+        num_items: numbers of items averaged in parts of the loss in this step, for parts with their own
+        unweighed: values logged before their step has returned: the batch, the name and the value
     """
 
     def __init__(self) -> None:
@@ -163,13 +166,13 @@ class LossTrackers(dict[str, LossTracker]):
             self.weigh()
 
     def weigh(self) -> None:
-        """Add the values that were logged for the batch whose size is known now."""
+        """Add the values that were logged for a batch before its size was known."""
         batch, size = self.measured
         values, self.unweighed = self.unweighed, []
         for entry in values:
             if entry[0] is batch:
                 self.log(*entry[1:], size)
-            else:  # of a whole batch, of which this is a part
+            else:  # logged for the whole batch, and this is a part of it
                 self.unweighed.append(entry)
 
     def local_sums(self) -> list[dict[str, tuple[float, float]]]:
@@ -188,8 +191,11 @@ class LossTrackers(dict[str, LossTracker]):
     def means(self, ranks: Ranks, name: str) -> dict[str, float]:
         """Return the means over all ranks, by metric name.
 
-        :param name: format of the metric names, for example ``"train_{}_epoch"``
-        :raises ValueError: if nothing has been added on any rank, or no items
+        Args:
+            name: format of the metric names, for example ``"train_{}_epoch"``
+
+        Raises:
+            ValueError: if nothing has been added on any rank, or no items
         """
         means = {}
         self.is_recorded = True

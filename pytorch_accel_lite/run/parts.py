@@ -1,4 +1,4 @@
-"""The parts of a run: its data, its schedule, how it ends, what it leaves out, what stays known of it."""
+"""The parts of a run: its data, its schedule, its end, what it leaves out, and what is known of it afterwards."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Index
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.rates import Options, Rate
-from pytorch_accel_lite.run.events import Failure, RunPausedError
+from pytorch_accel_lite.run.events import Failure, RunPausedError, StopTrainingError
 from pytorch_accel_lite.run.history import MetricValue
 from pytorch_accel_lite.run.settings import TrainerRunConfig
 
-#: The name of an owner, and that of an attribute of it.
+#: The names of an owner and of one of its attributes.
 Key = tuple[str, str]
 
 
@@ -28,21 +28,22 @@ Key = tuple[str, str]
 class RunData:
     """The data of a run, and their loaders.
 
-    :ivar train_dataset: the dataset that the run trains on
-    :ivar eval_dataset: the dataset that it evaluates on, or a dict of them
-    :ivar collate_fn: what makes a batch from a list of samples, if it was passed
-    :ivar train_loader: the loader of this process's training batches; ``None`` in an evaluation or prediction alone
-    :ivar train_loader_kwargs: arguments of that loader
-    :ivar eval_loaders: the loaders of evaluation batches by the names of their datasets, if there are several
-    :ivar eval_loader_kwargs: arguments of those loaders
-    :ivar ranks: the processes as the data are divided among them: some share each batch in tensor parallelism
-    :ivar seed: determines the order of the data, unless it is ``None``
-    :ivar first_epoch: what the ``set_epoch`` of samplers and datasets is given in the first epoch; 1 in runs resumed
-        from states of version 0.2 and earlier
-    :ivar eval_loader: the loader being read, one of ``eval_loaders`` unless that is empty: a single one has no name
-    :ivar eval_dataset_name: name of the dataset being evaluated, if there are several
-    :ivar made_loaders: loaders created for this run, whose workers end with it
-    :ivar has_fillers: whether a process without samples in a step takes part in it, with a filler batch
+    Attributes:
+        train_dataset: the dataset that the run trains on
+        eval_dataset: the dataset that it evaluates on, or a dict of them
+        collate_fn: makes a batch from a list of samples, if it was passed
+        train_loader: the loader of this process's training batches; ``None`` in an evaluation or prediction alone
+        train_loader_kwargs: arguments of that loader
+        eval_loaders: the loaders of evaluation batches by the names of their datasets, if there are several
+        eval_loader_kwargs: arguments of those loaders
+        ranks: the processes, as the data are divided among them: in tensor parallelism, several share each batch
+        seed: determines the order of the data, unless it is ``None``
+        first_epoch: the number passed to ``set_epoch`` of samplers and datasets in the first epoch; 1 in runs resumed
+            from states of version 0.2 and earlier
+        eval_loader: the loader being read, one of ``eval_loaders`` unless that is empty: a single one has no name
+        eval_dataset_name: name of the dataset being evaluated, if there are several
+        made_loaders: loaders created for this run, whose workers end with it
+        has_fillers: whether a process without samples in a step takes part in it with a filler batch
     """
 
     ranks: Ranks
@@ -64,7 +65,8 @@ class RunData:
     def required_train_loader(self) -> ShardedLoader:
         """The loader of the training batches.
 
-        :raises RuntimeError: if the run does not train
+        Raises:
+            RuntimeError: if the run does not train
         """
         if self.train_loader is None:
             raise RuntimeError("There is no train_dataloader before train() has been called.")
@@ -72,9 +74,10 @@ class RunData:
 
     @property
     def required_eval_loader(self) -> ShardedLoader:
-        """The loader of the evaluation or prediction that is being made.
+        """The loader of the current evaluation or prediction.
 
-        :raises RuntimeError: if there is none
+        Raises:
+            RuntimeError: if there is none
         """
         if self.eval_loader is None:
             raise RuntimeError("There is no eval_dataloader before evaluate() has been called.")
@@ -90,10 +93,11 @@ class RunData:
 class RunSchedule:
     """What a run knows of its learning rate schedule.
 
-    :ivar initial_options: options of the optimizer before any schedule, if the run has a schedule
-    :ivar final_rates: the learning rates at the end of a run with a schedule
-    :ivar shift: updates by which the schedule is ahead of ``progress.update``, if epochs had more or fewer
-    :ivar is_recreated: whether the schedule of a resumed run is recreated rather than restored
+    Attributes:
+        initial_options: options of the optimizer before any schedule, if the run has a schedule
+        final_rates: the learning rates at the end of a run with a schedule
+        shift: by how many updates the schedule is ahead of ``progress.update``, if epochs had more or fewer updates
+        is_recreated: whether the schedule of a resumed run is recreated rather than restored
     """
 
     initial_options: Options = field(default_factory=list)
@@ -106,12 +110,13 @@ class RunSchedule:
 class RunEnd:
     """How a run ends.
 
-    :ivar reason: why it was stopped early
-    :ivar stopped_by: the callback that stopped it, as the call that created it
-    :ivar pause: the request to pause that stopped it
-    :ivar has_begun: whether its ending events have begun, in a loop of an overridden ``_run_training``
-    :ivar has_failed: whether an error has ended it
-    :ivar messages: called when the run has ended without an error, after all callbacks have handled its end
+    Attributes:
+        reason: why it was stopped early
+        stopped_by: the callback that stopped it, as the call that created it
+        pause: the request to pause that stopped it
+        has_begun: whether its ending events have begun, in a loop of an overridden ``_run_training``
+        has_failed: whether an error has ended it
+        last_calls: called when the run has ended without an error, after all callbacks have handled its end
     """
 
     reason: str | None = None
@@ -119,22 +124,33 @@ class RunEnd:
     pause: RunPausedError | None = None
     has_begun: bool = False
     has_failed: bool = False
-    messages: list[Callable[[], None]] = field(default_factory=list)
+    last_calls: list[Callable[[], None]] = field(default_factory=list)
+
+    def note(self, stop: StopTrainingError) -> None:
+        """Note what stops the run early."""
+        self.reason, self.stopped_by = str(stop) or type(stop).__name__, stop.raised_by
+        self.pause = stop if isinstance(stop, RunPausedError) else None
+
+    def make_last_calls(self) -> None:
+        """Make the last calls, in the order of the requests."""
+        for call in self.last_calls:
+            call()
 
     @property
     def is_regular(self) -> bool:
-        """Whether it ended, also if it was stopped early, rather than failed or was paused."""
+        """Whether it ended, possibly early, without failing or being paused."""
         return self.pause is None and not self.has_failed
 
 
 class LeftOutBatch(NamedTuple):
     """A batch that was left out of an evaluation or a prediction.
 
-    :param rank: the rank of its process
-    :param step: its number on this process, from 0
-    :param indices: indices of its samples in the dataset, or ``None`` if unknown
-    :param samples: number of its samples, or ``None`` if unknown
-    :param error: type and text of its error
+    Args:
+        rank: the rank of its process
+        step: its number on this process, from 0
+        indices: indices of its samples in the dataset, or ``None`` if unknown
+        samples: number of its samples, or ``None`` if unknown
+        error: type and text of its error
     """
 
     rank: int
@@ -144,7 +160,7 @@ class LeftOutBatch(NamedTuple):
     error: str
 
     def as_failure(self) -> Failure:
-        """Return what callbacks are told of it."""
+        """Return it as callbacks receive it."""
         return {"rank": self.rank, "indices": self.indices, "error": self.error}
 
 
@@ -152,10 +168,11 @@ class LeftOutBatch(NamedTuple):
 class LeftOut:
     """What is left out of an evaluation or a prediction because its step fails.
 
-    :ivar batches: the batches of this process; once they are gathered, those of all
-    :ivar is_gathered: whether they are
-    :ivar first_error: the first error of this process
-    :ivar last_computed: the last batch of this process that did not fail
+    Attributes:
+        batches: the batches of this process; after gathering, of all processes
+        is_gathered: whether they are
+        first_error: the first error of this process
+        last_computed: the last batch of this process that did not fail
     """
 
     phase: Literal["evaluation", "prediction"]
@@ -166,7 +183,7 @@ class LeftOut:
 
 
 class Training(NamedTuple):
-    """What stays known of a training run while the trainer evaluates later."""
+    """What is known of a training run in later evaluations."""
 
     config: TrainerRunConfig
     end: RunEnd
@@ -183,9 +200,10 @@ class Evaluation(NamedTuple):
 class GlobalModes(NamedTuple):
     """Settings of torch that hold for the whole process.
 
-    :ivar gradients: whether gradients are computed
-    :ivar autocast: whether operations choose their precision, on the device of the trainer
-    :ivar dtype: the dtype of new tensors
+    Attributes:
+        gradients: whether gradients are computed
+        autocast: whether operations choose their precision, on the device of the trainer
+        dtype: the dtype of new tensors
     """
 
     gradients: bool
@@ -201,9 +219,10 @@ class GlobalModes(NamedTuple):
 class LoadedWeights(NamedTuple):
     """Weights that were loaded into the model.
 
-    :param file: name of the file or directory
-    :param numbers: the numbers in the file, such as the epoch and the metric of a best model
-    :param update: the number of updates of the run at that time
+    Args:
+        file: name of the file or directory
+        numbers: the numbers in the file, such as the epoch and the metric of a best model
+        update: the number of updates of the run at that time
     """
 
     file: str
@@ -215,12 +234,13 @@ class LoadedWeights(NamedTuple):
 class CreatedAttributes:
     """What a program had created when a run began.
 
-    :ivar digests: of each attribute of moderate size
-    :ivar settings: of each attribute that holds only numbers and texts, its node
-    :ivar changed: attributes that are known to have changed
-    :ivar warned_of: paths of what states cannot keep, of which a warning has been given
-    :ivar compared: attributes whose arguments the comparison of settings has named
-    :ivar trainability: which parameters are trained after the starting events
+    Attributes:
+        digests: of each attribute of moderate size
+        settings: of each attribute that holds only numbers and texts, its node
+        changed: attributes that are known to have changed
+        warned_of: paths of values that states cannot keep, for which a warning has been given
+        compared: attributes whose arguments the comparison of settings has reported
+        trainability: which parameters are trained after the starting events
     """
 
     digests: dict[Key, str] = field(default_factory=dict)
@@ -248,13 +268,14 @@ class OpenTensor(Protocol):
 class TrainingState:
     """The contents of a training state, except the weights.
 
-    :param metadata: facts about the run from the manifest: progress, processes, versions ...
-    :param shared: state shared by all ranks: optimizer, scheduler, history, callbacks ...
-    :param local: state of this rank: its generators and its part of the running losses; ``None`` if the state was saved
-        by a different number of processes
-    :param weights: the weights, if they have been read already, as the local copy of a remote state is removed
-    :param tensors: large tensors, and sharded ones, in open files, by name; marked in ``shared``
-    :param postponed: names of optimizers that are restored once they have all their groups
+    Args:
+        metadata: facts about the run from the manifest: progress, processes, versions ...
+        shared: state shared by all ranks: optimizer, scheduler, history, callbacks ...
+        local: state of this rank: its generators and its part of the running losses; ``None`` if a different number of
+            processes saved the state
+        weights: the weights, if they have already been read: the local copy of a remote state is removed
+        tensors: large tensors, and sharded ones, in open files, by name; marked in ``shared``
+        postponed: names of optimizers that are restored once they have all their groups
     """
 
     directory: Path | str
@@ -264,3 +285,20 @@ class TrainingState:
     weights: dict[str, torch.Tensor] | None = None
     tensors: Mapping[str, OpenTensor] = field(default_factory=dict)
     postponed: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Latest:
+    """What is known of the latest training, evaluation and loading of weights, also after their runs.
+
+    Attributes:
+        training: the latest training: of this run, or the one before this evaluation
+        evaluation: the latest after it, if no other weights were loaded since
+        loaded: the weights that were loaded last
+        recorded_by_evaluate: indices of the values that ``evaluate()`` has recorded in the history, by metric
+    """
+
+    training: Training | None = None
+    evaluation: Evaluation | None = None
+    loaded: LoadedWeights | None = None
+    recorded_by_evaluate: dict[str, set[int]] = field(default_factory=dict)

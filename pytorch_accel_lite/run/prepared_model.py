@@ -14,7 +14,7 @@ from pytorch_accel_lite.base.quantised import quantised_entries
 from pytorch_accel_lite.optimizers.combined import AcceleratedCombinedOptimizer
 from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, is_created, parts_of
 
-_PREPARED_TOGETHER = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}  # what has an optimizer of its own
+_PREPARED_TOGETHER = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}  # they have optimizers of their own
 
 
 class PreparedModel:
@@ -22,13 +22,16 @@ class PreparedModel:
 
     A model that the user has sharded with ``fully_shard`` is left unchanged.
 
-    :param training: whether to prepare for training; otherwise only place the model and apply mixed precision
-    :ivar optimizer: the optimizer to step: the user's own if Accelerate adds nothing to it, otherwise the prepared one
-    :ivar is_plain: whether Accelerate adds nothing to the backward pass and the optimizer
-    :ivar is_sharded: whether the weights are sharded over the processes, so that no process can compute alone
-    :ivar outlives_runs: whether it is kept at the end of a run, because its weights exist in no other form
-    :ivar trains: whether optimizers that have modes are in training mode
-    :ivar has_run: whether the prepared model has been called, and not just the bare one inside it
+    Args:
+        training: whether to prepare for training; otherwise only place the model and apply mixed precision
+
+    Attributes:
+        optimizer: the optimizer to step: the user's own if Accelerate adds nothing to it, otherwise the prepared one
+        is_plain: whether Accelerate adds nothing to the backward pass and the optimizer
+        is_sharded: whether the weights are sharded over the processes, so that no process can compute alone
+        outlives_runs: whether it is kept at the end of a run, because its weights exist in no other form
+        trains: whether optimizers that have modes are in training mode
+        has_run: whether the prepared model has been called, and not just the bare one inside it
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: TrainerOptimizer, training: bool) -> None:
@@ -55,7 +58,7 @@ class PreparedModel:
             self._first_call = self.model.register_forward_pre_hook(self._note_first_call)
 
     def _prepare(self, accelerator: Accelerator) -> None:
-        """Give the model to Accelerate, and the optimizer if it is made."""
+        """Let Accelerate prepare the model, and the optimizer if it exists."""
         model = self.model
         if quantised := quantised_entries(unwrap(model), unwrap(model).state_dict()):  # which cannot be sent
             ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *sorted(quantised)]
@@ -72,7 +75,7 @@ class PreparedModel:
             self.model = accelerator.prepare(model)
 
     def make_optimizer(self, accelerator: Accelerator) -> None:
-        """Make the optimizer from the parameters of the prepared model, where a factory was given for it."""
+        """Create the optimizer from the parameters of the prepared model, if the user passed a factory."""
         if self.optimizer is None or is_created(self.optimizer):
             return
         optimizer = self.optimizer.make(unwrap(self.model, keep_torch_compile=False))

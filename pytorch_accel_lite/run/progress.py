@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class EpochPhase(IntEnum):
-    """How far an epoch has got: its steps are being made, or are done; then its evaluation, and its ending events."""
+    """How far an epoch has got: steps running, steps done, evaluation done, ending events done."""
 
     TRAINING = 0
     TRAINED = 1
@@ -19,12 +19,13 @@ class EpochPhase(IntEnum):
 class Progress:
     """The progress of a training run. Written by the trainer; treat it as read-only.
 
-    :param epoch: the epoch being trained, counted from 1; 0 before the first
-    :param epochs_completed: number of epochs completed, including their evaluation
-    :param step: number of batches that each process has completed in this epoch
-    :param update: number of optimizer updates in the run, including those skipped by a gradient scaler
-    :param samples_in_epoch: number of samples consumed in this epoch by all processes together
-    :param samples: number of samples consumed in the run by all processes together
+    Args:
+        epoch: the epoch being trained, counted from 1; 0 before the first
+        epochs_completed: number of epochs completed, including their evaluation
+        step: number of batches that each process has completed in this epoch
+        update: number of optimizer updates in the run, including those skipped by a gradient scaler
+        samples_in_epoch: number of samples consumed in this epoch by all processes together
+        samples: number of samples consumed in the run by all processes together
     """
 
     epoch: int = 0

@@ -15,8 +15,9 @@ from pytorch_accel_lite.run.expected_metrics import ExpectedMetrics
 class StateSource(Protocol):
     """A callback that knows of training states.
 
-    :ivar find_latest: returns the latest one that a trainer can resume, or ``None``
-    :ivar save_dir: where they are
+    Attributes:
+        find_latest: returns the latest state that a trainer can resume from, or ``None``
+        save_dir: where they are
     """
 
     @property
@@ -29,23 +30,24 @@ class StateSource(Protocol):
 class RunRequest:
     """The settings requested for a run, by the arguments of ``train()`` and by callbacks in ``configure_run``.
 
-    Settings that are not listed here are arguments of ``Trainer.train()``, and
-    most become part of the ``TrainerRunConfig``.
+    Settings that are not listed here are arguments of ``Trainer.train()``. Most become part of the
+    ``TrainerRunConfig``.
 
-    :param kind: whether the run trains, evaluates or predicts
-    :param sanity_check: try the evaluation on one batch before the first update
-    :param saves_training_states: derive the order of the data from a seed, even if the trainer has none
-    :param skips_failed_batches: skip training batches that fail
-    :param skips_in_evaluation: leave out evaluation batches that fail
-    :param skips_in_prediction: leave out batches that fail in a prediction
-    :param ends_at_signals: end the run after the current update on SIGTERM, SIGUSR1, SIGUSR2 and SIGINT
-    :param max_batches: maximum number of batches that each process reads in a training epoch and in an evaluation
-    :param first_sample: position of the first sample to predict
-    :param metrics: the metrics that callbacks record and watch
-    :param paths: descriptions of what callbacks write, by path; see ``claim_path()``
-    :param locked_paths: those that no other run may write to, with the name of the argument of each
-    :param state_sources: where to look for ``resume_from="latest"``: objects with ``find_latest(trainer)`` and
-        ``save_dir``
+    Args:
+        kind: whether the run trains, evaluates or predicts
+        sanity_check: try the evaluation on one batch before the first update
+        saves_training_states: derive the order of the data from a seed, even if the trainer has none
+        skips_failed_batches: skip training batches that fail
+        skips_in_evaluation: leave out evaluation batches that fail
+        skips_in_prediction: leave out batches that fail in a prediction
+        ends_at_signals: end the run after the current update on SIGTERM, SIGUSR1, SIGUSR2 and SIGINT
+        max_batches: maximum number of batches that each process reads in a training epoch and in an evaluation
+        first_sample: position of the first sample to predict
+        metrics: the metrics that callbacks record and watch
+        paths: descriptions of what callbacks write, by path; see ``claim_path()``
+        locked_paths: paths to which no other run may write, each with the name of its argument
+        state_sources: where to look for ``resume_from="latest"``: objects with ``find_latest(trainer)`` and
+            ``save_dir``
     """
 
     kind: Literal["training", "evaluation", "prediction"] = "training"
@@ -84,12 +86,15 @@ class RunRequest:
     ) -> None:
         """Declare that a callback writes to a path, to which no other callback and no other training may write.
 
-        :param owner: the callback
-        :param argument: name of the callback's argument with the path
-        :param path: the path; ``None`` does nothing
-        :param content: what the path will contain, in a word or two; by default the name of the callback's class
-        :param locks: whether a run that trains keeps others, also of other programs, from writing there until it ends
-        :raises ValueError: if another callback writes there; names the argument, the path and both callbacks
+        Args:
+            owner: the callback
+            argument: name of the callback's argument with the path
+            path: the path; ``None`` does nothing
+            content: what the path will contain, in a word or two; by default the name of the callback's class
+            locks: whether a run that trains keeps others, also of other programs, from writing there until it ends
+
+        Raises:
+            ValueError: if another callback writes there; names the argument, the path and both callbacks
         """
         if path is None:
             return
@@ -110,28 +115,28 @@ class TrainerRunConfig:
 
     Settings that are not listed here are arguments of ``Trainer.train()``.
 
-    :param num_epochs: number of epochs; ``None`` if the data have no length and the number of updates is limited
-    :param train_per_device_batch_size: number of samples in a training batch of one process
-    :param train_dl_kwargs: arguments of the training dataloader
-    :param eval_per_device_batch_size: number of samples in an evaluation batch of one process
-    :param eval_dl_kwargs: arguments of the evaluation dataloader
-    :param train_total_batch_size: number of samples in one update, over all processes; in the first one, if
-        ``gradient_accumulation_steps`` changes
-    :param eval_total_batch_size: number of samples in one evaluation step, over all processes
-    :param num_update_steps_per_epoch: number of optimizer updates per epoch, or in the first one if
-        ``gradient_accumulation_steps`` changes; ``None`` if the data have no length, 0 in an evaluation run
-    :param num_local_update_steps_per_epoch: the same number, as every process takes part in every update
-    :param max_num_train_steps: number of optimizer updates in the run; ``None`` if the data have no length and no limit
-        was given
-    :param is_local_process_zero: whether this is the first process on its machine
-    :param is_world_process_zero: whether this is the first process of the job
-    :param is_distributed: whether the job has several processes
-    :param mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``
-    :param num_processes: number of processes in the job
-    :param seed: the seed of the trainer, or ``None``
-    :param logical_processes: number of processes that the job is defined for, if that was given to the trainer; sizes
-        are those of a logical process then
-    :param deterministic: that argument of the trainer, if it was given
+    Args:
+        num_epochs: number of epochs; ``None`` if the data have no length and the number of updates is limited
+        train_per_device_batch_size: number of samples in a training batch of one process
+        train_dl_kwargs: arguments of the training dataloader
+        eval_per_device_batch_size: number of samples in an evaluation batch of one process
+        eval_dl_kwargs: arguments of the evaluation dataloader
+        train_total_batch_size: number of samples in one update, over all processes; in the first one, if
+            ``gradient_accumulation_steps`` changes
+        eval_total_batch_size: number of samples in one evaluation step, over all processes
+        num_update_steps_per_epoch: number of optimizer updates per epoch, or in the first one if
+            ``gradient_accumulation_steps`` changes; ``None`` if the data have no length, 0 in an evaluation run
+        num_local_update_steps_per_epoch: the same number, as every process takes part in every update
+        max_num_train_steps: number of optimizer updates in the run; ``None`` if the data have no length and no limit
+            was given
+        is_local_process_zero: whether this is the first process on its machine
+        is_world_process_zero: whether this is the first process of the job
+        is_distributed: whether the job has several processes
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``
+        num_processes: number of processes in the job
+        seed: the seed of the trainer, or ``None``
+        logical_processes: that argument of the trainer, if it was given; sizes are then those of a logical process
+        deterministic: that argument of the trainer, if it was given
     """
 
     num_epochs: int | None

@@ -1,4 +1,4 @@
-"""Attributes of a trainer whose names a subclass may use for its own."""
+"""Attributes of a trainer that a subclass may replace by its own of the same name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Shadowable(Generic[T]):
-    """A property that the package never reads, so that a subclass may use its name for an attribute of its own."""
+    """A property that the package never reads, so that a subclass may have its own attribute of this name."""
 
     def __init__(self, read: Callable[..., T]) -> None:
         self._read = read

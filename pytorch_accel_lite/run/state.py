@@ -16,7 +16,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pytorch_accel_lite.base.inspection import find_length, overridden_methods
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.origins import overridden_methods
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchOutput
@@ -34,14 +35,12 @@ from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.losses import LossTrackers
 from pytorch_accel_lite.run.parts import (
     CreatedAttributes,
-    Evaluation,
     GlobalModes,
+    Latest,
     LeftOut,
-    LoadedWeights,
     RunData,
     RunEnd,
     RunSchedule,
-    Training,
     TrainingState,
 )
 from pytorch_accel_lite.run.prepared_model import PreparedModel
@@ -56,7 +55,8 @@ T = TypeVar("T")
 class CompiledForwardLike(Protocol):
     """A compiled ``calculate_train_batch_loss``.
 
-    :ivar logged: what it has logged while it was compiled: the name, the value and the weight of each
+    Attributes:
+        logged: the values logged during compilation: name, value and weight of each
     """
 
     logged: list[tuple[str, torch.Tensor | float, Count | None]]
@@ -96,7 +96,6 @@ class TrainerLike(Protocol):
     registered_objects: dict[str, HasStateDict]
     prepared_model: PreparedModel | None
     open_runs: list[Run]
-    _latest_eval_dataset: NamedData | None
     _library_attributes: set[str]
 
     # The current or last run.
@@ -219,19 +218,20 @@ class TrainerLike(Protocol):
 class Step:
     """How a run trains on a batch. A run has exactly one: the plain step, or one of those in ``steps/``.
 
-    What others ask of any kind has a default here; what only one kind needs is its own.
+    What other code asks of any kind has a default here. What only one kind needs is in its class.
 
-    :ivar closure: argument of the optimizer's ``step``: nothing, or a function that recomputes the gradients
-    :ivar updates_one_by_one: whether it updates each optimizer by itself
-    :ivar updating: name of the optimizer that is being updated, or was last, if they are updated one by one
-    :ivar num_microbatches: number of parts that each batch is split into
-    :ivar num_eval_parts: number of parts that each evaluation batch of this process is split into
-    :ivar gradient_norm: the total norm of the gradients of the current update, if it has been computed
-    :ivar skips_update: whether the current update is skipped
-    :ivar skipped_updates: number of updates skipped in the run
-    :ivar must_warm_up_ddp: whether ``DistributedDataParallel`` is yet to arrange its gradients
-    :ivar must_compare_replicas: whether the first update is yet to be compared between the processes
-    :ivar without_gradient: the parameters that had no gradient on this process in that update
+    Attributes:
+        closure: argument of the optimizer's ``step``: nothing, or a function that recomputes the gradients
+        updates_one_by_one: whether it updates each optimizer by itself
+        updating: name of the optimizer being updated, or updated last, if they are updated one by one
+        num_microbatches: number of parts that each batch is split into
+        num_eval_parts: number of parts that each evaluation batch of this process is split into
+        gradient_norm: the total norm of the gradients of the current update, if it has been computed
+        skips_update: whether the current update is skipped
+        skipped_updates: number of updates skipped in the run
+        must_warm_up_ddp: whether ``DistributedDataParallel`` has still to arrange its gradients
+        must_compare_replicas: whether the first update has still to be compared between the processes
+        without_gradient: the parameters that had no gradient on this process in the first update
     """
 
     closure: tuple[Callable[[], torch.Tensor]] | tuple[()] = ()
@@ -266,12 +266,13 @@ class Step:
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Accumulate the gradients of a batch and track its losses.
 
-        :return: the output of the step, or ``None`` if the batch is skipped
+        Returns:
+            the output of the step, or ``None`` if the batch is skipped
         """
         raise NotImplementedError
 
     def recover(self, trainer: TrainerLike, run: Run, error: Exception) -> bool:
-        """Restore what was before the window in which an error occurred, and return whether it is computed again."""
+        """Restore the state before the window in which an error occurred; return whether it is computed again."""
         return False
 
     def update(self, trainer: TrainerLike, run: Run) -> None:
@@ -292,37 +293,62 @@ class Step:
 
 
 @dataclass(slots=True, eq=False, repr=False)
+class LoopState:
+    """What the loop of a run keeps for itself.
+
+    Attributes:
+        is_ours: whether our own loop has begun, rather than one in an overridden ``_run_training``
+        has_reached_limit: whether an overridden ``_run_train_epoch`` says that it has made all updates
+        evaluations: how often the run evaluates, if it does
+        has_update_schedules: whether evaluations, or the sizes of windows, are scheduled by updates
+        completes_evaluation: whether the evaluation that begins next is the last of an epoch
+        trained_model: the trainer's model, while another one is evaluated in its place
+        unrecorded: the running losses of the training epoch, until they are recorded
+        global_modes: settings of torch after the starting events
+    """
+
+    is_ours: bool = False
+    has_reached_limit: bool = False
+    evaluations: Interval | None = None
+    has_update_schedules: bool = False
+    completes_evaluation: bool = False
+    trained_model: nn.Module | None = None
+    unrecorded: LossTrackers | None = None
+    global_modes: GlobalModes | None = None
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class Run:
     """The state of a run. A trainer always has one, ``trainer.run``: the active run, the last one, or an idle one.
 
-    Callbacks read what is listed here; what it says follows from the trainer, so treat it as read-only. The other
-    attributes belong to the trainer, and may change with any version.
+    Callbacks may read what is listed here. It only mirrors the trainer: do not change it. The other attributes belong
+    to the trainer, and may change with any version.
 
-    :ivar kind: ``"training"``, also in the evaluations that belong to it, ``"evaluation"`` by ``evaluate``, or
-        ``"prediction"``
-    :ivar ranks: the processes of the job, and their communication
-    :ivar device: the device of this process
-    :ivar overridden: names of the methods of a trainer that the user's class overrides
-    :ivar request: the settings requested for the run
-    :ivar config: the settings resolved from the request and the data; ``None`` before that
-    :ivar data: the data and their loaders
-    :ivar progress: its epoch, update, step and so on
-    :ivar step: how the run trains on a batch
-    :ivar window: the accumulation window, and how much of it is filled
-    :ivar accumulation: how many batches there are in an update
-    :ivar schedule: what is known of the learning rate schedule
-    :ivar end: how the run ends
-    :ivar batch: the batch being processed; ``None`` outside a step
-    :ivar batch_number: the number, in the epoch or evaluation, of the batch being read or processed, if any
-    :ivar loss_trackers: the running losses of the epoch or evaluation
-    :ivar recorded_losses: the mean losses of the last epoch or evaluation, by metric name
-    :ivar step_metrics: values measured in the latest update, by name: numbers, or tensors on the device
-    :ivar epoch_phase: how far the epoch has got
-    :ivar left_out: what fails in its evaluations or its prediction; ``None`` if that is an error
-    :ivar outer: the run within which this one was started, if any
-    :ivar resumed: the training state from which the run starts, until it is restored
-    :ivar goodput: how the time of the job is spent
-    :ivar cleanup: closed when the run ends, which frees the paths that it writes to, and undoes what holds only in it
+    Attributes:
+        kind: ``"training"``, also in evaluations within it; ``"evaluation"``, by ``evaluate``; or ``"prediction"``
+        ranks: the processes of the job, and their communication
+        device: the device of this process
+        overridden: names of the methods of a trainer that the user's class overrides
+        request: the settings requested for the run
+        config: the settings resolved from the request and the data; ``None`` before that
+        data: the data and their loaders
+        progress: its epoch, update, step and so on
+        step: how the run trains on a batch
+        window: the accumulation window, and how much of it is filled
+        accumulation: how many batches there are in an update
+        schedule: what is known of the learning rate schedule
+        end: how the run ends
+        batch: the batch being processed; ``None`` outside a step
+        batch_number: the number, in the epoch or evaluation, of the batch being read or processed, if any
+        loss_trackers: the running losses of the epoch or evaluation
+        recorded_losses: the mean losses of the last epoch or evaluation, by metric name
+        step_metrics: values measured in the latest update, by name: numbers, or tensors on the device
+        epoch_phase: how far the epoch has got
+        left_out: the batches that fail in its evaluations or its prediction; ``None`` if such a failure is an error
+        outer: the run within which this one was started, if any
+        resumed: the training state from which the run starts, until it is restored
+        goodput: how the time of the job is spent
+        cleanup: closed when the run ends: frees the paths that it writes to, and undoes what holds only within it
     """
 
     ranks: Ranks
@@ -352,22 +378,12 @@ class Run:
     resumed: TrainingState | None = None
 
     # Of the trainer.
-    before: Run | None = None  # is restored when this one ends
+    previous: Run | None = None  # the run that is current again when this one ends
     settings: StateDict | None = None  # that its states hold, on the main process; None if it saves none
-    evaluations: Interval | None = None  # how often it evaluates
-    has_update_schedules: bool = False  # whether evaluations, or the sizes of windows, are scheduled by updates
-    is_in_loop: bool = False  # whether its epochs are ours, rather than those of an overridden _run_training
-    has_reached_limit: bool = False  # whether an overridden _run_train_epoch says that it has made all updates
-    completes_evaluation: bool = False  # whether the evaluation that begins next is the last of an epoch
+    loop: LoopState = field(default_factory=LoopState)
+    latest: Latest = field(default_factory=Latest)
     created: CreatedAttributes = field(default_factory=CreatedAttributes)  # by the program when it began
     holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)  # of trained parameters, by ids
-    trained_model: nn.Module | None = None  # the trainer's model, while another is evaluated in its place
-    unrecorded: LossTrackers | None = None  # the running losses of the training epoch, until they are recorded
-    recorded_by_evaluate: dict[str, set[int]] = field(default_factory=dict)  # indices of values within it, by metric
-    training: Training | None = None  # the latest: this one, or that after which this run evaluates
-    evaluation: Evaluation | None = None  # the latest after the training, if no other weights were loaded since
-    loaded: LoadedWeights | None = None  # the weights that were loaded last
-    global_modes: GlobalModes | None = None  # settings of torch after the starting events
 
     @classmethod
     def create(
@@ -381,7 +397,8 @@ class Run:
     ) -> Run:
         """Create a run that has not started yet. A dict of training datasets is combined into one.
 
-        :param ranks: the processes, if the trainer has no run yet to take them from
+        Args:
+            ranks: the processes, if the trainer has no run yet to take them from
         """
         if isinstance(train_data, dict):
             train_data = NamedDatasets(train_data)
@@ -405,20 +422,26 @@ class Run:
             self,
             data=replace(self.data, made_loaders=WeakSet()),
             schedule=replace(self.schedule, initial_options=[]),
-            end=replace(self.end, messages=[]),
+            end=replace(self.end, last_calls=[]),
+            loop=replace(self.loop, unrecorded=None),
+            latest=replace(self.latest),
             batch=None,
             batch_number=None,
             loss_trackers=LossTrackers(),
-            unrecorded=None,
             recorded_losses={},
             left_out=None if self.left_out is None else LeftOut(self.left_out.phase),
         )
+
+    def stay(self) -> None:
+        """Stay the trainer's run after its end, as it has started, and free the previous one and its data."""
+        self.previous = None
 
     @property
     def required_config(self) -> TrainerRunConfig:
         """The config of the run.
 
-        :raises RuntimeError: if there is none yet
+        Raises:
+            RuntimeError: if there is none yet
         """
         if self.config is None:
             raise RuntimeError("There is no run_config before train() or evaluate() has been called.")
@@ -427,7 +450,7 @@ class Run:
     @property
     def evaluates_within_epochs(self) -> bool:
         """Whether it evaluates within epochs, too."""
-        return self.evaluations is not None and self.evaluations.is_within_epochs
+        return self.loop.evaluations is not None and self.loop.evaluations.is_within_epochs
 
     @property
     def clock(self) -> float:
@@ -439,9 +462,9 @@ class Run:
         """Whether all requested epochs or updates are complete."""
         limit, num_epochs = self.request.max_num_train_steps, self.required_config.num_epochs
         counts_updates = self.progress.update > 0  # an overridden _run_train_epoch need not
-        if limit is not None and (counts_updates or num_epochs is None or self.has_reached_limit):
+        if limit is not None and (counts_updates or num_epochs is None or self.loop.has_reached_limit):
             # The number of epochs is an estimate, as batches may be skipped.
-            return self.progress.update >= limit or self.has_reached_limit
+            return self.progress.update >= limit or self.loop.has_reached_limit
         return num_epochs is not None and self.progress.epochs_completed >= num_epochs
 
     @property
@@ -452,22 +475,22 @@ class Run:
 
     @property
     def max_num_samples(self) -> int | None:
-        """The number of samples in all epochs of the run, which may end before the last does; ``None`` if unknown."""
+        """The number of samples in all epochs of the run, though it may end within the last; ``None`` if unknown."""
         samples, num_epochs = self.data.required_train_loader.num_samples, self.required_config.num_epochs
         return None if samples is None or num_epochs is None else samples * num_epochs
 
     @property
     def evaluation_is_due(self) -> bool:
         """Whether the current epoch is followed by an evaluation."""
-        if self.evaluations is None or not self.data.all_eval_loaders:
+        if self.loop.evaluations is None or not self.data.all_eval_loaders:
             return False
-        return self.ends_with_epoch or self.evaluations.is_due(self, ends_epoch=True)
+        return self.ends_with_epoch or self.loop.evaluations.is_due(self, ends_epoch=True)
 
     @property
     def trained_fraction(self) -> Fraction | None:
-        """The fraction of the current epoch that is trained, which is less than 1 until it ends; ``None`` if unknown.
+        """The trained fraction of the current epoch, less than 1 until it ends; ``None`` if unknown.
 
-        It follows from the samples seen where their number is known, so that it is the same on any number of processes.
+        Computed from samples where their number is known, so that it is the same on any number of processes.
         """
         loader, progress = self.data.required_train_loader, self.progress
         total, left = loader.steps_left(0), loader.steps_left(progress.samples_in_epoch)
@@ -506,8 +529,8 @@ class Run:
 
     def record_interrupted_epoch(self, history: RunHistory, ranks: Ranks) -> None:
         """Record the mean losses of an epoch that was not completed. Call it on every process."""
-        losses = self.unrecorded
-        self.unrecorded = None
+        losses = self.loop.unrecorded
+        self.loop.unrecorded = None
         if losses is None or not self.progress.is_mid_epoch:
             return
         if any(weight for _, weight in losses.summed(ranks).values()):
@@ -518,9 +541,12 @@ class Run:
 def run_to_change(trainer: TrainerLike, loader_of: Literal["train", "eval"] | None = None) -> Run:
     """Return the current run, for a program to set an attribute of it.
 
-    :param loader_of: whose dataloader that is, if it is one
-    :raises AttributeError: before the trainer is initialised, or for a dataloader while nothing is running, as the next
-        run would replace it
+    Args:
+        loader_of: for a dataloader, whether it trains or evaluates
+
+    Raises:
+        AttributeError: before the trainer is initialised; or for a dataloader while nothing is running, as the next run
+            would replace it
     """
     if "current_run" not in vars(trainer):
         raise AttributeError(f"{type(trainer).__name__}: call super().__init__(...) before setting attributes.")

@@ -45,7 +45,7 @@ class StopCoordinator:
         self.must_sync = True
 
     def realign(self) -> None:
-        """Synchronise at the next update: there are other ranks than before. Call it on all ranks, at the same one."""
+        """Synchronise at the next update, as the ranks have changed. Call it on all ranks after the same update."""
         self.must_sync = self.must_sync or self.ranks.world_size > 1
         self._updates, self._interval = 0, 1
 
@@ -56,8 +56,9 @@ class StopCoordinator:
     def sync(self, now: bool = False, can_save: bool = False) -> None:
         """Raise the error requested on any rank on all ranks. All ranks must call it at the same points.
 
-        :param now: synchronise in any case, for example at the end of an epoch
-        :param can_save: whether a run could resume exactly from here; only then is a ``RunPausedError`` raised
+        Args:
+            now: synchronise in any case, for example at the end of an epoch
+            can_save: whether a run could resume exactly from here; only then is a ``RunPausedError`` raised
         """
         self._calls += 1
         if not self.must_sync:

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 class TimeBudget:
     """Limits a recurring action, such as drawing a plot after each epoch, to a share of the time.
 
-    :param share: maximum share of the time, from 0 to 1
-    :param expected: approximate duration of the first time, in seconds
+    Args:
+        share: maximum share of the time, from 0 to 1
+        expected: approximate duration of the first time, in seconds
     """
 
     def __init__(self, share: float, expected: float) -> None:
@@ -25,7 +26,7 @@ class TimeBudget:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Measure the action in a block: the longer it takes, the longer until it is due again."""
+        """Measure the action in a block. The longer it takes, the later it is due again."""
         begin = time.monotonic()
         yield
         self._next = begin + (time.monotonic() - begin) / self._share

@@ -6,8 +6,7 @@ import math
 import reprlib
 from typing import TypeVar
 
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_from_this_package
+from pytorch_accel_lite.base.origins import is_from_this_package, warn_outside
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.run.history import MetricValue, RunHistory
@@ -19,12 +18,15 @@ Key = TypeVar("Key")
 class WatchedMetric:
     """Returns each value of a metric once. Epochs without an evaluation have none.
 
-    :param owner: the callback that watches the metric
-    :param argument: the argument of the callback that names the metric
-    :param name: name of the metric in the run history
-    :param greater_is_better: whether greater values are better; ``None``: see ``settle()``
-    :param remedy: what to do if that contradicts the metric itself
-    :ivar seen: number of values that have been returned or skipped
+    Args:
+        owner: the callback that watches the metric
+        argument: the argument of the callback that names the metric
+        name: name of the metric in the run history
+        greater_is_better: whether greater values are better; ``None``: see ``settle()``
+        remedy: what to do if ``greater_is_better`` contradicts the metric itself
+
+    Attributes:
+        seen: number of values that have been returned or skipped
     """
 
     def __init__(
@@ -57,11 +59,15 @@ class WatchedMetric:
         return _in_words(self.greater_is_better)
 
     def settle(self, known: bool | None, warns: bool) -> None:
-        """Determine which values are better, from the user's argument or the metric itself; for losses, smaller ones.
+        """Determine which values are better, from the user's argument or the metric itself. For losses, smaller ones
+        are.
 
-        :param known: whether greater values are better according to the metric, or ``None`` if unknown
-        :param warns: whether this process warns if neither is known
-        :raises ValueError: if the argument and the metric contradict each other
+        Args:
+            known: whether greater values are better according to the metric, or ``None`` if unknown
+            warns: whether this process warns if neither is known
+
+        Raises:
+            ValueError: if the argument and the metric contradict each other
         """
         if self._requested is None:
             if known is None and "loss" not in self.name and warns:
@@ -88,9 +94,12 @@ class WatchedMetric:
     def new_value(self, trainer: TrainerLike, mid_epoch: bool = False) -> float | None:
         """Return the newest value, or ``None`` if there is none since the last call.
 
-        :param mid_epoch: whether the evaluation of the epoch is still to come
-        :raises TypeError: if it is not a single number
-        :raises ValueError: if the run has recorded no value although one was due; lists the recorded metrics
+        Args:
+            mid_epoch: whether the evaluation of the epoch is still to come
+
+        Raises:
+            TypeError: if it is not a single number
+            ValueError: if the run has recorded no value although one was due; lists the recorded metrics
         """
         values = trainer.run_history.get_metric_values(self.name)
         count = len(values)
@@ -125,11 +134,12 @@ class WatchedMetric:
         return {"watch_metric": self.name, "greater_is_better": self.greater_is_better, "seen": self.seen}
 
     def load_state_dict(self, state: StateDict, owner: object) -> bool:
-        """Load a state returned by ``state_dict()``, unless it is of another metric; return whether it was loaded.
+        """Load a state returned by ``state_dict()``, unless it belongs to another metric; return whether it was loaded.
 
-        Warns if not, as other values in the state of the callback then cannot be compared with those to come.
+        Warns if not, as the other values in the callback's state cannot be compared with new ones.
 
-        :param owner: the callback whose state it is
+        Args:
+            owner: the callback whose state it is
         """
         name = state.get("watch_metric", self.name)  # older states lack it
         direction = state.get("greater_is_better")  # unknown before a run
@@ -151,11 +161,15 @@ class WatchedMetric:
 
 
 def latest_metric(where: object, name: str, trainer: TrainerLike) -> float:
-    """Return the newest value of a metric, other than those of an ``evaluate`` within the run that it could hide.
+    """Return the newest value of a metric, ignoring an ``evaluate`` within the run if the run itself records the
+    metric.
 
-    :param where: the callback and its argument, or the argument of ``train``, that names the metric
-    :raises TypeError: if it is not a single number
-    :raises ValueError: if there is none; lists the recorded metrics
+    Args:
+        where: the callback and its argument, or the argument of ``train``, that names the metric
+
+    Raises:
+        TypeError: if it is not a single number
+        ValueError: if there is none; lists the recorded metrics
     """
     values = trainer.run_history.get_metric_values(name)
     is_evaluated = name in trainer.current_run.request.metrics.evaluated
@@ -166,7 +180,7 @@ def latest_metric(where: object, name: str, trainer: TrainerLike) -> float:
 
 
 def _agreed(where: object, name: str, value: float, trainer: TrainerLike) -> float:
-    """Return the value of rank 0, so that all processes decide alike, with a warning if the others have another one."""
+    """Return the value of rank 0, so that all processes decide alike. Warns if other ranks have another value."""
     if trainer.ranks.world_size == 1:
         return value
     largest, negated = trainer.ranks.max([value, -value])
@@ -199,11 +213,11 @@ def _as_number(where: object, value: MetricValue) -> float:
 def _latest_of_run(trainer: TrainerLike, name: str, indices: range) -> int | None:
     """Return the index of the latest of some values of a metric, or ``None`` if there is none.
 
-    One that ``evaluate`` has recorded within the run counts only if there is no other, and evaluations of the run are
-    not known to record the metric.
+    A value recorded by ``evaluate`` within the run counts only if there is no other, and if the evaluations of the run
+    are not known to record the metric.
     """
     run = trainer.current_run
-    candidates = [index for index in indices if index not in run.recorded_by_evaluate.get(name, ())]
+    candidates = [index for index in indices if index not in run.latest.recorded_by_evaluate.get(name, ())]
     if not candidates and name not in run.request.metrics.evaluated:
         candidates = list(indices)
     return candidates[-1] if candidates else None

@@ -18,7 +18,8 @@ from pytorch_accel_lite.optimizers.operations import optimized_parameters
 class Accumulation:
     """The number of batches per process in an update, which may change during a run.
 
-    :param steps: the number, or a dict from the number of updates after which it holds to the number
+    Args:
+        steps: the number, or a dict from a number of updates to the number that holds after it
     """
 
     def __init__(self, steps: int | Mapping[int, int]) -> None:
@@ -63,7 +64,7 @@ class Accumulation:
         return updates
 
     def epochs_for(self, updates: int, steps: int) -> int:
-        """Return the number of epochs of ``steps`` batches in which a number of updates is made."""
+        """Return the number of epochs of ``steps`` batches for a number of updates."""
         epochs = done = 0
         while done < updates:
             after = self.updates_after(steps, done)
@@ -83,12 +84,13 @@ class GradientWindow:
     Each loss is a mean over a number of items (samples, or ``num_items_in_batch``). It is scaled by its share of a
     *nominal* window, in which every micro-batch of every rank has the same size. Just before clipping, the gradients
     are multiplied by the ratio of nominal to true size, which is 1 except for ragged windows. This is exact for
-    micro-batches of unequal size, a short last window and any number of ranks, whose gradients DDP averages. The share
-    in a window of one micro-batch, whose samples have been counted, is that of the true size.
+    micro-batches of unequal size, a short last window and any number of ranks, whose gradients DDP averages. With a
+    single micro-batch, the true size is known at once and is used directly.
 
-    :param device: the device of the gradients
-    :param steps: number of micro-batches per rank in a full window; may change between windows
-    :param batch_size: number of samples in a nominal micro-batch of one rank
+    Args:
+        device: the device of the gradients
+        steps: number of micro-batches per rank in a full window; may change between windows
+        batch_size: number of samples in a nominal micro-batch of one rank
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, steps: int, batch_size: int) -> None:
@@ -100,8 +102,11 @@ class GradientWindow:
         #: Whether the current micro-batch is the last of the window.
         self.is_ending = False
         self._batch_size = batch_size
-        #: The nominal size, and the true size so far; ``None`` if nothing has been added since the last update.
-        self.sizes: tuple[float, Count] | None = None
+        #: Whether there are gradients that no update has used yet.
+        self.has_gradients = False
+        #: The number of items in a full window, and that of this window so far.
+        self.nominal_size: float = 1
+        self.true_size: Count = 0
         #: Whether a step has begun that has not been counted yet.
         self.is_in_step = False
         #: Whether batches are split into parts, which must be weighted even with one process.
@@ -117,17 +122,33 @@ class GradientWindow:
     @property
     def is_between_updates(self) -> bool:
         """Whether the gradients of all steps have been used and counted, so that a run could resume from here."""
-        return self.sizes is None and not self.is_in_step
+        return not (self.has_gradients or self.is_in_step)
+
+    @property
+    def counted(self) -> tuple[bool, float, Count, float | None]:
+        """The counts of the window so far; set them to count a batch anew."""
+        return self.has_gradients, self.nominal_size, self.true_size, self.items_per_batch
+
+    @counted.setter
+    def counted(self, counted: tuple[bool, float, Count, float | None]) -> None:
+        self.has_gradients, self.nominal_size, self.true_size, self.items_per_batch = counted
+
+    def reset(self) -> None:
+        """Begin a window without gradients."""
+        self.has_gradients = False
+        self.nominal_size, self.true_size = 1, 0
 
     def scale(self, loss: torch.Tensor, num_samples: int, total_samples: int, items: Count | None) -> torch.Tensor:
         """Return the loss weighted by its share of the window.
 
-        :param num_samples: number of samples in this rank's micro-batch; 0 for a filler batch
-        :param total_samples: number of samples in this micro-batch over all ranks
-        :param items: number of items that the loss is a mean over, if these are not samples
+        Args:
+            num_samples: number of samples in this rank's micro-batch; 0 for a filler batch
+            total_samples: number of samples in this micro-batch over all ranks
+            items: number of items averaged in the loss, unless those are samples
         """
+        self.has_gradients = True
         if self.steps == 1 and self._ranks.world_size == 1 and not self.is_split:
-            self.sizes = 1, 1
+            self.nominal_size = self.true_size = 1
             return loss
         local: Count = num_samples
         added: Count = total_samples
@@ -140,20 +161,21 @@ class GradientWindow:
                 self.items_per_batch = max(self._ranks.sum([float(local)])[0] / self._ranks.world_size, 1.0)
             nominal = self.items_per_batch
         elif self.steps == 1 and total_samples and not (self.is_split or self.is_guarded):
-            self.sizes = total_samples, total_samples
+            self.nominal_size = self.true_size = total_samples
             share = num_samples * self._ranks.world_size / total_samples
             return loss if share == 1 else loss * share
-        true = added if self.sizes is None else self.sizes[1] + added
-        self.sizes = nominal * self.steps * self._ranks.world_size, true
+        self.nominal_size = nominal * self.steps * self._ranks.world_size
+        self.true_size = self.true_size + added
         return loss * (local / (nominal * self.steps))
 
     def finish(self, optimizer: Optimizer) -> Count:
         """Correct the gradients if the window's true size differs from the nominal one, and start a new window.
 
-        :return: the factor by which the gradients were multiplied
+        Returns:
+            the factor by which the gradients were multiplied
         """
-        nominal, true = self.sizes or (1, 1)
-        self.sizes = None
+        nominal, true = self.nominal_size, self.true_size
+        self.has_gradients, self.nominal_size, self.true_size = False, 1, 0  # as reset(), without a call in every step
         if self.items_per_batch is not None:
             true = self._total_items(true)
         if isinstance(true, torch.Tensor):

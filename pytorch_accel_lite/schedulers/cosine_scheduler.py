@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.validation import check_positive_int, check_range, optional
 from pytorch_accel_lite.schedulers.scheduler_base import RUN_EPOCHS, UPDATES_PER_EPOCH, PlannedLrScheduler
 
@@ -26,18 +26,21 @@ class CosineLrScheduler(PlannedLrScheduler):
     `k-decay <https://arxiv.org/abs/2004.05909>`_. The rates are those of timm's ``CosineLRScheduler`` with
     ``warmup_prefix=True``, except that no rate rises above its base rate.
 
-    :param optimizer: optimizer whose parameter groups have the base rates
-    :param total_num_epochs: length of the schedule in epochs, including warm-up and cool-down; may be fractional
-    :param num_update_steps_per_epoch: number of updates per epoch
-    :param k_decay: values above 1 keep the rate high for longer, values below 1 lower it sooner
-    :param lr_min: final rate of every group, or the group's base rate if that is smaller
-    :param min_lr_ratio: final rate as a fraction of each group's base rate, instead of ``lr_min``
-    :param num_warmup_epochs: length of the warm-up in epochs; may be fractional. If warm-up and cool-down leave nothing
-        for the annealing, both are shortened proportionally to half of the schedule, with a warning.
-    :param warmup_starting_lr: rate of the first update if there is a warm-up, or the base rate if that is smaller
-    :param warmup_starting_lr_ratio: the same as a fraction of each group's base rate, instead of ``warmup_starting_lr``
-    :param num_cooldown_epochs: number of epochs at the final rate; may be fractional
-    :raises TypeError, ValueError: for the first argument that is out of range
+    Args:
+        optimizer: optimizer whose parameter groups have the base rates
+        total_num_epochs: length of the schedule in epochs, including warm-up and cool-down; may be fractional
+        num_update_steps_per_epoch: number of updates per epoch
+        k_decay: values above 1 keep the rate high for longer, values below 1 lower it sooner
+        lr_min: final rate of every group, or the group's base rate if that is smaller
+        min_lr_ratio: final rate as a fraction of each group's base rate, instead of ``lr_min``
+        num_warmup_epochs: length of the warm-up in epochs; may be fractional. If warm-up and cool-down leave nothing
+            for the annealing, both are shortened proportionally to half of the schedule, with a warning.
+        warmup_starting_lr: rate of the first update if there is a warm-up, or the base rate if that is smaller
+        warmup_starting_lr_ratio: the same as a fraction of each group's base rate, instead of ``warmup_starting_lr``
+        num_cooldown_epochs: number of epochs at the final rate; may be fractional
+
+    Raises:
+        TypeError, ValueError: for the first argument that is out of range
     """
 
     def __init__(

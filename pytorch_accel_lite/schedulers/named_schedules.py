@@ -27,10 +27,13 @@ def resolve_names(
 ) -> Any:
     """Return the factory that a name stands for, also in a dict by optimizer; functions are returned unchanged.
 
-    :param warmup_steps: number of steps of linear warm-up, or their fraction of the run if less than 1
-    :param interval: ``"update"`` or ``"epoch"``: what a step of the schedule is
-    :raises ValueError: for an unknown name, or a warm-up without a name
-    :raises TypeError: for a scheduler in place of a function
+    Args:
+        warmup_steps: number of steps of linear warm-up, or their fraction of the run if less than 1
+        interval: ``"update"`` or ``"epoch"``: what a step of the schedule is
+
+    Raises:
+        ValueError: for an unknown name, or a warm-up without a name
+        TypeError: for a scheduler in place of a function
     """
     if isinstance(create_scheduler_fn, Mapping):
         return {

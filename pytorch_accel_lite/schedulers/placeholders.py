@@ -60,8 +60,9 @@ class Placeholder:
     Supports ``+ - * / // %`` with numbers and other placeholders on either side, ``round``, ``math.floor``,
     ``math.ceil`` and ``-x``. For the smaller or larger of two, see ``TrainerPlaceholderValues.min()``.
 
-    :ivar name: the name of the placeholder, or of the first one in an expression
-    :ivar value: the expression as Python text over a ``trainer``, such as ``"(trainer.run_config.num_epochs * 2)"``
+    Attributes:
+        name: the name of the placeholder, or of the first one in an expression
+        value: the expression as Python text over a ``trainer``, such as ``"(trainer.run_config.num_epochs * 2)"``
     """
 
     _text: str
@@ -72,7 +73,8 @@ class Placeholder:
     def resolve(self, trainer: HasSettings) -> float:
         """Return the value of the expression in the trainer's current run.
 
-        :raises PlaceholderError: if a value does not exist in this run, or is divided by zero
+        Raises:
+            PlaceholderError: if a value does not exist in this run, or is divided by zero
         """
         return self._compute(trainer)
 
@@ -283,9 +285,12 @@ class TrainerPlaceholderValues(metaclass=_ListsPlaceholders):
 def replace_trainer_placeholder_values(trainer: HasSettings, instance: Any) -> Any:
     """Replace every placeholder in ``instance`` with its value in the trainer's run.
 
-    :param instance: a ``functools.partial``, whose positional and keyword arguments are searched for placeholders,
-        including nested lists, tuples, sets, dicts and partials. Anything else is returned unchanged.
-    :raises PlaceholderError: if a value does not exist in this run
+    Args:
+        instance: a ``functools.partial``, whose positional and keyword arguments are searched for placeholders,
+            including nested lists, tuples, sets, dicts and partials. Anything else is returned unchanged.
+
+    Raises:
+        PlaceholderError: if a value does not exist in this run
     """
     replace = partial(replace_trainer_placeholder_values, trainer)
     kind = type(instance)

@@ -26,11 +26,12 @@ def schedule_values(
 ) -> list[list[float]]:
     """Return the learning rate at each update, for each parameter group.
 
-    :param create_scheduler_fn: as for ``train()``; placeholders in a ``functools.partial`` are resolved
-    :param num_updates: number of optimizer updates in the run
-    :param lr: learning rate of the optimizer, or one for each parameter group, or its options in a dict
-    :param num_epochs: number of epochs in the run
-    :param warmup_steps: as for ``train()``, for a schedule by name
+    Args:
+        create_scheduler_fn: as for ``train()``; placeholders in a ``functools.partial`` are resolved
+        num_updates: number of optimizer updates in the run
+        lr: learning rate of the optimizer, or one for each parameter group, or its options in a dict
+        num_epochs: number of epochs in the run
+        warmup_steps: as for ``train()``, for a schedule by name
     """
     check_positive_int("num_updates", num_updates)
     check_positive_int("num_epochs", num_epochs)

@@ -23,8 +23,9 @@ class SchedulerBase(ABC):
     Override ``get_updated_values()``. The initial values of the groups are in ``base_lr_values``, and also in the
     groups as ``initial_lr``, so that a second scheduler starts from the same values.
 
-    :param optimizer: optimizer whose parameter groups are scheduled
-    :param param_group_field: name of the field to set
+    Args:
+        optimizer: optimizer whose parameter groups are scheduled
+        param_group_field: name of the field to set
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, param_group_field: str = "lr") -> None:
@@ -45,14 +46,18 @@ class SchedulerBase(ABC):
     def get_updated_values(self, num_updates: int) -> Iterable[float] | float | None:
         """Return the value to use for the update after ``num_updates``.
 
-        :param num_updates: number of updates made so far
-        :return: one value for all parameter groups, one for each, or ``None`` to leave them unchanged
+        Args:
+            num_updates: number of updates made so far
+
+        Returns:
+            one value for all parameter groups, one for each, or ``None`` to leave them unchanged
         """
 
     def step_update(self, num_updates: int) -> None:
         """Set the parameter groups to the values after a number of updates.
 
-        :param num_updates: number of updates made so far
+        Args:
+            num_updates: number of updates made so far
         """
         values = self.get_updated_values(num_updates)
         if values is None:
@@ -130,7 +135,8 @@ class PlannedLrScheduler(StatefulSchedulerBase):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load the state returned by ``state_dict()``, and set the learning rates accordingly.
 
-        :raises ValueError: if the state lacks the number of updates, or has another number of parameter groups
+        Raises:
+            ValueError: if the state lacks the number of updates, or has another number of parameter groups
         """
         if "num_updates" not in state_dict:
             raise ValueError(

@@ -10,7 +10,7 @@ from typing import TypedDict
 
 import torch
 
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_range
 from pytorch_accel_lite.schedulers.placeholders import Unresolved
@@ -44,9 +44,12 @@ DECAYS: dict[str, Callable[[float, float], float]] = {
 def estimate_checkpoint_steps(total_steps: int, num_checkpoints: int = 3) -> list[int]:
     """Return the updates at which decays end: the last at the end, each of the others at half of the next.
 
-    :param total_steps: number of updates in the schedule
-    :param num_checkpoints: number of decays
-    :raises ValueError: if the schedule is too short for that many
+    Args:
+        total_steps: number of updates in the schedule
+        num_checkpoints: number of decays
+
+    Raises:
+        ValueError: if the schedule is too short for that many
     """
     check_positive_int("total_steps", total_steps)
     check_positive_int("num_checkpoints", num_checkpoints)
@@ -71,24 +74,27 @@ class WSDLrScheduler(PlannedLrScheduler):
     Hägele et al., `Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations
     <https://arxiv.org/abs/2405.18392>`_ (1 - sqrt).
 
-    :param optimizer: optimizer whose parameter groups have the base rates
-    :param num_epochs: length of the schedule in epochs, with ``num_update_steps_per_epoch``; alternatively pass
-        ``total_steps``
-    :param num_update_steps_per_epoch: number of updates per epoch
-    :param total_steps: length of the schedule in updates; takes precedence over ``num_epochs``
-    :param num_warmup_steps: number of updates over which the rate rises linearly; ``None`` for a hundredth of all. A
-        warm-up that would reach into the first decay is shortened, with a warning. A continuation has no warm-up.
-    :param decay_phase_ratio: fraction of each period that is decay, from 0 (no decay) to 1
-    :param lr_min: rate at the end of a decay, as a fraction of the base rate
-    :param warmup_starting_lr: rate of the first update if there is a warm-up, or the base rate if that is smaller
-    :param use_inverse_sqrt_decay: if ``decay`` is not given: ``True`` for ``"sqrt"``, ``False`` for ``"inverse"``
-    :param num_checkpoints: number of periods; ``estimate_checkpoint_steps()`` determines where they end
-    :param is_continuation_from_checkpoint: whether the weights are already trained: there is no warm-up, and
-        ``load_state_dict()`` takes only the base rates from the previous run's state
-    :param decay: shape of the decay, a key of ``DECAYS``
-    :param checkpoint_steps: increasing numbers of updates at which the periods end; the last is the end of the
-        schedule. Takes precedence over ``total_steps`` and ``num_checkpoints``.
-    :raises TypeError, ValueError: for the first argument that is out of range
+    Args:
+        optimizer: optimizer whose parameter groups have the base rates
+        num_epochs: length of the schedule in epochs, with ``num_update_steps_per_epoch``; alternatively pass
+            ``total_steps``
+        num_update_steps_per_epoch: number of updates per epoch
+        total_steps: length of the schedule in updates; takes precedence over ``num_epochs``
+        num_warmup_steps: number of updates over which the rate rises linearly; ``None`` for a hundredth of all. A
+            warm-up that would reach into the first decay is shortened, with a warning. A continuation has no warm-up.
+        decay_phase_ratio: fraction of each period that is decay, from 0 (no decay) to 1
+        lr_min: rate at the end of a decay, as a fraction of the base rate
+        warmup_starting_lr: rate of the first update if there is a warm-up, or the base rate if that is smaller
+        use_inverse_sqrt_decay: if ``decay`` is not given: ``True`` for ``"sqrt"``, ``False`` for ``"inverse"``
+        num_checkpoints: number of periods; ``estimate_checkpoint_steps()`` determines where they end
+        is_continuation_from_checkpoint: whether the weights are already trained: there is no warm-up, and
+            ``load_state_dict()`` takes only the base rates from the previous run's state
+        decay: shape of the decay, a key of ``DECAYS``
+        checkpoint_steps: increasing numbers of updates at which the periods end; the last is the end of the schedule.
+            Takes precedence over ``total_steps`` and ``num_checkpoints``.
+
+    Raises:
+        TypeError, ValueError: for the first argument that is out of range
     """
 
     def __init__(
@@ -179,14 +185,16 @@ class WSDLrScheduler(PlannedLrScheduler):
     def get_decay_info(self) -> list[Period]:
         """Return the start and end of each period, the length of its decay, and when the decay starts.
 
-        :return: dicts with ``period_start``, ``period_end``, ``decay_steps`` and ``pre_decay_step``, all in updates
+        Returns:
+            dicts with ``period_start``, ``period_end``, ``decay_steps`` and ``pre_decay_step``, all in updates
         """
         return [period.copy() for period in self._periods]
 
     def get_phase_info(self, num_updates: int) -> PhaseInfo:
         """Return the period and phase of the schedule after a number of updates.
 
-        :return: the period as in ``get_decay_info()``, and the ``phase`` of the next update: ``"warmup"``,
+        Returns:
+            the period as in ``get_decay_info()``, and the ``phase`` of the next update, one of ``"warmup"``,
             ``"stable"``, ``"decay"``, or ``"finished"`` after the last
         """
         period = self._period_at(num_updates)
@@ -232,7 +240,8 @@ class WSDLrScheduler(PlannedLrScheduler):
     def continue_from(self, state_dict: StateDict | None) -> None:
         """Start this schedule with the base rates of another run, and set the learning rates accordingly.
 
-        :param state_dict: state of the other run's scheduler; ``None`` keeps the optimizer's base rates
+        Args:
+            state_dict: state of the other run's scheduler; ``None`` keeps the optimizer's base rates
         """
         self._go_to(0, (state_dict or {}).get("base_lr_values", self.base_lr_values))
 
@@ -255,7 +264,8 @@ class WSDLrScheduler(PlannedLrScheduler):
 
         The arguments are those of the constructor; any of them may be or contain placeholders.
 
-        :param num_warmup_epochs: length of the warm-up in epochs, may be fractional; ``None`` for 1 % of the run
+        Args:
+            num_warmup_epochs: length of the warm-up in epochs, may be fractional; ``None`` for 1 % of the run
         """
         warmup: Unresolved = (
             None if num_warmup_epochs is None else round(num_warmup_epochs * num_update_steps_per_epoch)

@@ -13,14 +13,15 @@ _replaced: dict[Kind, Kind] = {}
 
 
 def replace_step(kind: Kind, by: Kind) -> None:
-    """Let runs have another kind of step in place of one, usually a subclass of it."""
+    """Replace a kind of step in all runs by another, usually a subclass of it."""
     _replaced[kind] = by
 
 
 def create_step(trainer: TrainerLike, run: Run) -> Step:
     """Create the training step of a run.
 
-    :raises ValueError: if the run uses features that do not work together, see ``.combinations``
+    Raises:
+        ValueError: if the run uses features that do not work together, see ``.combinations``
     """
     features = find_features(trainer, run)
     if trainer.compiled_forward is not None:
@@ -28,7 +29,7 @@ def create_step(trainer: TrainerLike, run: Run) -> Step:
     for kind in KINDS:
         if any(feature in features for feature in kind.features):
             return _replaced.get(kind, kind)(trainer, run)
-    # Not a feature that is asked for: the weights are sharded, and in a way that ShardedStep knows.
+    # Not a requested feature: the weights are sharded in a way that ShardedStep supports.
     if are_sharded(trainer.model.parameters()) and run.ranks.world_size > 1:
         return ShardedStep(trainer, run)
     return PlainStep(trainer, run)

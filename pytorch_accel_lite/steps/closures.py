@@ -6,7 +6,7 @@ import inspect
 
 import torch
 
-from pytorch_accel_lite.base.inspection import is_from_this_package, is_overridden
+from pytorch_accel_lite.base.origins import is_from_this_package, is_overridden
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.reachable import codes_in
 from pytorch_accel_lite.data import Batch
@@ -25,7 +25,7 @@ from pytorch_accel_lite.steps.manual import MANUAL
 
 
 def _recomputes_gradients(trainer: TrainerLike, run: Run) -> bool:
-    """Whether the trainer's class says that it does, or else seems to: only then are batches kept, which costs time."""
+    """Whether the trainer's class declares that it does, or seems to. Only then are batches kept, which costs time."""
     declared = trainer.recomputes_gradients
     return _names_recompute_gradients(trainer) if declared is None else declared
 
@@ -82,7 +82,7 @@ class ReplayingStep(PlainStep):
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the usual step, and keep its batch and the states of the generators before it."""
-        if run.window.sizes is None:
+        if not run.window.has_gradients:
             self._steps.clear()
             self._update = run.progress.update
         self._steps.append((batch, capture_generators()))
@@ -90,12 +90,12 @@ class ReplayingStep(PlainStep):
 
     def recompute(self, trainer: TrainerLike, run: Run) -> torch.Tensor:
         """Compute the gradients of the window as they were computed before, and return its mean loss."""
-        if run.window.sizes is not None or run.progress.update != self._update:
+        if run.window.has_gradients or run.progress.update != self._update:
             raise _refusal("no update is under way that it could repeat")
         trainer.optimizer_zero_grad()
         loss = torch.zeros((), device=run.device)
-        with Snapshot() as before, torch.enable_grad():  # each batch has been counted already
-            before.keep_buffers([trainer.get_model(), *attributes.modules(trainer).values()])
+        with Snapshot() as before, torch.enable_grad():  # the batches are already counted
+            before.keep_buffers([trainer.get_model(), *attributes.other_modules(trainer).values()])
             before.keep_generators()
             counts = {"batch": run.batch, "loss_trackers": LossTrackers(), "step_metrics": dict(run.step_metrics)}
             before.enter_context(replaced(run, **counts))
@@ -130,9 +130,12 @@ def recompute_gradients(self: TrainerLike) -> torch.Tensor:
     and clipped as before. The events of the backward pass fire again. Losses, logged values and buffers (running
     statistics of batch norm) are left as they were after the first pass.
 
-    :return: the mean loss of the window over all processes, a scalar without gradients
-    :raises RuntimeError: outside ``optimizer_step``, or in a run where it does not work: with fp16 (bf16 works),
-        sharded models, ``auto_microbatch``, ``SkipFailedBatchesCallback`` or an overridden ``train_step``
+    Returns:
+        the mean loss of the window over all processes, a scalar without gradients
+
+    Raises:
+        RuntimeError: outside ``optimizer_step``, or in a run where it does not work: with fp16 (bf16 works), sharded
+            models, ``auto_microbatch``, ``SkipFailedBatchesCallback`` or an overridden ``train_step``
     """
     run = self.current_run
     if isinstance(run.step, ReplayingStep):

@@ -1,4 +1,4 @@
-"""What does not work together in a run, as each kind of step says it: the errors, and docs/combinations.md."""
+"""Features of a run that do not work together, as each kind of step declares: errors, and docs/combinations.md."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ KINDS.extend((GuardedStep, ManualStep, ReplayingStep))
 
 
 def all_features() -> list[Feature]:
-    """Return what may not work together with something else."""
+    """Return the features that may not work together with others."""
     return [*(feature for kind in KINDS for feature in kind.features), COMPILED, CHECKPOINTED]
 
 
 def find_features(trainer: TrainerLike, run: Run) -> list[Feature]:
-    """Return the features that a run uses and that work there.
+    """Return the features that a run uses, and that work in it.
 
-    :raises ValueError: for two that do not work together, unless that is a matter of the feature itself
+    Raises:
+        ValueError: for two that do not work together, unless the feature itself handles that
     """
     found = []
     for feature in [feature for feature in all_features() if feature.is_used(trainer, run)]:

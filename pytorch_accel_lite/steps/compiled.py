@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_overridden
+from pytorch_accel_lite.base.origins import is_overridden, warn_outside
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, find_batch_size
@@ -26,7 +25,7 @@ from pytorch_accel_lite.run.window import Count
 from pytorch_accel_lite.steps.features import SHARDED, Conflict, Feature
 from pytorch_accel_lite.steps.manual import MANUAL
 
-_REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile: those with CUDA graphs
+_REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # modes of torch.compile with CUDA graphs
 
 #: A conflict is a warning, and batches are computed without compilation.
 COMPILED = Feature(
@@ -62,7 +61,7 @@ def _is_compiled(model: nn.Module) -> bool:
 
 @cache
 def _dynamo() -> Any:
-    """Return torch's compiler, which takes a second to import and is needed only here."""
+    """Return torch's compiler. Importing it takes a second, so it is imported only if needed."""
     from torch._dynamo import eval_frame, exc
 
     backend_error, limit_error = exc.BackendCompilerFailed, exc.FailOnRecompileLimitHit  # torch 2.7 has further ones
@@ -77,14 +76,16 @@ def _dynamo() -> Any:
 class CompiledForward:
     """Calls a trainer's ``calculate_train_batch_loss`` in compiled form, for any kind of step.
 
-    A batch that cannot be compiled is computed as usual, so that mistakes are reported as usual, too. The last batch of
-    an epoch is never compiled if it has a different size, which would slow down all the others: code for one size is
-    faster than code for any.
+    A batch that cannot be compiled is computed as usual, so that mistakes are reported as usual, too. A last batch of
+    another size is never compiled, as it would slow down all others: code for one size is faster than code for any.
 
-    :param options: arguments for ``torch.compile``
-    :param adapter: feeds batches to the trainer's model
-    :ivar num_samples: number of samples that were collated into the batch; ``None`` if unknown
-    :ivar logged: names, values and weights that the compiled code has logged
+    Args:
+        options: arguments for ``torch.compile``
+        adapter: feeds batches to the trainer's model
+
+    Attributes:
+        num_samples: number of samples that were collated into the batch; ``None`` if unknown
+        logged: names, values and weights that the compiled code has logged
     """
 
     def __init__(self, trainer: TrainerLike, options: dict[str, Any], adapter: BatchAdapter) -> None:
@@ -96,14 +97,14 @@ class CompiledForward:
         self._runs_compiled = True
         self._has_warned = False
         self._is_default = not is_overridden(trainer, "calculate_train_batch_loss")
-        self._is_unchecked = False  # whether shapes of outputs and targets have yet to be checked
+        self._is_unchecked = False  # whether shapes of outputs and targets are still to be checked
         self.logged: list[tuple[str, torch.Tensor | float, Count | None]] = []
         self._adapter = adapter
         self.num_samples: int | None = None
         requested = options.get("options") or {}
         replays = options.get("mode") in _REPLAYING_MODES or requested.get("triton.cudagraphs", False)
         self._replays = replays and trainer.device.type == "cuda"
-        self._last_cloned = -1  # number of updates before the window whose gradients were cloned last
+        self._last_cloned = -1  # number of updates before the window with the latest cloned gradients
 
     @classmethod
     def create(
@@ -115,14 +116,14 @@ class CompiledForward:
     def outputs_and_loss(
         self, model: nn.Module, loss_func: LossFunction | None, batch: BatchData, read: Batch | None
     ) -> BatchOutput:
-        """Return what the adapter returns for a batch, so that torch traces only its data."""
+        """Return the adapter's output for a batch, so that torch traces only its data."""
         output = self._adapter.outputs_and_loss(model, loss_func, batch, None)
         if self.num_samples:
             output["batch_size"] = find_batch_size(batch, self.num_samples)
         return output
 
     def __call__(self, batch: BatchData) -> BatchOutput:
-        """Return what the trainer's method returns."""
+        """Return the output of the trainer's method."""
         run = self._trainer.current_run
         read = run.batch
         self.num_samples = read.num_samples if read is not None and batch is read.data else None
@@ -153,7 +154,7 @@ class CompiledForward:
         return output
 
     def begin_run(self, run: Run) -> None:
-        """Begin a run, whose batches are computed without compilation if there is a conflict."""
+        """Begin a run. If there is a conflict, its batches are computed without compilation."""
         conflict = COMPILED.find_conflict(self._trainer, run)
         if conflict is not None and self._runs_compiled:
             self._disable(f"with {conflict.other.name}, {conflict.reason}")
@@ -168,7 +169,7 @@ class CompiledForward:
             self._is_unchecked = self._is_default
         is_wrapped = isinstance(trainer.model, DistributedDataParallel)
         if self._compiled is None:
-            self._compile(fullgraph=not is_wrapped)  # what DistributedDataParallel does between is not in the graph
+            self._compile(fullgraph=not is_wrapped)  # the graph does not contain the work of DistributedDataParallel
 
     def _compile(self, fullgraph: bool) -> None:
         usual = self._usual
@@ -182,15 +183,15 @@ class CompiledForward:
         weakref.finalize(copied, _dynamo().reset_code, copied.__code__).atexit = False
         options = {"fullgraph": fullgraph} | self._options
         if not options["fullgraph"]:
-            # The user's code is compiled, too, and torch counts its versions for all trainers together. A reset drops
-            # those of earlier trainers with their models; what they use again is compiled again.
+            # The user's code is compiled, too, and torch counts its versions over all trainers. A reset drops the
+            # versions of earlier trainers with their models; code that they use again is compiled again.
             torch.compiler.reset()
         self._compiled = torch.compile(copied, **options)
 
     def _compute_fallback(self, batch: BatchData, error: Exception) -> BatchOutput:
         """Compute a batch for which compilation failed: in several graphs, or if that fails too, without compilation.
 
-        A mistake of the user's raises an error in this second attempt as well, without a warning.
+        A mistake of the user raises an error in this second attempt as well, without a warning.
         """
         if "fullgraph" in self._options:
             self._usual(batch)  # raises the error of a mistake unchanged
@@ -227,8 +228,8 @@ class CompiledForward:
             warn_outside(f"compile_step: {reason}.")
 
     def _begin_replay(self, run: Run) -> None:
-        """Start a replay of the CUDA graphs, which overwrite what they returned, such as gradients of this window."""
-        if run.window.steps > 1 and run.window.sizes is not None and self._last_cloned != run.progress.update:
+        """Start a replay of the CUDA graphs. It overwrites their earlier outputs, such as gradients of this window."""
+        if run.window.steps > 1 and run.window.has_gradients and self._last_cloned != run.progress.update:
             self._last_cloned = run.progress.update
             for parameter in optimized_parameters(self._trainer.optimizer):
                 if parameter.grad is not None:

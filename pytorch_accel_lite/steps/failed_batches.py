@@ -36,9 +36,10 @@ SKIPPED_BATCHES = Feature(
 class BatchFailure(NamedTuple):
     """A process's report on a batch that failed.
 
-    :param rank: the rank of the process
-    :param indices: indices of the samples in the dataset, or ``None`` if unknown
-    :param error: type and text of the error
+    Args:
+        rank: the rank of the process
+        indices: indices of the samples in the dataset, or ``None`` if unknown
+        error: type and text of the error
     """
 
     rank: int
@@ -47,7 +48,7 @@ class BatchFailure(NamedTuple):
 
 
 class GuardedStep(PlainStep):
-    """A step whose failure leaves no trace and reaches all processes: it is skipped, or repeated in smaller parts.
+    """A step that may fail without a trace, on all processes together: it is skipped, or repeated in smaller parts.
 
     With several processes, nothing is communicated until each has reported its outcome: the module inside
     ``DistributedDataParallel`` is used, and gradients are averaged at the end of the window.
@@ -64,7 +65,7 @@ class GuardedStep(PlainStep):
         """Run the forward and backward pass on a batch, or undo it."""
         while True:
             before = StepSnapshot(trainer)
-            counted = run.window.sizes, run.window.items_per_batch
+            counted = run.window.counted
             self.averaged = list(before.gradients)
             outputs: list[BatchOutput] = []
             returned: list[BatchOutput] = []
@@ -85,7 +86,7 @@ class GuardedStep(PlainStep):
                 run.track_step(output if returned[0] is outputs[0] else merge_outputs(returned), batch)
                 return output
             before.close()
-            run.window.sizes, run.window.items_per_batch = counted
+            run.window.counted = counted
             if outcome == FAILED:
                 skip_batch(trainer, run, batch, error)
                 return None
@@ -96,7 +97,8 @@ class GuardedStep(PlainStep):
     def _attempt(self, trainer: TrainerLike, run: Run, batch: Batch, returned: list[BatchOutput]) -> list[BatchOutput]:
         """Run the forward and backward pass on each part of a batch, freeing each part's memory before the next.
 
-        :param returned: gets what is recorded of each part
+        Args:
+            returned: gets the recorded output of each part
         """
         if isinstance(batch.data, FailedRead):
             raise batch.data.error
@@ -148,7 +150,7 @@ class GuardedStep(PlainStep):
         )
 
     def state_dict(self) -> StateDict:
-        """Also return into how many parts batches are split."""
+        """Also return the number of parts into which batches are split."""
         return {**super().state_dict(), "microbatches": self.num_microbatches}
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -158,7 +160,7 @@ class GuardedStep(PlainStep):
 
 
 def skip_batch(trainer: TrainerLike, run: Run, batch: Batch, error: Exception | None) -> None:
-    """Count the samples of a batch that is skipped, and report the failures of all processes."""
+    """Count the samples of a skipped batch, and report the failures of all processes."""
     text = f"{type(error).__name__}: {error}"
     failure = None if error is None else BatchFailure(run.ranks.rank, run.batch_indices, text)
     failures = [report._asdict() for report in run.ranks.all_gather_object(failure) if report is not None]

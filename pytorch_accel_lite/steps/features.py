@@ -1,4 +1,4 @@
-"""Features of a training run, and what each does not work with. A kind of step declares its own, in its file."""
+"""Features of a training run and their conflicts. A kind of step declares its own, in its file."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pytorch_accel_lite.run.state import Run, Step, TrainerLike
 
 
 class Conflict(NamedTuple):
-    """Another feature, which a feature does not work with.
+    """Another feature that a feature does not work with.
 
-    :param reason: why, and what to do instead, as sentences without the first capital letter
+    Args:
+        reason: why, and what to do instead, as sentences without the first capital letter
     """
 
     other: Feature
@@ -21,10 +22,11 @@ class Conflict(NamedTuple):
 class Feature(NamedTuple):
     """A feature of a run, as messages name it.
 
-    :param is_used: whether a run of a trainer uses it
-    :param own_conflicts: what it does not work with
-    :param is_refused: whether a conflict is an error before training, rather than a matter of the feature itself
-    :param excludes: what does not work with it, if that is not among the conflicts of the other one
+    Args:
+        is_used: whether a run of a trainer uses it
+        own_conflicts: the features that it does not work with
+        is_refused: whether a conflict is an error before training; otherwise the feature itself handles it
+        excludes: further conflicts, which the other features do not declare
     """
 
     name: str
@@ -35,17 +37,17 @@ class Feature(NamedTuple):
 
     @property
     def conflicts(self) -> list[Conflict]:
-        """What it does not work with, also as other features say."""
+        """All its conflicts, including those that other features declare."""
         others = [(feature, excluded) for kind in KINDS for feature in kind.features for excluded in feature.excludes]
         return [*self.own_conflicts, *(Conflict(one, why) for one, (other, why) in others if other is self)]
 
     def find_conflict(self, trainer: TrainerLike, run: Run) -> Conflict | None:
-        """Return the first reason why it does not work in a run, or ``None``."""
+        """Return its first conflict in a run, or ``None``."""
         return next((conflict for conflict in self.conflicts if conflict.other.is_used(trainer, run)), None)
 
 
 class Kind(Protocol):
-    """A kind of step: a subclass of ``Step``, with the features for which it takes the place of the plain step."""
+    """A kind of step: a subclass of ``Step``, with the features for which it replaces the plain step."""
 
     @property
     def features(self) -> tuple[Feature, ...]: ...  # noqa: D102
@@ -56,6 +58,6 @@ class Kind(Protocol):
 #: matter. An extension adds its own.
 KINDS: list[Kind] = []
 
-# What several kinds do not work with, and none provides.
+# A conflict of several kinds, which none of them provides.
 SHARDED = Feature("sharded weights", lambda trainer, run: trainer.is_sharded)
 FP16 = Feature("mixed_precision='fp16'", lambda trainer, run: trainer.accelerator.scaler is not None)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.base.environment import warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.attribute_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
@@ -41,10 +41,11 @@ MANUAL = Feature(
 class ManualStep(Step):
     """The user's ``train_step``, with an accumulation window for each optimizer.
 
-    :ivar optimizers: the optimizers, by name
-    :ivar updated: names of those that have been updated in the run
-    :ivar losses: losses of the current step, by optimizer name
-    :ivar items: the numbers of items that they are means over, if these are not samples
+    Attributes:
+        optimizers: the optimizers, by name
+        updated: names of those that have been updated in the run
+        losses: losses of the current step, by optimizer name
+        items: number of items averaged in each loss, unless those are samples
     """
 
     features = (MANUAL,)
@@ -90,11 +91,11 @@ class ManualStep(Step):
         run.loss_trackers.measure(batch, output["batch_size"])
         run.loss_trackers.num_items = self.items
         run.track_step(output, batch)
-        run.window.sizes = 1, 1  # not None: there is an update to count at the end of the window
+        run.window.has_gradients = True
         return output
 
     def optimizer_to_update(self, trainer: TrainerLike) -> TrainerOptimizer:
-        """Return the one that ``update`` is called for."""
+        """Return the optimizer for which ``update`` is called."""
         return self.optimizers[self.updating]
 
     def set_accumulation(self, run: Run, steps: int) -> None:
@@ -137,7 +138,7 @@ class ManualStep(Step):
                 f"{run.window.steps}: it is ambiguous which of the two updates the gradients accumulate for. Add the "
                 "losses, or train without accumulation."
             )
-        if self.windows[name].sizes is None:
+        if not self.windows[name].has_gradients:
             _refuse_gradients(name, self.optimizers[name])
         samples = find_batch_size(batch.data) if batch.num_samples is None else batch.num_samples
         total = samples if batch.total_samples is None else batch.total_samples
@@ -188,7 +189,7 @@ class ManualStep(Step):
             if not self.skips_update:
                 trainer.optimizer_step()
             trainer.optimizer_zero_grad()
-        # Not before the end of a window: the other optimizers accumulate gradients with the same scale.
+        # Only at the end of a window: the other optimizers accumulate gradients with the same scale.
         self._must_update_scaler = self._scaler is not None
         if self.windows[name].steps == 1:
             self._update_scaler()
@@ -207,9 +208,9 @@ class ManualStep(Step):
 
     def update(self, trainer: TrainerLike, run: Run) -> None:
         """Count the update of a step, and step a scheduler shared by all optimizers."""
-        run.window.sizes = None
+        run.window.has_gradients = False
         for name, window in self.windows.items():
-            if window.sizes is not None:
+            if window.has_gradients:
                 raise RuntimeError(
                     f"update(optimizer={name!r}) was called in an accumulation window, but not in its last step, which "
                     "would have used the gradients. Call it in every step of a window, or train without accumulation."
@@ -239,7 +240,7 @@ class ManualStep(Step):
 
 
 def _refuse_gradients(name: str, optimizer: TrainerOptimizer) -> None:
-    """Raise an error if there are gradients before the first backward pass of an update, which would use them, too."""
+    """Raise an error if there are gradients before the first backward pass of an update, as it would use them, too."""
     gradients = (p.grad for p in optimized_parameters(optimizer) if p.grad is not None)
     if any(bool(gradient.any()) for gradient in gradients):  # an overridden optimizer_zero_grad may leave zeros
         raise RuntimeError(
@@ -250,9 +251,10 @@ def _refuse_gradients(name: str, optimizer: TrainerOptimizer) -> None:
 
 
 class _ScaledOptimizer:
-    """An optimizer that is stepped by a gradient scaler, which leaves out steps with infinite gradients.
+    """An optimizer stepped by a gradient scaler, which skips steps with infinite gradients.
 
-    :ivar was_skipped: whether the step was left out
+    Attributes:
+        was_skipped: whether the step was skipped
     """
 
     def __init__(self, optimizer: TrainerOptimizer, scaler: Any) -> None:
@@ -279,7 +281,7 @@ class _ScaledOptimizer:
 def _only_optimizer(trainer: TrainerLike, optimizer: TrainerOptimizer) -> Iterator[None]:
     """Make one optimizer the trainer's only one for a block, so that overridden methods apply to it alone.
 
-    Its gradients are unscaled already, so Accelerate must not unscale those of all optimizers to clip them.
+    Its gradients are already unscaled, so Accelerate must not unscale the gradients of all optimizers to clip them.
     """
     with replaced(trainer, optimizer=optimizer), replaced(trainer.accelerator, _optimizers=[]):
         yield
@@ -301,13 +303,16 @@ def update(
     without ``DistributedDataParallel``, so any part of the model may be called any number of times. Call it on every
     process.
 
-    :param loss: a scalar tensor, the mean over the samples of the batch
-    :param optimizer: name of the optimizer to update; may be omitted if there is only one
-    :param num_items: number of items that the loss is a mean over if these are not samples, for example tokens. The
-        mean recorded for the epoch is then one over items, too. The sum of several losses is recorded as a mean over
-        samples, unless the same number is passed for all of them.
-    :param retain_graph: keep the graph for another loss over the same outputs
-    :raises ValueError: if the optimizer is unknown, or the loss does not depend on its parameters
+    Args:
+        loss: a scalar tensor, the mean over the samples of the batch
+        optimizer: name of the optimizer to update; may be omitted if there is only one
+        num_items: number of items averaged in the loss, if those are not samples but tokens, for example. The mean
+            recorded for the epoch is then over items, too. The sum of several losses is recorded as a mean over
+            samples, unless the same number is passed for all of them.
+        retain_graph: keep the graph for another loss over the same outputs
+
+    Raises:
+        ValueError: if the optimizer is unknown, or the loss does not depend on its parameters
     """
     step = self.current_run.step
     if not isinstance(step, ManualStep):

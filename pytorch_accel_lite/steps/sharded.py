@@ -1,4 +1,4 @@
-"""The training step of a model whose weights are sharded, with no more communication than an update needs."""
+"""The training step of a model with sharded weights, with only as much communication as an update needs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pytorch_accel_lite.run.state import Run, TrainerLike
 class ShardedStep(PlainStep):
     """Reduces the gradients of modules sharded by ``fully_shard`` only at the end of a window.
 
-    Over a mesh of one dimension, gradients are reduced once and kept unsharded until then. Over two dimensions (HSDP),
-    they are sharded over the first in every step, which takes less memory, and reduced over the second once.
+    Over a mesh of one dimension, gradients are kept unsharded and reduced once. Over two dimensions (HSDP), they are
+    sharded over the first in every step, which takes less memory, and reduced over the second once.
     """
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
@@ -33,7 +33,8 @@ class ShardedStep(PlainStep):
     def begin_replicas(self, trainer: TrainerLike, run: Run) -> None:
         """Make plain parameters beside sharded ones, such as adapters, and buffers the same on all processes.
 
-        In tensor parallelism without ``fully_shard``, also the shards that several processes train on different data.
+        In tensor parallelism without ``fully_shard``, this includes shards that several processes train on different
+        data.
         """
         super().begin_replicas(trainer, run)
         model = trainer.model

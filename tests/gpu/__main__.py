@@ -59,8 +59,9 @@ print(json.dumps(found))
 class Part:
     """A command with its limit of time.
 
-    :param seconds: its limit
-    :param ahead: whether it only prepares for later parts, beside those that follow
+    Args:
+        seconds: its limit
+        ahead: whether it only prepares for later parts, beside those that follow
     """
 
     name: str
@@ -168,7 +169,8 @@ class Running:
 def run_parts(rehearses: bool, folder: Path, deadline: float) -> list[dict[str, Any]]:
     """Run all parts one after another, those that prepare beside the others.
 
-    :param deadline: when all must have ended, on the monotonic clock
+    Args:
+        deadline: when all must have ended, on the monotonic clock
     """
     env = environment(rehearses, folder)
     ahead: list[Running] = []

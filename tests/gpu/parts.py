@@ -195,8 +195,9 @@ def plain_loop(
 ) -> list[torch.Tensor]:
     """Train as one would without a trainer, and return the losses, which are on the device.
 
-    :param make_overflow: the number of the step whose loss is infinite
-    :param compile_with: arguments of ``torch.compile`` for the forward pass with the loss
+    Args:
+        make_overflow: the number of the step whose loss is infinite
+        compile_with: arguments of ``torch.compile`` for the forward pass with the loss
     """
 
     def compute(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,8 @@ def refuse_waiting(refuses: bool) -> None:
 class Watch(TrainerCallback):
     """Refuses what waits for the device in a number of steps; the first of all callbacks.
 
-    :ivar watched: the number of steps so far
+    Attributes:
+        watched: the number of steps so far
     """
 
     def __init__(self, *also_after: TrainerCallback) -> None:

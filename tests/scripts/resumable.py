@@ -82,7 +82,8 @@ class CopyStates(TrainerCallback):
 class Lingers(TrainerCallback):
     """Stays in an update until the process is killed: however late that is, the run has not ended before.
 
-    :param update: which one; ``None`` for a run that is to end
+    Args:
+        update: which one; ``None`` for a run that is to end
     """
 
     def __init__(self, update: int | None = None) -> None:

@@ -18,8 +18,9 @@ _HERE = Path(__file__).parent
 class Column(NamedTuple):
     """A column of a table on a page.
 
-    :param is_number: whether it holds numbers, which are right-aligned
-    :param best: index of the best value, which is marked
+    Args:
+        is_number: whether it holds numbers, which are right-aligned
+        best: index of the best value, which is marked
     """
 
     name: str
@@ -57,8 +58,9 @@ def _fence_of(text: str) -> str:
 def render(template: str | Path, **values: object) -> str:
     """Render a template; values are escaped in HTML.
 
-    :param template: name of a file in this directory, or the path of another, which may use those
-    :param values: values of the template's variables
+    Args:
+        template: name of a file in this directory, or the path of another, which may use those
+        values: values of the template's variables
     """
     path = _HERE / template  # itself, if it is a whole path
     return _environment(path.parent).get_template(path.name).render(**values)

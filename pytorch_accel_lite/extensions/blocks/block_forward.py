@@ -25,8 +25,9 @@ class BlockForward:
     The block's hooks stay outside: those of ``fully_shard`` gather its weights before this, in the backward pass, too.
     A copy of the block has a copy of this, which compiles for itself.
 
-    :ivar checkpoints: whether activations within the block are computed again in the backward pass
-    :ivar compile_options: arguments of ``torch.compile``; ``None`` if the block is not compiled by itself
+    Attributes:
+        checkpoints: whether activations within the block are computed again in the backward pass
+        compile_options: arguments of ``torch.compile``; ``None`` if the block is not compiled by itself
     """
 
     def __init__(self, block: nn.Module) -> None:

@@ -54,8 +54,11 @@ def _all_differ(modules: list[nn.Module]) -> bool:
 def choose(argument: str, chosen: ChosenModules, model: nn.Module) -> dict[str, nn.Module]:
     """Return modules of a model by name, none of which is in another.
 
-    :param argument: name of the argument, for errors
-    :raises ValueError: if there are none, or one is never called
+    Args:
+        argument: name of the argument, for errors
+
+    Raises:
+        ValueError: if there are none, or one is never called
     """
     if isinstance(chosen, (bool, float)):
         found = _share_of_blocks(argument, float(chosen), model)

@@ -19,7 +19,8 @@ from pytorch_accel_lite.utils import format_bytes
 class Saving(NamedTuple):
     """What the repeated blocks of a model keep for the backward pass, besides their inputs, in bytes.
 
-    :param more_computation: the share by which computing them again would add to the operations of a step
+    Args:
+        more_computation: the share by which computing them again would add to the operations of a step
     """
 
     saved: int

@@ -359,7 +359,8 @@ def check_padding(probe: Probe) -> Iterator[Finding]:
 def _find_padding(probe: Probe, parts: Mapping[Part, torch.Tensor], ignored: int) -> tuple[str, torch.Tensor]:
     """Return what marks padding in a batch, and which positions are none.
 
-    :raises NotApplicableError: if nothing does
+    Raises:
+        NotApplicableError: if nothing does
     """
     rows = {name: part for name, part in parts.items() if part.ndim > 1 and part.shape[1] >= 2}
     masks = {str(name): part for name, part in rows.items() if part.ndim == 2 and "mask" in str(name).lower()}

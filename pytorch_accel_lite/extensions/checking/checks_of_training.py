@@ -496,8 +496,9 @@ def _fit(
 ) -> tuple[list[float], list[float]]:
     """Train on one batch; return the losses of the updates, and what torch's loss functions gave.
 
-    :param factor: what to multiply the learning rates with
-    :param order: shuffles the targets before each update
+    Args:
+        factor: what to multiply the learning rates with
+        order: shuffles the targets before each update
     """
     limit = probe.seconds_left - min(10.0, 0.3 * probe.seconds_left)
     losses: list[float] = []

@@ -64,11 +64,12 @@ Status = Literal["failed", "warned", "passed", "not applicable"]
 class Finding:
     """Something that a check has found; see ``mistake()``, ``doubt()`` and ``remark()``.
 
-    :param status: ``"failed"`` for a mistake, ``"warned"`` for what may be one, ``"passed"`` for a remark, or
-        ``"not applicable"`` with the reason
-    :param message: what was seen, with numbers and names
-    :param advice: what to change; by default what the docstring of the check says
-    :param details: the same for programs, by name
+    Args:
+        status: ``"failed"`` for a mistake, ``"warned"`` for what may be one, ``"passed"`` for a remark, or ``"not
+            applicable"`` with the reason
+        message: what was seen, with numbers and names
+        advice: what to change; by default what the docstring of the check says
+        details: the same for programs, by name
     """
 
     status: Status
@@ -99,7 +100,8 @@ def remark(message: str, **details: object) -> Finding:
 class LossCall:
     """A call of one of torch's loss functions.
 
-    :param activation: the function that gave the outputs, such as ``"softmax"``, or an empty string
+    Args:
+        activation: the function that gave the outputs, such as ``"softmax"``, or an empty string
     """
 
     name: str
@@ -113,14 +115,15 @@ class LossCall:
 class Watch(TorchFunctionMode):
     """Notes what a step calls, within a ``with`` block; the calls of modules by hooks.
 
-    :ivar calls: positional and named arguments, and the outputs, of each call of the model
-    :ivar modes: whether each part of the model was in training mode when it was called, by name
-    :ivar first_input: what the first layer with weights was given
-    :ivar losses: the calls of torch's loss functions
-    :ivar dropouts: the functions that dropped out units
-    :ivar drawn: the functions that drew other random numbers, outside of the model
-    :ivar drawn_by_model: those within it
-    :ivar squares: the sizes of a column and a row, one of them outputs, that arithmetic has expanded to a square
+    Attributes:
+        calls: positional and named arguments, and the outputs, of each call of the model
+        modes: whether each part of the model was in training mode when it was called, by name
+        first_input: what the first layer with weights was given
+        losses: the calls of torch's loss functions
+        dropouts: the functions that dropped out units
+        drawn: the functions that drew other random numbers, outside of the model
+        drawn_by_model: those within it
+        squares: the sizes of a column and a row, one of them outputs, that arithmetic has expanded to a square
     """
 
     def __init__(self, model: nn.Module, names: Mapping[nn.Module, str]) -> None:
@@ -189,9 +192,10 @@ class Watch(TorchFunctionMode):
 class Pass:
     """What a forward pass, its backward pass if there was one, or an update gave.
 
-    :param output: what the step returned
-    :param watch: what it called
-    :param gradients: by name of the parameter
+    Args:
+        output: what the step returned
+        watch: what it called
+        gradients: by name of the parameter
     """
 
     output: dict[str, Any]
@@ -239,7 +243,8 @@ class Pass:
 class _Recorder(TrainerCallback):
     """Notes the gradients of an update, and what the step has returned.
 
-    :ivar result: where to note them
+    Attributes:
+        result: where to note them
     """
 
     result: Pass
@@ -267,11 +272,12 @@ def gradients_of(names: Mapping[nn.Parameter, str], scale: float = 1.0) -> dict[
 class Probe:
     """A training program that a check tries. What a check changes is restored after it.
 
-    :ivar trainer: the trainer, prepared for training
-    :ivar run: a run that exists only for the checks
-    :ivar create_scheduler_fn: that argument of ``train()``
-    :ivar latest_watch: what the latest pass has called, even if it failed
-    :ivar failed_callbacks: what the user's own callbacks raised in updates, by class
+    Attributes:
+        trainer: the trainer, prepared for training
+        run: a run that exists only for the checks
+        create_scheduler_fn: that argument of ``train()``
+        latest_watch: what the latest pass has called, even if it failed
+        failed_callbacks: what the user's own callbacks raised in updates, by class
     """
 
     def __init__(
@@ -379,8 +385,9 @@ class Probe:
     def train(self, batch: Batch, quiet: bool = False, gradients: bool = False, after: Batch | None = None) -> Pass:
         """Compute the loss of a training batch, as a training step does, and its gradients if wanted.
 
-        :param quiet: whether to compute in evaluation mode, without dropout and with the statistics of batch norm
-        :param after: a batch to compute just before
+        Args:
+            quiet: whether to compute in evaluation mode, without dropout and with the statistics of batch norm
+            after: a batch to compute just before
         """
         self.refuse_own_step()
         return self._pass("quiet" if quiet else "training", batch, gradients, after=after)
@@ -388,7 +395,8 @@ class Probe:
     def evaluate(self, batch: Batch, seed: int = 0, after: Batch | None = None) -> Pass:
         """Compute the loss of a batch as an evaluation does, or without an evaluation dataset as a training step does.
 
-        :param after: a batch to compute just before
+        Args:
+            after: a batch to compute just before
         """
         if self.run.data.eval_loader is None:
             self.refuse_own_step()
@@ -477,8 +485,9 @@ class Probe:
 
         The user's own callbacks are called in each step.
 
-        :param quiet: whether to train in evaluation mode, without dropout and with the statistics of batch norm
-        :param logical_processes: number of processes, of which each has a batch of its own, in a list
+        Args:
+            quiet: whether to train in evaluation mode, without dropout and with the statistics of batch norm
+            logical_processes: number of processes, of which each has a batch of its own, in a list
         """
         trainer, trial = self.trainer, self._trial
         if logical_processes is not None and "logical_processes" not in DIVISIONS:

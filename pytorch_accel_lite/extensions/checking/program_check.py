@@ -65,13 +65,14 @@ _MARKS = {"failed": "\u2717", "warned": "!", "passed": "\u2713"}
 class CheckResult:
     """The result of a check.
 
-    :param name: name of the check
-    :param status: ``"passed"``, ``"failed"``, ``"warned"`` or ``"not applicable"``
-    :param message: what was seen, or the reason why the check is not applicable
-    :param details: the same for programs: numbers, names of parameters, indices of samples
-    :param advice: what to change
-    :param tried: what the check does
-    :param why: why that matters
+    Args:
+        name: name of the check
+        status: ``"passed"``, ``"failed"``, ``"warned"`` or ``"not applicable"``
+        message: what was seen, or the reason why the check is not applicable
+        details: the same for programs: numbers, names of parameters, indices of samples
+        advice: what to change
+        tried: what the check does
+        why: why that matters
     """
 
     name: str
@@ -94,7 +95,8 @@ class CheckReport(Report):
 
     ``report["gradients"]`` is the result of one check.
 
-    :param results: the result of each check
+    Args:
+        results: the result of each check
     """
 
     results: list[CheckResult]
@@ -166,7 +168,8 @@ class CheckReport(Report):
 class ProgramError(RuntimeError):
     """Raised by ``check(strict=True)`` if a check fails.
 
-    :ivar report: the report
+    Attributes:
+        report: the report
     """
 
     def __init__(self, report: CheckReport) -> None:
@@ -194,15 +197,19 @@ def check(
     not apply or cannot be decided is reported. Model, optimizer, generators and history are restored afterwards. Your
     own callbacks are called in steps, and their attributes restored; built-in ones are not involved.
 
-    :param seconds: when to leave out the remaining checks
-    :param strict: whether to raise an error if a check fails
-    :param only: names of the checks to make; all by default
-    :param skip: names of checks to leave out
-    :param extra: your own checks: functions that are passed a ``Probe``, and
-        yield each ``Finding``
-    :param arguments: arguments of ``train()`` by name, of which some, such as ``resume_from``, make no difference
-    :return: the report, to be printed in a script; consoles and notebooks show it
-    :raises ProgramError: if ``strict`` and a check fails
+    Args:
+        seconds: when to leave out the remaining checks
+        strict: whether to raise an error if a check fails
+        only: names of the checks to make; all by default
+        skip: names of checks to leave out
+        extra: your own checks: functions that are passed a ``Probe``, and yield each ``Finding``
+        arguments: arguments of ``train()`` by name, of which some, such as ``resume_from``, make no difference
+
+    Returns:
+        the report, to be printed in a script; consoles and notebooks show it
+
+    Raises:
+        ProgramError: if ``strict`` and a check fails
     """
     if seconds != math.inf:
         check_range("seconds", seconds, above=0)

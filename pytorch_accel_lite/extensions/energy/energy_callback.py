@@ -23,10 +23,11 @@ class EnergyCallback(TrainerCallback):
     powercap, where often only root may, and all they do counts; GPUs by NVML, with the package nvidia-ml-py. Where
     neither can be read, a line says so, and nothing is recorded.
 
-    :param price: price of a kilowatt-hour
-    :param currency: its currency
-    :param overhead: factor for what the machine room takes, such as cooling (its PUE)
-    :param powercap: folder with the counters of the processors
+    Args:
+        price: price of a kilowatt-hour
+        currency: its currency
+        overhead: factor for what the machine room takes, such as cooling (its PUE)
+        powercap: folder with the counters of the processors
     """
 
     def __init__(

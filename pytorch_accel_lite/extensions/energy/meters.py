@@ -15,7 +15,8 @@ Meter = Callable[[], float]
 class RaplMeter:
     """A counter of the processors' energy, as Linux shows those of Intel and AMD in a folder.
 
-    :param folder: one of /sys/class/powercap, for a package or its memory
+    Args:
+        folder: one of /sys/class/powercap, for a package or its memory
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,7 +33,8 @@ class RaplMeter:
 class NvmlMeter:
     """The counter of a GPU's driver.
 
-    :param device: the GPU of this process
+    Args:
+        device: the GPU of this process
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,7 +55,8 @@ class NvmlMeter:
 def find_meters(device: torch.device, powercap: Path | None) -> dict[str, list[Meter]]:
     """Return the counters that can be read, by what they are of.
 
-    :param powercap: the folder of the processors' counters; ``None`` on processes that leave them to another one
+    Args:
+        powercap: the folder of the processors' counters; ``None`` on processes that leave them to another one
     """
     meters: dict[str, list[Meter]] = {"processors": [], "GPUs": []}
     for folder in sorted(powercap.glob("*:*")) if powercap is not None else ():

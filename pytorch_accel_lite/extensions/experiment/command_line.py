@@ -7,12 +7,14 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from pytorch_accel_lite.callbacks import SaveBestModelCallback
 from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents
+from pytorch_accel_lite.extensions.experiment.completion import PROGRAM, SHELLS, completion_script
 from pytorch_accel_lite.extensions.experiment.experiment import Experiment, create_parser
 from pytorch_accel_lite.extensions.experiment.results import write_json, write_predictions
 from pytorch_accel_lite.extensions.experiment.run_comparison import compare_runs
@@ -48,13 +50,18 @@ data:
 """
 
 
-def main(arguments: Sequence[str] | None = None, others: Mapping[str, str] = MappingProxyType({})) -> int:
+def main(
+    arguments: Sequence[str] | None = None, others: Mapping[str, argparse.ArgumentParser] = MappingProxyType({})
+) -> int:
     """Run the command line.
 
-    :param arguments: by default those of this process
-    :param others: what other commands do, by their names, for the help
-    :return: the exit code: 0; 1 if a check has failed; 2 for what is wrong in the file or in the arguments, and 130
-        after Ctrl-C, both without a traceback
+    Args:
+        arguments: by default those of this process
+        others: the parsers of other commands, by their names, for the help and for completion
+
+    Returns:
+        the exit code: 0; 1 if a check has failed; 2 for what is wrong in the file or in the arguments, and 130 after
+        Ctrl-C, both without a traceback
     """
     if os.getcwd() not in sys.path and "" not in sys.path:  # the console script does not add it
         sys.path.insert(0, os.getcwd())
@@ -88,7 +95,8 @@ def main(arguments: Sequence[str] | None = None, others: Mapping[str, str] = Map
 def _check_command(arguments: Sequence[str], commands: Collection[str]) -> None:
     """Check the first argument, which is the command.
 
-    :raises ExperimentError: if there is no such command; says which one may have been meant
+    Raises:
+        ExperimentError: if there is no such command; says which one may have been meant
     """
     command = next(iter(arguments), "-")
     if command in commands or command.startswith("-"):
@@ -122,7 +130,7 @@ def _is_user_error(error: Exception) -> bool:
     return was_raised_by_us(error) and not any(note.startswith("In ") for note in _notes_of(error))
 
 
-def _parser(others: Mapping[str, str]) -> tuple[argparse.ArgumentParser, Collection[str]]:
+def _parser(others: Mapping[str, argparse.ArgumentParser]) -> tuple[argparse.ArgumentParser, Collection[str]]:
     """Return the parser of the command line, and the names of its commands."""
     parser = argparse.ArgumentParser(
         "python -m pytorch_accel_lite",
@@ -137,6 +145,7 @@ def _parser(others: Mapping[str, str]) -> tuple[argparse.ArgumentParser, Collect
         command = commands.add_parser(name, help=text, description=text, add_help=not file, allow_abbrev=False)
         command.set_defaults(run=run, command=name, describe=command.format_help)
         if file:
+            command.set_defaults(takes_experiment=True)
             command.add_argument(
                 "file", nargs="?", metavar="FILE", help="an experiment in YAML, or the folder of a run"
             )
@@ -157,20 +166,28 @@ def _parser(others: Mapping[str, str]) -> tuple[argparse.ArgumentParser, Collect
     add("check", _check, "try the program on a few batches and report mistakes; exit with 1 if there are any")
     for name, text in _TRAINER_COMMANDS.items():
         add(name, _tool, text)
-    compare = add("compare", _compare, "compare runs: what differs, best metrics, curves on a page", file=False)
-    compare.add_argument("runs", nargs="+", help="folders of runs, or folders that contain some")
-    compare.add_argument("--page", type=Path, metavar="PATH", help="by default comparison.html beside the runs")
-    compare.add_argument("--sort", metavar="METRIC", help="a metric, for the best run first")
-    for name, which in (("maximize", "greater"), ("minimize", "smaller")):
-        text = f"a metric of which {which} values are better, if the runs do not tell"
-        compare.add_argument(f"--{name}", action="append", default=[], metavar="METRIC", help=text)
+    text = "compare runs: what differs, best metrics, curves on a page"
+    _add_arguments_of_comparison(add("compare", _compare, text, file=False))
     text = "tell whether the difference between two experiments is real"
     _add_arguments_of_seeds(add("compare-seeds", _compare_seeds, text, file=False))
     state = add("inspect", _inspect, "show a training state, or list what is in a folder", file=False)
     state.add_argument("path", help="the directory or the URL of a state; or a folder of states, of a run, or of runs")
-    for name, text in others.items():
-        commands.add_parser(name, help=text)
+    text = "print a script that lets a shell complete commands and options"
+    _add_arguments_of_completion(add("completion", partial(_completion, parser, commands.choices), text, file=False))
+    for name, other in others.items():
+        summary, *_ = (other.description or "").splitlines()
+        text = summary[:1].lower() + summary[1:].removesuffix(".")
+        commands.add_parser(name, help=text, parents=[other], add_help=False)
     return parser, commands.choices
+
+
+def _add_arguments_of_comparison(command: argparse.ArgumentParser) -> None:
+    command.add_argument("runs", nargs="+", help="folders of runs, or folders that contain some")
+    command.add_argument("--page", type=Path, metavar="PATH", help="by default comparison.html beside the runs")
+    command.add_argument("--sort", metavar="METRIC", help="a metric, for the best run first")
+    for name, which in (("maximize", "greater"), ("minimize", "smaller")):
+        text = f"a metric of which {which} values are better, if the runs do not tell"
+        command.add_argument(f"--{name}", action="append", default=[], metavar="METRIC", help=text)
 
 
 def _add_arguments_of_seeds(command: argparse.ArgumentParser) -> None:
@@ -184,6 +201,17 @@ def _add_arguments_of_seeds(command: argparse.ArgumentParser) -> None:
         "--processes", type=int, metavar="N", help="how many runs to train at the same time, each in a new process"
     )
     command.add_argument("--save_dir", metavar="PATH", help="folder of all runs; by default runs/A-and-B")
+
+
+def _add_arguments_of_completion(command: argparse.ArgumentParser) -> None:
+    command.epilog = f"""\
+bash: {PROGRAM} completion bash > ~/.{PROGRAM}, and in ~/.bashrc:
+      source ~/.{PROGRAM}
+zsh:  {PROGRAM} completion zsh > DIR/_{PROGRAM}, where DIR is in your fpath"""
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.add_argument("shell", choices=SHELLS)
+    text = "an experiment, whose options are completed besides those that all have"
+    command.add_argument("experiment", nargs="?", metavar="FILE", help=text)
 
 
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
@@ -307,6 +335,12 @@ def _compare(options: argparse.Namespace) -> None:
     path = comparison.save(options.page or folder / "comparison.html")
     print(comparison)
     print(f"\nThe page with the curves is {os.path.relpath(path)}")
+
+
+def _completion(
+    parser: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser], options: argparse.Namespace
+) -> None:
+    print(completion_script(parser, commands, options.shell, options.experiment))
 
 
 def _compare_seeds(options: argparse.Namespace) -> None:

@@ -49,11 +49,12 @@ _RESULT = "fold.json"
 class Fold:
     """One fold of a cross-validation.
 
-    :param name: ``fold-1``, ``fold-2`` and so on, which is also the name of its folder
-    :param train_indices: indices of the samples that its model was trained on
-    :param test_indices: indices of the samples that its model was tested on
-    :param metrics: what ``evaluate`` returned for them, by name
-    :param folder: its folder, with everything that was written
+    Args:
+        name: ``fold-1``, ``fold-2`` and so on, which is also the name of its folder
+        train_indices: indices of the samples that its model was trained on
+        test_indices: indices of the samples that its model was tested on
+        metrics: what ``evaluate`` returned for them, by name
+        folder: its folder, with everything that was written
     """
 
     name: str
@@ -72,9 +73,10 @@ class Fold:
 class CrossValidation(Results):
     """The results of ``cross_validate()``. Printing it shows a table.
 
-    :param splitter: what divided the dataset, in words
-    :param size: number of samples in the dataset
-    :param folds: the folds, in order
+    Args:
+        splitter: what divided the dataset, in words
+        size: number of samples in the dataset
+        folds: the folds, in order
     """
 
     splitter: str
@@ -99,7 +101,8 @@ class CrossValidation(Results):
     def predictions(self) -> Any:
         """The outputs for all samples in the order of the dataset, each of the model that was not trained on it.
 
-        :raises ValueError: if the folds do not test each sample once, as with repeated or random splits
+        Raises:
+            ValueError: if the folds do not test each sample once, as with repeated or random splits
         """
         indices = [index for fold in self.folds for index in fold.test_indices]
         if sorted(indices) != list(range(self.size)):
@@ -154,23 +157,26 @@ def cross_validate(
     They are also the ``eval_dataset`` of its training. What is tested are the weights at the end of the training: the
     best ones with a ``SaveBestModelCallback``. With several processes, call it on each.
 
-    :param make_trainer: called with the folder of each fold, returns a new trainer with a new model; its callbacks
-        write into that folder, as in ``SaveTrainingStateCallback(folder / "states")``
-    :param dataset: a dataset with a length and indices
-    :param splitter: a splitter of scikit-learn, such as ``KFold(5)``, or pairs of training and test indices
-    :param y: for splitters that need them, such as ``StratifiedKFold``: the label of each sample
-    :param groups: for splitters that need them, such as ``GroupKFold``: the group of each sample
-    :param save_dir: where the results are written, with a folder for each fold; those of an earlier cross-validation
-        are removed
-    :param resume: continue a cross-validation that was killed: its split and its finished folds are read, and a fold
-        that was being trained resumes from its training state, if its trainer saves any
-    :param seed: with it, all generators are seeded before each trainer is created, so that its initial weights do not
-        depend on the folds before it; give the trainer a seed, too
-    :param predictions: whether to predict the samples that were held out
-    :param train_arguments: arguments of ``Trainer.train()``, such as ``num_epochs``
-    :raises RunPausedError: if a callback pauses a training, such as a ``TimeLimitCallback``; resume it later
-    :raises ValueError: if the splitter cannot split the dataset, or a fold tests what it trains on; if ``make_trainer``
-        returns the same trainer or model again; if the cross-validation in ``save_dir`` had other arguments
+    Args:
+        make_trainer: called with the folder of each fold, returns a new trainer with a new model; its callbacks write
+            into that folder, as in ``SaveTrainingStateCallback(folder / "states")``
+        dataset: a dataset with a length and indices
+        splitter: a splitter of scikit-learn, such as ``KFold(5)``, or pairs of training and test indices
+        y: for splitters that need them, such as ``StratifiedKFold``: the label of each sample
+        groups: for splitters that need them, such as ``GroupKFold``: the group of each sample
+        save_dir: where the results are written, with a folder for each fold; those of an earlier cross-validation are
+            removed
+        resume: continue a cross-validation that was killed: its split and its finished folds are read, and a fold that
+            was being trained resumes from its training state, if its trainer saves any
+        seed: with it, all generators are seeded before each trainer is created, so that its initial weights do not
+            depend on the folds before it; give the trainer a seed, too
+        predictions: whether to predict the samples that were held out
+        train_arguments: arguments of ``Trainer.train()``, such as ``num_epochs``
+
+    Raises:
+        RunPausedError: if a callback pauses a training, such as a ``TimeLimitCallback``; resume it later
+        ValueError: if the splitter cannot split the dataset, or a fold tests what it trains on; if ``make_trainer``
+            returns the same trainer or model again; if the cross-validation in ``save_dir`` had other arguments
     """
     folder = folder_path("save_dir", save_dir)
     named = described(splitter) if hasattr(splitter, "split") else "the given indices"
@@ -214,7 +220,8 @@ def _find_splits(
 ) -> list[Split]:
     """Return the split of a cross-validation that is resumed, or create and write one.
 
-    :param settings: settings that must be the same if it is resumed
+    Args:
+        settings: settings that must be the same if it is resumed
     """
     path = folder / _SPLITS
     if resume and path.exists():
@@ -271,7 +278,8 @@ def _run(
 ) -> dict[str, Any]:
     """Train and test the model of a fold, and return its metrics.
 
-    :param arguments: further arguments of ``Trainer.train()``
+    Args:
+        arguments: further arguments of ``Trainer.train()``
     """
     again = "call cross_validate again with resume=True"
     train_to_end(trainer, folder, again, resume, train_dataset=train, eval_dataset=test, **arguments)

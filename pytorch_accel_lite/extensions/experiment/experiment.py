@@ -59,8 +59,9 @@ class Experiment:
     Everything is checked when the file is read, but created only when it is first needed, so evaluating does not read
     the training data. With ``trainer.seed``, all generators are seeded with it before each part is created.
 
-    :ivar config: the resolved contents of the file, including all defaults
-    :ivar text: the same as YAML, from which the same experiment can be read again
+    Attributes:
+        config: the resolved contents of the file, including all defaults
+        text: the same as YAML, from which the same experiment can be read again
     """
 
     def __init__(self, parser: Parser, tool: str | None = None, folder: Path | None = None) -> None:
@@ -86,14 +87,17 @@ class Experiment:
     ) -> Experiment:
         """Read an experiment from a YAML file. Modules beside the file can be imported from then on.
 
-        :param path: the file; the folder of a run, which is used again and has its file; or ``None`` if everything is
-            in ``overrides``
-        :param overrides: values by key, such as ``{"optimizer.lr": 3e-4}``, or the arguments of a command line, such
-            as ``["--optimizer.lr", "3e-4"]``
-        :param tool: the command if it is not training, such as ``"find_lr"`` or ``"evaluate"``: the experiment then
-            has the arguments of that command, too, and the folder of the newest run
-        :raises ExperimentError: if anything is missing, unknown, or of the wrong type; names the file and line, or key
-        :raises ImportError: if jsonargparse is not installed (extra ``cli``)
+        Args:
+            path: the file; the folder of a run, which is used again and has its file; or ``None`` if everything is in
+                ``overrides``
+            overrides: values by key, such as ``{"optimizer.lr": 3e-4}``, or the arguments of a command line, such as
+                ``["--optimizer.lr", "3e-4"]``
+            tool: the command if it is not training, such as ``"find_lr"`` or ``"evaluate"``: the experiment then has
+                the arguments of that command, too, and the folder of the newest run
+
+        Raises:
+            ExperimentError: if anything is missing, unknown, or of the wrong type; names the file and line, or key
+            ImportError: if jsonargparse is not installed (extra ``cli``)
         """
         parser = create_parser(path, overrides, tool)
         is_run = path is not None and parser.locate("output_dir").startswith(os.fspath(Path(path, RESOLVED)))
@@ -150,7 +154,8 @@ class Experiment:
     def train_dataset(self) -> Any:
         """The dataset of ``data.train``.
 
-        :raises ExperimentError: if there is none
+        Raises:
+            ExperimentError: if there is none
         """
         return self.dataset("train")
 
@@ -162,7 +167,8 @@ class Experiment:
     def dataset(self, name: str) -> Any:
         """Return the dataset of ``data.train``, ``data.eval`` or ``data.test``.
 
-        :raises ExperimentError: if the experiment has none
+        Raises:
+            ExperimentError: if the experiment has none
         """
         key = f"data.{name}"
         if key not in self._parser.parts:
@@ -197,7 +203,8 @@ class Experiment:
     def train(self) -> Trainer:
         """Train as described, and return the trainer.
 
-        :raises ExperimentError: if the folder of a run was read, but the run is neither to resume nor to be overwritten
+        Raises:
+            ExperimentError: if the folder of a run was read, but the run is neither to resume nor to be overwritten
         """
         if self._folder is not None and self._is_new:
             raise ExperimentError(
@@ -401,8 +408,9 @@ class ExperimentRecord(TrainerCallback):
 
     A run that resumes prints what differs.
 
-    :param experiment: the experiment
-    :param claim: releases the folder of a new run for the next one; detached when the run begins
+    Args:
+        experiment: the experiment
+        claim: releases the folder of a new run for the next one; detached when the run begins
     """
 
     def __init__(self, experiment: Experiment, claim: weakref.finalize[..., Any] | None = None) -> None:

@@ -38,7 +38,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 def parse(text: str) -> Any:
     """Return a number, or a placeholder that a run resolves. Nothing is ever passed to ``eval``.
 
-    :raises ValueError: if the text is anything but an expression; names what is wrong in it
+    Raises:
+        ValueError: if the text is anything but an expression; names what is wrong in it
     """
     try:
         return _value(ast.parse(text.strip(), mode="eval").body)

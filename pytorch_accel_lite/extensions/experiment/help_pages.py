@@ -117,7 +117,8 @@ def overview(groups: Mapping[str, Group], file: str) -> str:
 def describe(groups: Mapping[str, Group], wanted: str) -> str:
     """Return the description of a group, or of a single option.
 
-    :raises ExperimentError: if there is neither
+    Raises:
+        ExperimentError: if there is neither
     """
     wanted = wanted.lstrip("-")
     chosen = groups.get(wanted)
@@ -164,8 +165,9 @@ def _row(start: str, text: str, column: int = 38) -> list[str]:
 def grouped(options: Sequence[Option], titles: Mapping[str, str], classes: Mapping[str, str]) -> dict[str, Group]:
     """Return the groups of options by name.
 
-    :param titles: the first sentence about the class or function of each
-    :param classes: its path
+    Args:
+        titles: the first sentence about the class or function of each
+        classes: its path
     """
     names = dict.fromkeys([*classes, *(option.group for option in options)])
     return {

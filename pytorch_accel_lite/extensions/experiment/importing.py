@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from types import ModuleType
 from typing import Any
 
 from accelerate import Accelerator
@@ -34,7 +35,8 @@ _MODULES = {
 def import_path(document: Document, key: str, path: Any) -> Any:
     """Return the class or function that a key names by its dotted path, or by name alone for torch's and ours.
 
-    :raises ExperimentError: if there is none
+    Raises:
+        ExperimentError: if there is none
     """
     where = document.locate(key)
     if not isinstance(path, str) or not _PATH.fullmatch(path):
@@ -52,12 +54,24 @@ def import_path(document: Document, key: str, path: Any) -> Any:
     return thing
 
 
+def known_classes(key: str, *kinds: type) -> list[str]:
+    """Return the names of the classes of some kinds that need no module as the value of a key."""
+    modules = [importlib.import_module(name) for name in _MODULES[key]]
+    things = {name: getattr(module, name) for module in modules for name in _public_names(module)}
+    classes = {name: thing for name, thing in things.items() if inspect.isclass(thing) and thing not in kinds}
+    return sorted(name for name, thing in classes.items() if issubclass(thing, kinds) and not inspect.isabstract(thing))
+
+
+def _public_names(module: ModuleType) -> list[str]:
+    return [word for word in getattr(module, "__all__", dir(module)) if word[0] != "_"]
+
+
 def _named(where: str, name: str, modules: Sequence[str]) -> Any:
     imported = [importlib.import_module(module) for module in modules]
     for module in imported:
         if callable(getattr(module, name, None)):
             return getattr(module, name)
-    names = [word for module in imported for word in getattr(module, "__all__", dir(module)) if word[0] != "_"]
+    names = [word for module in imported for word in _public_names(module)]
     problem = f"is not in {' or '.join(modules)}." if modules else "has no module."
     raise ExperimentError(
         f"{where}={name!r} {problem}{suggest(name, names)} Write the module of your own classes too: my_module.{name}."
@@ -103,7 +117,8 @@ _KINDS: dict[str, Any] = {
 def check_kinds(document: Document, parts: Mapping[str, Any]) -> None:
     """Check that the classes of all parts have the required base class. What functions return is unknown.
 
-    :raises ExperimentError: if one is not
+    Raises:
+        ExperimentError: if one is not
     """
     for key, thing in parts.items():
         kind = _KINDS.get(key.partition(".")[0], object)

@@ -13,7 +13,14 @@ from typing import Any, get_args
 
 from pytorch_accel_lite.callbacks import TrainerCallback
 from pytorch_accel_lite.extensions.experiment.expressions import find_expressions, parse, replaced
-from pytorch_accel_lite.extensions.experiment.help_pages import all_keys, describe, grouped, overview, read_options
+from pytorch_accel_lite.extensions.experiment.help_pages import (
+    Option,
+    all_keys,
+    describe,
+    grouped,
+    overview,
+    read_options,
+)
 from pytorch_accel_lite.extensions.experiment.importing import check_kinds, full_name, import_path
 from pytorch_accel_lite.extensions.experiment.testing import run_tests
 from pytorch_accel_lite.extensions.experiment.yaml_files import (
@@ -53,9 +60,12 @@ _UNWANTED_HELP = {
 class Parser:
     """The parser of one experiment, with an option for each argument of each part.
 
-    :param document: the contents of the file, and what overrides them
-    :param tool: the command, one of ``TOOLS``, whose arguments the experiment has, too
-    :raises ExperimentError: if a class does not exist, or a key is not known
+    Args:
+        document: the contents of the file, and what overrides them
+        tool: the command, one of ``TOOLS``, whose arguments the experiment has, too
+
+    Raises:
+        ExperimentError: if a class does not exist, or a key is not known
     """
 
     def __init__(self, document: Document, tool: str | None = None) -> None:
@@ -145,7 +155,8 @@ class Parser:
     def _extract_expressions(self) -> dict[tuple[Any, ...], tuple[str, Any]]:
         """Replace each expression in the arguments of the scheduler by a number.
 
-        :return: the text and the placeholder of each
+        Returns:
+            the text and the placeholder of each
         """
         arguments = self._arguments("scheduler")
         expressions: dict[tuple[Any, ...], tuple[str, Any]] = {}
@@ -253,7 +264,8 @@ class Parser:
     def parse(self) -> Any:
         """Return the checked contents as a namespace of jsonargparse's, with numbers in place of expressions.
 
-        :raises ExperimentError: if a value is missing, or of the wrong type
+        Raises:
+            ExperimentError: if a value is missing, or of the wrong type
         """
         for key, thing in self.parts.items():  # where the parser would put None
             arguments, empty = self._arguments(key), inspect.Parameter.empty
@@ -301,8 +313,11 @@ class Parser:
     def instantiate(self, contents: Any, create: Callable[..., Any]) -> Any:
         """Return the contents with nested classes instantiated.
 
-        :param create: called with each class and its arguments
-        :raises ExperimentError: if ``create`` raises one
+        Args:
+            create: called with each class and its arguments
+
+        Raises:
+            ExperimentError: if ``create`` raises one
         """
         failures: list[ExperimentError] = []
 
@@ -323,7 +338,8 @@ class Parser:
     def with_placeholders(self, schedule: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
         """Return some arguments of the scheduler with placeholders in place of expressions.
 
-        :param schedule: all arguments of the scheduler
+        Args:
+            schedule: all arguments of the scheduler
         """
         for (name, *inner), (_, value) in self._expressions.items():
             arguments = {**arguments, name: replaced(arguments.get(name, schedule[name]), inner, value)}
@@ -348,19 +364,29 @@ class Parser:
     def help(self, file: str, wanted: str = "") -> str:
         """Return the values of this experiment and the names of all options; or the description of some.
 
-        :param file: the name of the experiment's file
-        :param wanted: a group of options, such as ``"optimizer"``, or an option
-        :raises ExperimentError: if there is no such group or option
+        Args:
+            file: the name of the experiment's file
+            wanted: a group of options, such as ``"optimizer"``, or an option
+
+        Raises:
+            ExperimentError: if there is no such group or option
         """
         values = {short(key): value for key, value in self.parse().items()}
         for (name, *inner), (text, _) in self._expressions.items():
             values[f"scheduler.{name}"] = replaced(values[f"scheduler.{name}"], inner, text)
+        options, titles = self._read_options(values)
+        groups = grouped(options, titles, {key: full_name(thing) for key, thing in self.parts.items()})
+        return describe(groups, wanted) if wanted else overview(groups, Path(file).name)
+
+    def options(self) -> list[Option]:
+        """Return all options, without their values."""
+        return self._read_options({})[0]
+
+    def _read_options(self, values: dict[str, Any]) -> tuple[list[Option], dict[str, str]]:
         text = self._parser.format_help()
         for pattern, replacement in _UNWANTED_HELP.items():
             text = re.sub(pattern, replacement, text, flags=re.DOTALL)
-        options, titles = read_options(text, values, all_keys(self._document.content))
-        groups = grouped(options, titles, {key: full_name(thing) for key, thing in self.parts.items()})
-        return describe(groups, wanted) if wanted else overview(groups, Path(file).name)
+        return read_options(text, values, all_keys(self._document.content))
 
 
 def _parameters(thing: Any) -> dict[str, inspect.Parameter] | None:

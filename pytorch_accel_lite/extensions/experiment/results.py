@@ -39,8 +39,9 @@ class Results:
 def text_table(columns: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table. Columns that do not fit into the terminal follow below, with the first one repeated.
 
-    :param columns: the cells of each column, the first of which is its name. The first column is left-aligned, the
-        others are right-aligned.
+    Args:
+        columns: the cells of each column, the first of which is its name. The first column is left-aligned, the others
+            are right-aligned.
     """
     first, *others = columns
     labels = [cell.ljust(max(map(len, first))) for cell in first]
@@ -75,10 +76,13 @@ def as_number(value: Any) -> float | str:
 def check_is_new(trainer: Trainer, seen: weakref.WeakSet[Any], source: str, consequence: str) -> None:
     """Check that an earlier run has not already trained a trainer or its model.
 
-    :param seen: the trainers and models of earlier runs, to which these are added
-    :param source: the call that returned the trainer
-    :param consequence: the earlier run, and what would be wrong
-    :raises ValueError: if it has; names the call
+    Args:
+        seen: the trainers and models of earlier runs, to which these are added
+        source: the call that returned the trainer
+        consequence: the earlier run, and what would be wrong
+
+    Raises:
+        ValueError: if it has; names the call
     """
     for part in (trainer, trainer.get_model(keep_torch_compile=False)):
         if part in seen:
@@ -91,8 +95,11 @@ def check_is_new(trainer: Trainer, seen: weakref.WeakSet[Any], source: str, cons
 def check_is_same(folder: Path, before: Row, now: Row, kind: str) -> None:
     """Refuse to continue in a folder what was begun with other settings.
 
-    :param kind: what the folder has, in a word or two
-    :raises ValueError: names the first setting that differs, and both values
+    Args:
+        kind: what the folder has, in a word or two
+
+    Raises:
+        ValueError: names the first setting that differs, and both values
     """
     for name in before | now:
         if before.get(name) != now.get(name):
@@ -113,7 +120,8 @@ def read_finished(path: Path) -> Any:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a file that ``write_json()`` has written.
 
-    :raises ValueError: if it is something else; names the file
+    Raises:
+        ValueError: if it is something else; names the file
     """
     try:
         content = json.loads(path.read_bytes())
@@ -127,11 +135,14 @@ def read_json(path: Path) -> dict[str, Any]:
 def train_to_end(trainer: Trainer, folder: Path, again: str, resume: bool = True, **arguments: Any) -> None:
     """Train, from the newest training state if the trainer saves any.
 
-    :param folder: the folder of the run
-    :param again: how to continue
-    :param resume: ``False`` to start over
-    :param arguments: those of ``Trainer.train()``
-    :raises RunPausedError: if a callback pauses the training; says how to continue
+    Args:
+        folder: the folder of the run
+        again: how to continue
+        resume: ``False`` to start over
+        arguments: those of ``Trainer.train()``
+
+    Raises:
+        RunPausedError: if a callback pauses the training; says how to continue
     """
     saves_states = any(hasattr(callback, "find_latest") for callback in trainer.callbacks)
     trainer.train(**arguments | ({"resume_from": "latest"} if resume and saves_states else {}))
@@ -155,7 +166,8 @@ def added_callbacks(trainer: Trainer, *callbacks: TrainerCallback | None) -> Ite
 def write_predictions(trainer: Trainer, dataset: Any, writer: PredictionWriterCallback, **reading: Any) -> int:
     """Predict the samples of a dataset that a callback has not written yet, and return the number of batches.
 
-    :param reading: how the dataset is read, as arguments of ``Trainer.predict()``
+    Args:
+        reading: how the dataset is read, as arguments of ``Trainer.predict()``
     """
     with added_callbacks(trainer, writer):
         return sum(1 for _ in trainer.predict_iter(dataset, **reading))

@@ -27,7 +27,8 @@ _ENVIRONMENT = re.compile(r"processes$|device$|git commit$|version of ")
 class ComparedMetric(NamedTuple):
     """A metric, and which of its values represents a run.
 
-    :param kind: ``"max"``, ``"min"``, or ``"last"`` for training losses and metrics of unknown direction
+    Args:
+        kind: ``"max"``, ``"min"``, or ``"last"`` for training losses and metrics of unknown direction
     """
 
     name: str
@@ -52,10 +53,11 @@ class ComparedMetric(NamedTuple):
 class RunComparison(Results):
     """Runs side by side, as returned by ``compare_runs()``. Printing it shows tables.
 
-    :param runs: the runs: their names, settings, and metrics of all epochs
-    :param metrics: the metrics that are compared, evaluations first
-    :param differences: keys of the settings that differ
-    :param left_out: folders without metrics
+    Args:
+        runs: the runs: their names, settings, and metrics of all epochs
+        metrics: the metrics that are compared, evaluations first
+        differences: keys of the settings that differ
+        left_out: folders without metrics
     """
 
     runs: list[RecordedRun]
@@ -82,7 +84,8 @@ class RunComparison(Results):
 
         The curves need the extra ``plot``.
 
-        :return: its path
+        Returns:
+            its path
         """
         target = file_path("path", path)
         write_text(target, self._page())
@@ -159,13 +162,16 @@ def compare_runs(
     A run is found by its metrics: the file of a ``MetricsFileCallback``, which runs from files have by default, or the
     ``run.json`` of a ``RunLogCallback``. Its settings are those in ``experiment.yaml``, or else in ``run.json``.
 
-    :param paths: folders of runs, or folders that contain some
-    :param directions: whether greater values are better, by metric name, where the runs do not tell; losses are better
-        the smaller they are
-    :param sort_by: a metric of evaluations, to have the best run first; by default they are in the given order
-    :raises FileNotFoundError: if a path does not exist
-    :raises ValueError: if there are no runs, or a file cannot be read, or ``sort_by`` is unknown, or a metric of which
-        it is unknown which values are better, or if no run has a metric in ``directions``
+    Args:
+        paths: folders of runs, or folders that contain some
+        directions: whether greater values are better, by metric name, where the runs do not tell; losses are better the
+            smaller they are
+        sort_by: a metric of evaluations, to have the best run first; by default they are in the given order
+
+    Raises:
+        FileNotFoundError: if a path does not exist
+        ValueError: if there are no runs, or a file cannot be read, or ``sort_by`` is unknown, or a metric of which it
+            is unknown which values are better, or if no run has a metric in ``directions``
     """
     runs, left_out = find_runs([paths] if isinstance(paths, (str, os.PathLike)) else paths)
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))

@@ -42,7 +42,8 @@ def folders_of(base: Path) -> dict[int, Path]:
 def new_folder(base: Path, text: str) -> Path:
     """Create and return the folder of the next run with an ``output_dir``, which no other run can claim.
 
-    :param text: the resolved experiment, which is written there
+    Args:
+        text: the resolved experiment, which is written there
     """
     number = max(folders_of(base), default=0)
     while True:
@@ -62,13 +63,14 @@ class NoRunsError(ValueError):
 class RecordedRun:
     """The records of a run.
 
-    :param folder: its folder
-    :param rows: the metrics of each epoch, with ``epoch``
-    :param settings: its configuration, by key, such as ``optimizer.lr``
-    :param source: the file that the configuration is from; those of different kinds have different keys
-    :param directions: whether greater values are better, as far as known, by metric name
-    :param outcome: how it ended, if it kept a record of that
-    :param name: its folder, relative to the common parent of all compared runs
+    Args:
+        folder: its folder
+        rows: the metrics of each epoch, with ``epoch``
+        settings: its configuration, by key, such as ``optimizer.lr``
+        source: the file that the configuration is from; those of different kinds have different keys
+        directions: whether greater values are better, as far as known, by metric name
+        outcome: how it ended, if it kept a record of that
+        name: its folder, relative to the common parent of all compared runs
     """
 
     folder: Path
@@ -107,9 +109,12 @@ class RecordedRun:
 def find_runs(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[RecordedRun], list[str]]:
     """Return the runs in folders, and the folders that have none.
 
-    :param paths: folders of runs, or folders that contain some
-    :raises FileNotFoundError: if a path does not exist
-    :raises ValueError: if there is no run, or a file cannot be read
+    Args:
+        paths: folders of runs, or folders that contain some
+
+    Raises:
+        FileNotFoundError: if a path does not exist
+        ValueError: if there is no run, or a file cannot be read
     """
     by_path = {path: _runs_at(path) for path in map(Path, paths)}
     runs = {run.folder.resolve(): run for runs_in_path in by_path.values() for run in runs_in_path}
@@ -202,7 +207,8 @@ def _read_record(folder: Path) -> dict[str, Any]:
 def _check_record(path: Path, record: Mapping[str, Any]) -> None:
     """Check what is read of a ``run.json``.
 
-    :raises ValueError: if something in it has another type; names the file and the entry
+    Raises:
+        ValueError: if something in it has another type; names the file and the entry
     """
     kinds = {"metrics": list, "attempts": list, "config": dict, "directions": dict, "versions": dict, "git": dict}
     for name, kind in kinds.items():
@@ -229,8 +235,9 @@ def _parsed(path: Path, parse: Callable[[str], Any], kind: str) -> dict[str, Any
 def settings_of(experiment: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run by key.
 
-    :param experiment: contents of its ``experiment.yaml``, if it has one
-    :param record: contents of its ``run.json``, if it has one
+    Args:
+        experiment: contents of its ``experiment.yaml``, if it has one
+        record: contents of its ``run.json``, if it has one
     """
     config = {name: record[name] for name in ("model", "loss", "optimizer", "schedule") if name in record}
     config |= record.get("config") or {}

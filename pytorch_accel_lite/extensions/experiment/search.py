@@ -19,12 +19,15 @@ def suggest_overrides(
 
     With several processes, call it on each: all get the values of the first.
 
-    :param trial: the trial; ``None`` on all processes but the first
-    :param space: by key, ``{"choices": [...]}``, or ``{"low": ..., "high": ...}`` with optional ``log`` and ``step``;
-        integers alone give integers
-    :param folder: folder of the search, in which each trial has an ``output_dir`` named by its number, or by that of
-        the killed trial that it continues
-    :raises ValueError: for anything else in the space; names the key
+    Args:
+        trial: the trial; ``None`` on all processes but the first
+        space: by key, ``{"choices": [...]}``, or ``{"low": ..., "high": ...}`` with optional ``log`` and ``step``;
+            integers alone give integers
+        folder: folder of the search, in which each trial has an ``output_dir`` named by its number, or by that of the
+            killed trial that it continues
+
+    Raises:
+        ValueError: for anything else in the space; names the key
     """
 
     def suggest() -> dict[str, Any]:
@@ -54,8 +57,11 @@ def retry_killed_trials(study: Any) -> list[int]:
     With the ``folder`` of ``suggest_overrides()`` and ``"train.resume_from": "latest"``, each continues from its last
     training state. Call it before ``study.optimize``, while no other program runs trials of the study.
 
-    :return: the numbers of the trials that were killed
-    :raises ImportError: if Optuna is not installed (extra ``optuna``)
+    Returns:
+        the numbers of the trials that were killed
+
+    Raises:
+        ImportError: if Optuna is not installed (extra ``optuna``)
     """
     state = import_extra("optuna", "optuna", "retry_killed_trials()").trial.TrialState
     killed = study.get_trials(states=[state.RUNNING])

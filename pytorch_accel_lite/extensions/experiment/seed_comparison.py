@@ -38,9 +38,10 @@ _COMPARISON = "comparison.json"
 class MeanDifference(NamedTuple):
     """An interval for the mean of a difference, by a t-test.
 
-    :param low: its lower end
-    :param high: its upper end
-    :param p_value: how probable a difference at least as large would be if the settings did not differ
+    Args:
+        low: its lower end
+        high: its upper end
+        p_value: how probable a difference at least as large would be if the settings did not differ
     """
 
     low: float
@@ -54,13 +55,14 @@ class SeedComparison(Results):
 
     All differences are the second setting minus the first.
 
-    :param names: names of both settings
-    :param metric: the metric that is compared
-    :param greater_is_better: whether greater values of it are better; ``None`` if unknown
-    :param seeds: the seeds
-    :param values: the values of the metric under each seed, for both settings
-    :param confidence: confidence level of the intervals
-    :param settings: the settings that differ, with both values; empty unless both come from files
+    Args:
+        names: names of both settings
+        metric: the metric that is compared
+        greater_is_better: whether greater values of it are better; ``None`` if unknown
+        seeds: the seeds
+        values: the values of the metric under each seed, for both settings
+        confidence: confidence level of the intervals
+        settings: the settings that differ, with both values; empty unless both come from files
     """
 
     names: tuple[str, str]
@@ -191,23 +193,26 @@ def compare_seeds(
     A second call continues with the runs that are missing, and a run that was being trained resumes from its training
     state, if it saves any. With several processes of a launcher, call it on each.
 
-    :param a: the path of an experiment file; or a function that is called with a seed and the folder of the run, and
-        returns an ``Experiment``, or a new trainer with this seed and the arguments of its ``train``:
-        ``return trainer, {"train_dataset": data, "num_epochs": 3}``
-    :param b: the setting to compare it with, likewise
-    :param seeds: number of seeds, from 0 on; or a list of them
-    :param metric: name of the metric in the run history
-    :param overrides: of both files, as in ``Experiment.from_file()``
-    :param confidence: confidence level of the intervals
-    :param processes: how many runs are trained at the same time, each in a new process and on one of the GPUs in turn;
-        functions must then be those of a module, and what a run prints is in ``output.txt`` in its folder. By default
-        all runs are trained in this process.
-    :param save_dir: where everything is written: the folders of the runs, as in ``a/seed-0``, and ``comparison.json``
-    :raises ValueError: before training, if an argument is wrong, or both settings are the same; if ``save_dir`` has
-        runs of other settings; if no run records the metric, or it is no finite number
-    :raises ExperimentError: if something in a file is wrong
-    :raises ImportError: if SciPy is not installed (extra ``stats``)
-    :raises RunPausedError: if a callback pauses a training, such as a ``TimeLimitCallback``
+    Args:
+        a: the path of an experiment file; or a function that is called with a seed and the folder of the run, and
+            returns an ``Experiment``, or a new trainer with this seed and the arguments of its ``train``: ``return
+            trainer, {"train_dataset": data, "num_epochs": 3}``
+        b: the setting to compare it with, likewise
+        seeds: number of seeds, from 0 on; or a list of them
+        metric: name of the metric in the run history
+        overrides: of both files, as in ``Experiment.from_file()``
+        confidence: confidence level of the intervals
+        processes: how many runs are trained at the same time, each in a new process and on one of the GPUs in turn;
+            functions must then be those of a module, and what a run prints is in ``output.txt`` in its folder. By
+            default all runs are trained in this process.
+        save_dir: where everything is written: the folders of the runs, as in ``a/seed-0``, and ``comparison.json``
+
+    Raises:
+        ValueError: before training, if an argument is wrong, or both settings are the same; if ``save_dir`` has runs of
+            other settings; if no run records the metric, or it is no finite number
+        ExperimentError: if something in a file is wrong
+        ImportError: if SciPy is not installed (extra ``stats``)
+        RunPausedError: if a callback pauses a training, such as a ``TimeLimitCallback``
     """
     _statistics()  # before any training
     numbers = _check_seeds(seeds)

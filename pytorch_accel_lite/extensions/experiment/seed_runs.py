@@ -64,7 +64,8 @@ class SeedRun(NamedTuple):
     def value_in(self, result: Mapping[str, Any]) -> float:
         """Return the value of the metric.
 
-        :raises ValueError: if there is none
+        Raises:
+            ValueError: if there is none
         """
         value = result["metrics"].get(self.metric)
         if not isinstance(value, float) or not math.isfinite(value):
@@ -77,7 +78,8 @@ class SeedRun(NamedTuple):
     def train(self, seen: weakref.WeakSet[Any]) -> dict[str, Any]:
         """Train, and return what is written.
 
-        :param seen: the trainers and models of other runs
+        Args:
+            seen: the trainers and models of other runs
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         set_seed(self.seed)
@@ -142,7 +144,8 @@ def results_of(runs: list[SeedRun], processes: int | None) -> list[dict[str, Any
 def _train_in_new_process(run: SeedRun, devices: list[str]) -> dict[str, Any]:
     """Train a run in a new process, whose precision and other state of a process are its own.
 
-    :param devices: those that no run has at present
+    Args:
+        devices: those that no run has at present
     """
     device = devices.pop()
     try:

@@ -25,10 +25,13 @@ _LEARNED = ("model_state_dict", "loss_func_state_dict", "attribute_state_dicts")
 def find_weights(trainer: Trainer, name: str | os.PathLike[str]) -> list[Path]:
     """Return the path of weights, or the paths of several that are to be averaged. Call it on every process.
 
-    :param name: ``"best"`` for those of the ``SaveBestModelCallback``, ``"last"`` for those in the newest training
-        state of the ``SaveTrainingStateCallback``, ``"average_best_3"`` or ``"average_last_3"`` for the mean of the
-        best or last three, or the path of a checkpoint, a training state, or safetensors
-    :raises FileNotFoundError: if there are none, or not as many
+    Args:
+        name: ``"best"`` for those of the ``SaveBestModelCallback``, ``"last"`` for those in the newest training state
+            of the ``SaveTrainingStateCallback``, ``"average_best_3"`` or ``"average_last_3"`` for the mean of the best
+            or last three, or the path of a checkpoint, a training state, or safetensors
+
+    Raises:
+        FileNotFoundError: if there are none, or not as many
     """
     average = _AVERAGE.fullmatch(os.fspath(name))
     if average or name in ("best", "last"):
@@ -69,8 +72,11 @@ def load_weights(trainer: Trainer, paths: Sequence[Path], average: Path) -> None
 
     Warns if it holds only those of the model, though something else was learned too.
 
-    :param average: where the mean is written if there are several
-    :raises ValueError: if they are those of another model; lists what differs
+    Args:
+        average: where the mean is written if there are several
+
+    Raises:
+        ValueError: if they are those of another model; lists what differs
     """
     path = paths[0]
     if len(paths) > 1:

@@ -51,23 +51,29 @@ def run_tests(
     If the trainer has a ``SkipFailedBatchesCallback`` for evaluations and
     predictions, batches that fail are left out, and ``metrics.json`` lists those of the evaluation as ``left_out``.
 
-    :param trainer: a trainer, with the callbacks that compute the metrics; its weights are replaced
-    :param datasets: datasets by name; or one, which is called ``test``
-    :param checkpoints: ``"best"``, ``"last"``, ``"average_best_3"`` or ``"average_last_3"`` for the mean of the weights
-        of the best or last three, or paths; see ``find_weights``
-    :param inference: settings by name, each a dict of attributes of the trainer to set while it is tested, such as
-        ``{"beam": {"beam_width": 4, "model.temperature": 0.5}}``; by default one, ``default``, that sets nothing
-    :param worst: number of the worst samples that are listed; 0 for none
-    :param worst_by: called as ``worst_by(model_outputs, targets)``; returns a value for each sample, larger for worse
-        ones. Defaults to the loss function. Targets are the second element of a batch, its ``labels``, or the batch.
-    :param predictions: whether to write the predictions of all samples
-    :param shard_size: minimum number of samples of a process in a file of predictions, and so the most that a test that
-        is killed predicts again
-    :param depends_on: what else the results depend on, such as the version of the data, in JSON types: if it has
-        changed, everything is tested again
-    :return: a row for each combination: ``checkpoint``, ``inference``, ``dataset`` and the metrics
-    :raises FileNotFoundError: if there is no such checkpoint
-    :raises ValueError: if the trainer does not have an attribute of a setting
+    Args:
+        trainer: a trainer, with the callbacks that compute the metrics; its weights are replaced
+        datasets: datasets by name; or one, which is called ``test``
+        checkpoints: ``"best"``, ``"last"``, ``"average_best_3"`` or ``"average_last_3"`` for the mean of the weights of
+            the best or last three, or paths; see ``find_weights``
+        inference: settings by name, each a dict of attributes of the trainer to set while it is tested, such as
+            ``{"beam": {"beam_width": 4, "model.temperature": 0.5}}``; by default one, ``default``, that sets nothing
+        worst: number of the worst samples that are listed; 0 for none
+        worst_by: called as ``worst_by(model_outputs, targets)``; returns a value for each sample, larger for worse
+            ones. Defaults to the loss function. Targets are the second element of a batch, its ``labels``, or the
+            batch.
+        predictions: whether to write the predictions of all samples
+        shard_size: minimum number of samples of a process in a file of predictions, and so the most that a test that is
+            killed predicts again
+        depends_on: what else the results depend on, such as the version of the data, in JSON types: if it has changed,
+            everything is tested again
+
+    Returns:
+        a row for each combination, with ``checkpoint``, ``inference``, ``dataset`` and the metrics
+
+    Raises:
+        FileNotFoundError: if there is no such checkpoint
+        ValueError: if the trainer does not have an attribute of a setting
     """
     by_name = datasets if isinstance(datasets, Mapping) else {"test": datasets}
     settings = inference or {"default": {}}
@@ -143,8 +149,9 @@ def _attributes(trainer: Trainer, setting: str, values: Mapping[str, Any]) -> It
 class _Test:
     """The common settings of all combinations; see ``run_tests()``.
 
-    :param folder: the folder of all results
-    :param reading: the arguments with which each dataset is read
+    Args:
+        folder: the folder of all results
+        reading: the arguments with which each dataset is read
     """
 
     trainer: Trainer
@@ -158,8 +165,9 @@ class _Test:
     def run(self, paths: Sequence[Path], dataset: Any, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the metrics of one combination, from its folder if it is finished.
 
-        :param paths: where its weights are
-        :param settings: what the results depend on besides the weights and the dataset
+        Args:
+            paths: where its weights are
+            settings: what the results depend on besides the weights and the dataset
         """
         trainer = self.trainer
         value_name = self.worst_by and _name_of(self.worst_by)

@@ -39,9 +39,10 @@ def was_raised_by_us(error: Exception) -> bool:
 class Document:
     """The contents of an experiment file and of those it builds on.
 
-    :param content: the values, as nested dicts
-    :param locations: file and line of each key, by its short form, such as ``"optimizer.lr"``
-    :param inherited: full keys of arguments that were specified for a class that has been replaced
+    Args:
+        content: the values, as nested dicts
+        locations: file and line of each key, by its short form, such as ``"optimizer.lr"``
+        inherited: full keys of arguments that were specified for a class that has been replaced
     """
 
     content: dict[str, Any] = field(default_factory=dict)
@@ -114,7 +115,8 @@ def _by_class(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _nested(existing: Any, names: Sequence[str], value: Any) -> Any:
     """Return a value in nested dicts. Keys in a class are its arguments.
 
-    :param existing: the contents that will be updated with it
+    Args:
+        existing: the contents that will be updated with it
     """
     if not names:
         return value
@@ -129,7 +131,8 @@ def _nested(existing: Any, names: Sequence[str], value: Any) -> Any:
 def read(path: Path) -> Document:
     """Read an experiment file.
 
-    :raises ExperimentError: if it is missing, is no YAML, has a key twice, or builds on itself
+    Raises:
+        ExperimentError: if it is missing, is no YAML, has a key twice, or builds on itself
     """
     document = Document()
     _read_into(document, path, ())
@@ -139,8 +142,9 @@ def read(path: Path) -> Document:
 def _read_into(document: Document, path: Path, above: tuple[Path, ...], named_at: str = "") -> None:
     """Read a file into a document.
 
-    :param above: the files that led to it
-    :param named_at: the location at which the last of them names it, for errors
+    Args:
+        above: the files that led to it
+        named_at: the location at which the last of them names it, for errors
     """
     if path.resolve() in above:
         chain = " -> ".join(file.name for file in (*above, path))
@@ -219,7 +223,8 @@ _Dumper.add_multi_representer(np.generic, lambda dumper, number: dumper.represen
 def dump_yaml(content: Any) -> str:
     """Return contents as YAML, which ``load_yaml`` reads back unchanged.
 
-    :raises ExperimentError: if they contain an object that YAML does not have
+    Raises:
+        ExperimentError: if they contain an object that YAML does not have
     """
     try:
         return str(yaml.dump(content, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False))
@@ -230,8 +235,11 @@ def dump_yaml(content: Any) -> str:
 def _locations(node: Any, path: Path, key: str = "", location: str = "") -> Iterator[tuple[str, str]]:
     """Yield the path of each key and each item under a node, with its file and line, also of those that aliases repeat.
 
-    :param location: the location of the key of the node
-    :raises ExperimentError: if a key is there twice
+    Args:
+        location: the location of the key of the node
+
+    Raises:
+        ExperimentError: if a key is there twice
     """
     values: list[tuple[str, str, Any]] = []
     if isinstance(node, yaml.MappingNode):

@@ -34,7 +34,8 @@ class GradientSum:
     sum to all at the end of the window, as in an all-reduce. All additions are in the dtype of the gradients. In place
     of missing gradients, negative zeros are sent, which change no bit of what they are added to.
 
-    :param count: number of logical processes
+    Args:
+        count: number of logical processes
     """
 
     def __init__(self, ranks: Ranks, count: int) -> None:
@@ -68,7 +69,8 @@ class GradientSum:
     def take(self, number: int) -> None:
         """Take the gradients of a share from the parameters.
 
-        :param number: number of its logical process
+        Args:
+            number: number of its logical process
         """
         gradients = [parameter.grad for parameter in self._parameters]
         self.drop()
@@ -162,7 +164,8 @@ class GradientSum:
     def _flatten(self, gradients: Gradients, indices: list[int], with_flags: bool) -> torch.Tensor:
         """Return some gradients as one vector that divides evenly among the ranks, and drop them.
 
-        :param with_flags: whether to append, for every parameter, whether it has a gradient
+        Args:
+            with_flags: whether to append, for every parameter, whether it has a gradient
         """
         first = self._parameters[indices[0]]
         flags = [float(gradient is not None) for gradient in gradients] if with_flags else []
@@ -192,7 +195,8 @@ T = TypeVar("T")
 class Node(Generic[T]):
     """The sum of ``2 ** level`` terms.
 
-    :param start: number of its first term
+    Args:
+        start: number of its first term
     """
 
     level: int
@@ -207,7 +211,8 @@ class TreeSum(Generic[T]):
     right to left. The terms of a contiguous range become a few nodes, at most two for each level, and pushing the nodes
     of all ranges in order gives the same tree, so the order of additions does not depend on how the terms were divided.
 
-    :param add: adds the right value to the left one, which it may change, and returns the sum
+    Args:
+        add: adds the right value to the left one, which it may change, and returns the sum
     """
 
     def __init__(self, add: Callable[[T, T], T]) -> None:

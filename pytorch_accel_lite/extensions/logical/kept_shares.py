@@ -21,5 +21,6 @@ class KeepsShares(Protocol):
     def load_states_of_shares(self, states: Sequence[StateDict], first: int) -> None:
         """Take over what another process has returned, or this one before.
 
-        :param first: number of the first logical process
+        Args:
+            first: number of the first logical process
         """

@@ -31,11 +31,16 @@ class LogicalProcesses(Division):
     A step of a logical process depends only on its number, not on the process that computes it: it has its own share
     of the data, its own random numbers, and the buffers as they were before the step.
 
-    :param value: number of logical processes
-    :param seed: that of the trainer
-    :ivar shares: those of this process
-    :ivar is_computing: whether the forward or backward pass of one of them is under way in training
-    :raises ValueError: if they are fewer than the real processes, or the trainer has no seed
+    Args:
+        value: number of logical processes
+        seed: that of the trainer
+
+    Attributes:
+        shares: those of this process
+        is_computing: whether the forward or backward pass of one of them is under way in training
+
+    Raises:
+        ValueError: if they are fewer than the real processes, or the trainer has no seed
     """
 
     is_fixed = True
@@ -66,7 +71,8 @@ class LogicalProcesses(Division):
     def divide(self, ranks: Ranks) -> None:
         """Divide the logical processes among the real ones, of which there may be others than before.
 
-        :raises ValueError: if there are more of them
+        Raises:
+            ValueError: if there are more of them
         """
         if self.count < ranks.world_size:
             raise ValueError(
@@ -77,7 +83,7 @@ class LogicalProcesses(Division):
         self.current = self.shares.local[0]
 
     def check_tool(self, name: str, supports: Collection[str]) -> None:
-        """Raise an error for a method that tries a step of one process, unless it can make any."""
+        """Raise an error for a tool that does not support logical processes."""
         if self.argument not in supports:
             raise ValueError(
                 f"{name}() does not work with logical_processes={self.count}. Use a trainer without them: the step of "
@@ -85,7 +91,7 @@ class LogicalProcesses(Division):
             )
 
     def check_gather(self) -> None:
-        """Raise an error within the computation of one of them."""
+        """Raise an error within the computation of a logical process."""
         if self.is_computing:
             raise RuntimeError(
                 f"gather() does not work in the forward and backward passes with logical_processes={self.count}: each "

@@ -100,7 +100,8 @@ LOGICAL = Feature(
 class LogicalWindow(GradientWindow):
     """Weights the shares of one update, whose gradients are added up over logical processes rather than averaged.
 
-    :param count: number of logical processes
+    Args:
+        count: number of logical processes
     """
 
     def __init__(self, trainer: TrainerLike, steps: int, batch_size: int, count: int) -> None:
@@ -113,11 +114,12 @@ class LogicalWindow(GradientWindow):
 
     def restart(self) -> None:
         """Begin the window again, with the logical processes divided among the processes as they are now."""
-        self.sizes, self.is_in_step, self.items = None, False, {}
+        self.reset()
+        self.is_in_step, self.items = False, {}
         self.sums.restart()
 
     @property
-    def nominal(self) -> int:
+    def full_size(self) -> int:
         """The number of samples in a full window."""
         return self._batch_size * self.steps * self._count
 
@@ -129,7 +131,7 @@ class LogicalWindow(GradientWindow):
             self.items_per_batch = float(self._batch_size)
             weight = as_weight(items) if num_samples else 0
             self.items[self.number] = self.items.get(self.number, 0) + weight
-        return loss * (weight / self.nominal)
+        return loss * (weight / self.full_size)
 
     def finish(self, optimizer: Optimizer) -> Count:
         """Give the parameters their gradients, corrected if the window's true size differs from the nominal one."""
@@ -183,7 +185,8 @@ class LogicalStep(PlainStep):
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the forward and backward pass of each logical process, and add up their gradients.
 
-        :return: the merged outputs of the shares of this process
+        Returns:
+            the merged outputs of the shares of this process
         """
         assert batch.share is not None
         assert batch.total_samples is not None
@@ -199,8 +202,8 @@ class LogicalStep(PlainStep):
         self._sharded.end_step()
         _restore(self._buffers(), first)
         run.ranks.copy_from_first(self._buffers())
-        nominal, true = window.sizes or (window.nominal, 0)
-        window.sizes = nominal, true + batch.total_samples
+        window.has_gradients = True
+        window.nominal_size, window.true_size = window.full_size, window.true_size + batch.total_samples
         seed_all(batch.share.seed)
         return self._merge(trainer, run, batch)
 
@@ -209,7 +212,8 @@ class LogicalStep(PlainStep):
     ) -> list[torch.Tensor]:
         """Compute the shares of this process one after another, and return the buffers after the first one.
 
-        :param before: the buffers before the step
+        Args:
+            before: the buffers before the step
         """
         self._logical.outputs = {}
         self._returned = {}

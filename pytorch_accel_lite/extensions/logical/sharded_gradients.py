@@ -43,7 +43,8 @@ class ShardedGradients:
 
     Nothing is exchanged by a single process, for which torch reduces nothing: ``GradientSum`` has these.
 
-    :param count: number of logical processes
+    Args:
+        count: number of logical processes
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks, count: int) -> None:
@@ -90,7 +91,8 @@ class ShardedGradients:
     def begin_share(self, is_filler: bool) -> None:
         """Begin the computation of a share.
 
-        :param is_filler: whether it has no samples
+        Args:
+            is_filler: whether it has no samples
         """
         for sums in self._sums:
             sums.is_filler = is_filler
@@ -98,7 +100,8 @@ class ShardedGradients:
     def end_step(self) -> None:
         """End a step.
 
-        :raises RuntimeError: if a module had gradients in some of the shares only
+        Raises:
+            RuntimeError: if a module had gradients in some of the shares only
         """
         for module, sums in zip(self._modules, self._sums, strict=True):
             if sums.rounds not in (0, len(self._ranges[0])):
@@ -130,11 +133,14 @@ class _PlainReduction:
 class _SliceSum(_PlainReduction):
     """Takes the place of torch's reduction of the gradients of one sharded module.
 
-    :param slices: for each process, which slice of the gradients it has
-    :param rank: this process
-    :param ranges: for each process, the numbers of its logical processes
-    :ivar rounds: number of exchanges in this step
-    :ivar is_filler: whether this process computes nothing that counts
+    Args:
+        slices: for each process, which slice of the gradients it has
+        rank: this process
+        ranges: for each process, the numbers of its logical processes
+
+    Attributes:
+        rounds: number of exchanges in this step
+        is_filler: whether this process computes nothing that counts
     """
 
     def __init__(self, slices: list[int], rank: int, ranges: list[range]) -> None:

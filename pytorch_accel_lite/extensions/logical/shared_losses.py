@@ -15,7 +15,8 @@ class SharedLossTrackers(LossTrackers):
 
     The latter are added up in the order of the logical processes for the means over all processes.
 
-    :ivar by_number: those of each logical process; of those that others compute, as far as they have been loaded
+    Attributes:
+        by_number: those of each logical process; of those that others compute, as far as they have been loaded
     """
 
     def __init__(self, shares: Shares, current: Callable[[], int]) -> None:
@@ -46,7 +47,8 @@ class SharedLossTrackers(LossTrackers):
     def load_sums(self, sums: Iterable[dict[str, tuple[float, float]]], first: int = 0) -> None:
         """Load the sums of logical processes, in their order; those of missing ones stay as they are.
 
-        :param first: number of the first of them
+        Args:
+            first: number of the first of them
         """
         for number, by_name in zip(range(first, len(self.by_number)), sums, strict=False):
             trackers = self.by_number[number] = LossTrackers()

@@ -37,17 +37,18 @@ class MemoryEstimate(Report):
 
     All sizes are in bytes, for one device.
 
-    :param peak: most memory that tensors take at a time
-    :param parts: what it consists of, by kind: ``"parameters"``, ``"buffers"``, ``"gradients"``, ``"optimizer"`` (its
-        state), ``"averages"`` (of ``ModelEmaCallback``), ``"activations"`` (all that the forward pass keeps, including
-        the batch and copies of weights in another precision), ``"communication"`` (gathered weights and buffers of
-        communication) and ``"temporary"`` (other results of the backward pass and of the update)
-    :param stage: when the peak is: ``"forward pass"``, ``"backward pass"`` or ``"update"``
-    :param world_size: number of processes
-    :param per_device_batch_size: number of samples in a batch of one process
-    :param is_sharded: whether the model is divided over the processes
-    :param device_memory: the memory of a device, if it is known
-    :param remedy: what activation checkpointing would bring, if the step does not fit
+    Args:
+        peak: most memory that tensors take at a time
+        parts: what it consists of, by kind: ``"parameters"``, ``"buffers"``, ``"gradients"``, ``"optimizer"`` (its
+            state), ``"averages"`` (of ``ModelEmaCallback``), ``"activations"`` (all that the forward pass keeps,
+            including the batch and copies of weights in another precision), ``"communication"`` (gathered weights and
+            buffers of communication) and ``"temporary"`` (other results of the backward pass and of the update)
+        stage: when the peak is: ``"forward pass"``, ``"backward pass"`` or ``"update"``
+        world_size: number of processes
+        per_device_batch_size: number of samples in a batch of one process
+        is_sharded: whether the model is divided over the processes
+        device_memory: the memory of a device, if it is known
+        remedy: what activation checkpointing would bring, if the step does not fit
     """
 
     peak: int
@@ -108,14 +109,19 @@ def estimate_memory(
     Experimental. Two updates are made on copies of the model and the optimizer with fake tensors, which have shapes but
     no memory, so the model may be on the meta device and of any size. Nothing is changed. Call it in a single process.
 
-    :param world_size: number of processes
-    :param sharded: divide the model over the processes by ``fully_shard``, block by block. By default it is divided by
-        an overridden ``parallelize_model()``, or not at all.
-    :param device_type: the kind of device; by default the trainer's, or ``"cuda"`` if that is a CPU
-    :param device_memory: the memory of a device, in bytes or as ``"80GB"`` or ``"24GiB"``; by default that of the
-        trainer's GPU, if it has one.
-    :return: the estimate, to be printed in a script; consoles and notebooks show it
-    :raises NotImplementedError: if the step needs the values of tensors, as ``.item()`` does
+    Args:
+        world_size: number of processes
+        sharded: divide the model over the processes by ``fully_shard``, block by block. By default it is divided by an
+            overridden ``parallelize_model()``, or not at all.
+        device_type: the kind of device; by default the trainer's, or ``"cuda"`` if that is a CPU
+        device_memory: the memory of a device, in bytes or as ``"80GB"`` or ``"24GiB"``; by default that of the
+            trainer's GPU, if it has one.
+
+    Returns:
+        the estimate, to be printed in a script; consoles and notebooks show it
+
+    Raises:
+        NotImplementedError: if the step needs the values of tensors, as ``.item()`` does
     """
     check_positive_int("world_size", world_size)
     request = RunRequest(

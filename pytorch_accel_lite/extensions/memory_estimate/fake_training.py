@@ -55,12 +55,13 @@ _IN_FLOAT32 |= {"softmax", "log_softmax", "layer_norm", "group_norm"}
 class Scenario(NamedTuple):
     """How the steps are made.
 
-    :param world_size: number of processes
-    :param sharding: ``"custom"``: by the trainer's ``parallelize_model``; ``"blocks"``: by ``fully_shard`` for each
-        block and the model; ``"none"``: a copy of the model on each process
-    :param device_type: the kind of device, for which optimizers choose their implementation
-    :param checkpoints: whether the repeated blocks compute their activations again in the backward pass
-    :param counts_flops: whether to count the operations of a window, too
+    Args:
+        world_size: number of processes
+        sharding: ``"custom"``: by the trainer's ``parallelize_model``; ``"blocks"``: by ``fully_shard`` for each block
+            and the model; ``"none"``: a copy of the model on each process
+        device_type: the kind of device, for which optimizers choose their implementation
+        checkpoints: whether the repeated blocks compute their activations again in the backward pass
+        counts_flops: whether to count the operations of a window, too
     """
 
     world_size: int
@@ -75,9 +76,12 @@ def measure_step(trial: Trial, batch: Batch, scenario: Scenario) -> LiveBytes:
 
     The trainer is left as it is: copies of its model, its optimizer and its attributes make the steps.
 
-    :param trial: a trial that is not running, which has read the batch
-    :param batch: a real batch, on the device
-    :raises NotImplementedError: if the step needs the values of tensors
+    Args:
+        trial: a trial that is not running, which has read the batch
+        batch: a real batch, on the device
+
+    Raises:
+        NotImplementedError: if the step needs the values of tensors
     """
     # Autograd starts a thread for each device when it is first used. That of a fake one would hinder forks later on.
     torch.zeros((), requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
@@ -126,8 +130,11 @@ class FakeCopies:
 
     What the originals share, the copies share.
 
-    :param device: the device of the copies; the originals may be on the meta device
-    :ivar memo: the copies, by the identity of their originals, as ``copy.deepcopy`` takes them
+    Args:
+        device: the device of the copies; the originals may be on the meta device
+
+    Attributes:
+        memo: the copies, by the identity of their originals, as ``copy.deepcopy`` takes them
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -230,7 +237,8 @@ class NoLosses(LossTrackers):
 class FakeTrainer:
     """A copy of a trainer with fake tensors, on one of a number of processes.
 
-    :ivar trainer: the copy
+    Attributes:
+        trainer: the copy
     """
 
     def __init__(self, trial: Trial, scenario: Scenario) -> None:

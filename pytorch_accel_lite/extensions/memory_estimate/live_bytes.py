@@ -41,13 +41,16 @@ class LiveBytes(TorchDispatchMode):
     Memory is counted by storage, from the operation that returns it until it is freed, so views count once. What is
     allocated within an operation and freed before it returns is not seen.
 
-    :param device: the device whose tensors count
-    :param owners: returns what tensors are for; others are activations if autograd may need them, else temporary
-    :param block: size in bytes to a multiple of which each storage is rounded, as allocators do
-    :ivar peak: the largest number of bytes that were alive at a time
-    :ivar at_peak: the bytes at the peak, by kind; exact in total, and within 1 % of it by kind
-    :ivar flops: the operations that were counted meanwhile
-    :ivar stage: what was being done at the peak: ``"forward pass"``, ``"backward pass"`` or ``"update"``
+    Args:
+        device: the device whose tensors count
+        owners: returns what tensors are for; others are activations if autograd may need them, else temporary
+        block: size in bytes to a multiple of which each storage is rounded, as allocators do
+
+    Attributes:
+        peak: the largest number of bytes that were alive at a time
+        at_peak: the bytes at the peak, by kind; exact in total, and within 1 % of it by kind
+        flops: the operations that were counted meanwhile
+        stage: what was being done at the peak: ``"forward pass"``, ``"backward pass"`` or ``"update"``
     """
 
     def __init__(self, device: torch.device, owners: Owners, block: int = 1) -> None:

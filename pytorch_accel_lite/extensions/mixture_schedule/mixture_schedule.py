@@ -27,14 +27,15 @@ class MixtureScheduleCallback(TrainerCallback):
     By updates, what has been read ahead is read again when weights change, so that they hold from the next batch on. A
     ``MixtureStream`` needs a seed for that, and no workers but those of a ``StatefulDataLoader``.
 
-    :param weights: stages: weights by the number of complete epochs or updates after which they hold, such as ``{0:
-        {"easy": 0.9, "hard": 0.1}, 5: {"easy": 0.5, "hard": 0.5}}``, of which some may be 0; or a function of a number
-        and of the latest value of each metric, called on the first process. It is given the number of an epoch, counted
-        from 1, before that; or the number of updates so far, before each epoch, after ``every_n_updates``, and after
-        each evaluation within an epoch. ``None`` leaves the weights as they are.
-    :param linear: whether the weights change linearly from one stage to the next, each as a share
-    :param unit: whether the numbers of stages are epochs or updates
-    :param every_n_updates: by updates, how often linear weights change and the function is called; 100 by default
+    Args:
+        weights: stages: weights by the number of complete epochs or updates after which they hold, such as ``{0:
+            {"easy": 0.9, "hard": 0.1}, 5: {"easy": 0.5, "hard": 0.5}}``, of which some may be 0; or a function of a
+            number and of the latest value of each metric, called on the first process. It is given the number of an
+            epoch, counted from 1, before that; or the number of updates so far, before each epoch, after
+            ``every_n_updates``, and after each evaluation within an epoch. ``None`` leaves the weights as they are.
+        linear: whether the weights change linearly from one stage to the next, each as a share
+        unit: whether the numbers of stages are epochs or updates
+        every_n_updates: by updates, how often linear weights change and the function is called; 100 by default
     """
 
     def __init__(
@@ -221,7 +222,8 @@ def _check_can_return(trainer: TrainerLike) -> None:
 def _at(stages: Mapping[int, Weights], done: int, every: int, linear: bool) -> Weights:
     """Return the weights after a number of complete epochs or updates.
 
-    :param every: after how many of them linear weights change
+    Args:
+        every: after how many of them linear weights change
     """
     numbers = sorted(stages)
     place = bisect_right(numbers, done)

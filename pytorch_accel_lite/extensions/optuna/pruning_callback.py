@@ -20,12 +20,17 @@ class OptunaPruningCallback(TrainerCallback):
     ``train``. A trial that resumes from a training state also reports the values of the epochs before it. The study
     determines whether greater values are better.
 
-    :param trial: the trial; ``None`` on all processes but the first
-    :param metric: name of the metric in the run history, the objective of the study
-    :ivar is_pruned: whether the run was ended because the trial is to be pruned
-    :raises ImportError: if Optuna is not installed (extra ``optuna``)
-    :raises ValueError: before a run, if the study maximises a metric of which smaller values are known to be better,
-        or the reverse; or if a callback writes to a path to which another trial of the study has written
+    Args:
+        trial: the trial; ``None`` on all processes but the first
+        metric: name of the metric in the run history, the objective of the study
+
+    Attributes:
+        is_pruned: whether the run was ended because the trial is to be pruned
+
+    Raises:
+        ImportError: if Optuna is not installed (extra ``optuna``)
+        ValueError: before a run, if the study maximises a metric of which smaller values are known to be better, or the
+            reverse; or if a callback writes to a path to which another trial of the study has written
     """
 
     def __init__(self, trial: Any, metric: str = "eval_loss_epoch") -> None:
@@ -103,7 +108,8 @@ class OptunaPruningCallback(TrainerCallback):
     def check_pruned(self) -> None:
         """Tell the study that the trial was pruned. Call it after ``train``.
 
-        :raises optuna.TrialPruned: if it was
+        Raises:
+            optuna.TrialPruned: if it was
         """
         if self.is_pruned:
             raise self._optuna.TrialPruned

@@ -38,12 +38,15 @@ class PackSequences:
     that uses flash attention gets the arguments for that, untried. A model of your own can make a mask from the
     positions with ``packed_mask()`` or ``packed_mask_function()``, or call ``packed_attention()``.
 
-    :param model: what is trained, before it is sharded or compiled
-    :param causal: whether each label is predicted from the tokens before it, as the models of transformers shift
-        their labels: then the first label of each sequence becomes -100, which losses ignore, since what is before it
-        belongs to another sequence. By default that of the ``model``, or true. Pass ``False`` if your targets are
-        shifted already.
-    :raises ValueError: if ``model`` cannot keep sequences apart
+    Args:
+        model: what is trained, before it is sharded or compiled
+        causal: whether each label is predicted from the tokens before it, as the models of transformers shift their
+            labels: then the first label of each sequence becomes -100, which losses ignore, since what is before it
+            belongs to another sequence. By default that of the ``model``, or true. Pass ``False`` if your targets are
+            shifted already.
+
+    Raises:
+        ValueError: if ``model`` cannot keep sequences apart
     """
 
     def __init__(self, model: nn.Module | None = None, causal: bool | None = None) -> None:
@@ -162,8 +165,9 @@ def _keeps_apart(
 ) -> bool:
     """Whether a model computes two short sequences in a row as it computes each by itself.
 
-    :param needed: the arguments that the model cannot do without
-    :param weight: one of its weights, whose device and precision it computes with
+    Args:
+        needed: the arguments that the model cannot do without
+        weight: one of its weights, whose device and precision it computes with
     """
     get_embedding = getattr(model, "get_input_embeddings", None)
     size = getattr(get_embedding() if callable(get_embedding) else None, "num_embeddings", 8)
@@ -192,11 +196,14 @@ def _numbers(position_ids: torch.Tensor) -> torch.Tensor:
 def packed_mask(position_ids: torch.Tensor, causal: bool = True, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return the mask with which attention keeps packed sequences apart.
 
-    :param position_ids: positions of shape ``(rows, tokens)``, which restart with each sequence
-    :param causal: whether a token sees only itself and those before it, or all of its sequence
-    :param dtype: that of the queries, for a mask that is added to the scores, with 0 for what is seen and minus
-        infinity elsewhere. ``None`` for one that is ``True`` for what is seen. Attention of torch takes both.
-    :return: a tensor of shape ``(rows, 1, tokens, tokens)``
+    Args:
+        position_ids: positions of shape ``(rows, tokens)``, which restart with each sequence
+        causal: whether a token sees only itself and those before it, or all of its sequence
+        dtype: that of the queries, for a mask that is added to the scores, with 0 for what is seen and minus infinity
+            elsewhere. ``None`` for one that is ``True`` for what is seen. Attention of torch takes both.
+
+    Returns:
+        a tensor of shape ``(rows, 1, tokens, tokens)``
     """
     numbers = _numbers(position_ids)[:, None]
     seen = numbers[..., None] == numbers[..., None, :]
@@ -211,9 +218,12 @@ def packed_mask_function(position_ids: torch.Tensor, causal: bool = True) -> Cal
 
     Flex attention skips the blocks of tokens that do not see each other.
 
-    :param position_ids: positions of shape ``(rows, tokens)``, which restart with each sequence
-    :param causal: whether a token sees only itself and those before it, or all of its sequence
-    :return: a function of the numbers of row, head, query and key
+    Args:
+        position_ids: positions of shape ``(rows, tokens)``, which restart with each sequence
+        causal: whether a token sees only itself and those before it, or all of its sequence
+
+    Returns:
+        a function of the numbers of row, head, query and key
     """
     numbers = _numbers(position_ids)
 
@@ -237,10 +247,11 @@ def packed_attention(
     Time and memory grow with the square of the sequences rather than of the row. No mask is needed, so that the fast
     kernels of ``torch.nn.functional.scaled_dot_product_attention()`` may be used.
 
-    :param query: queries of shape ``(1, heads, tokens, size)``, as ``key`` and ``value``
-    :param bounds: ``bounds`` of a batch of ``PackSequences``
-    :param causal: whether a token sees only itself and those before it, or all of its sequence
-    :param options: further arguments of that function, ``dropout_p``, ``scale`` or ``enable_gqa``
+    Args:
+        query: queries of shape ``(1, heads, tokens, size)``, as ``key`` and ``value``
+        bounds: ``bounds`` of a batch of ``PackSequences``
+        causal: whether a token sees only itself and those before it, or all of its sequence
+        options: further arguments of that function, ``dropout_p``, ``scale`` or ``enable_gqa``
     """
     pieces = itertools.starmap(slice, itertools.pairwise(bounds))
     parts = ([tensor[..., piece, :] for tensor in (query, key, value)] for piece in pieces)
@@ -250,8 +261,9 @@ def packed_attention(
 def unpack(outputs: torch.Tensor, position_ids: torch.Tensor) -> list[torch.Tensor]:
     """Return the part of each sequence in the outputs for a packed row, for example as the outputs of a prediction.
 
-    :param outputs: outputs of shape ``(1, tokens, ...)``
-    :param position_ids: ``position_ids`` of the batch, which are read from the device
+    Args:
+        outputs: outputs of shape ``(1, tokens, ...)``
+        position_ids: ``position_ids`` of the batch, which are read from the device
     """
     sizes = torch.unique_consecutive(_numbers(position_ids), return_counts=True)[1].tolist()
     return list(torch.split(outputs[0], sizes))

@@ -30,14 +30,17 @@ class TokenBatchSampler(Sampler[list[int]]):
     Each process takes one batch in a step, so the budget is that of one process and its memory. If the batches of an
     epoch do not divide evenly, the samples of the remaining ones are divided among the processes.
 
-    :param data: the samples, or their lengths in tokens: a list, an array or a tensor of integers
-    :param max_tokens: the most tokens in a batch after padding: its number of samples times its greatest length; or,
-        if they are packed, their sum
-    :param length: returns the length of a sample, each of which is read once; ``None`` if ``data`` are lengths
-    :param shuffle: whether to shuffle; otherwise batches go from the shortest to the longest samples, as evaluation
-        may, or in that of their packing, and are the same in each epoch
-    :param packed: whether samples are put in a row without padding, as by ``PackSequences``
-    :raises ValueError: if there is no sample, if a sample is longer than the budget, or if a length is not positive
+    Args:
+        data: the samples, or their lengths in tokens: a list, an array or a tensor of integers
+        max_tokens: the most tokens in a batch after padding: its number of samples times its greatest length; or, if
+            they are packed, their sum
+        length: returns the length of a sample, each of which is read once; ``None`` if ``data`` are lengths
+        shuffle: whether to shuffle; otherwise batches go from the shortest to the longest samples, as evaluation may,
+            or in that of their packing, and are the same in each epoch
+        packed: whether samples are put in a row without padding, as by ``PackSequences``
+
+    Raises:
+        ValueError: if there is no sample, if a sample is longer than the budget, or if a length is not positive
     """
 
     def __init__(

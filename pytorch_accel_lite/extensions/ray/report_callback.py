@@ -28,13 +28,16 @@ class RayReportCallback(TrainerCallback):
     from ``ray.train.get_checkpoint()``: with as many, to the same bits. The data order is seeded even if the trainer
     has no seed.
 
-    :param every_n_epochs: report the latest metrics and a state after every n epochs, and at the end of the run
-    :param every_n_steps: report a state, and the metrics known by then, also after every n optimizer updates
-    :param directory: where states are written before Ray copies them to its storage; by default the system's directory
-        for temporary files. It must be on a disk that the machines of all workers share.
-    :raises ImportError: if Ray is not installed (extra ``ray``)
-    :raises RuntimeError: at the start of a run in a process that is no worker of Ray Train, or if workers do not share
-        the directory
+    Args:
+        every_n_epochs: report the latest metrics and a state after every n epochs, and at the end of the run
+        every_n_steps: report a state, and the metrics known by then, also after every n optimizer updates
+        directory: where states are written before Ray copies them to its storage; by default the system's directory for
+            temporary files. It must be on a disk that the machines of all workers share.
+
+    Raises:
+        ImportError: if Ray is not installed (extra ``ray``)
+        RuntimeError: at the start of a run in a process that is no worker of Ray Train, or if workers do not share the
+            directory
     """
 
     #: The location of states in messages.

@@ -47,10 +47,13 @@ _SECONDS_UNTIL_REMOVED = 24 * 60 * 60  # far more than it takes to upload a stat
 class RemoteFolder:
     """A folder in a remote store. Its errors are ``OSError`` and name the address.
 
-    :param url: such as ``s3://bucket/run``
-    :param argument: name of the argument with the URL, for the error
-    :raises ImportError: if the package for this kind of store is not installed
-    :raises ValueError: if fsspec does not know this kind of store
+    Args:
+        url: such as ``s3://bucket/run``
+        argument: name of the argument with the URL, for the error
+
+    Raises:
+        ImportError: if the package for this kind of store is not installed
+        ValueError: if fsspec does not know this kind of store
     """
 
     def __init__(self, url: str, argument: str = "The address") -> None:
@@ -85,7 +88,8 @@ class RemoteFolder:
     def read(self, name: str) -> bytes:
         """Return the content of an object.
 
-        :raises FileNotFoundError: if it does not exist
+        Raises:
+            FileNotFoundError: if it does not exist
         """
         with self._accessing(name) as path:
             content: bytes = self._store.cat_file(path)
@@ -324,7 +328,8 @@ class RemoteStore(Store):
     def fetch_weights(self, url: str) -> Iterator[Path]:
         """Yield a temporary directory with the safetensors files at a URL, or with the one file that it names.
 
-        :raises FileNotFoundError: if there are none
+        Raises:
+            FileNotFoundError: if there are none
         """
         address, name = os.path.split(url) if url.endswith(".safetensors") else (url, WEIGHTS)
         folder = RemoteFolder(address, "checkpoint_path")

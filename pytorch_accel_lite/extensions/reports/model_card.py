@@ -44,7 +44,8 @@ class ModelCard(ModelWriter):
     def check(self, card_data: Mapping[str, object]) -> None:
         """Check that the metadata can be written.
 
-        :raises TypeError: if not
+        Raises:
+            TypeError: if not
         """
         try:
             json.dumps({**card_data})
@@ -70,9 +71,10 @@ def _card_of(trainer: TrainerLike, saved: SavedModel) -> str:
     card_data: dict[str, Any] = {"model_name": Path(saved.location).resolve().name, **saved.card_data}
     run, model, folder = trainer.run, trainer.get_model(keep_torch_compile=False), saved.folder
     history = trainer.run_history if isinstance(trainer.run_history, InMemoryRunHistory) else InMemoryRunHistory()
-    loaded = run.loaded if run.loaded is not None and run.loaded.update == trainer.progress.update else None
+    latest = run.latest
+    loaded = latest.loaded if latest.loaded is not None and latest.loaded.update == trainer.progress.update else None
     row = _row_of_weights(history, loaded) if trainer.progress.update else {}
-    before, later = _numbers(row), _numbers(run.evaluation.metrics if run.evaluation else {})
+    before, later = _numbers(row), _numbers(latest.evaluation.metrics if latest.evaluation else {})
     kind, settings = class_of(model), list(_settings(trainer))
     return render(
         TEMPLATES / "model_card.md",
@@ -81,7 +83,7 @@ def _card_of(trainer: TrainerLike, saved: SavedModel) -> str:
         name=card_data["model_name"],
         description=describe_model(trainer),
         progress=trainer.progress,
-        training=run.training,
+        training=latest.training,
         loaded=loaded,
         trainable_only=saved.trainable_only,
         epoch=row.get("epoch"),
@@ -122,7 +124,7 @@ def _metadata(run: Run, saved: Mapping[str, float], later: Mapping[str, float], 
     """Return the metadata of a card as YAML, as the Hugging Face Hub reads it."""
     from huggingface_hub import EvalResult, ModelCardData  # takes longer to import than all of this package
 
-    datasets = [part.eval_dataset for part in (run.training, run.evaluation) if part is not None]
+    datasets = [part.eval_dataset for part in (run.latest.training, run.latest.evaluation) if part is not None]
     parts = {name.replace("_", " ") for data in datasets if isinstance(data, dict) for name in data}
     same_data = len(datasets) == 2 and datasets[0] is datasets[1]
     by_split = {"validation": {**saved, **later}} if same_data else {"validation": saved, "test": later}
@@ -167,13 +169,13 @@ def _public_module(kind: type) -> str:
 
 def _settings(trainer: TrainerLike) -> Iterator[tuple[str, str]]:
     """Yield the settings of the latest training, and what computed it, by name."""
-    run, training = trainer.run, trainer.run.training
+    run, training = trainer.run, trainer.run.latest.training
     if training is None:
         return
     datasets = {
         "Training data": run.data.train_dataset,
         "Evaluation data": training.eval_dataset,
-        "Data evaluated afterwards": run.evaluation and run.evaluation.eval_dataset,
+        "Data evaluated afterwards": run.latest.evaluation and run.latest.evaluation.eval_dataset,
     }
     yield from ((name, _describe_data(data)) for name, data in datasets.items() if data is not None)
     record = setup_of(trainer, training.config.to_dict())

@@ -26,10 +26,13 @@ class PlotMetricsCallback(TrainerCallback):
     Plotting takes at most a fiftieth of the run's time (a tenth in a notebook): epochs are skipped if necessary, but
     the final state is always drawn. With ``every``, it is drawn at that interval instead.
 
-    :param path: picture file, whose suffix (``.png``, ``.svg``, ``.pdf``) sets the format; replaced atomically
-    :param metrics: names of the metrics to draw; defaults to all numeric metrics
-    :param every: an ``Interval`` between plots, such as ``"10 minutes"``, also within epochs
-    :raises ImportError: if matplotlib is not installed
+    Args:
+        path: picture file, whose suffix (``.png``, ``.svg``, ``.pdf``) sets the format; replaced atomically
+        metrics: names of the metrics to draw; defaults to all numeric metrics
+        every: an ``Interval`` between plots, such as ``"10 minutes"``, also within epochs
+
+    Raises:
+        ImportError: if matplotlib is not installed
     """
 
     def __init__(
@@ -112,7 +115,8 @@ def _format_of(path: Path) -> str:
 def _check_format(path: Path) -> None:
     """Check that matplotlib can draw pictures of a format.
 
-    :raises ValueError: if it cannot; lists the formats
+    Raises:
+        ValueError: if it cannot; lists the formats
     """
     formats = new_figure((1, 1)).canvas.get_supported_filetypes()
     if _format_of(path) not in formats:

@@ -56,9 +56,10 @@ class RunLogCallback(TrainerCallback):
     takes less than a fiftieth of the time. Resuming a run adds an attempt to its record; a new run in
     the same directory replaces it.
 
-    :param directory: where the files are written
-    :param config: your own hyper-parameters, shown with the run's configuration
-    :param name: heading of the page; defaults to the name of the directory, or of the one above ``run_log`` or ``log``
+    Args:
+        directory: where the files are written
+        config: your own hyper-parameters, shown with the run's configuration
+        name: heading of the page; defaults to the name of the directory, or of the one above ``run_log`` or ``log``
     """
 
     def __init__(

@@ -20,8 +20,9 @@ _SHOWN_OUTPUTS = 20  # the latest
 class ShownPicture(NamedTuple):
     """A picture on a page.
 
-    :param data: its contents, as a URL
-    :param link: the path of its file, relative to the page, as a URL
+    Args:
+        data: its contents, as a URL
+        link: the path of its file, relative to the page, as a URL
     """
 
     data: str
@@ -39,9 +40,10 @@ def pages(
 ) -> dict[str, str]:
     """Return the pages of a run by file name.
 
-    :param record: the contents of ``run.json``
-    :param curves: plots of its metrics, as SVG
-    :param pictures: those among its outputs, by path
+    Args:
+        record: the contents of ``run.json``
+        curves: plots of its metrics, as SVG
+        pictures: those among its outputs, by path
     """
     attempts = record["attempts"]
     outcome, _, reason = attempts[-1]["outcome"].partition(": ")

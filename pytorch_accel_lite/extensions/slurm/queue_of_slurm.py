@@ -30,7 +30,8 @@ class Slurm(JobQueue):
     def check(self) -> None:
         """Check that this job could return to the queue; warn if torchrun would not pass on Slurm's warning.
 
-        :raises RuntimeError: if this is a job of Slurm on a machine without its commands
+        Raises:
+            RuntimeError: if this is a job of Slurm on a machine without its commands
         """
         if self.job is None:
             return

@@ -11,7 +11,8 @@ from typing import Any
 class Channel:
     """One end of a connection.
 
-    :param connection: the socket
+    Args:
+        connection: the socket
     """
 
     def __init__(self, connection: socket.socket) -> None:

@@ -46,12 +46,29 @@ def opened_since(before: Mapping[int, str]) -> dict[int, str]:
     return {number: name for number, name in open_sockets().items() if before.get(number) != name}
 
 
+def any_is_connected(sockets: Mapping[int, str]) -> bool:
+    """Whether any of some sockets is still a connection, or one that has been ended but not closed.
+
+    Args:
+        sockets: what the system calls each, by its descriptor, which may have become another one's
+    """
+    for number, name in sockets.items():
+        with suppress(OSError):  # it has been closed
+            if os.readlink(f"{_DESCRIPTORS}/{number}") != name:
+                continue
+            with socket.socket(fileno=os.dup(number)) as connection:
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    return True
+    return False
+
+
 def shut_down(sockets: Mapping[int, str], port: int) -> None:
     """End the connections of sockets, whoever waits for them, from any thread.
 
     Those that listen are left alone, as gloo would end the process; likewise what is connected to a port.
 
-    :param sockets: what the system calls each, by its descriptor, which may have become another one's
+    Args:
+        sockets: what the system calls each, by its descriptor, which may have become another one's
     """
     for number, name in sockets.items():
         with suppress(OSError):  # it has been closed, or is not connected

@@ -23,10 +23,11 @@ _PART = 1 << 24  # bytes of a text
 class Generation:
     """The processes of a job between two changes.
 
-    :param number: counted from 1
-    :param members: their numbers, by rank. A process that replaces another one has a number of its own.
-    :param machines: the number of the machine of each
-    :param came: those that were not there before, and have to be given the state of the run
+    Args:
+        number: counted from 1
+        members: their numbers, by rank. A process that replaces another one has a number of its own.
+        machines: the number of the machine of each
+        came: those that were not there before, and have to be given the state of the run
     """
 
     number: int
@@ -38,7 +39,8 @@ class Generation:
 class JobStore:
     """The texts of a job by key.
 
-    :param store: a connection to torch's store; each thread needs its own
+    Args:
+        store: a connection to torch's store; each thread needs its own
     """
 
     def __init__(self, store: Any) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from accelerate.state import PartialState
 
 from pytorch_accel_lite.extending import Run, TrainerLike
-from pytorch_accel_lite.extensions.takeover.membership import Membership, change_state
+from pytorch_accel_lite.extensions.takeover.job_store import Generation
+from pytorch_accel_lite.extensions.takeover.membership import BeginAgain, Membership, change_state
 
 _IN_MEMORY = Path("/dev/shm")
 _POLLING = 0.005
@@ -27,7 +28,8 @@ def stay_apart() -> None:
 def wait_for_state(membership: Membership) -> str:
     """Return the state from which this process joins the others, or that with which they have ended this training.
 
-    :raises SystemExit: if they end
+    Raises:
+        SystemExit: if they end
     """
     store, number, training = membership.store, membership.number, membership.trainings
     store.say(f"ready/{number}", str(training))
@@ -62,8 +64,7 @@ def let_in(trainer: TrainerLike, run: Run, membership: Membership) -> None:
     membership.begun_at = time.monotonic()
     ranks, store = trainer.ranks, membership.store
     follows = ranks.broadcast_object(store.latest)
-    training = str(membership.trainings)
-    if not ranks.broadcast_object(lambda: all(store.said(f"ready/{n}") == training for n in follows.came)):
+    if not ranks.broadcast_object(lambda: _are_ready(follows, membership)):
         return
     with _temporary() as own:
         folder = ranks.broadcast_object(lambda: own)
@@ -82,6 +83,33 @@ def let_in(trainer: TrainerLike, run: Run, membership: Membership) -> None:
             enter(run, membership)
         for newcomer in follows.came if membership.rank == 0 else ():
             store.drop_folder(f"sent/{newcomer}/{follows.number}")
+
+
+def let_in_by_beginning_again(trainer: TrainerLike, run: Run, membership: Membership) -> None:
+    """Save a state of a sharded run for all processes, with which they and those that come begin again.
+
+    Raises:
+        BeginAgain: if there are others, on the same machine
+    """
+    ranks, store = trainer.ranks, membership.store
+    follows = ranks.broadcast_object(store.latest)
+    are_near = len(set(follows.machines)) == 1
+    if not (follows.came and are_near and ranks.broadcast_object(lambda: _are_ready(follows, membership))):
+        return
+    membership.fetched = _temporary()
+    folder = membership.fetched.name
+    directory = os.path.join(ranks.broadcast_object(lambda: folder), "state")
+    run.window.filled, run.window.is_in_step = 0, False
+    trainer.save_training_state(directory)
+    for newcomer in follows.came if membership.rank == 0 else ():
+        store.say(f"state/{newcomer}", json.dumps([follows.number, True, directory]))
+    membership.resumes_from, membership.begins_again = directory, True
+    raise BeginAgain
+
+
+def _are_ready(follows: Generation, membership: Membership) -> bool:
+    training = str(membership.trainings)
+    return all(membership.store.said(f"ready/{newcomer}") == training for newcomer in follows.came)
 
 
 def keep_end(trainer: TrainerLike, membership: Membership) -> None:

@@ -19,8 +19,9 @@ def join(address: tuple[str, int], processes: int, seconds: float) -> int:
 
     If the connection is lost, the processes are killed, and as many rejoin once the job can be reached again.
 
-    :param address: the host and the port on which the supervisor listens
-    :param seconds: how long to try to reach it
+    Args:
+        address: the host and the port on which the supervisor listens
+        seconds: how long to try to reach it
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which ends the processes, too
     nursery.prepare()

@@ -9,14 +9,15 @@ from pytorch_accel_lite.extensions.takeover.joining_machine import join
 from pytorch_accel_lite.extensions.takeover.supervisor import Supervisor
 
 _DESCRIPTION = """\
-Runs a program on several processes. If one of them is lost, the others take over
-its part of the work at once, and the results are those of a run that was not
-disturbed. This needs Trainer(..., seed=..., logical_processes=...)."""
+Run a program on several processes, any of which may be lost.
+
+The others then take over its part of the work at once, and the results are those of
+a run that was not disturbed. This needs Trainer(..., seed=..., logical_processes=...)."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a program on several processes, any of which may be lost."""
-    parser = _parser()
+    parser = create_parser()
     options = parser.parse_args(arguments)
     if options.join is not None:
         if options.program or not options.processes:
@@ -39,7 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     ).run()
 
 
-def _parser() -> argparse.ArgumentParser:
+def create_parser() -> argparse.ArgumentParser:
+    """Return the parser of this command."""
     parser = argparse.ArgumentParser(
         "python -m pytorch_accel_lite launch",
         description=_DESCRIPTION,

@@ -20,6 +20,7 @@ from pytorch_accel_lite.callbacks import StopTrainingError
 from pytorch_accel_lite.extending import MACHINERY, ControlGroup, is_about_lost_process
 from pytorch_accel_lite.extensions.takeover.connections import open_sockets, opened_since
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore
+from pytorch_accel_lite.extensions.takeover.waiting import keep_for_ever, watch_waits
 from pytorch_accel_lite.extensions.takeover.watcher import Watcher
 
 T = TypeVar("T")
@@ -37,12 +38,17 @@ class RepeatError(RuntimeError):
     """What this process does is to be done again, in another generation."""
 
 
+class BeginAgain(BaseException):
+    """The program of this process is to begin again, in another generation."""
+
+
 class Change(NamedTuple):
     """How the processes of a job have changed.
 
-    :param left: the former ranks of those that are gone
-    :param came: the ranks of those that are new
-    :param seconds: how long it took, with what is done again
+    Args:
+        left: the former ranks of those that are gone
+        came: the ranks of those that are new
+        seconds: how long it took, with what is done again
     """
 
     left: list[int]
@@ -57,19 +63,28 @@ class Membership:
     have entered it, so survivors of a loss differ by one action at most: a process in that collective, which others
     have left, has done its part and goes on. All others repeat the action in which they are.
 
-    :param number: that of this process in generations
-    :ivar generation: the one that it is in; ``None`` if it has yet to join the others, and is alone until then
-    :ivar joins: the number of the generation for which this process has got the state of the run, if it comes later
-    :ivar completed: number of actions that are complete
-    :ivar outcome: what the latest one leaves to a process that has missed its last collective
-    :ivar trainings: number of trainings that this process has begun
-    :ivar is_open: whether other processes may come
-    :ivar fetched: holds the state from which this process has resumed, if it comes later
-    :ivar begun_at: when this process has begun the action in which it is
-    :ivar is_in_action: whether an action is under way, of which all communication is a part
-    :ivar is_in_update: whether that is an update of the weights
-    :ivar redivide: called with each generation, before anything is repeated
-    :ivar announce: called with what has changed, once the processes have agreed on what to repeat
+    Args:
+        number: that of this process in generations
+
+    Attributes:
+        generation: the one that it is in; ``None`` if it has yet to join the others, and is alone until then
+        joins: the number of the generation for which this process has got the state of the run, if it comes later
+        completed: number of actions that are complete
+        outcome: what the latest one leaves to a process that has missed its last collective
+        trainings: number of trainings that this process has begun
+        is_open: whether other processes may come
+        fetched: holds the state from which this process has resumed, if it comes later
+        begun_at: when this process has begun the action in which it is
+        is_in_action: whether an action is under way, of which all communication is a part
+        is_in_update: whether that is an update of the weights
+        begins_again: whether the program is to begin again
+        has_begun_again: whether it has, before its first training
+        resumes_from: the state from which its training then resumes
+        states_of_others: the states that were there before this job has saved any
+        states: returns those that are there now
+        holds_shards: returns whether each process has something that the others lack
+        redivide: called with each generation, before anything is repeated
+        announce: called with what has changed, once the processes have agreed on what to repeat
     """
 
     def __init__(self, number: int, host: str, port: int) -> None:
@@ -85,9 +100,15 @@ class Membership:
         self.is_in_action = self.is_in_update = False
         self.redivide: Callable[[], None] = _do_nothing
         self.announce: Callable[[Change], None] = _do_nothing
+        self.begins_again = self.has_begun_again = False
+        self.resumes_from: str | None = None
+        self.states_of_others: dict[str, float] | None = None
+        self.states: Callable[[], dict[str, float]] = dict
+        self.holds_shards: Callable[[], bool] = bool
         self.watcher = Watcher(number, host, port)
         self.is_open = self.store.said("open") is not None
         self.fetched: tempfile.TemporaryDirectory[str] | None = None
+        self._is_stuck = False  # whether a thread of the process group waits for a lost process
         self._tried = 0  # the latest generation that could not be connected
         self._announced: list[int] = []
         self._capacity = _CAPACITY
@@ -97,8 +118,11 @@ class Membership:
     def join(self, only: int | None = None) -> None:
         """Enter the latest generation, together with all of its members, and divide the work among these.
 
-        :param only: the one for which this process has a state, if it comes later
-        :raises SystemExit: if this process is not among them
+        Args:
+            only: the one for which this process has a state, if it comes later
+
+        Raises:
+            SystemExit: if this process is not among them
         """
         if self.generation is None:
             self.store.wait_for_first()
@@ -112,6 +136,7 @@ class Membership:
         if before is None:
             self._announced = [member for member in generation.members if member not in generation.came]
             self.watcher.begin(lambda: self.completed)
+            watch_waits(self.watcher.is_cut_off, self._note_stuck)
         self.redivide()
 
     def _find_place(self, generation: Generation) -> None:
@@ -178,7 +203,13 @@ class Membership:
         self.watcher.end_connections()
         with suppress(Exception):
             if dist.is_initialized():
+                if self._is_stuck:
+                    keep_for_ever(dist.group.WORLD)
                 dist.destroy_process_group()
+        self._is_stuck = False
+
+    def _note_stuck(self) -> None:
+        self._is_stuck = True
 
     def _change_environment(self) -> None:
         """Tell Accelerate, and programs that ask the environment, what the processes are now."""
@@ -199,8 +230,11 @@ class Membership:
     def do(self, action: Callable[[], T], keep: Callable[[], Callable[[], object]] | None = None) -> T:
         """Return the result of an action, which is done again if a process is lost meanwhile.
 
-        :param keep: called before each attempt; what it returns undoes that
+        Args:
+            keep: called before each attempt; what it returns undoes that
         """
+        if self.begins_again:
+            raise BeginAgain
         if self.is_in_action:
             return action()
         while True:
@@ -267,14 +301,28 @@ class Membership:
     def recover(self, error: Exception) -> bool:
         """Go on in the generation that follows the loss of a process.
 
-        :param error: what this process has noticed of the loss
-        :return: whether this process has done its part of the action, which others have completed; otherwise, it is to
-            be repeated
-        :raises Exception: the error, if no process is lost
+        Args:
+            error: what this process has noticed of the loss
+
+        Returns:
+            whether this process has done its part of the action, which others have completed; otherwise, it is to be
+            repeated
+
+        Raises:
+            Exception: the error, if no process is lost
         """
         noticed_at = time.monotonic()
         if not self._has_lost_one(error):
             raise error
+        if self.holds_shards():
+            if self.trainings > 1:
+                raise RuntimeError(
+                    "A process was lost, and with it shards of the weights. A program goes on without them only in its "
+                    "first training. Start the job again with resume_from='latest'."
+                ) from error
+            self.begins_again = True
+            self.disconnect()
+            raise BeginAgain
         while True:
             self.disconnect()
             self.join()
@@ -283,6 +331,13 @@ class Membership:
                 break
         self.tell_of_change(noticed_at if is_done else self.begun_at)
         return is_done
+
+    def forget(self) -> None:
+        """Be as a process whose program has yet to begin."""
+        self.begins_again = self.is_in_action = self.is_in_update = False
+        self.has_begun_again = True
+        self.completed = self.trainings = 0
+        self.outcome = None
 
     def agree(self) -> bool:
         """Find out how far each process has got; return whether others have completed the action of this one.
@@ -302,7 +357,8 @@ class Membership:
     def tell_of_change(self, since: float) -> None:
         """Announce what has changed since the last time.
 
-        :param since: when that has begun, or what is done again
+        Args:
+            since: when that has begun, or what is done again
         """
         assert self.generation is not None
         before, now = self._announced, self.generation.members

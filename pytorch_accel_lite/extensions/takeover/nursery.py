@@ -32,7 +32,8 @@ class LostSupervisorError(Exception):
 class Nursery:
     """Starts and kills processes as told through a channel, and tells what they do and how they end.
 
-    :param channel: the connection to the supervisor
+    Args:
+        channel: the connection to the supervisor
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -47,7 +48,8 @@ class Nursery:
     def serve(self) -> dict[str, Any] | int:
         """Start processes until the job ends, and return its exit code. In each of them, return what it is to do.
 
-        :raises LostSupervisorError: if the connection is lost; the processes have been killed
+        Raises:
+            LostSupervisorError: if the connection is lost; the processes have been killed
         """
         next_beat = 0.0
         while self._is_over is None:

@@ -11,7 +11,8 @@ _BUSY = 0.05  # the share of the time in which a process computes that does some
 class Progress:
     """How far a process has got, as it says itself, and what it computes, as the system says.
 
-    :ivar computed: the seconds that it has computed
+    Attributes:
+        computed: the seconds that it has computed
     """
 
     def __init__(self, now: float) -> None:
@@ -27,7 +28,8 @@ class Progress:
     def note(self, said: str | None, now: float) -> None:
         """Note what the process says: a number that always grows, one that grows as it gets further, whether it waits.
 
-        :param said: the latest of that
+        Args:
+            said: the latest of that
         """
         if said is None or said == self._said:
             return
@@ -52,8 +54,9 @@ class Progress:
 def find_silent(progress: Mapping[int, Progress], now: float, seconds: float, are_all_there: bool) -> list[int]:
     """Return the processes that are silent while others wait for them.
 
-    :param progress: by the number of each process
-    :param are_all_there: whether all have entered the latest generation; until then, each waits for those that have not
+    Args:
+        progress: by the number of each process
+        are_all_there: whether all have entered the latest generation; until then, each waits for those that have not
     """
     if are_all_there and not any(each.waits(now, seconds) for each in progress.values()):
         return []

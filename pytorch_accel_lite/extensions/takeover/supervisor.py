@@ -30,11 +30,12 @@ _LOCAL = "127.0.0.1"
 class Machine:
     """A machine of the job, or a part of one: what has come by one ``launch --join``.
 
-    :ivar number: counted from 0
-    :ivar channel: the connection to its nursery
-    :ivar host: the address of the supervisor, as seen from there
-    :ivar is_local: whether it ends with the supervisor
-    :ivar heard_at: when it has last given a sign of life
+    Attributes:
+        number: counted from 0
+        channel: the connection to its nursery
+        host: the address of the supervisor, as seen from there
+        is_local: whether it ends with the supervisor
+        heard_at: when it has last given a sign of life
     """
 
     number: int
@@ -49,10 +50,11 @@ class Machine:
 class Process:
     """A process of the job.
 
-    :ivar number: counted from 0
-    :ivar machine: where it is
-    :ivar is_member: whether it is in a generation
-    :ivar progress: how far it has got, once its machine has started it
+    Attributes:
+        number: counted from 0
+        machine: where it is
+        is_member: whether it is in a generation
+        progress: how far it has got, once its machine has started it
     """
 
     number: int
@@ -64,15 +66,16 @@ class Process:
 class Supervisor:
     """Starts the processes of a job and supervises them.
 
-    :param program: the arguments of Python: a script, or ``-m`` and a module, and the arguments of that
-    :param processes: how many to start on this machine
-    :param begins_with: how many there have to be, those of other machines included, before the first ones begin
-    :param address: the host and the port at which other machines may join
-    :param replaces: whether another process is started for each that is lost
-    :param min_processes: end the job when fewer are left
-    :param max_failures: end the job when more processes have failed
-    :param patience: seconds after which a process is ended for which others wait, and which does nothing, and a machine
-        is lost that gives no sign of life
+    Args:
+        program: the arguments of Python: a script, or ``-m`` and a module, and the arguments of that
+        processes: how many to start on this machine
+        begins_with: how many there have to be, those of other machines included, before the first ones begin
+        address: the host and the port at which other machines may join
+        replaces: whether another process is started for each that is lost
+        min_processes: end the job when fewer are left
+        max_failures: end the job when more processes have failed
+        patience: seconds after which a process is ended for which others wait, and which does nothing, and a machine is
+            lost that gives no sign of life
     """
 
     def __init__(

@@ -22,7 +22,8 @@ MACHINERY.add(__file__)
 class SurvivingRanks(Ranks):
     """Ranks that are updated in place when processes are lost or join.
 
-    :cvar membership: that of this process
+    Attributes:
+        membership: that of this process
     """
 
     allows_threads = is_watched = False  # the supervisor notices who is silent
@@ -52,8 +53,8 @@ class SurvivingRanks(Ranks):
             assert isinstance(trainer.division, LogicalProcesses)  # see survivors()
             trainer.division.divide(trainer.ranks)
             for run in trainer.open_runs:
-                if isinstance(run.unrecorded, SharedLossTrackers) and not cls.membership.is_in_update:
-                    run.unrecorded.add_up_local()
+                if isinstance(run.loop.unrecorded, SharedLossTrackers) and not cls.membership.is_in_update:
+                    run.loop.unrecorded.add_up_local()
 
     @classmethod
     def announce(cls, change: Change) -> None:
@@ -71,7 +72,13 @@ class SurvivingRanks(Ranks):
 
     def state_to_join(self) -> str | None:
         self.membership.trainings += 1
-        return wait_for_state(self.membership) if self.membership.generation is None else None
+        if self.membership.generation is None:
+            return wait_for_state(self.membership)
+        state, self.membership.resumes_from = self.membership.resumes_from, None
+        if not self.membership.has_begun_again:
+            return None
+        self.membership.has_begun_again = False
+        return self.broadcast_object(lambda: state)
 
     def repeatable(self, action: Callable[[], T], keep: Callable[[], Callable[[], object]] | None = None) -> T:
         return self.membership.do(action, keep)
@@ -110,7 +117,8 @@ class SurvivingRanks(Ranks):
 def survivors() -> list[TrainerLike]:
     """Return the trainers that go on when processes change.
 
-    :raises RuntimeError: if one of them cannot
+    Raises:
+        RuntimeError: if one of them cannot
     """
     trainers: list[Any] = open_trainers()
     for trainer in trainers:
@@ -118,10 +126,5 @@ def survivors() -> list[TrainerLike]:
             raise RuntimeError(
                 f"A process was lost, and {type(trainer).__name__} cannot go on without it: its results depend on the "
                 "number of processes. Create it with a seed and logical_processes=."
-            )
-        if trainer.is_sharded:
-            raise RuntimeError(
-                f"A process was lost, and {type(trainer).__name__} cannot go on without it: its model is sharded, and "
-                "no other process has the shards of the lost one. Start the job again with resume_from='latest'."
             )
     return trainers

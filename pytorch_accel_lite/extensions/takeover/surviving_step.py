@@ -11,7 +11,8 @@ import torch
 
 from pytorch_accel_lite.extending import Batch, BatchOutput, Run, TrainerLike, capture_generators, restore_generators
 from pytorch_accel_lite.extensions.logical import KeepsShares, LogicalStep, LogicalWindow, SharedLossTrackers
-from pytorch_accel_lite.extensions.takeover.joining import enter, keep_end, let_in
+from pytorch_accel_lite.extensions.takeover.beginning_again import note_states
+from pytorch_accel_lite.extensions.takeover.joining import enter, keep_end, let_in, let_in_by_beginning_again
 from pytorch_accel_lite.extensions.takeover.membership import Membership, RepeatError
 from pytorch_accel_lite.extensions.takeover.surviving_ranks import SurvivingRanks
 
@@ -22,10 +23,11 @@ StateDict: TypeAlias = dict[str, Any]
 class _Kept(NamedTuple):
     """What one process keeps of its logical processes, and the others, too, in case it is lost.
 
-    :param first: number of the first of them
-    :param losses: the running losses of each
-    :param of_callbacks: what each of ``SurvivingWindow.keepers`` keeps of them
-    :param is_wanted: whether it knows of others that are to be let in
+    Args:
+        first: number of the first of them
+        losses: the running losses of each
+        of_callbacks: what each of ``SurvivingWindow.keepers`` keeps of them
+        is_wanted: whether it knows of others that are to be let in
     """
 
     first: int
@@ -49,9 +51,10 @@ class SurvivingWindow(LogicalWindow):
     With them, the processes exchange what they keep of their shares. Nothing else of an update communicates, and
     nothing before that changes what all of them have in common.
 
-    :ivar trackers: the running losses of the epoch
-    :ivar keepers: the callbacks that keep something of each logical process
-    :ivar is_wanted: whether other processes are to be let in before the next update
+    Attributes:
+        trackers: the running losses of the epoch
+        keepers: the callbacks that keep something of each logical process
+        is_wanted: whether other processes are to be let in before the next update
     """
 
     trackers: SharedLossTrackers | None = None
@@ -115,17 +118,21 @@ class SurvivingStep(LogicalStep):
         """Say for how many processes there is work."""
         super().begin(trainer)
         SurvivingRanks.membership.store.say("most", str(self._logical.count))
+        note_states(trainer, SurvivingRanks.membership)
+        if trainer.is_sharded:
+            SurvivingRanks.membership.store.say("sharded")
 
     def end(self, trainer: TrainerLike) -> None:
         """Keep the state of the end for processes that come later."""
         membership = SurvivingRanks.membership
-        if membership.is_open and membership.generation is not None:
+        if membership.is_open and membership.generation is not None and not trainer.is_sharded:
             keep_end(trainer, membership)
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the forward and backward pass of each logical process, and add up their gradients.
 
-        :raises RepeatError: if the batch was read when there were other processes
+        Raises:
+            RepeatError: if the batch was read when there were other processes
         """
         if run.window.filled == 1:
             self._begin_update(trainer, run)
@@ -137,7 +144,7 @@ class SurvivingStep(LogicalStep):
             enter(run, membership)
         elif window.is_wanted:
             window.is_wanted = False
-            let_in(trainer, run, membership)
+            (let_in_by_beginning_again if trainer.is_sharded else let_in)(trainer, run, membership)
         if self._generation is not membership.generation:
             self._generation = membership.generation
             raise RepeatError

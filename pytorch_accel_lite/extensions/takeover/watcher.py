@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from pytorch_accel_lite.extending import is_waiting
-from pytorch_accel_lite.extensions.takeover.connections import shut_down
+from pytorch_accel_lite.extensions.takeover.connections import any_is_connected, shut_down
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore
 
 _PAUSE = 0.02  # seconds
@@ -21,7 +21,8 @@ class Watcher(threading.Thread):
 
     Without it, a process would not notice if it waits for one that is silent, or that is not its neighbour.
 
-    :ivar is_wanted: whether a generation follows that has all members of this one, to be entered after an update
+    Attributes:
+        is_wanted: whether a generation follows that has all members of this one, to be entered after an update
     """
 
     def __init__(self, number: int, host: str, port: int) -> None:
@@ -31,6 +32,8 @@ class Watcher(threading.Thread):
         self._port = port
         self._store = JobStore.connect(host, port)
         self._generation: Generation | None = None
+        self._is_connected = False
+        self._follows: Generation | None = None  # the latest generation, if it is after that
         self._sockets: dict[int, str] = {}
         self._watched = threading.get_ident()
         self._is_over = threading.Event()
@@ -40,7 +43,8 @@ class Watcher(threading.Thread):
     def begin(self, count: Callable[[], int]) -> None:
         """Start the thread.
 
-        :param count: returns a number that grows as the process gets further
+        Args:
+            count: returns a number that grows as the process gets further
         """
         self._count = count
         self.start()
@@ -48,11 +52,18 @@ class Watcher(threading.Thread):
     def watch(self, generation: Generation, sockets: dict[int, str]) -> None:
         """Watch the connections of a generation, which this process has entered."""
         with self._lock:
-            self._generation, self._sockets, self.is_wanted = generation, sockets, False
+            self._generation, self._sockets = generation, sockets
+            self._is_connected, self._follows, self.is_wanted = True, None, False
+
+    def is_cut_off(self) -> bool:
+        """Whether another generation follows, and no connection of this one is left."""
+        with self._lock:
+            return self._is_connected and self._follows is not None and not any_is_connected(self._sockets)
 
     def end_connections(self) -> None:
         """End the connections that are watched."""
         with self._lock:
+            self._is_connected = False
             sockets, self._sockets = self._sockets, {}
             shut_down(sockets, self._port)
 
@@ -77,6 +88,7 @@ class Watcher(threading.Thread):
             return
         with self._lock:
             if generation is self._generation:
+                self._follows = follows
                 self.is_wanted = set(generation.members) <= set(follows.members)
                 if not self.is_wanted:
                     shut_down(self._sockets, self._port)

@@ -15,6 +15,7 @@ import torch
 
 from pytorch_accel_lite.extending import FENCES, replace_step, use_ranks
 from pytorch_accel_lite.extensions.logical import LogicalStep
+from pytorch_accel_lite.extensions.takeover.beginning_again import are_sharded, begin_again, join_sharded
 from pytorch_accel_lite.extensions.takeover.connections import interface_to
 from pytorch_accel_lite.extensions.takeover.joining import stay_apart
 from pytorch_accel_lite.extensions.takeover.membership import Membership
@@ -36,11 +37,12 @@ def die_with_parent() -> None:
 class Order:
     """What a process is to be.
 
-    :param number: its number in generations
-    :param host: where the store of the job is, as seen from its machine
-    :param port: that of the store
-    :param comes_later: whether it joins others that have begun
-    :param program: the arguments of Python: a script, or ``-m`` and a module, and the arguments of that
+    Args:
+        number: its number in generations
+        host: where the store of the job is, as seen from its machine
+        port: that of the store
+        comes_later: whether it joins others that have begun
+        program: the arguments of Python: a script, or ``-m`` and a module, and the arguments of that
     """
 
     number: int
@@ -58,24 +60,41 @@ def run(order: Order) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     membership = SurvivingRanks.membership = Membership(order.number, order.host, order.port)
     membership.redivide, membership.announce = SurvivingRanks.follow_all, SurvivingRanks.announce
+    membership.holds_shards = are_sharded
     use_ranks(SurvivingRanks)
     replace_step(LogicalStep, SurvivingStep)
     FENCES.append(membership.check)
     sys.excepthook = _report_to(membership)
-    if order.comes_later:
+    if order.comes_later and membership.store.said("sharded") is not None:
+        join_sharded(membership)
+    elif order.comes_later:
         stay_apart()
     else:
         membership.join()
     atexit.register(_leave, membership)
-    first, *arguments = order.program
-    if first == "-m":
-        sys.argv = arguments
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = [*order.program]
-        sys.path.insert(0, os.path.dirname(os.path.abspath(first)))
-        runpy.run_path(first, run_name="__main__")
+    while not _run_to_the_end(order.program, membership):
+        begin_again(membership)
+
+
+def _run_to_the_end(program: list[str], membership: Membership) -> bool:
+    """Run a program; return whether it has ended, rather than that it is to begin again."""
+    first, *arguments = program
+    path = [*sys.path]
+    try:
+        if first == "-m":
+            sys.argv = [*arguments]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = [*program]
+            sys.path.insert(0, os.path.dirname(os.path.abspath(first)))
+            runpy.run_path(first, run_name="__main__")
+    except BaseException:
+        if not membership.begins_again:
+            raise
+        sys.path[:] = path
+        return False
+    return True
 
 
 def _leave(membership: Membership) -> None:

@@ -32,16 +32,17 @@ class Diagnosis(Report):
 
     All times are averages in seconds per step.
 
-    :param steps: number of steps measured for each part
-    :param samples: average number of samples per step on one process
-    :param data: time to read the data, without training
-    :param forward: time of the forward pass and the loss, on batches that are already in memory
-    :param backward: time that the backward pass adds
-    :param update: time that the optimizer's step and clearing the gradients add
-    :param step: time of a complete step, including data and callbacks; less than the sum of the others if workers read
-        ahead
-    :param advice: what to change, most important first; empty if nothing stands out
-    :param callbacks: time of your own callbacks, by class name
+    Args:
+        steps: number of steps measured for each part
+        samples: average number of samples per step on one process
+        data: time to read the data, without training
+        forward: time of the forward pass and the loss, on batches that are already in memory
+        backward: time that the backward pass adds
+        update: time that the optimizer's step and clearing the gradients add
+        step: time of a complete step, including data and callbacks; less than the sum of the others if workers read
+            ahead
+        advice: what to change, most important first; empty if nothing stands out
+        callbacks: time of your own callbacks, by class name
     """
 
     steps: int
@@ -104,8 +105,11 @@ def diagnose(
     and the attributes of these callbacks are restored afterwards; what they write elsewhere is not undone. For
     built-in callbacks, see ``TimingCallback``. Must be called on every process.
 
-    :param num_steps: number of steps to measure for each part
-    :return: the measurements and the advice, to be printed in a script; consoles and notebooks show them
+    Args:
+        num_steps: number of steps to measure for each part
+
+    Returns:
+        the measurements and the advice, to be printed in a script; consoles and notebooks show them
     """
     check_positive_int("num_steps", num_steps)
     size = per_device_batch_size

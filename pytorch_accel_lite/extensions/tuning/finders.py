@@ -32,10 +32,11 @@ _SMOOTHING = 0.9
 class LearningRates:
     """The result of ``Trainer.find_lr()``; its repr is a sentence.
 
-    :param lrs: the learning rates that were tried, in increasing order, for the parameter group with the largest rate
-    :param losses: the loss of the update made with each learning rate
-    :param smoothed: the losses, each averaged with its neighbours on both sides
-    :param suggestion: the learning rate at which the smoothed loss falls fastest; ``None`` if it never falls
+    Args:
+        lrs: the learning rates that were tried, in increasing order, for the parameter group with the largest rate
+        losses: the loss of the update made with each learning rate
+        smoothed: the losses, each averaged with its neighbours on both sides
+        suggestion: the learning rate at which the smoothed loss falls fastest; ``None`` if it never falls
     """
 
     lrs: list[float]
@@ -46,7 +47,8 @@ class LearningRates:
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Plot the losses over the learning rates, with the suggestion (extra ``plot``).
 
-        :param path: where to save the picture; ``None`` does not save it
+        Args:
+            path: where to save the picture; ``None`` does not save it
         """
         return plot_range_test(self.lrs, self.losses, self.smoothed, self.suggestion, path)
 
@@ -79,15 +81,18 @@ def find_lr(
     generators are restored afterwards; the run history and the callbacks are not involved. Must be called on every
     process. Other arguments are those of ``train()``.
 
-    :param min_lr: first learning rate, for the parameter group with the largest; other groups keep their ratio to it
-    :param max_lr: last learning rate
-    :param num_steps: number of updates, at least 10
-    :param diverged: stop once the smoothed loss exceeds its minimum by this factor; a loss that is negative, once it
-        has risen by this factor times its fall
-    :param optimizer: name of the optimizer whose rate to increase, if there are several; the others keep theirs. By
-        default all increase together, except in an overridden ``train_step``, where each has its own loss.
-    :return: the rates, the losses, a ``suggestion`` and ``plot()``; to be printed in a script, unlike in a console or
-        a notebook
+    Args:
+        min_lr: first learning rate, for the parameter group with the largest; other groups keep their ratio to it
+        max_lr: last learning rate
+        num_steps: number of updates, at least 10
+        diverged: stop once the smoothed loss exceeds its minimum by this factor; a loss that is negative, once it has
+            risen by this factor times its fall
+        optimizer: name of the optimizer whose rate to increase, if there are several; the others keep theirs. By
+            default all increase together, except in an overridden ``train_step``, where each has its own loss.
+
+    Returns:
+        the rates, the losses, a ``suggestion`` and ``plot()``; to be printed in a script, unlike in a console or a
+        notebook
     """
     check_range("min_lr", min_lr, above=0)
     check_range("max_lr", max_lr, above=0)
@@ -195,11 +200,14 @@ def find_batch_size(
     restored afterwards, as with ``find_lr()``. The result only just fits: if samples differ in size, a slightly
     smaller batch is safer.
 
-    :param start: first size to try
-    :param max_batch_size: largest size to try; defaults to a process's share of the dataset
-    :param num_steps: number of updates with each size
-    :param train_dataset: a dataset with a length, or a ``DataLoader`` of one, which is tried with other batch sizes
-    :raises RuntimeError: if not even one sample fits
+    Args:
+        start: first size to try
+        max_batch_size: largest size to try; defaults to a process's share of the dataset
+        num_steps: number of updates with each size
+        train_dataset: a dataset with a length, or a ``DataLoader`` of one, which is tried with other batch sizes
+
+    Raises:
+        RuntimeError: if not even one sample fits
     """
     check_positive_int("start", start)
     check_positive_int("num_steps", num_steps)

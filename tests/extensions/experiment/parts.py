@@ -21,7 +21,8 @@ from pytorch_accel_lite.callbacks import MetricsCallback, SaveTrainingStateCallb
 class Net(nn.Module):
     """A small network.
 
-    :param width: its hidden units
+    Args:
+        width: its hidden units
     """
 
     def __init__(self, width: int = 8, activation: nn.Module | None = None, dropout: float = 0.0) -> None:

@@ -34,9 +34,8 @@ from pytorch_accel_lite.callbacks import (
 from pytorch_accel_lite.optimizers import muon_with_adamw
 from tests.extensions.experiment import parts
 from tests.launching import HAS_MUON, ROOT, SOAK, run_code, run_forked, run_module
-from tests.tasks import equal, make_data, make_trainer, regression_data
-from tests.test_docs import blocks, write_files
-from tests.test_muon import deep_model
+from tests.pages import blocks, write_files
+from tests.tasks import deep_model, equal, make_data, make_trainer, regression_data
 
 pytest.importorskip("jsonargparse", reason="needs the extra cli")
 
@@ -882,7 +881,8 @@ def test_the_commands_of_the_page_run_as_it_says(tmp_path, monkeypatch, capsys):
     commands = [line for code in blocks(page, "console") for line in code.splitlines() if line.startswith(prefix)]
     assert len(commands) >= 12
     for command in commands:
-        assert (command, run(*shlex.split(command.removeprefix(prefix)), capsys=capsys)[0]) == (command, 0)
+        arguments, *_ = command.removeprefix(prefix).split(" > ")
+        assert (command, run(*shlex.split(arguments), capsys=capsys)[0]) == (command, 0)
     assert {"best_model.pt", "experiment.yaml", "metrics.jsonl", "training_states"} < set(os.listdir("runs/sine"))
 
 

@@ -26,9 +26,9 @@ from pytorch_accel_lite.extensions.experiment.command_line import main
 from tests.extensions.experiment import parts
 from tests.extensions.experiment.parts import DATA, TRAINING, make, on_gpu, saving
 from tests.launching import ROOT, SOAK, run_forked
+from tests.pages import blocks, write_files
 from tests.ranks import shared_folder
 from tests.tasks import raises_at
-from tests.test_docs import blocks, write_files
 
 pytest.importorskip("scipy")
 

@@ -98,7 +98,8 @@ def result_of(trainer: Trainer, **more: Any) -> dict[str, Any]:
 class Logs(Trainer):
     """Logs a number of its own in each step, and another one in every third step.
 
-    :cvar is_weighted: whether the loss is a weighted mean over the samples
+    Attributes:
+        is_weighted: whether the loss is a weighted mean over the samples
     """
 
     is_weighted = False

@@ -42,7 +42,8 @@ DATA, OTHERS = regression_data(53, dtype=torch.float32), regression_data(19, dty
 def train(how: str, folder: Path | None = None, resume_from: Path | None = None, **kwargs: Any) -> dict[str, Any]:
     """What a run of four logical processes ends with; it averages weights, and has steps of 12 samples and of 5.
 
-    :param how: how its model is sharded, if at all
+    Args:
+        how: how its model is sharded, if at all
     """
     model = shard(create_model(), how)
     average = ModelEmaCallback(0.9, save_path=None)

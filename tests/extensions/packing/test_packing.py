@@ -42,7 +42,8 @@ def texts(size: int = 23) -> list[torch.Tensor]:
 class SmallTransformer(nn.Module):
     """A block of attention between embeddings and logits.
 
-    :param attention: ``"mask"`` or ``"bounds"``, by which packed sequences are kept apart
+    Args:
+        attention: ``"mask"`` or ``"bounds"``, by which packed sequences are kept apart
     """
 
     def __init__(self, attention: str = "mask", causal: bool = True, dropout: float = 0.0) -> None:

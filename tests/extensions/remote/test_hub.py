@@ -14,9 +14,9 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.extensions.remote.hub_store import HubStore
 from tests.launching import CAN_SHARD, ROOT
+from tests.saved_models import saved_sharded, trained
 from tests.sharded import create_model
 from tests.tasks import equal, quiet_trainer, small_model
-from tests.test_saved_models import saved_sharded, trained
 
 
 @pytest.fixture

@@ -21,8 +21,7 @@ from tests.faulty_store import FaultyStore
 from tests.launching import CAN_SHARD, PATIENCE, SOAK, Fork, run_code
 from tests.ranks import rank
 from tests.scripts.resumable import run
-from tests.tasks import changed_manifest, equal, make_trainer, train
-from tests.test_training_states import assert_same
+from tests.tasks import assert_same, changed_manifest, equal, make_trainer, train
 
 
 def resume(folder: Path) -> Any:
@@ -96,7 +95,8 @@ def test_ranks_upload_their_own_files_and_resume_the_same_bits(folder, two_ranks
 def sharded_and_damaged(folder: Path, thoroughly: bool) -> tuple[Any, dict[str, Any]]:
     """A run that saves its states in shards, and runs that find its last one damaged, by address of what is damaged.
 
-    :param thoroughly: each file in each way, rather than each in one
+    Args:
+        thoroughly: each file in each way, rather than each in one
     """
     kwargs = {"schedule": False, "sharded": True, "asynchronous": True, "epochs": 1}
     FaultyStore.reset()

@@ -25,9 +25,8 @@ from pytorch_accel_lite.callbacks import (
 )
 from tests.adapters import bert, with_lora
 from tests.launching import CAN_SHARD
+from tests.saved_models import DATA, OTHER_DATA, ModelMixin, make_timm, saved_sharded, trained
 from tests.tasks import equal, listener, quiet_trainer, raises_at, small_model
-from tests.test_pretrained import ModelMixin, make_timm
-from tests.test_saved_models import DATA, OTHER_DATA, saved_sharded, trained
 
 
 def results(folder: Path) -> list[Any]:

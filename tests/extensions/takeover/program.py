@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
@@ -50,6 +54,8 @@ class Victim(TrainerCallback):
         self.counts: dict[str, int] = {}
         self.changes: list[Any] = []
         self.training = 0
+        self.computed: dict[tuple[int, int], set[int]] = {}  # the generations in which each update was computed
+        self.committed: list[tuple[int, int]] = []
 
     def reach(self, event: str) -> None:
         number = self.counts[event] = self.counts.get(event, 0) + 1
@@ -60,6 +66,8 @@ class Victim(TrainerCallback):
         self.reach("changed")
 
     def on_backward_start(self, trainer, **kwargs):
+        update = self.training, trainer.progress.update
+        self.computed.setdefault(update, set()).add(trainer.ranks.generation)
         self.reach("forward")
 
     def on_backward_end(self, trainer, **kwargs):
@@ -72,6 +80,7 @@ class Victim(TrainerCallback):
 
     def on_optimizer_step_end(self, trainer, **kwargs):
         self.reach("update")
+        self.committed.append((self.training, trainer.progress.update))
         if CONFIG.get("marks"):
             with open(FOLDER / f"updates.{os.getpid()}", "a") as file:
                 file.write(f"{self.training} {trainer.progress.update} {trainer.ranks.world_size}\n")
@@ -137,9 +146,24 @@ class Logging(Trainer):
         return output
 
 
+def shard(model: Network) -> None:
+    """Divide the weights among the processes; for HSDP, twice among a half of them, if their number is even."""
+    size = dist.get_world_size()
+    if CONFIG["sharded"] == "hsdp" and size % 2 == 0:
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (size,))
+    fully_shard(model.layers[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 def digest(values: Any) -> str:
     sums = hashlib.sha256()
-    for value in values:
+    for value in map(whole, values):
         sums.update(value.detach().numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode())
     return sums.hexdigest()[:16]
 
@@ -148,6 +172,8 @@ def main() -> None:
     reach("beginning")
     torch.manual_seed(0)
     model = Network()
+    if CONFIG.get("sharded"):
+        shard(model)
     x = torch.randn(CONFIG.get("samples", 203), 8, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x[:, :3].argmax(1))
     victim = Victim()
@@ -166,7 +192,10 @@ def main() -> None:
         callbacks += get_default_callbacks()
         if "RunLogCallback" in shipped.__all__:  # otherwise its extension has been deleted
             callbacks.append(shipped.RunLogCallback(str(FOLDER / "log")))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if CONFIG.get("two_optimizers"):
+        body, head = model.layers[:2].parameters(), model.layers[4].parameters()
+        optimizer = {"body": torch.optim.AdamW(body, lr=1e-2), "head": torch.optim.SGD(head, lr=1e-1, momentum=0.9)}
     trainer = Logging(
         model, nn.CrossEntropyLoss(), optimizer, callbacks, seed=0, logical_processes=CONFIG.get("logical", 4)
     )
@@ -189,7 +218,10 @@ def main() -> None:
     for _ in range(CONFIG.get("trainings", 1)):
         train()
     predicted = trainer.predict(TensorDataset(x[:37]), dataloader_kwargs={"num_workers": 0})
-    state = [value for states in optimizer.state_dict()["state"].values() for value in states.values()]
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer.values()]
+    state = [
+        value for each in optimizers for states in each.state_dict()["state"].values() for value in states.values()
+    ]
     result = {
         "weights": digest(model.state_dict().values()),
         "optimizer": digest(state),
@@ -199,6 +231,8 @@ def main() -> None:
     }
     goodput = trainer.goodput
     own = {"changes": victim.changes, "rank": trainer.ranks.rank, "world_size": trainer.ranks.world_size}
+    again = sum(len(generations) > 1 for generations in victim.computed.values())
+    own |= {"again": again, "committed": victim.committed}
     own |= {"takeovers": goodput.takeovers, "seconds": goodput.seconds["takeover"], "time": str(goodput)}
     (FOLDER / f"result.{os.getpid()}.json").write_text(json.dumps({"result": result, **own}))
 

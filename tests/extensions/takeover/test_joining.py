@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.extensions.takeover.test_takeover import LAUNCH, PROGRAM, Outcome, begin, end, kill, lives
+from tests.extensions.takeover.test_takeover import (
+    ALL,
+    LAUNCH,
+    PROGRAM,
+    Outcome,
+    begin,
+    check_equal,
+    collect,
+    end,
+    kill,
+    lives,
+    report,
+)
 from tests.launching import PATIENCE, ROOT, SOAK, TORCHRUN, WarmPython, environment
 from tests.test_machines import ADDRESSES, ip, namespace, network  # noqa: F401
 
@@ -117,7 +131,7 @@ def cut(how: str) -> None:
     if how == "link":
         ip("-n", namespace("b"), "link", "set", "eth-b", "down")
     elif how == "packets":
-        qdisc("add", "netem", "loss", "100%")
+        queue("add", "pfifo", "limit", "0")  # which has no room for any packet
     else:
         send_all(signal.SIGSTOP)
 
@@ -126,16 +140,16 @@ def mend(how: str) -> None:
     if how == "link":
         ip("-n", namespace("b"), "link", "set", "eth-b", "up")
     elif how == "packets":
-        qdisc("del")
+        queue("del")
     else:
         send_all(signal.SIGCONT)
 
 
-def qdisc(*arguments: str) -> None:
-    verb, *kind = arguments
-    command = ["tc", "-n", namespace("b"), "qdisc", verb, "dev", "eth-b", "root", *kind]
-    if subprocess.run(command, check=False, capture_output=True).returncode:
-        pytest.skip("packets cannot be dropped by tc here")
+def queue(verb: str, *kind: str) -> None:
+    """Change how packets that leave a machine are queued, on both ends of the cable."""
+    for machine in ADDRESSES:
+        command = ["tc", "-n", namespace(machine), "qdisc", verb, "dev", f"eth-{machine}", "root", *kind]
+        subprocess.run(command, check=True, capture_output=True)
 
 
 def send_all(number: int) -> None:
@@ -178,3 +192,57 @@ def test_a_machine_that_is_cut_off_comes_back(tmp_path, network, how):  # noqa: 
     assert changes[0] == [[2, 3], [], 2]
     assert [rank for _, came, _ in changes for rank in came] == [2, 3]
     assert "which gave no sign of life for 10 s" in log.read_text()
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not SOAK, reason="cuts networks for long")
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_cut_networks_leave_no_trace(tmp_path, network, first):  # noqa: F811
+    """Five cuts each, or as many as FAULTS in the environment says; the first rank may be on the machine cut off."""
+    config = {**ALL, "samples": 2003, "marks": True}
+    whole = undisturbed(tmp_path / "whole", **config)
+    for number in range(int(os.environ.get("FAULTS", 5))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        output = run_with_a_cut(folder, first, random.Random(f"{first}{number}"), config)
+        outcome = collect(0, output, folder)
+        check_equal(outcome, whole, survivors=len(outcome.results))
+        assert len(outcome.results) == 4, "those that were cut off have rejoined"
+        report(f"cut networks, the first rank on {first}: {number + 1}")
+
+
+def run_with_a_cut(folder: Path, first: str, drawn: random.Random, config: dict[str, Any]) -> str:
+    """Run a job on both machines, of which b is cut off for a while, and return what it says.
+
+    Args:
+        first: the machine of the first rank
+    """
+    log = folder / "log.txt"
+    program = [str(PROGRAM), json.dumps({"folder": str(folder), **config, "pause": 0.1})]
+    address = f"{ADDRESSES['a']}:29400"
+    started = [on("a", log, "--listen", address, "--begin-with", "4", "--patience", "6", *program)]
+    try:
+        wait_for(lambda: "others can join" in log.read_text())
+        for machine in (first, *(ADDRESSES.keys() - {first})):
+            started.append(on(machine, log, "--join", address, "--processes", "2"))
+            wait_for(partial(has_joined, machine, 2))
+        wait_for(lambda: len([*folder.glob("updates.*")]) == 4)
+        time.sleep(drawn.uniform(0.0, 3.0))
+        how = drawn.choice(["link", "packets"])
+        cut(how)
+        wait_for(lambda: "which gave no sign of life for 6 s" in log.read_text())
+        time.sleep(drawn.uniform(0.0, 2.0))
+        mend(how)
+        assert started[0].wait(PATIENCE) == 0, log.read_text()
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return log.read_text()
+
+
+def has_joined(machine: str, processes: int) -> bool:
+    """Whether the processes of a machine have been started: there is what starts them, and what has joined."""
+    command = ["ip", "netns", "pids", namespace(machine)]
+    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    return len(found) >= processes + 1 + (machine == "a")

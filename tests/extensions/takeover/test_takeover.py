@@ -17,23 +17,32 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tests.launching import PATIENCE, SOAK, WarmPython, environment, run_module
+from tests.launching import CAN_SHARD, PATIENCE, SOAK, WarmPython, environment, run_module
+from tests.tasks import same
 
 PROGRAM = Path(__file__).with_name("program.py")
 LAUNCH = [sys.executable, "-m", "pytorch_accel_lite", "launch"]
 pytestmark = [pytest.mark.programs, pytest.mark.processes]
 KILLED = int(signal.SIGKILL)
+PARTS = "optimizer", "scheduler", "history", "evaluations"  # of states
 
 
 @dataclass
 class Outcome:
-    """What has come out of a job: the exit code, its output, what each process that has ended wrote down, its page."""
+    """What has come out of a job: the exit code, its output, what each process that has ended wrote down, and files.
+
+    Attributes:
+        files: what the best model, the average and the latest states have in them
+        rows: those of the file of metrics
+    """
 
     code: int
     output: str
     written: list[dict[str, Any]]
     files: dict[str, Any]
+    rows: str
     page: str
 
     @property
@@ -59,10 +68,31 @@ def end(job: subprocess.Popen[str], folder: Path) -> Outcome:
         _, output = job.communicate(timeout=PATIENCE)
     finally:
         job.kill()
+    return collect(job.returncode, output, folder)
+
+
+def collect(code: int, output: str, folder: Path) -> Outcome:
     written = [json.loads(path.read_text()) for path in sorted(folder.glob("result.*.json"))]
-    files = {path.name: torch.load(path) for path in sorted(folder.glob("*.pt"))}
+    files: dict[str, Any] = {path.name: torch.load(path) for path in sorted(folder.glob("*.pt"))}
+    for state in sorted(folder.glob("states/update-*")):
+        files[f"{state.name}/weights"] = load_file(state / "model.safetensors")
+        files[state.name] = read_state(state)
+    rows = "".join(path.read_text() for path in folder.glob("metrics.jsonl"))
     page = "".join(path.read_text() for path in folder.glob("log/*.html"))
-    return Outcome(job.returncode, output, written, files, page)
+    return Outcome(code, output, written, files, rows, page)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What the file of a training state has that does not depend on the processes.
+
+    The losses of an epoch that is over have been recorded, and nothing reads them any more.
+    """
+    content = torch.load(folder / "trainer.pt")
+    progress = json.loads((folder / "manifest.json").read_text())["progress"]
+    parts = {part: content[part] for part in PARTS} | {"generators": content["logical"]["generators"]}
+    if progress["epochs_completed"] < progress["epoch"]:
+        parts |= {"losses": content["losses"], "by_number": content["logical"]["losses"]}
+    return parts | {"progress": progress}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +107,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
 
 
 WITHIN = {"evaluate_every": "3 updates"}
-ALL = {"saves": True, "metrics": True, "accumulation": 2, "samples": 107, "train": WITHIN}
+ALL = {"saves": True, "metrics": True, "accumulation": 2, "samples": 107, "two_optimizers": True, "train": WITHIN}
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +125,22 @@ def kill(**points: str) -> dict[str, dict[str, int]]:
 
 def check_equal(outcome: Outcome, undisturbed: Outcome, survivors: int) -> None:
     assert outcome.code == 0, outcome.output
+    assert "SIGABRT" not in outcome.output, outcome.output
     assert outcome.results == undisturbed.results * survivors
+    assert outcome.rows == undisturbed.rows
     assert outcome.files.keys() == undisturbed.files.keys()
     for name, content in outcome.files.items():
-        expected = undisturbed.files[name]
-        assert content.keys() == expected.keys()
-        for key, value in content["model_state_dict"].items():
-            assert torch.equal(value, expected["model_state_dict"][key]), (name, key)
+        assert same(content, undisturbed.files[name]), name
+    for written in outcome.written:
+        check_updates(written)
+
+
+def check_updates(written: dict[str, Any]) -> None:
+    """No update that a process has committed is lost, and each takeover repeats one at most."""
+    for training in {training for training, _ in written["committed"]}:
+        updates = [update for number, update in written["committed"] if number == training]
+        assert updates == [*range(updates[0], updates[-1] + 1)]
+    assert written["again"] <= written["takeovers"]
 
 
 def test_kills_in_all_phases_leave_no_trace_down_to_one_process(run, undisturbed):
@@ -182,6 +221,87 @@ def test_without_logical_processes_the_others_end_with_a_word(tmp_path):
     assert "Create it with a seed and logical_processes=" in outcome.output
 
 
+@CAN_SHARD
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("how", "kills", "begins"),
+    [
+        ("fsdp", kill(rank2="forward:13", rank1="prediction:1"), ["update-000000005", "update-000000008"]),
+        *[("hsdp", kill(rank1="update:2"), ["the beginning: no state had been saved"])] * SOAK,
+    ],
+)
+def test_a_sharded_run_begins_again_from_its_latest_state(run, undisturbed, capfd, how, kills, begins):
+    outcome = run(4, kills=kills, sharded=how, **ALL)
+    check_equal(outcome, undisturbed, survivors=4 - len(kills))
+    said = [line for line in capfd.readouterr().out.splitlines() if "All begin again from" in line]
+    assert len(said) == len(begins)
+    assert all(place in line for place, line in zip(begins, said, strict=True))
+
+
+@CAN_SHARD
+@pytest.mark.soak
+@pytest.mark.skipif(not SOAK, reason="takes a minute: make soak")
+def test_a_sharded_run_takes_a_new_process_and_loses_nothing(run):
+    config = {"samples": 803, "saves": True, "pause": 0.01}
+    outcome = run(3, "--replace", kills=kill(rank2="forward:9"), sharded="fsdp", **config)
+    assert outcome.code == 0, outcome.output
+    assert "1 new process joined. 3 processes continued" in outcome.output
+    check_equal(outcome, run(1, **config), survivors=3)
+
+
+DIES_WITHIN_A_MESSAGE = """
+import os, signal, sys, threading
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.utils.data import TensorDataset
+from pytorch_accel_lite import Trainer
+
+exchange = dist.all_to_all_single
+begun = []
+
+
+def exchange_and_die(received, sent, *sizes):
+    begun.append(None)
+    if trainer.ranks.rank == 1 and len(begun) == 2:
+        received.fill_(255)
+        threading.Thread(target=die_when_changed, args=(received[:8],), daemon=True).start()
+    return exchange(received, sent, *sizes)
+
+
+def die_when_changed(start):
+    while (start == 255).all():  # the other process sends 32 MB, of which some have come
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+dist.all_to_all_single = exchange_and_die
+torch.manual_seed(0)
+model = torch.nn.Linear(4000, 4000, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+trainer = Trainer(model, torch.nn.MSELoss(), optimizer, callbacks=(), seed=0, logical_processes=2)
+x = torch.randn(8, 4000)
+trainer.train(TensorDataset(x, x), 1, per_device_batch_size=1, train_dataloader_kwargs={"num_workers": 0})
+result = [trainer.run_history.to_dict(), model.weight.sum(0).tolist()]
+Path(sys.argv[1], str(trainer.ranks.world_size)).write_text(repr(result))
+"""
+
+
+def test_a_death_within_a_large_message_ends_no_survivor(tmp_path):
+    """For which gloo would let it wait half an hour."""
+    program = tmp_path / "program.py"
+    program.write_text(DIES_WITHIN_A_MESSAGE)
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        command = [*LAUNCH, "--processes", str(processes), str(program), str(folder)]
+        job = WarmPython(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
+        outcome = end(job, folder)
+        assert outcome.code == 0, outcome.output
+        assert outcome.output.count("was killed by SIGKILL. One process continued") == processes - 1
+    assert (tmp_path / "1" / "1").read_text() == (tmp_path / "2" / "1").read_text()
+
+
 def test_more_processes_than_logical_ones_are_an_error(run):
     outcome = run(3, logical=2)
     assert outcome.code == 1
@@ -198,9 +318,10 @@ def test_the_help_of_the_command_line_lists_the_command():
 class Fault:
     """Faults of one kind, for a long time of them.
 
-    :param count: how many runs have one
-    :param draw: returns who is hit at which points, and by what
-    :param options: of the command
+    Args:
+        count: how many there are, in as many runs as it takes
+        draw: returns who is hit at which points, and by what
+        options: of the command
     """
 
     count: int
@@ -223,15 +344,15 @@ FAULTS = {
     "predicting": Fault(20, lambda drawn: hits(drawn, "prediction", most=2)),
     "starting": Fault(20, lambda drawn: hits(drawn, drawn.choice(["beginning", "starting:1"]), most=1)),
     "joining": Fault(
-        20,
+        40,
         lambda drawn: (
             hits(drawn, drawn.choice(STEPS), most=3)
             | {"new": {drawn.choice(["beginning", "starting:1", "forward:1", "update:1"]): KILLED}}
         ),
         ("--replace",),
     ),
-    "pairs": Fault(20, lambda drawn: hits(drawn, drawn.choice(STEPS), "changed:1", most=8)),
-    "anywhere": Fault(70, lambda drawn: hits(drawn, *drawn.choices(STEPS, k=drawn.randint(1, 3)), most=8)),
+    "pairs": Fault(40, lambda drawn: hits(drawn, drawn.choice(STEPS), "changed:1", most=8)),
+    "anywhere": Fault(100, lambda drawn: hits(drawn, *drawn.choices(STEPS, k=drawn.randint(1, 3)), most=8)),
     "stopped": Fault(
         10,
         lambda drawn: hits(drawn, drawn.choice(STEPS), most=8, by=int(signal.SIGSTOP)),
@@ -244,14 +365,17 @@ FAULTS = {
 @pytest.mark.skipif(not SOAK, reason="kills for long")
 @pytest.mark.parametrize("kind", FAULTS)
 def test_faults_of_all_kinds_leave_no_trace(tmp_path, undisturbed, kind):
-    """FAULTS in the environment is how many there are of each kind, instead of two hundred in all."""
+    """FAULTS in the environment is how many there are of each kind, instead of hundreds in all."""
     fault = FAULTS[kind]
-    for number in range(int(os.environ.get("FAULTS", fault.count))):
+    faults = number = 0
+    while faults < int(os.environ.get("FAULTS", fault.count)):
         folder = tmp_path / str(number)
         kills = fault.draw(random.Random(f"{kind}{number}"))
         outcome = end(begin(folder, 4, *fault.options, **ALL, kills=kills, workers=number % 2), folder)
         assert outcome.code == 0, (kills, outcome.output)
         check_equal(outcome, undisturbed, survivors=len(outcome.results))
+        faults, number = faults + outcome.output.count("was killed by SIGKILL"), number + 1
+        report(f"{kind}: {faults} faults in {number} runs")
 
 
 @pytest.mark.soak
@@ -260,10 +384,11 @@ def test_faults_of_all_kinds_leave_no_trace(tmp_path, undisturbed, kind):
 def test_random_kills_leave_no_trace(tmp_path, run, options):
     config = {**ALL, "samples": 803, "pause": 0.004, "marks": True}
     whole = run(1, **config)
-    for number in range(int(os.environ.get("FAULTS", 40))):
+    kills = number = 0
+    while kills < int(os.environ.get("FAULTS", 50)):
         drawn = random.Random(f"{options}{number}")
         folder = tmp_path / str(number)
-        job = begin(folder, 4, *options, **config)
+        job = begin(folder, 4, *options, **config, workers=number % 2)
         deadline = time.monotonic() + PATIENCE
         while len(list(folder.glob("updates.*"))) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -275,6 +400,13 @@ def test_random_kills_leave_no_trace(tmp_path, run, options):
         outcome = end(job, folder)
         assert outcome.code == 0, outcome.output
         check_equal(outcome, whole, survivors=len(outcome.results))
+        kills, number = kills + outcome.output.count("was killed by SIGKILL"), number + 1
+        report(f"random kills{' with --replace' * bool(options)}: {kills} in {number} runs")
+
+
+def report(text: str) -> None:
+    """Say how far a long test has got, also while its output is captured."""
+    print(text, file=sys.__stderr__, flush=True)
 
 
 def lives(process: str) -> bool:

@@ -1,4 +1,4 @@
-"""What holds the memory of a device that has run out of it."""
+"""What fills the memory of a device that has run out."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pytorch_accel_lite.optimizers.operations import is_created
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
-#: What else extensions say of a training step that did not fit: each is called with the trainer, and returns a sentence
-#: without the first capital letter, or nothing.
+#: More advice, from extensions, for a training step that did not fit: each function is called with the trainer, and
+#: returns a sentence without its first capital letter, or nothing.
 MEMORY_ADVICE: list[Callable[[TrainerLike], str]] = []
 
 
 def describe_memory(trainer: TrainerLike) -> Iterator[str]:
-    """Yield what the memory is held by, its peak and capacity, and where torch's snapshot of it was written."""
+    """Yield lines on what fills the memory, its peak and capacity, and where torch's snapshot of it was written."""
     device = trainer.device
     memory, capacity = module_of(device), capacity_of(device)
     held = held_bytes(trainer)
@@ -43,13 +43,13 @@ def describe_memory(trainer: TrainerLike) -> Iterator[str]:
 def held_bytes(trainer: TrainerLike) -> dict[str, int]:
     """Return the bytes that this process holds on the device, by kind.
 
-    Those of all modules, optimizers and gradients of a trainer, also in attributes; of sharded ones, its own part.
+    Includes all modules, optimizers and gradients of a trainer, also in attributes; of sharded ones, its own part.
     """
-    modules = [trainer.get_model(), *attributes.modules(trainer).values()]
+    modules = [trainer.get_model(), *attributes.other_modules(trainer).values()]
     parameters = [*chain.from_iterable(module.parameters() for module in modules)]
     parameters += attributes.all_optimized_parameters(trainer)
     buffers = chain.from_iterable(module.buffers() for module in modules)
-    optimizers = list(attributes.optimizers(trainer).values())
+    optimizers = list(attributes.other_optimizers(trainer).values())
     if trainer.optimizer is not None and is_created(trainer.optimizer):
         optimizers.append(trainer.optimizer)
     states = chain.from_iterable(optimizer.state.values() for optimizer in optimizers)
@@ -69,11 +69,11 @@ def _total_bytes(values: Iterable[object], device: torch.device) -> int:
 
 
 def advise_on_memory(trainer: TrainerLike, run: Run, phase: str) -> str:
-    """Return what to do about memory that has run out in a phase of a run."""
+    """Return what to do if memory has run out in a phase of a run."""
     others = list[str]()
     if phase == "training":
         for advice in MEMORY_ADVICE:
-            with suppress(Exception):  # what fails must not hide the usual advice
+            with suppress(Exception):  # an error here must not hide the usual advice
                 others.append(advice(trainer))
     return " Or ".join([_usual_advice(run, phase), *filter(None, others)])
 

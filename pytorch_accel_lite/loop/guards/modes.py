@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_from_this_package
 from pytorch_accel_lite.base.modules import unwrap
+from pytorch_accel_lite.base.origins import is_from_this_package, warn_outside
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.run.events import STEP_EVENTS, Phase
 from pytorch_accel_lite.run.parts import GlobalModes
@@ -26,10 +25,10 @@ _STEP_METHODS: dict[Phase, tuple[str, ...]] = {
 
 
 def leaving_as_found(trainer: TrainerLike, run: Run, batches: Iterable[Batch], phase: Phase) -> Iterable[Batch]:
-    """Yield batches; if code of the user's runs between two, restore the mode of the model that it leaves changed.
+    """Yield batches; if user code runs between two batches, restore the model's mode afterwards.
 
-    Only the mode of the whole model is looked at, as that of a part may be changed for good. Without such code, the
-    batches are returned as they are, so that this costs nothing.
+    Only the mode of the whole model is compared, as the mode of a part may be changed for good. Without user code, the
+    batches are returned as they are, at no cost.
     """
     owners = _own_code(trainer, phase)
     return _restoring(trainer, run, batches, " or ".join(owners), phase) if owners else batches
@@ -65,7 +64,7 @@ def _warn_of_mode(who: str, phase: Phase, is_training: bool) -> None:
 def call_start(trainer: TrainerLike, event: str, phase: Phase, **kwargs: object) -> None:
     """Fire the event before the steps of a phase; warn if a callback changes the mode of the model there.
 
-    That may be meant.
+    The change is kept, as it may be intended.
     """
     was_training = is_in_training_mode(trainer)
     trainer.call_event(event, **kwargs)
@@ -88,7 +87,7 @@ def is_in_training_mode(trainer: TrainerLike) -> bool:
 
 def check_global_modes(trainer: TrainerLike, run: Run, who: str = "A callback or an overridden method") -> None:
     """Warn of settings of torch that differ from those at the start of a run; enable gradients again."""
-    before, now = run.global_modes, GlobalModes.now(run.device)
+    before, now = run.loop.global_modes, GlobalModes.now(run.device)
     if before is None or now == before:
         return
     if before.gradients and not now.gradients:
@@ -107,11 +106,11 @@ def check_global_modes(trainer: TrainerLike, run: Run, who: str = "A callback or
             f"{who} left {now.dtype} as the default dtype in place of {before.dtype}, so new tensors have it from now "
             "on. Restore it by torch.set_default_dtype, or set it before training if you mean it."
         )
-    run.global_modes = GlobalModes.now(run.device)  # to warn once
+    run.loop.global_modes = GlobalModes.now(run.device)  # to warn once
 
 
 def _own_code(trainer: TrainerLike, phase: Phase, *events: str) -> list[str]:
-    """Return the classes of the user that have something to do at some events, or within the steps of a phase."""
+    """Return the user's classes with code that runs at some events, or within the steps of a phase."""
     owners = [
         type(getattr(listener, "__self__", listener)).__name__
         for event in events or STEP_EVENTS[phase]

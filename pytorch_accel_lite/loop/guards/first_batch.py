@@ -1,4 +1,4 @@
-"""What the first batch of a run shows of mistakes in its loss."""
+"""Mistakes in the loss that the first batch of a run reveals."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_from_this_package
+from pytorch_accel_lite.base.origins import is_from_this_package, warn_outside
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
@@ -17,14 +16,14 @@ from pytorch_accel_lite.run.events import events_between, keywords_of
 from pytorch_accel_lite.run.state import TrainerLike
 
 _NONE, _SUM = 0, 2  # torch's numbers of reductions
-# Operations of autograd on the losses of samples, each for itself.
+# Operations of autograd that act on the loss of each sample separately.
 _OF_EACH = {"PowBackward0", "AbsBackward0", "LogBackward0", "ExpBackward0", "SumBackward1"}
 
 
 def examine_first_batch(trainer: TrainerLike, batch: Batch, output: BatchOutput) -> None:
-    """Warn if the loss of the first batch is a sum, or seems to be computed with something else than the target.
+    """Warn if the loss of the first batch is a sum, or seems to be computed with something other than the target.
 
-    Also if evaluations, which come an epoch later, seem to have no loss.
+    Also warn if evaluations, which come an epoch later, seem to have no loss.
     """
     loss, size = output["loss"], output["batch_size"]
     _warn_of_missing_evaluation_loss(trainer, output)
@@ -64,9 +63,9 @@ def _warn_of_missing_evaluation_loss(trainer: TrainerLike, output: BatchOutput) 
 
 
 def adds_up_samples(loss: torch.Tensor, size: int) -> bool:
-    """Whether a loss certainly is a sum over the samples of a batch, as seen from the last operations behind it.
+    """Whether a loss certainly is a sum over the samples of a batch, judging by its last operations.
 
-    What is multiplied or divided, before or after it is added up, may be a mean and does not count.
+    A sum with a multiplication or division before or after it may be a mean, and does not count.
     """
     last: Any = loss.grad_fn
     if getattr(last, "_saved_reduction", None) == _SUM:  # one of torch's own losses
@@ -81,7 +80,8 @@ def adds_up_samples(loss: torch.Tensor, size: int) -> bool:
 def _third_is_target(second: Tree, third: Tree, outputs: Tree) -> bool:
     """Whether the third element of a batch is certainly like a target, rather than an index, a group or a weight.
 
-    It has the shape of the outputs, and either the second has not, or it has negative values, unlike weights and masks.
+    It must have the shape of the outputs. Either the second element must not, or the third must have negative values,
+    unlike weights and masks.
     """
     if not all(isinstance(each, torch.Tensor) and each.is_floating_point() for each in (second, third, outputs)):
         return False

@@ -20,8 +20,8 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import find_length, is_from_this_package, is_overridden
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.origins import is_from_this_package, is_overridden, warn_outside
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import add_note, did_you_mean, listed
 from pytorch_accel_lite.base.validation import check_choice, check_number, check_positive_int, check_positive_number
@@ -108,7 +108,8 @@ def check_constructor(loss_func: object, optimizer: object, seed: object) -> Non
 
 
 def check_precision(precision: str | None, accelerator: Accelerator | None) -> None:
-    """Check that an accelerator has the mixed precision wanted; or, before there is one, that the device can have it.
+    """Check that an accelerator has the requested mixed precision; or, before there is one, that the device supports
+    it.
 
     Accelerate would compute fp16 on CPUs without a gradient scaler, and raises errors of its own elsewhere.
     """
@@ -210,7 +211,7 @@ def _check_accumulation(steps: object) -> None:
 
 
 def _check_accelerator(accelerator: Accelerator) -> None:
-    """Refuse what an accelerator is set to do and the trainer does otherwise."""
+    """Refuse settings of an accelerator for what the trainer does in another way."""
     if accelerator.gradient_accumulation_steps != 1:
         raise ValueError(
             f"The accelerator has gradient_accumulation_steps={accelerator.gradient_accumulation_steps}. "
@@ -239,7 +240,7 @@ def check_optimizers(trainer: TrainerLike) -> None:
             "optimizers, or call requires_grad_(False) on those that should not be trained."
         )
     in_optimizer = optimized_parameters(trainer.optimizer)
-    modules = [model, *attributes.modules(trainer).values()]
+    modules = [model, *attributes.other_modules(trainer).values()]
     in_modules = {parameter for module in modules for parameter in module.parameters()}
     if in_optimizer and in_modules.isdisjoint(in_optimizer):
         warn_outside(
@@ -279,7 +280,8 @@ def check_data(
 
     If an overridden method creates the dataloader, the dataset may be anything.
 
-    :param other: the other data of the run, which ``batch_size`` and ``collate_fn`` are for, too
+    Args:
+        other: the other data of the run, to which ``batch_size`` and ``collate_fn`` also apply
     """
     check_positive_int("per_device_batch_size", batch_size)
     name_of_kwargs = name.replace("dataset", "dataloader_kwargs")
@@ -307,7 +309,7 @@ def check_data(
             sizes = [options_of(loader).get("batch_size") for loader in (*parts.values(), *other_parts.values())]
             is_other_size = batch_size not in (_DEFAULT_BATCH_SIZE, *sizes)
             options |= {"per_device_batch_size": batch_size if is_other_size else None, "collate_fn": collate_fn}
-        _refuse_options(name_of_part, part, options)
+        _refuse_options(*next(iter(parts.items())), options)
 
 
 def _check_loader_kwargs(name: str, arguments: LoaderKwargs) -> None:
@@ -316,11 +318,13 @@ def _check_loader_kwargs(name: str, arguments: LoaderKwargs) -> None:
     for argument in arguments:
         if argument not in known:
             closest = did_you_mean(str(argument), known)
-            raise TypeError(f"{name} has the key {argument!r}, which is no argument of torch's DataLoader.{closest}")
+            raise TypeError(
+                f"{name} has the key {argument!r}, which is not an argument of torch's DataLoader.{closest}"
+            )
 
 
 def _check_length(name: str, data: Source) -> None:
-    """Check that ``__len__`` of data returns a number of samples; one that raises a ``TypeError`` stands for none."""
+    """Check that ``__len__`` of data returns a number of samples. A ``TypeError`` means that there is no length."""
     try:
         length = type(data).__len__(data) if hasattr(type(data), "__len__") else 0
     except (TypeError, NotImplementedError):
@@ -346,7 +350,7 @@ def _refuse_options(name: str, loader: Source, options: dict[str, object]) -> No
 
 
 def _by_name(name: str, data: Source) -> dict[str, Source]:
-    """Return what is to be read by its name in messages: a dataset or a loader, or those in a dict."""
+    """Return the datasets or loaders to be read, by the names that messages use."""
     return {f"{name}[{key!r}]": part for key, part in data.items()} if isinstance(data, dict) else {name: data}
 
 
@@ -361,7 +365,7 @@ def _check_readable(name: str, dataset: Source) -> None:
         )
     if _are_columns(dataset):
         raise TypeError(
-            f"{name} is a {type(dataset).__name__}, of which [0] is not the first sample, but a column with a "
+            f"{name} is a {type(dataset).__name__}: its [0] is not the first sample, but a column with a "
             "value for each sample. Pass a dataset of its tensors: TensorDataset(inputs, targets)."
         )
     is_dataset = hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset)
@@ -374,7 +378,7 @@ def _check_readable(name: str, dataset: Source) -> None:
 
 
 def _are_columns(dataset: Source) -> bool:
-    """Whether data are a table by columns: pandas' or a pair of inputs and targets."""
+    """Whether data are a table by columns: a pandas table, or a pair of inputs and targets."""
     if not isinstance(dataset, tuple) or len(dataset) not in (2, 3):
         return hasattr(dataset, "iloc")
     sizes = {tuple(getattr(column, "shape", ()))[:1] for column in dataset}
@@ -387,9 +391,10 @@ def _are_columns(dataset: Source) -> bool:
 def check_same_call(trainer: TrainerLike, call: str, train_data: Source, eval_data: Source) -> None:
     """Check that all ranks begin a run by the same call, with the same datasets, callbacks and seed.
 
-    It comes before any other communication, in which they would wait for each other.
+    It comes before any other communication, in which different calls would deadlock.
 
-    :param call: the method of the trainer that begins the run
+    Args:
+        call: the method of the trainer that begins the run
     """
     ranks = trainer.ranks
     settings: dict[str, object] = {
@@ -411,7 +416,7 @@ def check_same_on_all_ranks(settings: dict[str, object], ranks: Ranks) -> None:
     for rank, other in enumerate(by_rank):
         for name in [*first, *(other.keys() - first.keys())]:
             if name.startswith("callbacks[") and not (name in first and name in other):
-                continue  # an object on one of them, such as a trial that only the first process has
+                continue  # an object that only one rank has, such as a trial of the first process
             mine, theirs = (repr(values[name]) if name in values else "nothing" for values in (first, other))
             if mine != theirs and (name not in first or name not in other or first[name] != other[name]):
                 raise ValueError(
@@ -426,7 +431,7 @@ _PLACES = re.compile(r"path|dir|folder|file|name|url|project")
 
 
 def _arguments_of_callbacks(callbacks: Iterable[TrainerCallback]) -> dict[str, object]:
-    """Return the arguments of this package's callbacks by which processes decide when to communicate."""
+    """Return the arguments of this package's callbacks that decide when processes communicate."""
     found: dict[str, object] = {}
     for number, callback in enumerate(callbacks):
         if is_from_this_package(type(callback)) and not type(callback).__module__.endswith(_SHOW):

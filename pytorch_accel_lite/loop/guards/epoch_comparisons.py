@@ -10,8 +10,7 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from types import FunctionType
 
-from pytorch_accel_lite.base.environment import warn_outside
-from pytorch_accel_lite.base.inspection import is_from_this_package
+from pytorch_accel_lite.base.origins import is_from_this_package, warn_outside
 
 _IN_EPOCHS = re.compile("epoch|step|loss|update|backward")  # in the names of methods that are called in epochs
 _looked_at: set[type] = set()
@@ -33,7 +32,7 @@ def warn_of_comparisons(objects: Iterable[object]) -> None:
 
 
 def _nodes(method: FunctionType) -> Iterator[ast.AST]:
-    """Yield the parts of a method's source, if it is known and mentions the epoch of the progress at all."""
+    """Yield the nodes of a method's source, if it is available and mentions the epoch at all."""
     if not {"progress", "epoch"} <= {*method.__code__.co_names} or not _IN_EPOCHS.search(method.__name__):
         return
     try:
@@ -43,7 +42,7 @@ def _nodes(method: FunctionType) -> Iterator[ast.AST]:
 
 
 def _compares_with_zero(node: ast.AST) -> bool:
-    """Whether a part of a source is ``progress.epoch == 0``, or ``< 1``, or ``<= 0``."""
+    """Whether a node is ``progress.epoch == 0``, or ``< 1``, or ``<= 0``."""
     if not isinstance(node, ast.Compare) or len(node.ops) != 1 or not _is_epoch(node.left):
         return False
     (operator,), (number,) = node.ops, node.comparators

@@ -14,21 +14,21 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.base.inspection import is_from_this_package
 from pytorch_accel_lite.base.modules import preserving_modes
+from pytorch_accel_lite.base.origins import is_from_this_package
 from pytorch_accel_lite.base.randomness import find_generators, preserving_found
 from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.data.apart import can_read_apart, datasets_in, read_apart
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, complete_output
 from pytorch_accel_lite.data.loader import FailedRead, ShardedLoader
 from pytorch_accel_lite.data.sources import BatchData
-from pytorch_accel_lite.loop.explanations import explaining
+from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.inference import unwrapped_model
 from pytorch_accel_lite.loop.snapshot import Snapshot, preserving_attributes, replaced
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
-#: What of a user's an evaluation would call besides the model, the loss function and metrics, which may leave traces.
+#: Methods of users that an evaluation would call, and that may leave traces.
 _STEPS = {"calculate_eval_batch_loss", "eval_epoch_start", "_run_eval_epoch", "_run_train_epoch"}
 _EVENTS = ("on_eval_epoch_start", "on_eval_step_start")
 
@@ -42,7 +42,7 @@ class TakesPart(Protocol):
 
 
 def check_evaluation(trainer: TrainerLike, run: Run) -> None:
-    """Try the evaluation on one batch of each dataset, unless that may leave traces or need what training does first.
+    """Try the evaluation on one batch of each dataset, unless that may leave traces or depends on earlier training.
 
     An error says that it was raised before training, and how to omit the trial.
     """
@@ -75,7 +75,7 @@ def _leaves_no_trace(trainer: TrainerLike, run: Run) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module is neither compiled, which depends on what comes first, nor has hooks, nor is uninitialised."""
+    """Whether a module has no hooks and is initialised and not compiled, which would depend on its first call."""
     if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
         return False
     if any(vars(module).get(name) for name in ("_compiled_call_impl", "_forward_hooks", "_forward_pre_hooks")):
@@ -85,7 +85,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 def _modules(trainer: TrainerLike) -> list[nn.Module]:
     """Return the model, the loss function and other modules of a trainer, with all their parts."""
-    roots = [trainer.get_model(keep_torch_compile=True), trainer.loss_func, *attributes.modules(trainer).values()]
+    roots = [trainer.get_model(keep_torch_compile=True), trainer.loss_func, *attributes.other_modules(trainer).values()]
     return list(dict.fromkeys(part for root in roots if isinstance(root, nn.Module) for part in root.modules()))
 
 
@@ -100,7 +100,7 @@ def _try(trainer: TrainerLike, run: Run, loader: ShardedLoader) -> None:
         if isinstance(batch.data, FailedRead):
             raise batch.data.error
         with unwrapped_model(trainer), torch.no_grad(), mixed_precision(trainer.accelerator):
-            adapter = BatchAdapter(trainer.model)  # that of the trainer has yet to look at the first batch
+            adapter = BatchAdapter(trainer.model)  # the trainer's has not seen the first batch yet
             output = adapter.outputs_and_loss(trainer.model, trainer.loss_func, batch.data, batch)
         complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
         for callback in trainer.callback_handler:
@@ -122,7 +122,7 @@ def _untouched(owners: list[object]) -> Iterator[None]:
     ):
         before.keep_generators()
         before.keep_buffers(modules)
-        warnings.simplefilter("ignore")  # they come when their turn has come
+        warnings.simplefilter("ignore")  # the real evaluation repeats them
         for module in modules:
             module.training = False
         yield

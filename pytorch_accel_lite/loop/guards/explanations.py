@@ -1,4 +1,4 @@
-"""Notes on the errors of a run: what to do, where it was, and with which batch."""
+"""Notes on the errors of a run: what to do, where it failed, and on which batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType
 from torch import nn
 from torch.utils.data import default_collate
 
-from pytorch_accel_lite.base.inspection import checked_by
+from pytorch_accel_lite.base.origins import checked_by
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import add_note, notes_of
 from pytorch_accel_lite.base.types import Tree
@@ -20,11 +20,11 @@ from pytorch_accel_lite.data.loss_shapes import LossFunction
 from pytorch_accel_lite.data.reading import names_sample
 from pytorch_accel_lite.data.sources import Index, Source
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory
-from pytorch_accel_lite.loop.held_memory import advise_on_memory, describe_memory
+from pytorch_accel_lite.loop.guards.held_memory import advise_on_memory, describe_memory
 from pytorch_accel_lite.run.events import NonFiniteLossError, Phase, StopTrainingError
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
-# What to do about errors whose text does not say it, by a pattern of their text.
+# What to do about errors that do not say so themselves, by a pattern of their text.
 _ADVICE = {
     "device-side assert": (
         "an index is out of range on the device, usually a label without a corresponding output, or an index into an "
@@ -103,7 +103,8 @@ _ADVICE = {
 }
 
 
-_MOST_SAMPLES = 64  # whose indices are shown
+_MOST_OF_RANGE = 8  # samples in a row that are listed one by one
+_MOST_SAMPLES = 64  # samples with shown indices
 
 
 @contextmanager
@@ -127,7 +128,7 @@ def explain(error: BaseException, trainer: TrainerLike, run: Run, phase: Phase) 
     lines = list[str]()
     with suppress(Exception):  # a failing explanation must not hide the error
         for line in _lines(error, trainer, run, phase):
-            lines.append(line)  # one by one, to keep those before a failure
+            lines.append(line)  # one by one: an error in a later line keeps the earlier ones
     if lines:
         add_note(error, *lines)
 
@@ -142,7 +143,7 @@ def _lines(error: Exception, trainer: TrainerLike, run: Run, phase: Phase) -> It
     ranks = run.ranks
     process = f", on process {ranks.rank} of {ranks.world_size}" if ranks.world_size > 1 else ""
     if number is None:
-        if any(note.startswith("In ") for note in notes_of(error)):  # of a callback; others tell by themselves
+        if any(note.startswith("In ") for note in notes_of(error)):  # of a callback; others need no note
             yield f"{where}{process}."
         return
     if run.batch is None or isinstance(run.batch.data, FailedRead):
@@ -183,7 +184,7 @@ def _advise_on_targets(error: Exception, trainer: TrainerLike) -> str:
 
 
 def _describe_reading(error: Exception, run: Run, loader: Source) -> Iterator[str]:
-    """Describe what was being read: the samples, from which dataset, and how they are made into a batch."""
+    """Describe what was being read: the samples, their dataset, and how they are made into a batch."""
     dataset = getattr(loader, "dataset", loader)
     indices = loader.next_indices() if run.batch is None else run.batch_indices
     samples = f"; {list_samples(indices)}" if indices is not None else ""
@@ -196,7 +197,11 @@ def _describe_reading(error: Exception, run: Run, loader: Source) -> Iterator[st
 
 
 def list_samples(indices: list[Index]) -> str:
-    """Return the indices of samples as text; of many, the first."""
+    """Return the indices of samples as text; of many that follow each other, the ends, of many others, the first."""
+    if len(indices) > _MOST_OF_RANGE and isinstance(first := indices[0], int):
+        last = first + len(indices) - 1
+        if indices == [*range(first, last + 1)]:
+            return f"samples [{first} to {last}]"
     most = [short(index) for index in indices[:_MOST_SAMPLES]]
     return f"samples [{', '.join(most)}{', ...' if len(indices) > len(most) else ''}]"
 
@@ -230,7 +235,7 @@ def _arguments(frame: FrameType) -> list[Tree]:
 
 
 def _is_of_loss(frame: FrameType, module: object, loss_func: LossFunction | None) -> bool:
-    """Whether a frame is of the trainer's loss function, or of one in ``torch.nn.functional``."""
+    """Whether a frame belongs to the trainer's loss function, or to one in ``torch.nn.functional``."""
     if loss_func is not None and (module is loss_func or getattr(loss_func, "__code__", None) is frame.f_code):
         return True
     in_functional = frame.f_globals.get("__name__") == "torch.nn.functional"

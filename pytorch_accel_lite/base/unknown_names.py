@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection
 from functools import wraps
 from typing import TypeVar
 
-from pytorch_accel_lite.base.environment import hide_frames, leave_out_libraries, warn_outside
-from pytorch_accel_lite.base.inspection import is_from_this_package
+from pytorch_accel_lite.base.origins import hide_frames, is_from_this_package, leave_out_libraries, warn_outside
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.validation import check_booleans
 
@@ -232,7 +231,8 @@ _GONE = {
 def suggest(word: str, existing: Collection[str], cutoff: float = 0.6) -> str:
     """Return ``" Did you mean 'x'?"`` for the name that other libraries call ``word``, or a similar one, or nothing.
 
-    :param cutoff: how similar a word must be, from 0 to 1
+    Args:
+        cutoff: how similar a word must be, from 0 to 1
     """
     ours = [ours for ours in _our_names(word) if ours in existing]
     return f" Did you mean {' or '.join(map(repr, ours))}?" if ours else did_you_mean(word, existing, cutoff)
@@ -341,7 +341,7 @@ ATTRIBUTES = [
 
 
 def _warn_of_hooks(cls: type, defined: Collection[str], events: Collection[str]) -> None:
-    """Warn of events, or hooks of other libraries, that a trainer defines, as those of callbacks are called only."""
+    """Warn of a trainer's methods that are named like events, or like hooks of other libraries, and never called."""
     for name in defined:
         meant = [name] if name in events else [event for event in events_meant(name) if event in events]
         methods = [event.removeprefix("on_") for event in meant if hasattr(cls, event.removeprefix("on_"))]
@@ -349,7 +349,7 @@ def _warn_of_hooks(cls: type, defined: Collection[str], events: Collection[str])
             continue
         override = f"Override {' or '.join(methods)}, or define" if methods else "Define"
         warn_outside(
-            f"{cls.__name__}.{name} is never called by the trainer, whose events are those of callbacks. {override} "
+            f"{cls.__name__}.{name} is never called by the trainer: only callbacks have events. {override} "
             f"{' or '.join(meant)} in a TrainerCallback."
         )
 
@@ -357,8 +357,11 @@ def _warn_of_hooks(cls: type, defined: Collection[str], events: Collection[str])
 def check_subclass(cls: type, trainer_class: type, events: Collection[str] = ()) -> None:
     """Warn of overrides that are never called when a subclass of the trainer is defined.
 
-    :param events: names of the events of callbacks
-    :raises TypeError: if it redefines a read-only attribute of the trainer, on which the trainer relies
+    Args:
+        events: names of the events of callbacks
+
+    Raises:
+        TypeError: if it redefines a read-only attribute of the trainer, on which the trainer relies
     """
     classes = [c for c in cls.__mro__ if c is not object and (c is cls or not issubclass(c, trainer_class))]
     defined = {name: value for c in reversed(classes) for name, value in vars(c).items()}

@@ -15,43 +15,44 @@ from pytorch_accel_lite.loop.gradients import updated_parameters
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
-_MOST = 4  # parameters that are named
+_MOST = 4  # parameters named in a message
 _ON_PURPOSE = "Pass check_replicas=False to the Trainer if the weights are supposed to differ."
 _UNUSED = "Freeze the unused ones with requires_grad_(False), or pass find_unused_parameters=True to the Trainer."
 
 
-def compare_replicas(self: TrainerLike) -> None:
+def compare_replicas(trainer: TrainerLike) -> None:
     """Check that all processes hold the same weights, as ``Trainer.compare_replicas()`` describes."""
-    prepared = self.prepared_model
-    if self.ranks.world_size == 1 or (prepared is not None and prepared.outlives_runs):
+    prepared = trainer.prepared_model
+    if trainer.ranks.world_size == 1 or (prepared is not None and prepared.outlives_runs):
         return
-    names = _names(self)
-    trained = _trained_parameters(self, names)
-    parameters = trained | _frozen_parameters(self, trained)
+    names = _names(trainer)
+    trained = _trained_parameters(trainer, names)
+    parameters = trained | _frozen_parameters(trainer, trained)
     parts = {name: all_plain_parts(parameter) for name, parameter in parameters.items()}
     of_parts = iter(sums_of_bits(chain.from_iterable(parts.values())))
     sums = {name: sum(islice(of_parts, len(plain))) for name, plain in parts.items()}
-    if len(set(self.ranks.all_gather_object(hash(tuple(sums.values()))))) == 1:
+    if len(set(trainer.ranks.all_gather_object(hash(tuple(sums.values()))))) == 1:
         return
     learning = [name for name, parameter in trained.items() if parameter.requires_grad]
-    found = _Found(sums, learning, [names.get(id(p), "") for p in self.current_run.step.without_gradient])
-    by_rank = self.ranks.all_gather_object(found)
+    found = _Found(sums, learning, [names.get(id(p), "") for p in trainer.current_run.step.without_gradient])
+    by_rank = trainer.ranks.all_gather_object(found)
     for name in dict.fromkeys(chain.from_iterable(other.sums for other in by_rank)):
         differing = [str(r) for r, other in enumerate(by_rank) if other.sums.get(name) != by_rank[0].sums.get(name)]
         if differing:
             kind = "train" if any(name in other.trained for other in by_rank) else "have"
             raise RuntimeError(
                 f"The processes no longer {kind} the same weights: {name!r} differs on rank {', '.join(differing)} "
-                f"from rank 0. {_likely_cause(self, name, by_rank)}"
+                f"from rank 0. {_likely_cause(trainer, name, by_rank)}"
             )
 
 
 class _Found(NamedTuple):
     """What a process has found.
 
-    :param sums: a number for the bits of each parameter
-    :param trained: the names of the trained ones
-    :param without_gradient: those that had no gradient in the first update
+    Args:
+        sums: a checksum of each parameter
+        trained: the names of the trained parameters
+        without_gradient: the names of those without a gradient in the first update
     """
 
     sums: dict[str, int]
@@ -60,7 +61,7 @@ class _Found(NamedTuple):
 
 
 def note_missing_gradients(trainer: TrainerLike, run: Run) -> None:
-    """Note which trained parameters have no gradient in the update that is being made."""
+    """Note which trained parameters have no gradient in the current update."""
     run.step.without_gradient = [p for p in updated_parameters(trainer) if p.requires_grad and p.grad is None]
 
 
@@ -83,13 +84,13 @@ def _likely_cause(trainer: TrainerLike, name: str, by_rank: list[_Found]) -> str
         )
         return (
             f"In the first update, the loss did not depend on these parameters: {listed}. torch averages no gradients "
-            f"until it has those of every one. {_UNUSED} {_ON_PURPOSE}"
+            f"until each parameter has one. {_UNUSED} {_ON_PURPOSE}"
         )
     return (
         "Likely causes: a step that calls the bare module or a part of it, parameters that were unfrozen during "
         f"the run without rewrap_model(), or a module that is trained besides the model: each of these {bypasses} "
         "To average the gradients of an additional module, call self.accelerator.prepare(module). Or the loss does not "
-        f"depend on all parameters: torch averages no gradients until it has those of every one. {_UNUSED} Other "
+        f"depend on all parameters: torch averages no gradients until each parameter has one. {_UNUSED} Other "
         "causes: modules with different weights on each process, optimizers whose settings a callback changes on some "
         "of them, or weights that the model draws in its first forward pass: call it once "
         f"before the run, after torch.manual_seed. {_ON_PURPOSE}"
@@ -99,7 +100,7 @@ def _likely_cause(trainer: TrainerLike, name: str, by_rank: list[_Found]) -> str
 def _names(trainer: TrainerLike) -> dict[int, str]:
     """Return the names of the parameters in the trainer's modules, by their ids."""
     names: dict[int, str] = {}
-    for prefix, module in {"": unwrap(trainer.model), **attributes.modules(trainer)}.items():
+    for prefix, module in {"": unwrap(trainer.model), **attributes.other_modules(trainer)}.items():
         for name, parameter in module.named_parameters(prefix):
             names.setdefault(id(parameter), name)
     return names

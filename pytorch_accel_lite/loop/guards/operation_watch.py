@@ -1,4 +1,4 @@
-"""Watching the operations of a step one by one, for where numbers stop being finite."""
+"""Watching the operations of a step one by one, to find where numbers stop being finite."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from pytorch_accel_lite.base.modules import local
 from pytorch_accel_lite.base.types import Tree
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = os.fspath(Path(__file__).parents[1]) + os.sep
+_OURS = os.fspath(Path(__file__).parents[2]) + os.sep
 
 
 def are_finite(value: Tree) -> torch.Tensor:
-    """Return whether all numbers in nested tensors are finite; of sharded ones, those of this process."""
+    """Return whether all numbers in nested tensors are finite; in sharded ones, the numbers of this process."""
     return _hold(value, torch.isfinite)
 
 
@@ -44,17 +44,22 @@ def _hold(value: Tree, test: Callable[[torch.Tensor], torch.Tensor]) -> torch.Te
 class OperationWatch(TorchFunctionMode):
     """Notes the first operations of a step that give an infinite value and NaN, forward and backward.
 
-    Reads every output from the device. What an operation of torch calls itself is not seen.
+    Reads every output from the device. Operations within an operation of torch are not seen.
 
-    :ivar found: descriptions of these operations
+    Attributes:
+        found: descriptions of these operations
     """
 
     def __init__(self, model: nn.Module, hooks: ExitStack) -> None:
-        """:param hooks: removes the hooks of the model when it is closed"""
+        """Watch the operations of a model.
+
+        Args:
+            hooks: removes the hooks of the model when it is closed
+        """
         super().__init__()
         self.found: dict[str, str] = {}
-        self._layers: list[str] = []  # whose forward passes are in progress, from the outermost
-        self._places: dict[Node, str] = {}  # of the nodes of the graph
+        self._layers: list[str] = []  # with forward passes in progress, from the outermost
+        self._places: dict[Node, str] = {}  # by node of the graph
         for name, module in model.named_modules():
             shown = f"{name or 'the model itself'} ({type(module).__name__})"
             hooks.callback(module.register_forward_pre_hook(partial(self._enter, shown)).remove)
@@ -68,7 +73,7 @@ class OperationWatch(TorchFunctionMode):
             self._layers.pop()
 
     def begin(self) -> None:
-        """Begin with a step, and forget the one before."""
+        """Begin with a new step."""
         self._layers.clear()
         self._places.clear()
 
@@ -109,13 +114,13 @@ class OperationWatch(TorchFunctionMode):
                 nodes += [following for following, _ in node.next_functions]
 
     def watch_backward(self) -> None:
-        """Watch the backward pass of the operations since the one before."""
+        """Watch the backward pass of the operations since the previous backward pass."""
         for node, place in self._places.items():
             node.register_hook(partial(self._note_gradient, node.name(), place))
         self._places.clear()
 
     def _note_gradient(self, name: str, place: str, inputs: Tree, outputs: Tree) -> None:
-        if are_finite(outputs):  # which come from above
+        if are_finite(outputs):  # the gradients that reach it
             self._note(f"the gradient of {name}", place, outputs, inputs)
 
 
@@ -124,7 +129,7 @@ def _is_no_nan(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _line_of_user() -> str:
-    """Return the innermost line in progress that is neither torch's nor this package's, if that has called it."""
+    """Return the innermost line in progress outside torch and this package, if it led to the call."""
     frame = sys._getframe(2)  # noqa: SLF001
     while frame.f_back is not None:
         name = frame.f_code.co_filename

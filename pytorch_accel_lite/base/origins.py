@@ -1,0 +1,129 @@
+"""Whose code it is: the user's, this package's or a library's; for messages, warnings and tracebacks."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from types import CodeType, TracebackType
+
+#: The directories of Python and of installed packages.
+LIBRARIES = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "purelib", "platlib"))
+_OWN_FILES = str(Path(__file__).parents[1]) + os.sep
+
+
+def is_in_this_package(module: object) -> bool:
+    """Whether a module, given by its name, belongs to this package."""
+    return str(module).partition(".")[0] == "pytorch_accel_lite"
+
+
+def is_from_this_package(thing: object) -> bool:
+    """Whether a class or a function belongs to this package, rather than to its user."""
+    return is_in_this_package(getattr(thing, "__module__", ""))
+
+
+def is_of_library(module: object) -> bool:
+    """Whether a module, given by its name, belongs to this package, to Python or to an installed package."""
+    file = getattr(sys.modules.get(str(module)), "__dict__", {}).get("__file__")
+    return is_in_this_package(module) or (file is not None and os.path.realpath(file).startswith(LIBRARIES))
+
+
+def is_installed(code: CodeType) -> bool:
+    """Whether code belongs to Python, to an installed package or to this one, rather than to the user's program."""
+    return _is_installed(code.co_filename)
+
+
+@lru_cache(maxsize=4096)
+def _is_installed(path: str) -> bool:
+    return os.path.realpath(path).startswith((*LIBRARIES, _OWN_FILES)) or path.startswith("<frozen")
+
+
+def is_overridden(instance: object, method: str) -> bool:
+    """Whether the user's own class overrides a method of ours."""
+    return not is_from_this_package(getattr(type(instance), method))
+
+
+def users_classes(instance: object) -> list[type]:
+    """Return the classes of an object, its own first, that are neither Python's nor a library's."""
+    return [kind for kind in type(instance).__mro__ if not is_of_library(kind.__module__)]
+
+
+def overridden_methods(instance: object) -> frozenset[str]:
+    """Return the names of all methods of ours that the user's own class, or one that it inherits from, overrides."""
+    users = [kind for kind in type(instance).__mro__ if kind is not object and not is_from_this_package(kind)]
+    names = {name for kind in users for name in vars(kind)}
+    return frozenset(name for name in names if is_overridden(instance, name))
+
+
+def checked_by(error: BaseException) -> str:
+    """Return the module of this package whose check raised an error, or nothing. Such an error needs no notes."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    module = str(frame.f_globals.get("__name__"))
+    is_check = isinstance(error, (ValueError, TypeError, RuntimeError)) and is_in_this_package(module)
+    return module if is_check else ""
+
+
+def warn_outside(message: str) -> None:
+    """Warn at the innermost line outside this package, from which the user called it."""
+    frame, level = sys._getframe(1), 2  # noqa: SLF001
+    while frame.f_back is not None and is_in_this_package(frame.f_globals.get("__name__")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+def leave_out_libraries(error: BaseException) -> None:
+    """Remove the frames of libraries from the traceback of an error, except the first, which calls this."""
+    trace = error.__traceback__
+    while trace is not None:
+        following = trace.tb_next
+        while trace.tb_next is not None and is_of_library(trace.tb_next.tb_frame.f_globals.get("__name__")):
+            trace.tb_next = trace.tb_next.tb_next
+        trace = following
+    error.__suppress_context__ = True
+
+
+_CALLS_OF_MODULES = "torch.nn.modules.module"
+
+
+def hide_frames(error: BaseException) -> None:
+    """In IPython, remove this package's frames from the traceback of an error, and torch's that only call modules.
+
+    The remaining frames are the user's, those that they have called, and the check of ours that raised the error. All
+    frames stay if the error comes from code of ours that is not a check.
+    """
+    ipython = sys.modules.get("IPython")
+    if ipython is None or ipython.get_ipython() is None:
+        return
+    chain: list[BaseException] = []
+    part: BaseException | None = error
+    while part is not None and part not in chain:
+        chain.append(part)
+        *_, innermost = _entries(part)
+        is_check = isinstance(part, (ValueError, TypeError, RuntimeError))
+        if is_check or not is_in_this_package(_module_of(innermost)):
+            for trace in _entries(part):
+                following = trace.tb_next
+                while following is not None and following is not innermost and _is_hidden(_module_of(following)):
+                    following = following.tb_next
+                trace.tb_next = following
+        part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
+
+
+def _entries(error: BaseException) -> Iterator[TracebackType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _module_of(trace: TracebackType) -> str:
+    return str(trace.tb_frame.f_globals.get("__name__"))
+
+
+def _is_hidden(module: str) -> bool:
+    return is_in_this_package(module) or module == _CALLS_OF_MODULES

@@ -1,0 +1,104 @@
+"""Completion in shells: a script that knows commands, options and values, so that no TAB has to start Python."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from pytorch_accel_lite.callbacks import TrainerCallback
+from pytorch_accel_lite.extensions.experiment.experiment import create_parser
+from pytorch_accel_lite.extensions.experiment.help_pages import Option
+from pytorch_accel_lite.extensions.experiment.importing import known_classes
+from pytorch_accel_lite.schedulers import ScheduleName, SchedulerBase
+from pytorch_accel_lite.utils import import_extra
+
+#: What is completed: the command that is installed with the package.
+PROGRAM = "pytorch-accel-lite"
+SHELLS = ("bash", "zsh")
+# Words of a value that may also be a path.
+_WEIGHTS = ("best", "last")
+_STATES = ("latest",)
+_PATHS: dict[str, Sequence[str]] = {
+    **dict.fromkeys(("file", "a", "b", "experiment", "path", "runs", "page", "save_dir", "program", "output_dir"), ()),
+    "weights": _WEIGHTS,
+    "resume": _STATES,
+    "train.resume_from": _STATES,
+}
+
+
+def completion_script(
+    parser: argparse.ArgumentParser,
+    commands: Mapping[str, argparse.ArgumentParser],
+    shell: str,
+    file: str | None = None,
+) -> str:
+    """Return a script for a shell that completes commands, their options, and values that can be known.
+
+    Args:
+        parser: that of the command line
+        commands: those of its commands, to which this adds the options of experiments
+        shell: one of ``SHELLS``
+        file: an experiment, whose options are completed, too; without one, only those that all have
+
+    Raises:
+        ImportError: if shtab is not installed
+    """
+    shtab = import_extra("shtab", "cli", "Completion in shells")
+    parser.prog = PROGRAM
+    for name, command in commands.items():
+        if command.get_default("takes_experiment"):
+            options = create_parser(file, tool=name).options()
+            _add_options(command, options)
+        for action in command._actions:
+            if action.dest in _PATHS:
+                vars(action)["complete"] = _paths(_PATHS[action.dest])
+            elif action.dest == "help" and action.nargs == "?":
+                action.choices = [*dict.fromkeys(option.group for option in options)]
+    script = str(shtab.complete(parser, shell))
+    return (
+        script.replace("--callbacks+[", r"--callbacks\+[") if shell == "zsh" else script
+    )  # a plus has a meaning there
+
+
+def _add_options(command: argparse.ArgumentParser, options: Sequence[Option]) -> None:
+    """Add the options of an experiment to a command."""
+    add = command.add_argument
+    for key, names in _named_classes().items():
+        add(f"--{key}", choices=names, help="a class or a function")
+    add("--callbacks+", choices=known_classes("callbacks", TrainerCallback), action="append", help="add a callback")
+    add("--resume", help="go on from a training state")
+    for option in options:
+        if option.key == "overwrite":
+            add("--overwrite", action="store_true", help=option.text)
+        elif option.key != "callbacks":
+            add(f"--{option.key}", choices=_values(option.kind) or None, help=option.text.replace("%", "%%"))
+
+
+def _named_classes() -> dict[str, list[str]]:
+    """Return the parts that may be given by name alone, and their names."""
+    return {
+        "model": [],
+        "loss_func": [name for name in known_classes("loss_func", nn.Module) if name.endswith("Loss")],
+        "optimizer": known_classes("optimizer", Optimizer),
+        "scheduler": [*get_args(ScheduleName), *known_classes("scheduler", LRScheduler, SchedulerBase)],
+    }
+
+
+def _values(kind: str) -> list[str]:
+    """Return the values of a type that can be listed."""
+    literals = re.findall(r"'([^']+)'", "".join(re.findall(r"Literal\[(.*?)\]", kind)))
+    return literals + (["true", "false"] if "bool" in kind.split(" | ") else [])
+
+
+def _paths(words: Sequence[str]) -> dict[str, Any]:
+    """Return what shtab takes for a path, or one of some words."""
+    name, listed = "_".join(["", *words, "or", "files"]), " ".join(words)
+    bash = f'{name}() {{ compgen -W "{listed}" -- "$1"; compgen -f -- "$1"; }}'
+    zsh = f"{name}() {{ compadd -- {listed}; _files; }}"
+    return {"bash": name, "zsh": name, "preamble": {"bash": bash, "zsh": zsh}}

@@ -1,0 +1,80 @@
+"""How the processes of a sharded run go on without one of them: their program begins again, from the latest state.
+
+Nobody else has the shards of a lost process, and torch has no way to divide a sharded model anew.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from pytorch_accel_lite.extending import TrainerLike, open_trainers
+from pytorch_accel_lite.extensions.logical import LogicalProcesses
+from pytorch_accel_lite.extensions.takeover.joining import wait_for_state
+from pytorch_accel_lite.extensions.takeover.membership import Membership
+
+#: When each state was saved, by its folder.
+States = dict[str, float]
+
+
+def are_sharded() -> bool:
+    """Whether the weights of a trainer are divided among the processes, so that some go with each of them."""
+    trainers: list[Any] = open_trainers()
+    return any(trainer.is_sharded and isinstance(trainer.division, LogicalProcesses) for trainer in trainers)
+
+
+def states_of(trainer: TrainerLike) -> States:
+    """Return the complete states in the folders to which a run saves them."""
+    found: States = {}
+    for source in trainer.current_run.request.state_sources:
+        folder = Path(str(getattr(source, "save_dir", "")))
+        for manifest in folder.glob("*/manifest.json"):
+            with suppress(OSError, ValueError, KeyError):  # it is being replaced
+                found[str(manifest.parent)] = float(json.loads(manifest.read_text())["saved_at"])
+    return found
+
+
+def note_states(trainer: TrainerLike, membership: Membership) -> None:
+    """At the beginning of a training, note which states others have saved."""
+    if membership.states_of_others is None:
+        membership.states_of_others = states_of(trainer)
+    membership.states = lambda: states_of(trainer)
+
+
+def newest_state(membership: Membership) -> str | None:
+    """Return the newest state that the job has saved in the training that was interrupted."""
+    others = membership.states_of_others or {}
+    own = {folder: saved_at for folder, saved_at in membership.states().items() if others.get(folder) != saved_at}
+    return max(own, key=lambda folder: own[folder]) if own else None
+
+
+def join_sharded(membership: Membership) -> None:
+    """Join a sharded run that others have begun, before the program of this process begins."""
+    membership.trainings = 1
+    membership.resumes_from = wait_for_state(membership)
+    membership.forget()
+    membership.join(membership.joins)
+
+
+def begin_again(membership: Membership) -> None:
+    """Forget what the program has made, and enter the generation that follows."""
+    is_larger = membership.resumes_from is not None
+    membership.resumes_from = membership.resumes_from or newest_state(membership)
+    trainers: list[Any] = open_trainers()
+    for trainer in trainers:
+        trainer.close()
+    for kind in (AcceleratorState, GradientState, PartialState):
+        shared = vars(kind)["_shared_state"]
+        getattr(shared, "_storage", shared).clear()
+    membership.disconnect()
+    membership.forget()
+    membership.join()
+    if membership.rank == 0 and not is_larger:
+        where = "the beginning: no state had been saved"
+        if membership.resumes_from is not None:
+            where = repr(membership.resumes_from)
+        print(f"The weights were sharded, and a lost process had some of them. All begin again from {where}.")

@@ -1,0 +1,1 @@
+"""Checks for mistakes before, during and after a run, with advice. Nothing here trains."""

@@ -1,0 +1,103 @@
+"""Completion in shells: the script, sourced by a shell, which is asked as a TAB asks it."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pytorch_accel_lite.__main__ import PARSERS
+from pytorch_accel_lite.extensions.experiment.command_line import main
+from tests.launching import ROOT, run_code
+
+pytest.importorskip("jsonargparse", reason="needs the extra cli")
+pytest.importorskip("shtab", reason="needs the extra cli")
+
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+#: Asks for the completions of a line, whose last word is the one that is completed.
+ASK = """
+source "$1"
+COMP_WORDS=("${@:2}")
+COMP_CWORD=$(($# - 2))
+_shtab_pytorch_accel_lite
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory) -> Path:
+    """A folder with the scripts for bash: that of all experiments, and that of one of them, beside its file."""
+    folder = tmp_path_factory.mktemp("scripts")
+    for path in (ROOT / "examples" / "digits.yaml", ROOT / "examples" / "digits.py"):
+        shutil.copy(path, folder)
+    for name, arguments in (("all", ["bash"]), ("digits", ["bash", str(folder / "digits.yaml")])):
+        with pytest.MonkeyPatch.context() as patch, open(folder / name, "w") as script:
+            patch.setattr("sys.stdout", script)
+            assert main(["completion", *arguments], {name: create() for name, create in PARSERS.items()}) == 0
+    return folder
+
+
+def completions(script: Path, line: str) -> list[str]:
+    words = ["pytorch-accel-lite", *shlex.split(line)] + [""] * line.endswith(" ")
+    command = ["bash", "--norc", "-c", ASK, "bash", str(script), *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=script.parent)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("tr", ["train"]),
+        ("compare", ["compare", "compare-seeds"]),
+        ("train digits.y", ["digits.yaml"]),
+        ("train digits.yaml --train.num", ["--train.num_epochs"]),
+        ("train digits.yaml --trainer.mixed_precision ", ["no", "fp16", "bf16", "fp8"]),
+        ("train digits.yaml --train.sanity_check ", ["true", "false"]),
+        ("train digits.yaml --optimizer AdamW", ["AdamW"]),
+        ("train digits.yaml --loss_func Cross", ["CrossEntropyLoss"]),
+        ("train digits.yaml --scheduler co", ["constant", "cosine"]),
+        ("train digits.yaml --callb", ["--callbacks+"]),
+        ("train digits.yaml --callbacks+ EarlyStoppingCallback --callbacks+ EarlyS", ["EarlyStoppingCallback"]),
+        ("train digits.yaml --resume lat", ["latest"]),
+        ("train digits.yaml --overwrite --train.warm", ["--train.warmup_steps"]),
+        ("train digits.yaml --help tr", ["train", "trainer"]),
+        ("evaluate digits.yaml --weights be", ["best"]),
+        ("evaluate digits.yaml --on ", ["train", "eval", "test"]),
+        ("find_lr digits.yaml --find_lr.num", ["--find_lr.num_steps"]),
+        ("compare-seeds digits.yaml --me", ["--metric"]),
+        ("completion z", ["zsh"]),
+        ("launch --proc", ["--processes"]),
+        ("launch --processes 2 digits.p", ["digits.py"]),
+    ],
+)
+def test_a_tab_completes_what_can_be_known(scripts, line, expected):
+    assert completions(scripts / "all", line) == expected
+
+
+def test_the_options_of_a_file_are_completed_if_it_is_named(scripts):
+    line = "train digits.yaml --optimizer.l"
+    assert completions(scripts / "all", line) == []
+    assert completions(scripts / "digits", line) == ["--optimizer.lr"]
+    assert completions(scripts / "digits", "train digits.yaml --help opt") == ["optimizer"]
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh")
+def test_the_script_for_zsh_is_one(tmp_path, capsys):
+    assert main(["completion", "zsh"]) == 0
+    (script := tmp_path / "_pytorch-accel-lite").write_text(capsys.readouterr().out)
+    subprocess.run(["zsh", "-n", str(script)], check=True)
+
+
+@pytest.mark.programs
+def test_completion_without_shtab_says_how_to_install():
+    code = """
+from tests.launching import forget
+forget("shtab", installed=False)
+from pytorch_accel_lite.extensions.experiment.command_line import main
+print(main(["completion", "bash"]))
+"""
+    assert "Completion in shells needs shtab. Install it with: pip install" in run_code(code)
