@@ -46,6 +46,7 @@ def on_cpus() -> Iterator[None]:
 def accelerator_of(engine: str) -> Accelerator:
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # which a plugin sets
     if engine == "ddp":
         return Accelerator(cpu=True)
     if engine == "fsdp1":
