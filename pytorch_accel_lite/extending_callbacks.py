@@ -28,7 +28,7 @@ from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_positive_number, optional
 from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
-from pytorch_accel_lite.checkpoint.capturing import check_states_are_possible
+from pytorch_accel_lite.checkpoint.capturing import check_states_are_possible, refuse_engines, refuse_fsdp1
 from pytorch_accel_lite.checkpoint.files import FROZEN, load_plain, write_bytes
 from pytorch_accel_lite.checkpoint.locations import open_store
 from pytorch_accel_lite.checkpoint.predictions import PredictionFolder
@@ -88,8 +88,8 @@ __all__ = [
     # Files.
     "BackgroundWriter", "FROZEN", "PredictionFolder", "StrPath", "check_has_trainable", "check_states_are_possible",
     "fingerprints", "is_quantised_by", "leave_out_frozen", "load_plain", "model_fingerprints", "open_store",
-    "parse_location", "plain_parts", "quantised_entries", "sharded_like", "state_name", "without_compile",
-    "write_bytes",
+    "parse_location", "plain_parts", "quantised_entries", "refuse_engines", "refuse_fsdp1", "sharded_like",
+    "state_name", "without_compile", "write_bytes",
     # Terminals and notebooks.
     "Bar", "HeldOutput", "NotebookBar", "NotebookOutput", "Picture", "TerminalBar", "align", "as_picture",
     "format_duration", "html_table", "in_notebook", "is_terminal", "short", "to_number", "visible", "wrapped",

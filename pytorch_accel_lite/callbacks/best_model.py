@@ -15,6 +15,7 @@ from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
+from pytorch_accel_lite.checkpoint.capturing import refuse_engines, refuse_fsdp1
 from pytorch_accel_lite.checkpoint.files import load_plain, read_checkpoint
 from pytorch_accel_lite.checkpoint.weights import check_has_trainable
 from pytorch_accel_lite.run.settings import RunRequest
@@ -92,6 +93,10 @@ class SaveBestModelCallback(MetricWatcher):
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._failed = False
+        refuse_fsdp1(trainer.accelerator, "SaveBestModelCallback")
+        if self.save_optimizer or self.load_saved_checkpoint:
+            instead = "Pass save_optimizer=False and load_saved_checkpoint=False."
+            refuse_engines(trainer.accelerator, "SaveBestModelCallback as it is", instead)
         metrics = trainer.run.request.metrics.directions
         if str(self.save_path) in metrics and trainer.ranks.rank == 0:
             warn_outside(

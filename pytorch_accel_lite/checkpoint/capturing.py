@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
+from accelerate.utils import DistributedType, send_to_device
 from torch import nn
 
 from pytorch_accel_lite.base.modules import PLAIN
@@ -71,6 +71,24 @@ def check_states_are_possible(accelerator: Accelerator) -> None:
             f"Training states are not supported with {kind.value}: its weights and optimizer state cannot be gathered "
             "here. Use FSDP with fsdp_version=2, or call accelerator.save_state() in your own callback."
         )
+
+
+def refuse_engines(accelerator: Accelerator, what: str, instead: str) -> None:
+    """Raise an error for what needs the whole state of the optimizer, or sets weights, which DeepSpeed and FSDP1 keep.
+
+    Args:
+        what: the call
+        instead: what to do, as a sentence
+    """
+    refuse_fsdp1(accelerator, what)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise ValueError(f"{what} does not work with DeepSpeed, whose optimizer has parts of its own. {instead}")
+
+
+def refuse_fsdp1(accelerator: Accelerator, what: str) -> None:
+    """Raise an error for what needs the whole weights, which FSDP1 does not give by their names."""
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise ValueError(f"{what} does not work with FSDP1, whose weights are flattened. Use fsdp_version=2.")
 
 
 def capture(

@@ -25,7 +25,14 @@ from pytorch_accel_lite.checkpoint.attribute_states import (
     names_beside_model,
 )
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
-from pytorch_accel_lite.checkpoint.capturing import capture, check_states_are_possible, finish_restoring, restore
+from pytorch_accel_lite.checkpoint.capturing import (
+    capture,
+    check_states_are_possible,
+    finish_restoring,
+    refuse_engines,
+    refuse_fsdp1,
+    restore,
+)
 from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal, verify
 from pytorch_accel_lite.checkpoint.files import (
     FROZEN,
@@ -142,6 +149,9 @@ def _save_checkpoint(
     writes = trainer.accelerator.is_local_main_process if save_per_node else trainer.accelerator.is_main_process
     with naming(trainer.ranks, "save_checkpoint()"):
         _check_on_all_ranks(trainer, lambda: check_open_file("save_path", target, to_write=True) if writes else None)
+    if save_optimizer:
+        refuse_engines(trainer.accelerator, "save_checkpoint(save_optimizer=True)", "Pass save_optimizer=False.")
+    refuse_fsdp1(trainer.accelerator, "save_checkpoint()")
     model = trainer.get_model(keep_torch_compile=False)
     if trainable_only:
         check_has_trainable(model)
@@ -172,6 +182,8 @@ def load_checkpoint(
     """Load what ``save_checkpoint()`` or ``save_model()`` saved, or weights, without running code from the file."""
     with naming(trainer.ranks, "load_checkpoint()"):
         trainer.ranks.barrier()
+    if trainer.prepared_model is not None:
+        refuse_engines(trainer.accelerator, "load_checkpoint()", "Call it before the first run of the trainer.")
     model, source = trainer.get_model(keep_torch_compile=False), name_of(checkpoint_path)
     checkpoint = _read(trainer, checkpoint_path, model, only_weights=not (load_optimizer or load_scheduler))
     left_out = checkpoint.get(FROZEN, {})
@@ -333,6 +345,7 @@ def _save_model(
     writes = trainer.accelerator.is_main_process
     with naming(trainer.ranks, "save_model()"):
         _check_on_all_ranks(trainer, lambda: check_open_file("path", path, to_write=True) if writes else None)
+    refuse_fsdp1(trainer.accelerator, "save_model()")
     model = trainer.get_model(keep_torch_compile=False)
     if trainable_only:
         check_has_trainable(model)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -59,7 +60,16 @@ def full_state_dict(state: Tree, keep: bool) -> Tree:
 
 def model_state(model: nn.Module, keep: bool = True) -> StateDict:
     """Return the full state of a model, under its names without ``torch.compile``."""
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return _state_of_zero_3(model, keep)
     return dict(full_state_dict(without_compile(model.state_dict()), keep))
+
+
+def _state_of_zero_3(model: nn.Module, keep: bool) -> StateDict:
+    """Return the full state of a model whose parameters DeepSpeed has divided, in host memory."""
+    with sys.modules["deepspeed"].zero.GatheredParameters(list(model.parameters())):
+        state = without_compile(model.state_dict())
+        return {name: value.detach().to("cpu", copy=True) if keep else None for name, value in state.items()}
 
 
 def without_compile(state: StateDict) -> StateDict:

@@ -29,6 +29,7 @@ from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed import shutdown, watch
 from pytorch_accel_lite.distributed.accelerators import in_effect
 from pytorch_accel_lite.loop.collectives import gathering_uneven_batches
+from pytorch_accel_lite.loop.deepspeed import configure_deepspeed, uses_deepspeed
 from pytorch_accel_lite.loop.guards.arguments import (
     check_optimizers,
     check_same_call,
@@ -214,8 +215,9 @@ def create_loader(trainer: TrainerLike, run: Run, source: Source, training: bool
 def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     """Prepare the model and the optimizer, and make the config of the run, its accumulation window and its step."""
     had_optimizer = is_created(trainer.optimizer)
+    configure_deepspeed(trainer, run, batch_size)
     prepare_model(trainer, training=True)
-    if not had_optimizer:
+    if not had_optimizer and not uses_deepspeed(trainer.accelerator):  # whose optimizer has copies of the weights
         check_optimizers(trainer)
     run.config = create_config(trainer, run, batch_size)
     run.latest.training = Training(run.config, run.end, run.data.eval_dataset)

@@ -8,6 +8,7 @@ from pytorch_accel_lite.base.modules import local
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.distributed.layout import covers, is_hybrid, mesh_infos
+from pytorch_accel_lite.loop.deepspeed import check_whole_window, uses_deepspeed
 from pytorch_accel_lite.loop.gradients import parameters_not_in_model
 from pytorch_accel_lite.loop.step import PlainStep
 from pytorch_accel_lite.run.state import Run, TrainerLike
@@ -45,6 +46,12 @@ class ShardedStep(PlainStep):
         changing = set(model.state_dict())  # constants are usually not in it
         names = [name.rpartition(".") for name in buffers if name in changing]
         self.synced_buffers += [(model.get_submodule(owner), name) for owner, _, name in names]
+
+    def update(self, trainer: TrainerLike, run: Run) -> None:
+        """Run the usual update, or count that of DeepSpeed."""
+        if uses_deepspeed(trainer.accelerator):
+            check_whole_window(run)
+        super().update(trainer, run)
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the usual step, and reduce the gradients if it ends a window."""

@@ -1,0 +1,87 @@
+"""Settings of DeepSpeed, which makes an update within the backward pass, and what cannot be done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from pytorch_accel_lite.optimizers.operations import parts_of
+from pytorch_accel_lite.run.state import Run, TrainerLike
+
+_INSTEAD = "Use fully_shard instead, with which this works"
+
+
+def uses_deepspeed(accelerator: Accelerator) -> bool:
+    """Whether Accelerate trains with DeepSpeed."""
+    return bool(accelerator.distributed_type == DistributedType.DEEPSPEED)
+
+
+def configure_deepspeed(trainer: TrainerLike, run: Run, batch_size: int) -> None:
+    """Let DeepSpeed clip gradients as ``train`` says, and weight them as the trainer does.
+
+    Left to itself, Accelerate sets a limit of 1 for their norm, and divides each loss by the number of accumulated
+    batches, which the trainer has done already.
+
+    Raises:
+        ValueError: if the run asks for what cannot be done within the backward pass
+    """
+    if not uses_deepspeed(trainer.accelerator):
+        return
+    limit = run.request.gradient_clip_norm or 0.0
+    if problem := _problem(trainer, run):
+        raise ValueError(f"{problem}: DeepSpeed updates the weights within the backward pass. {_INSTEAD}.")
+    prepared = trainer.prepared_model
+    if prepared is not None and prepared.outlives_runs:
+        before = float(trainer.model.gradient_clipping())  # type: ignore[operator]
+        if before != limit:
+            raise ValueError(
+                f"gradient_clip_norm={run.request.gradient_clip_norm}, but DeepSpeed has prepared the model with "
+                f"{before:g}, which stays. Train with one limit, and before you evaluate; or create a new trainer."
+            )
+        return
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    assert plugin is not None
+    config = plugin.deepspeed_config
+    config["gradient_clipping"] = float(limit)
+    config["gradient_accumulation_steps"] = 1
+    if config.get("train_micro_batch_size_per_gpu", "auto") == "auto":
+        config["train_micro_batch_size_per_gpu"] = batch_size
+
+
+def _problem(trainer: TrainerLike, run: Run) -> str:
+    """Return what the run cannot do; empty if it can do all."""
+    request, loader = run.request, run.data.required_train_loader
+    steps = request.gradient_accumulation_steps
+    if request.gradient_clip_value is not None:
+        return f"gradient_clip_value={request.gradient_clip_value} cannot be applied"
+    if trainer.accelerator.mixed_precision == "fp16":
+        return "mixed_precision='fp16' has not been tried"
+    if parts_of(trainer.optimizer):
+        return "Several optimizers cannot be used"
+    if isinstance(steps, Mapping):
+        return f"gradient_accumulation_steps={steps} cannot change"
+    size, samples = loader.total_batch_size, loader.num_samples
+    if steps == 1 or (size and samples and samples % (size * steps) == 0):
+        return ""
+    epoch = "one of unknown length" if samples is None else f"one of {samples} samples"
+    return (
+        f"gradient_accumulation_steps={steps} needs epochs of whole windows (a multiple of {steps} times {size} "
+        f"samples), not {epoch}, as the gradients of a smaller last window cannot be corrected"
+    )
+
+
+def check_whole_window(run: Run) -> None:
+    """Check that the gradients of an update had their right weights, which cannot be corrected.
+
+    Raises:
+        RuntimeError: if the window was not as large as its nominal size
+    """
+    window = run.window
+    if window.items_per_batch is not None or float(window.true_size) not in (0, window.nominal_size):
+        raise RuntimeError(
+            "This update was made with wrong weights of its batches: they are of other sizes, or the step returns "
+            "num_items_in_batch. The trainer corrects this before an update, but DeepSpeed makes it within the "
+            f"backward pass. {_INSTEAD}, or train on whole batches without num_items_in_batch."
+        )
