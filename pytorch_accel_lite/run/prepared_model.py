@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.modules import PLAIN, is_sharded, unwrap
-from pytorch_accel_lite.base.quantised import quantised_entries
+from pytorch_accel_lite.base.quantised import is_frozen_and_quantised, quantised_entries
 from pytorch_accel_lite.optimizers.combined import AcceleratedCombinedOptimizer
 from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, is_created, parts_of
 
@@ -60,7 +60,8 @@ class PreparedModel:
     def _prepare(self, accelerator: Accelerator) -> None:
         """Let Accelerate prepare the model, and the optimizer if it exists."""
         model = self.model
-        if quantised := quantised_entries(unwrap(model), unwrap(model).state_dict()):  # which cannot be sent
+        if any(map(is_frozen_and_quantised, model.parameters())):  # which cannot be sent
+            quantised = quantised_entries(unwrap(model), unwrap(model).state_dict())
             ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *sorted(quantised)]
             vars(model)["_ddp_params_and_buffers_to_ignore"] = ignored
         if self.optimizer is None or is_created(self.optimizer):
