@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from torchmetrics import MeanSquaredError
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from pytorch_accel_lite import CallbackHandler, Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import MetricsCallback, SkipFailedBatchesCallback, StepBasedEvaluationCallback
@@ -485,6 +485,8 @@ KNOWN: dict[str, tuple[nn.Module, Any, tuple[Any, ...], str]] = {
     "labels out of range": (one_layer(3), CE, (INPUTS, torch.full((N,), 3)), "the labels must range from 0"),
     "negative labels": (one_layer(3), functional.nll_loss, (INPUTS, CLASSES - 1), "the labels must range from 0"),
     "yes or no as whole numbers": (one_layer(), BCE, (INPUTS, YES_OR_NO.long()), "use targets.float()"),
+    "yes or no without the shape of the outputs": (one_layer(), BCE, (INPUTS, YES_OR_NO[:, 0]), "unsqueeze(1)"),
+    "probabilities of another shape": (Gives(torch.sigmoid), nn.BCELoss(), (INPUTS, YES_OR_NO), "CrossEntropyLoss"),
     "an index that an embedding lacks": (
         nn.Embedding(2, 1),
         MSE,
@@ -515,6 +517,22 @@ KNOWN: dict[str, tuple[nn.Module, Any, tuple[Any, ...], str]] = {
 @pytest.mark.parametrize(("model", "loss_func", "data", "answer"), KNOWN.values(), ids=KNOWN.keys())
 def test_errors_whose_text_does_not_say_what_to_do_are_explained(model, loss_func, data, answer):
     assert answer in advice(model, loss_func, *data)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "outputs", "targets", "answer"),
+    [
+        ({"accuracy": MulticlassAccuracy(5)}, 3, CLASSES, "made for another number of classes"),
+        ({"accuracy": MulticlassAUROC(5)}, 3, CLASSES, "made for another number of classes"),
+        ("accuracy", 1, TARGETS, "a metric for regression, such as 'r2score'"),
+    ],
+)
+def test_metrics_that_do_not_fit_the_targets_say_what_to_do(metrics, outputs, targets, answer):
+    trainer = make_trainer(model=one_layer(outputs), loss_func=CE if outputs > 1 else MSE, metrics=metrics)
+    data = TensorDataset(INPUTS, targets)
+    _, mark, advice = "".join(notes_of(failure(trainer, data, eval_dataset=data))).partition("What to do: ")
+    assert mark
+    assert answer in advice
 
 
 def by_hand(outputs, targets):

@@ -105,7 +105,7 @@ def test_without_any_writer_the_error_names_the_extension(tmp_path, monkeypatch)
     for name in [*MODEL_WRITERS]:
         monkeypatch.delitem(MODEL_WRITERS, name)
     trainer = quiet_trainer(small_model())
-    with pytest.raises(ValueError, match=r"card_data=\{'license': 'mit'\} is of the extension 'reports', which is not"):
+    with pytest.raises(ValueError, match=r"card_data=\{'license': 'mit'\} belongs to the extension 'reports', which is not"):
         trainer.save_model(tmp_path, card_data={"license": "mit"})
     trainer.save_model(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]

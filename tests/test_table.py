@@ -73,6 +73,20 @@ def test_a_notebook_shows_the_last_of_many_epochs_and_the_best(capsys, monkeypat
         assert "(the last 3 of 6 rows; all metrics are in trainer.run_history)" in outputs[-1][kind]
 
 
+def test_a_run_that_fails_at_once_is_no_empty_notebook_table(capsys, monkeypatch):
+    monkeypatch.setattr("pytorch_accel_lite.callbacks.table.in_notebook", lambda: True)
+
+    def fail(*_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no loss")
+
+    with pytest.raises(RuntimeError, match="no loss"):
+        train(make_trainer([ProgressTableCallback()], loss_func=fail), eval_dataset=True)
+    *_, last = [ast.literal_eval(line) for line in printed(capsys) if line.startswith("{")]
+    for kind in ("text/plain", "text/html"):
+        assert "Failed (RuntimeError) before the first epoch" in last[kind]
+        assert "train loss" not in last[kind]
+
+
 def test_an_epoch_is_a_row_of_aligned_numbers(capsys):
     trainer = make_trainer(table(MetricsCallback({"mae": MeanAbsoluteError()})))
     train(trainer, epochs=3, eval_dataset=True)

@@ -413,8 +413,8 @@ class _RunTable:
     def _update(self, output: NotebookOutput, summary: Sequence[str] = ()) -> None:
         """Show the latest rows and the best in a notebook."""
         layout = self._fit(_NOTEBOOK_WIDTH, {})
-        columns = list(layout)
         rows = self._rows[-_NOTEBOOK_ROWS:]
+        columns = list(layout) if rows or not summary else []  # a run that ends without a row needs no head
         notes = self._omitted(layout)
         if len(rows) < len(self._rows):
             total = f"{len(self._rows):,} rows; all metrics are in trainer.run_history"
@@ -426,8 +426,8 @@ class _RunTable:
             bold = rows.index(self._best_row), columns.index(self._marked_column)
         cells = [[self._cell(row, column) for column in columns] for row in rows]
         output.html = html_table("", cells, columns, [*notes, *summary], () if bold is None else [bold])
-        lines = (self._line(row, layout) for row in rows)
-        output.text = "\n".join([*notes, *self._head(layout)[-2:], *lines, *summary])
+        head = self._head(layout)[-2:] if columns else []
+        output.text = "\n".join([*notes, *head, *(self._line(row, layout) for row in rows), *summary])
         output.refresh()
 
     # ------------------------------------------------------------------------------------------- the end

@@ -17,7 +17,7 @@ _EXCHANGE = _HERE + "exchange.py"
 #: Files with functions that carry out collectives for others. Extensions may add theirs.
 MACHINERY = {_EXCHANGE, _HERE + "ranks.py", _HERE + "layout.py"}
 _AT_THE_END = _HERE + "shutdown.py"
-_WRAPPERS = os.path.join(_PACKAGE, "run", "unknown_names.py")  # wraps methods to check their arguments
+_WRAPPERS = os.path.join(_PACKAGE, "base", "unknown_names.py")  # wraps methods to check their arguments
 _METHODS = os.path.join(_PACKAGE, "loop", "collectives.py")  # methods with which users communicate
 
 Stack = Sequence[traceback.FrameSummary]

@@ -332,6 +332,10 @@ class Membership:
         self.tell_of_change(noticed_at if is_done else self.begun_at)
         return is_done
 
+    def lost_shards(self, error: Exception) -> bool:
+        """Whether an error of the program is about a process that was lost while a sharded run began again."""
+        return self.store.said("sharded") is not None and self.generation is not None and self._has_lost_one(error)
+
     def forget(self) -> None:
         """Be as a process whose program has yet to begin."""
         self.begins_again = self.is_in_action = self.is_in_update = False

@@ -55,6 +55,19 @@ _ADVICE = {
         "the labels must range from 0 to the number of the model's outputs - 1. Give the model an output for each "
         "class, or number the labels from 0; pass ignore_index to the loss function to ignore a label."
     ),
+    r"Target size \(.* must be the same as input size|target size \(.* that is different to the input size": (
+        "this loss compares each output with a target of its own: give the targets the shape of the outputs, for "
+        "example with targets.float().unsqueeze(1) in the dataset, or outputs.squeeze(1) in the model. For the index "
+        "of a class, use CrossEntropyLoss."
+    ),
+    "be equal to (the )?number of (classes|labels)|more unique values in `(target|preds)`": (
+        "the metric was made for another number of classes. Metrics that are given by name, as in metrics='accuracy', "
+        "take it from the outputs of the model."
+    ),
+    "following values in `target`": (
+        "this metric takes classes as targets, numbered from 0. For other numbers, use a metric for regression, such "
+        "as 'r2score' or 'mean_absolute_error'."
+    ),
     "can't be cast to the desired output type": "this loss needs floating point targets: use targets.float().",
     "index out of range in self": "raise num_embeddings of the embedding, or check how the indices are created.",
     "more than 1 value per channel": (

@@ -173,6 +173,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = Network()
     if CONFIG.get("sharded"):
+        if (FOLDER / "states").exists():
+            reach("sharding again")
         shard(model)
     x = torch.randn(CONFIG.get("samples", 203), 8, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x[:, :3].argmax(1))
