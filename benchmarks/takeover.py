@@ -30,9 +30,10 @@ folder, width = Path(sys.argv[1]), int(sys.argv[2])
 
 class Note(TrainerCallback):
     def on_optimizer_step_end(self, trainer, **kwargs):
-        ranks, spent = trainer.ranks, trainer.goodput.seconds["takeover"]
+        ranks, spent = trainer.ranks, trainer.goodput.seconds.get("takeover", 0.0)
+        generation = getattr(ranks, "generation", 0)
         with open(folder / str(os.getpid()), "a") as file:
-            file.write(f"{time.time()} {ranks.generation} {ranks.world_size} {trainer.progress.update} {spent}\\n")
+            file.write(f"{time.time()} {generation} {ranks.world_size} {trainer.progress.update} {spent}\\n")
 
 
 torch.manual_seed(0)
@@ -43,8 +44,11 @@ trainer = Trainer(model, nn.CrossEntropyLoss(), optimizer, [Note], seed=0, logic
 trainer.train(TensorDataset(x, x[:, :10].argmax(1)), num_epochs=100, train_dataloader_kwargs={"num_workers": 0})
 """
 PROCESSES = 4
+LAUNCH = ("pytorch_accel_lite", "launch", "--processes", str(PROCESSES))
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES))
 _POLLING = 0.005
 _LATEST = 200  # updates of each process that are looked at
+_SECONDS_OF_TURN = 20.0
 
 
 class Update(NamedTuple):
@@ -66,17 +70,18 @@ class Job:
     """A job of four processes, each of which notes its updates.
 
     Args:
-        options: of the command
+        command: the module that starts it, and its options
     """
 
-    def __init__(self, folder: Path, width: int, *options: str) -> None:
+    def __init__(self, folder: Path, width: int, *command: str) -> None:
         self._notes = folder / "notes"
         self._notes.mkdir()
         program = folder / "program.py"
         program.write_text(PROGRAM)
-        command = [sys.executable, "-m", "pytorch_accel_lite", "launch", "--processes", str(PROCESSES), *options]
+        arguments = [sys.executable, "-m", *command, str(program), str(self._notes), str(width)]
+        environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
         self._begun_at = time.time()
-        self._process = subprocess.Popen([*command, str(program), str(self._notes), str(width)])
+        self._process = subprocess.Popen(arguments, env=environment)
         self.starting = self.wait_until_all_take_part(PROCESSES) - self._begun_at
 
     def end(self) -> None:
@@ -133,10 +138,10 @@ class Job:
 
 
 @contextmanager
-def running(width: int, *options: str) -> Iterator[Job]:
+def running(width: int, *command: str) -> Iterator[Job]:
     """A job, which is ended after the block."""
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(Path(folder), width, *options)
+        job = Job(Path(folder), width, *command)
         try:
             yield job
         finally:
@@ -150,7 +155,7 @@ def replaced(width: int, kills: int, every: float) -> None:
         every: seconds between two kills, at least
     """
     until_next, until_whole = [], []
-    with running(width, "--replace") as job:
+    with running(width, *LAUNCH, "--replace") as job:
         begun_at = time.time()
         for _ in range(kills):
             time.sleep(random.uniform(0.3, 0.6))
@@ -170,12 +175,30 @@ def lost(width: int, kills: int) -> None:
     """Kill processes of jobs that go on with fewer, down to one, and print how long it takes."""
     until_next: list[float] = []
     while len(until_next) < kills:
-        with running(width) as job:
+        with running(width, *LAUNCH) as job:
             for left in range(PROCESSES - 1, 0, -1):
                 time.sleep(random.uniform(0.3, 0.6))
                 until_next.append(job.kill_one())
                 job.wait_until_all_take_part(left)
     print(f"Without --replace, from a SIGKILL to the next update: {_described(until_next)}")
+
+
+def undisturbed(width: int, turns: int) -> None:
+    """Print how long updates take under the command ``launch``, beside those under torchrun, in turns.
+
+    Args:
+        turns: number of jobs of each
+    """
+    seconds: dict[tuple[str, ...], list[float]] = {LAUNCH: [], TORCHRUN: []}
+    for turn in range(turns):
+        for command in sorted(seconds, reverse=bool(turn % 2)):
+            with running(width, *command) as job:
+                time.sleep(_SECONDS_OF_TURN)
+                seconds[command].append(job.seconds_of_update())
+    ratios = [ours / torchs for ours, torchs in zip(*seconds.values(), strict=True)]
+    ours, torchs = map(statistics.median, seconds.values())
+    print(f"An update under launch: {ours:.4f} s; under torchrun: {torchs:.4f} s (medians of {turns} jobs each)")
+    print(f"  ratio in each turn: {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
 
 
 def _described(seconds: list[float]) -> str:
@@ -188,9 +211,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256, help="of the layers; 1700 makes a model of 13 MB")
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--every", type=float, default=0.0, help="seconds between two kills; 0 for as soon as possible")
+    parser.add_argument("--turns", type=int, default=0, help="also compare undisturbed jobs with torchrun's, in turns")
     options = parser.parse_args()
-    replaced(options.width, options.kills, options.every)
-    lost(options.width, options.kills)
+    if options.turns:
+        undisturbed(options.width, options.turns)
+    if options.kills:
+        replaced(options.width, options.kills, options.every)
+        lost(options.width, options.kills)
 
 
 if __name__ == "__main__":
