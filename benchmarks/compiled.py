@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import os
 import statistics
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -165,6 +166,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp())  # compiled C++ is found there nevertheless
     warnings.filterwarnings("ignore", module="torch")
     for workload in arguments.workloads:
         task = text_task(8, steps=4, depth=12) if workload == "blocks" else make_task(workload, quick=True)
