@@ -106,13 +106,13 @@ def test_deepspeed_trains_as_ddp_does(tmp_path, two_ranks, stage):
         assert max(differences.values()) < 1e-5, differences
 
 
-def refusals() -> dict[str, str]:
+def refusals(folder: Path) -> dict[str, str]:
     cases: dict[str, dict[str, Any]] = {
         "value": {"gradient_clip_value": 0.1},
         "windows": {"gradient_accumulation_steps": 2},
         "growing": {"gradient_accumulation_steps": {0: 1, 1: 2}},
-        "states": {"callbacks": [SaveTrainingStateCallback("states")]},
-        "best": {"callbacks": [SaveBestModelCallback("best.pt")]},
+        "states": {"callbacks": [SaveTrainingStateCallback(folder / "states")]},
+        "best": {"callbacks": [SaveBestModelCallback(folder / "best.pt")]},
     }
     said: dict[str, str] = {}
     with on_cpus():
@@ -129,9 +129,8 @@ def refusals() -> dict[str, str]:
 
 @NEEDS_DEEPSPEED
 @pytest.mark.processes
-def test_what_deepspeed_cannot_do_is_refused(two_ranks, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for said in two_ranks.run(refusals):
+def test_what_deepspeed_cannot_do_is_refused(two_ranks, tmp_path):
+    for said in two_ranks.run(refusals, tmp_path):
         assert said["value"].startswith("gradient_clip_value=0.1 cannot be applied: DeepSpeed updates the weights with")
         assert (
             "needs epochs of whole windows (a multiple of 2 times 8 samples), not one of 37 samples" in said["windows"]
@@ -148,12 +147,12 @@ def test_fsdp1_trains_as_ddp_does(tmp_path, two_ranks):
         assert max(differences.values()) < 1e-5, differences
 
 
-def refusals_of_fsdp1() -> list[str]:
+def refusals_of_fsdp1(folder: Path) -> list[str]:
     said = []
     trainer = train("fsdp1", sanity_check=False)
-    best = SaveBestModelCallback("best.pt")
+    best = SaveBestModelCallback(folder / "best.pt")
     for act in (
-        lambda: trainer.save_model("model"),
+        lambda: trainer.save_model(folder / "model"),
         lambda: train("fsdp1", [best]),
         lambda: trainer.load_checkpoint("a"),
     ):
@@ -164,6 +163,6 @@ def refusals_of_fsdp1() -> list[str]:
 
 
 @pytest.mark.processes
-def test_what_fsdp1_cannot_do_is_refused(two_ranks):
-    for said in two_ranks.run(refusals_of_fsdp1):
+def test_what_fsdp1_cannot_do_is_refused(two_ranks, tmp_path):
+    for said in two_ranks.run(refusals_of_fsdp1, tmp_path):
         assert said == ["save_model()", "SaveBestModelCallback", "load_checkpoint()"]

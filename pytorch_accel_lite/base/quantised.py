@@ -57,7 +57,7 @@ def all_plain_parts(parameter: torch.Tensor) -> list[torch.Tensor]:
 
 
 def keep_as_they_are(model: nn.Module) -> None:
-    """Keep bitsandbytes from packing 4-bit weights anew where a CPU evaluates, as that rounds their scales."""
+    """Keep bitsandbytes from repacking 4-bit weights when a CPU evaluates, as that rounds their scales."""
     for module in model.modules():
         if getattr(module, "support_avx512bf16_for_cpu", False):
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]

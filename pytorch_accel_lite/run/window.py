@@ -126,7 +126,7 @@ class GradientWindow:
 
     @property
     def counted(self) -> tuple[bool, float, Count, float | None]:
-        """The counts of the window so far; set them to count a batch anew."""
+        """The counts of the window so far; set them to count a batch again."""
         return self.has_gradients, self.nominal_size, self.true_size, self.items_per_batch
 
     @counted.setter

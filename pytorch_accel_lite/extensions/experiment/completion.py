@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 from torch import nn
 from torch.optim import Optimizer
@@ -96,7 +96,7 @@ def _values(kind: str) -> list[str]:
     return literals + (["true", "false"] if "bool" in kind.split(" | ") else [])
 
 
-def _paths(words: Sequence[str]) -> dict[str, Any]:
+def _paths(words: Sequence[str]) -> dict[str, str | dict[str, str]]:
     """Return what shtab takes for a path, or one of some words."""
     name, listed = "_".join(["", *words, "or", "files"]), " ".join(words)
     bash = f'{name}() {{ compgen -W "{listed}" -- "$1"; compgen -f -- "$1"; }}'

@@ -1,6 +1,6 @@
 """How the processes of a sharded run go on without one of them: their program begins again, from the latest state.
 
-Nobody else has the shards of a lost process, and torch has no way to divide a sharded model anew.
+Nobody else has the shards of a lost process, and torch has no way to reshard a model.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -23,7 +23,7 @@ States = dict[str, float]
 
 def are_sharded() -> bool:
     """Whether the weights of a trainer are divided among the processes, so that some go with each of them."""
-    trainers: list[Any] = open_trainers()
+    trainers = cast(list[TrainerLike], open_trainers())
     return any(trainer.is_sharded and isinstance(trainer.division, LogicalProcesses) for trainer in trainers)
 
 
@@ -64,7 +64,7 @@ def begin_again(membership: Membership) -> None:
     """Forget what the program has made, and enter the generation that follows."""
     is_larger = membership.resumes_from is not None
     membership.resumes_from = membership.resumes_from or newest_state(membership)
-    trainers: list[Any] = open_trainers()
+    trainers = cast(list[TrainerLike], open_trainers())
     for trainer in trainers:
         trainer.close()
     for kind in (AcceleratorState, GradientState, PartialState):

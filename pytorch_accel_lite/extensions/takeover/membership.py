@@ -317,8 +317,8 @@ class Membership:
         if self.holds_shards():
             if self.trainings > 1:
                 raise RuntimeError(
-                    "A process was lost, and with it shards of the weights. A program goes on without them only in its "
-                    "first training. Start the job again with resume_from='latest'."
+                    "A process was lost, and with it shards of the weights. A program continues without them only in "
+                    "its first training. Start the job again with resume_from='latest'."
                 ) from error
             self.begins_again = True
             self.disconnect()

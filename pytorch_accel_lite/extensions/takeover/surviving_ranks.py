@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
@@ -120,7 +120,7 @@ def survivors() -> list[TrainerLike]:
     Raises:
         RuntimeError: if one of them cannot
     """
-    trainers: list[Any] = open_trainers()
+    trainers = cast(list[TrainerLike], open_trainers())
     for trainer in trainers:
         if not isinstance(trainer.division, LogicalProcesses):
             raise RuntimeError(
