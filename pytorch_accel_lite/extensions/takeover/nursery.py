@@ -5,6 +5,7 @@ There is one on each machine of the job. It has no threads, and none of torch's:
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import select
@@ -20,6 +21,8 @@ from typing import Any
 from pytorch_accel_lite.extensions.takeover import worker
 from pytorch_accel_lite.extensions.takeover.channel import Channel
 
+#: Options of glibc's mallopt(), with their variables: M_MMAP_THRESHOLD, of 32 MiB, and M_TRIM_THRESHOLD, of 1 GiB.
+_KEPT = ((-3, "MALLOC_MMAP_THRESHOLD_", 1 << 25), (-1, "MALLOC_TRIM_THRESHOLD_", 1 << 30))
 #: What torch, and programs, import when they first need it, which takes seconds.
 IMPORTED_LATE = "torch._dynamo", "torch.distributed.nn", "torchmetrics"
 _BEAT = 0.25  # seconds between two signs of life
@@ -137,10 +140,22 @@ def _cpu_seconds(process: int) -> float:
 
 
 def prepare() -> None:
-    """Import what the processes need, once for all."""
+    """Import what the processes need, once for all, and let each keep the memory that an update frees."""
+    _keep_memory()
     for name in IMPORTED_LATE:
         with suppress(ImportError):
             importlib.import_module(name)
+
+
+def _keep_memory() -> None:
+    """Let glibc keep what is freed: otherwise it may return and request megabytes in each update.
+
+    Variables of the environment that set this take precedence.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    for option, name, size in _KEPT:
+        if mallopt is not None and name not in os.environ:
+            mallopt(option, size)
 
 
 def begin(order: dict[str, Any]) -> None:

@@ -63,10 +63,6 @@ class Process:
     progress: Progress | None = None
 
 
-#: Lets glibc keep what an update frees for the next one: otherwise it returns and requests megabytes in each update.
-_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-
-
 class Supervisor:
     """Starts the processes of a job and supervises them.
 
@@ -154,7 +150,7 @@ class Supervisor:
     def _start_nursery(self) -> Channel:
         own, other = socket.socketpair()
         command = [sys.executable, "-m", "pytorch_accel_lite.extensions.takeover.nursery", str(other.fileno())]
-        environment = {"OMP_NUM_THREADS": "1", **_KEEP_MEMORY, **os.environ}
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
         self._nursery = subprocess.Popen(command, pass_fds=[other.fileno()], env=environment, start_new_session=True)
         other.close()
         return Channel(own)
