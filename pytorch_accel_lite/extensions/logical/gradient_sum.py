@@ -184,10 +184,7 @@ class GradientSum:
         room = self.room // total.element_size() if is_last else 0
         if not room:
             return total.clone()
-        copied = total.new_empty(len(total) + room)
-        copied[: len(total)] = total
-        copied[len(total) :] = 0
-        return copied
+        return torch.cat([total, total.new_zeros(room)])
 
     def _flatten(self, gradients: Gradients, indices: list[int], with_flags: bool) -> torch.Tensor:
         """Return some gradients as one vector that divides evenly among the ranks, and drop them.

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-_HEADER = 8  # bytes that say how long a value is
+_LENGTH = 8  # bytes
+_HEADER = 1 + _LENGTH  # a flag, and how long the value is
 _ROOM = 1 << 10
+_FLAGGED, _TOO_LONG = 1, 2
 
 
 class Enclosures:
-    """Puts a value of each process at the end of the messages that they gather.
+    """Puts a flag and a value of each process at the end of the messages that they gather.
 
     Attributes:
         room: bytes that are left for it there, the same on all processes
@@ -20,23 +20,34 @@ class Enclosures:
     def __init__(self) -> None:
         self.room = _ROOM
 
-    def enclose(self, message: torch.Tensor, value: bytes) -> None:
-        """Write a value to the end of a message of bytes; if it is too long, only how long it is."""
-        content = len(value).to_bytes(_HEADER, "little")
-        if _HEADER + len(value) <= self.room:
+    def enclose(self, message: torch.Tensor, flag: bool, value: bytes) -> None:
+        """Write a flag and a value to the end of a message of bytes; if it is too long, only how long it is."""
+        fits = _HEADER + len(value) <= self.room
+        content = bytes([flag | _TOO_LONG * (not fits)]) + len(value).to_bytes(_LENGTH, "little")
+        if fits:
             content += value
         start = len(message) - self.room
-        message[start : start + len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        memoryview(message.numpy())[start : start + len(content)] = content
 
-    def read(self, messages: torch.Tensor) -> Sequence[bytes] | None:
-        """Return the values of all processes, from the rows of a matrix.
+    def read_flags(self, messages: torch.Tensor) -> bool | None:
+        """Return whether a process has set its flag.
+
+        Args:
+            messages: those of all processes, in rows
 
         Returns:
-            ``None`` if one was too long, on all processes; there is more room then
+            ``None``, on all processes, if a value was too long; there is more room now
         """
-        contents = [bytes(row.numpy()) for row in messages[:, messages.shape[1] - self.room :]]
-        ends = [_HEADER + int.from_bytes(content[:_HEADER], "little") for content in contents]
-        if max(ends) > self.room:
-            self.room = 1 << max(ends).bit_length()
+        flags: list[int] = messages[:, messages.shape[1] - self.room].tolist()
+        if max(flags) >= _TOO_LONG:
+            lengths = [int.from_bytes(row[1:_HEADER], "little") for row in self._rows(messages)]
+            self.room = 1 << (_HEADER + max(lengths)).bit_length()
             return None
-        return [content[_HEADER:end] for content, end in zip(contents, ends, strict=True)]
+        return max(flags) == _FLAGGED
+
+    def read(self, messages: torch.Tensor) -> list[bytes]:
+        """Return the values of all processes."""
+        return [row[_HEADER : _HEADER + int.from_bytes(row[1:_HEADER], "little")] for row in self._rows(messages)]
+
+    def _rows(self, messages: torch.Tensor) -> list[bytes]:
+        return [bytes(row.numpy()) for row in messages[:, messages.shape[1] - self.room :]]

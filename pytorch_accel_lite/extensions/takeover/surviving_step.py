@@ -7,7 +7,7 @@ import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -18,7 +18,7 @@ from pytorch_accel_lite.extensions.logical import KeepsShares, LogicalStep, Logi
 from pytorch_accel_lite.extensions.takeover.beginning_again import note_states
 from pytorch_accel_lite.extensions.takeover.enclosures import Enclosures
 from pytorch_accel_lite.extensions.takeover.joining import enter, keep_end, let_in, let_in_by_beginning_again
-from pytorch_accel_lite.extensions.takeover.membership import Membership, RepeatError
+from pytorch_accel_lite.extensions.takeover.membership import RepeatError
 from pytorch_accel_lite.extensions.takeover.surviving_ranks import SurvivingRanks
 
 #: A state of a callback, for one logical process.
@@ -33,13 +33,11 @@ class _Kept(NamedTuple):
         first: number of the first of them
         losses: the running losses of each
         of_callbacks: what each of ``SurvivingWindow.keepers`` keeps of them
-        is_wanted: whether it knows of others that are to be let in
     """
 
     first: int
     losses: list[dict[str, tuple[float, float]]]
     of_callbacks: list[list[StateDict]]
-    is_wanted: bool
 
 
 @dataclass
@@ -107,36 +105,36 @@ class SurvivingWindow(LogicalWindow):
     def _gather_last(self, sent: torch.Tensor) -> torch.Tensor:
         """Return what each process sends, in rows, and keep what the others keep, which travels at the end of it."""
         membership, enclosures = SurvivingRanks.membership, self._enclosures
-        value = pickle.dumps(tuple(self.of_shares(membership)))
+        value = pickle.dumps(tuple(self.of_shares()))
         rows: torch.Tensor | None = None
-        is_outdated = False
+        is_repaired = False
         try:
             while True:
-                enclosures.enclose(sent, value)
+                enclosures.enclose(sent, membership.watcher.is_wanted, value)
                 last = membership.gather(sent)
                 rows = last if rows is None else rows
-                if (values := enclosures.read(last)) is not None:
+                if (is_wanted := enclosures.read_flags(last)) is not None:
                     break
                 sent = torch.zeros(enclosures.room, dtype=torch.uint8)
         except RuntimeError as error:
             if not membership.recover(error):
                 raise RepeatError from error
             assert membership.outcome is not None
-            last, is_outdated = membership.outcome, True
+            last, is_repaired = membership.outcome, True
             rows = last if rows is None else rows
-            values = enclosures.read(last)
-            assert values is not None
+            is_wanted = enclosures.read_flags(last)
         else:
             membership.complete(last)
         membership.is_in_update = membership.is_in_action = False
-        self._keep([_Kept(*pickle.loads(value)) for value in values], is_outdated)
+        self.is_wanted = bool(is_wanted)
+        self._keep(last, is_repaired)
         return rows
 
-    def of_shares(self, membership: Membership) -> _Kept:
+    def of_shares(self) -> _Kept:
         """Return what is kept of the shares of this process."""
         assert self.trackers is not None
         of_callbacks = [keeper.states_of_shares() for keeper in self.keepers]
-        return _Kept(self.trackers.first_local, self.trackers.local_sums(), of_callbacks, membership.watcher.is_wanted)
+        return _Kept(self.trackers.first_local, self.trackers.local_sums(), of_callbacks)
 
     def load(self, kept: _Kept) -> None:
         """Take over what is kept of the shares of a process."""
@@ -145,20 +143,26 @@ class SurvivingWindow(LogicalWindow):
         for keeper, states in zip(self.keepers, kept.of_callbacks, strict=True):
             keeper.load_states_of_shares(states, kept.first)
 
-    def _keep(self, every: Sequence[_Kept], is_outdated: bool) -> None:
-        """Keep what is of the shares of other processes, or has been.
+    def _keep(self, rows: torch.Tensor, is_repaired: bool) -> None:
+        """Keep what others keep of their shares. If only trackers do, it is read when a process is lost.
 
         Args:
-            is_outdated: whether the shares are divided otherwise now
+            is_repaired: whether the shares have been divided otherwise since
         """
         assert self.trackers is not None
-        local = self.trackers.first_local
-        for kept in every:
-            if is_outdated or kept.first != local:
-                self.load(kept)
-        if is_outdated:
+        enclosures = copy.copy(self._enclosures)
+        if is_repaired:
+            self._load_all(rows, enclosures)
             self.trackers.add_up_local()
-        self.is_wanted = any(kept.is_wanted for kept in every)
+        elif self.keepers:
+            self._load_all(rows, enclosures, SurvivingRanks.membership.rank)
+        else:
+            self.trackers.postpone(partial(self._load_all, rows, enclosures, SurvivingRanks.membership.rank))
+
+    def _load_all(self, rows: torch.Tensor, enclosures: Enclosures, except_rank: int | None = None) -> None:
+        for rank, value in enumerate(enclosures.read(rows)):
+            if rank != except_rank:
+                self.load(_Kept(*pickle.loads(value)))
 
 
 class SurvivingStep(LogicalStep):
@@ -213,7 +217,7 @@ class SurvivingStep(LogicalStep):
         assert isinstance(run.loss_trackers, SharedLossTrackers)
         keepers = [callback for callback in trainer.callback_handler if _keeps_shares(type(callback))]
         window.begin(run.loss_trackers, cast(list[KeepsShares], keepers))
-        kept = window.of_shares(membership)
+        kept = window.of_shares()
         if keepers:
             kept = kept._replace(of_callbacks=copy.deepcopy(kept.of_callbacks))
         # In an epoch, each step begins with the generators as the one before it has seeded them.
