@@ -40,14 +40,20 @@ class Enclosures:
         """
         flags: list[int] = messages[:, messages.shape[1] - self.room].tolist()
         if max(flags) >= _TOO_LONG:
-            lengths = [int.from_bytes(row[1:_HEADER], "little") for row in self._rows(messages)]
-            self.room = 1 << (_HEADER + max(lengths)).bit_length()
+            longest = max(map(_length, self.cut(messages)))
+            self.room = 1 << (_HEADER + longest).bit_length()
             return None
         return max(flags) == _FLAGGED
 
-    def read(self, messages: torch.Tensor) -> list[bytes]:
-        """Return the values of all processes."""
-        return [row[_HEADER : _HEADER + int.from_bytes(row[1:_HEADER], "little")] for row in self._rows(messages)]
+    def cut(self, messages: torch.Tensor) -> list[bytes]:
+        """Return what is at the ends of messages."""
+        return [bytes(row) for row in messages.numpy()[:, messages.shape[1] - self.room :]]
 
-    def _rows(self, messages: torch.Tensor) -> list[bytes]:
-        return [bytes(row.numpy()) for row in messages[:, messages.shape[1] - self.room :]]
+
+def read(enclosed: bytes) -> bytes:
+    """Return the value in what was cut off a message."""
+    return enclosed[_HEADER : _HEADER + _length(enclosed)]
+
+
+def _length(enclosed: bytes) -> int:
+    return int.from_bytes(enclosed[1:_HEADER], "little")

@@ -263,6 +263,10 @@ class Membership:
         self.completed += 1
         self.outcome, self._has_outcome = outcome, True
 
+    def drop_outcome(self) -> None:
+        """Free the outcome of the latest action, as all processes have completed that."""
+        self.outcome, self._has_outcome = None, False
+
     def gather(self, sent: torch.Tensor) -> torch.Tensor:
         """Return what each process sends, in rows: bytes, equally many of each."""
         received = sent.new_empty(self.world_size, len(sent))

@@ -16,7 +16,7 @@ from pytorch_accel_lite.extending import Batch, BatchOutput, Run, TrainerLike, c
 from pytorch_accel_lite.extending_callbacks import seed_all
 from pytorch_accel_lite.extensions.logical import KeepsShares, LogicalStep, LogicalWindow, SharedLossTrackers
 from pytorch_accel_lite.extensions.takeover.beginning_again import note_states
-from pytorch_accel_lite.extensions.takeover.enclosures import Enclosures
+from pytorch_accel_lite.extensions.takeover.enclosures import Enclosures, read
 from pytorch_accel_lite.extensions.takeover.joining import enter, keep_end, let_in, let_in_by_beginning_again
 from pytorch_accel_lite.extensions.takeover.membership import RepeatError
 from pytorch_accel_lite.extensions.takeover.surviving_ranks import SurvivingRanks
@@ -88,6 +88,11 @@ class SurvivingWindow(LogicalWindow):
         self.trackers, self.keepers = trackers, keepers
         self.sums.room = self._enclosures.room if self._are_small else 0
 
+    @property
+    def has_exchanged(self) -> bool:
+        """Whether all processes have begun this update, as they have exchanged gradients."""
+        return self.sums.has_slices
+
     def finish_sums(self) -> None:
         """Give the parameters their gradients, once all processes have them."""
         membership = SurvivingRanks.membership
@@ -150,19 +155,20 @@ class SurvivingWindow(LogicalWindow):
             is_repaired: whether the shares have been divided otherwise since
         """
         assert self.trackers is not None
-        enclosures = copy.copy(self._enclosures)
+        enclosed = self._enclosures.cut(rows)
         if is_repaired:
-            self._load_all(rows, enclosures)
+            self._load_all(enclosed)
             self.trackers.add_up_local()
-        elif self.keepers:
-            self._load_all(rows, enclosures, SurvivingRanks.membership.rank)
+            return
+        del enclosed[SurvivingRanks.membership.rank]
+        if self.keepers:
+            self._load_all(enclosed)
         else:
-            self.trackers.postpone(partial(self._load_all, rows, enclosures, SurvivingRanks.membership.rank))
+            self.trackers.postpone(partial(self._load_all, enclosed))
 
-    def _load_all(self, rows: torch.Tensor, enclosures: Enclosures, except_rank: int | None = None) -> None:
-        for rank, value in enumerate(enclosures.read(rows)):
-            if rank != except_rank:
-                self.load(_Kept(*pickle.loads(value)))
+    def _load_all(self, enclosed: Sequence[bytes]) -> None:
+        for each in enclosed:
+            self.load(_Kept(*pickle.loads(read(each))))
 
 
 class SurvivingStep(LogicalStep):
@@ -202,6 +208,8 @@ class SurvivingStep(LogicalStep):
         output = super().forward_backward(trainer, run, batch)
         assert batch.share is not None
         self._seed = batch.share.seed
+        if self._window.has_exchanged:
+            SurvivingRanks.membership.drop_outcome()
         return output
 
     def _begin_update(self, trainer: TrainerLike, run: Run) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pytorch_accel_lite.extensions.takeover.enclosures import Enclosures
+from pytorch_accel_lite.extensions.takeover.enclosures import Enclosures, read
 from tests.extensions.takeover.test_takeover import LAUNCH, end
 from tests.launching import WarmPython, environment
 
@@ -124,4 +124,4 @@ def test_enclosures_take_more_room_when_a_value_is_long():
     assert enclosures.room == 4096
     messages = gather()
     assert enclosures.read_flags(messages) is True
-    assert enclosures.read(messages) == values
+    assert [read(each) for each in enclosures.cut(messages)] == values
