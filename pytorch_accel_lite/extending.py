@@ -36,10 +36,16 @@ from pytorch_accel_lite.data.splitting import concatenate_if_possible, select_sa
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.exchange import ControlGroup
 from pytorch_accel_lite.distributed.layout import mesh_infos, shard_dim
-from pytorch_accel_lite.distributed.positions import MACHINERY, is_waiting
-from pytorch_accel_lite.distributed.ranks import use_ranks
+from pytorch_accel_lite.distributed.positions import (
+    MACHINERY,
+    innermost_function,
+    is_waiting,
+    stack_of,
+    waits_for_others,
+)
+from pytorch_accel_lite.distributed.ranks import GroupTimeouts, connect_to_store, use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
-from pytorch_accel_lite.distributed.watch import is_about_lost_process
+from pytorch_accel_lite.distributed.watch import EXIT_CODE, end_process, is_about_lost_process
 from pytorch_accel_lite.loop.batch_parts import merge_outputs
 from pytorch_accel_lite.loop.guards.held_memory import MEMORY_ADVICE
 from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
@@ -87,8 +93,9 @@ __all__ = [
     "LossTracker", "LossTrackers", "Share", "Shares", "concatenate_if_possible", "deterministic_kernels",
     "mesh_infos", "shard_dim", "split",
     # The processes of a job.
-    "MACHINERY", "ControlGroup", "capture_generators", "is_about_lost_process", "is_waiting", "open_trainers",
-    "restore_generators", "use_ranks",
+    "EXIT_CODE", "MACHINERY", "ControlGroup", "GroupTimeouts", "capture_generators", "connect_to_store", "end_process",
+    "innermost_function", "is_about_lost_process", "is_waiting", "open_trainers", "restore_generators", "stack_of",
+    "use_ranks", "waits_for_others",
     # For stores.
     "CapturedState", "JsonObject", "catch_damage", "manifest_text", "read_manifest", "read_model", "read_state",
     "read_verified", "write_files",

@@ -47,7 +47,6 @@ from pytorch_accel_lite.data.sources import BatchData, Index
 from pytorch_accel_lite.data.splitting import is_list_of_samples, slice_batch, to_cpu
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.distributed.hang_reports import HangWatch, Progressed
 from pytorch_accel_lite.extension_names import is_not_there
 from pytorch_accel_lite.loop.flops import try_counting_flops
 from pytorch_accel_lite.loop.gradients import total_norm
@@ -82,8 +81,8 @@ __all__ = [
     "inference", "is_created", "is_list_of_samples", "is_number", "mix", "parts_of", "preserving_generators",
     "preserving_modes", "schedulers_in", "seed_all", "slice_batch", "summarise", "to_cpu", "total_norm",
     "try_counting_flops",
-    # Devices without waiting, and processes that wait for each other.
-    "AsyncCopy", "DeviceTimer", "HangWatch", "Moment", "Progressed", "accumulation_dtype", "is_asynchronous",
+    # Devices without waiting.
+    "AsyncCopy", "DeviceTimer", "Moment", "accumulation_dtype", "is_asynchronous",
     "mixed_precision", "to_float",
     # Files.
     "BackgroundWriter", "FROZEN", "PredictionFolder", "StrPath", "check_has_trainable", "check_states_are_possible",

@@ -13,6 +13,7 @@ OFFERED = {
     "checking": ("Trainer.check",),
     "energy": ("callbacks.EnergyCallback",),
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
+    "hang_watch": ("callbacks.HangWatchCallback",),
     "logical": ("Trainer.logical",),
     "memory_estimate": ("Trainer.estimate_memory",),
     "mixture_schedule": ("callbacks.MixtureScheduleCallback",),

@@ -9,7 +9,6 @@ from pytorch_accel_lite.callbacks.advice import AdviceCallback
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
 from pytorch_accel_lite.callbacks.failures import SkipFailedBatchesCallback
 from pytorch_accel_lite.callbacks.gradient_spikes import GradientSpikeCallback
-from pytorch_accel_lite.callbacks.hang_watch import HangWatchCallback
 from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback, LimitEvalStepsCallback
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback
 from pytorch_accel_lite.callbacks.metrics_file import MetricsFileCallback
@@ -44,6 +43,7 @@ from pytorch_accel_lite.checkpoint.predictions import iterate_predictions, read_
 from pytorch_accel_lite.extension_names import missing
 from pytorch_accel_lite.extensions import slurm as slurm  # adds to JOB_QUEUES
 from pytorch_accel_lite.extensions.energy import EnergyCallback
+from pytorch_accel_lite.extensions.hang_watch import HangWatchCallback
 from pytorch_accel_lite.extensions.mixture_schedule import MixtureScheduleCallback
 from pytorch_accel_lite.extensions.reports import PlotMetricsCallback, RunLogCallback
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma as ModelEma  # as in pytorch-accelerated
