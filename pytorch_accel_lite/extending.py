@@ -7,6 +7,7 @@ trainer besides its model; the parts of batches; and the form of results and err
 from pytorch_accel_lite.base.backends import deterministic_kernels
 from pytorch_accel_lite.base.environment import install_command
 from pytorch_accel_lite.base.inspection import nested_in
+from pytorch_accel_lite.base.modules import local as local_shard
 from pytorch_accel_lite.base.origins import is_overridden, warn_outside
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.reports import Report
@@ -63,7 +64,7 @@ from pytorch_accel_lite.run.attributes import (
     registered_objects,
 )
 from pytorch_accel_lite.run.division import DIVISIONS, Division, create_division
-from pytorch_accel_lite.run.events import RunInterruptedError, StopTrainingError, TrainerCallback
+from pytorch_accel_lite.run.events import NonFiniteLossError, RunInterruptedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.run.job_queues import JOB_QUEUES, JobQueue
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.parts import LoadedWeights, TrainingState
@@ -81,8 +82,8 @@ from pytorch_accel_lite.steps.sharded import ShardedStep
 
 __all__ = [
     # The run.
-    "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError", "TrainerCallback", "TrainerLike",
-    "TrainingState", "WatchedMetric",
+    "NonFiniteLossError", "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError",
+    "TrainerCallback", "TrainerLike", "TrainingState", "WatchedMetric",
     # Seams.
     "DIVISIONS", "Division", "FENCES", "JOB_QUEUES", "JobQueue", "KINDS", "MEMORY_ADVICE", "MODEL_CHANGES",
     "MODEL_WRITERS", "ModelWriter", "STORES", "StateStore", "Store", "create_division", "replace_step",
@@ -105,7 +106,7 @@ __all__ = [
     "OwnCallbacks", "Snapshot", "Trial", "faster_data", "replaced", "shard_model", "unfused_class",
     # The parts of trainers and batches.
     "TARGET_KEYS", "Batch", "BatchOutput", "LossShapeError", "all_optimized_parameters", "find_batch_size",
-    "is_overridden", "is_single_sample", "layer_scales", "nested_in", "other_modules",
+    "is_overridden", "is_single_sample", "layer_scales", "local_shard", "nested_in", "other_modules",
     "other_optimizers", "parts_in", "registered_objects", "select_samples", "tensors_in",
     # Help.
     "ChosenModules", "Report", "check_positive_int", "check_range", "describe_error", "install_command", "listed",

@@ -50,7 +50,6 @@ from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.extension_names import is_not_there
 from pytorch_accel_lite.loop.flops import try_counting_flops
 from pytorch_accel_lite.loop.gradients import total_norm
-from pytorch_accel_lite.loop.guards.operation_watch import OperationWatch, are_finite
 from pytorch_accel_lite.loop.inference import inference
 from pytorch_accel_lite.loop.layer_summary import summarise
 from pytorch_accel_lite.optimizers.layer_groups import ModuleGroup, find_groups
@@ -76,7 +75,7 @@ __all__ = [
     "add_note", "check_choice", "check_positive_number", "did_you_mean", "is_not_there", "optional",
     "suggest_arguments",
     # Models, their outputs and gradients.
-    "Classification", "ModuleGroup", "NamedMetric", "OperationWatch", "ShardedEma", "TrainerOptimizer", "are_finite",
+    "Classification", "ModuleGroup", "NamedMetric", "ShardedEma", "TrainerOptimizer",
     "are_sharded", "class_of", "dataset_of", "evaluating_optimizers", "find_groups", "find_length", "group_names",
     "inference", "is_created", "is_list_of_samples", "is_number", "mix", "parts_of", "preserving_generators",
     "preserving_modes", "schedulers_in", "seed_all", "slice_batch", "summarise", "to_cpu", "total_norm",

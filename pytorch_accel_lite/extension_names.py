@@ -13,10 +13,12 @@ OFFERED = {
     "checking": ("Trainer.check",),
     "energy": ("callbacks.EnergyCallback",),
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
+    "gradient_spikes": ("callbacks.GradientSpikeCallback",),
     "hang_watch": ("callbacks.HangWatchCallback",),
     "logical": ("Trainer.logical",),
     "memory_estimate": ("Trainer.estimate_memory",),
     "mixture_schedule": ("callbacks.MixtureScheduleCallback",),
+    "nan_report": ("callbacks.NaNReportCallback",),
     "optuna": ("integrations.OptunaPruningCallback",),
     "packing": (
         "data.PackSequences",

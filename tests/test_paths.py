@@ -16,7 +16,6 @@ from pytorch_accel_lite.base.paths import as_file_name
 from pytorch_accel_lite.callbacks import (
     MetricsFileCallback,
     ModelEmaCallback,
-    NaNReportCallback,
     PredictionWriterCallback,
     ProfilerCallback,
     SaveBestModelCallback,
@@ -38,7 +37,7 @@ WRITERS: dict[str, tuple[Callable[[Any], Any], str, bool]] = {
     "states": (SaveTrainingStateCallback, "save_dir", False),
     "predictions": (PredictionWriterCallback, "directory", False),
     "profile": (ProfilerCallback, "output_dir", False),
-    "reports": (NaNReportCallback, "directory", False),
+    "reports": (lambda path: callbacks.NaNReportCallback(path), "directory", False),
     "wsd": (WSDCheckpointCallback, "save_dir", False),
     "tracker": (lambda path: TrackerCallback(project_dir=path), "project_dir", False),
     "checkpoint": (lambda path: make_trainer().save_checkpoint(path), "save_path", True),
@@ -50,10 +49,9 @@ WRITERS: dict[str, tuple[Callable[[Any], Any], str, bool]] = {
 
 def some(*names: str) -> Any:
     """Let a test try some of them, without those of an extension that has been deleted."""
-    mark = pytest.mark.extension("reports")
-    return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=[mark] if name in ("plot", "log") else []) for name in names]
-    )
+    owners = {"plot": "reports", "log": "reports", "reports": "nan_report"}
+    marks = {name: pytest.mark.extension(owner) for name, owner in owners.items()}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks.get(name, ())) for name in names])
 
 
 @pytest.mark.parametrize("path", ["", "s3://", "file://", "file:///", "a\0b", "~nobody-of-this-name/x"])

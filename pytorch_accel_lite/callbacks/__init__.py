@@ -8,7 +8,6 @@ from pytorch_accel_lite.base.validation import check_bool
 from pytorch_accel_lite.callbacks.advice import AdviceCallback
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
 from pytorch_accel_lite.callbacks.failures import SkipFailedBatchesCallback
-from pytorch_accel_lite.callbacks.gradient_spikes import GradientSpikeCallback
 from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback, LimitEvalStepsCallback
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback
 from pytorch_accel_lite.callbacks.metrics_file import MetricsFileCallback
@@ -22,7 +21,6 @@ from pytorch_accel_lite.callbacks.monitoring import (
     LossScaleCallback,
 )
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback
-from pytorch_accel_lite.callbacks.nan_report import NaNReportCallback
 from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback
 from pytorch_accel_lite.callbacks.prediction_writer import PredictionWriterCallback
 from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, PrintProgressCallback
@@ -43,8 +41,10 @@ from pytorch_accel_lite.checkpoint.predictions import iterate_predictions, read_
 from pytorch_accel_lite.extension_names import missing
 from pytorch_accel_lite.extensions import slurm as slurm  # adds to JOB_QUEUES
 from pytorch_accel_lite.extensions.energy import EnergyCallback
+from pytorch_accel_lite.extensions.gradient_spikes import GradientSpikeCallback
 from pytorch_accel_lite.extensions.hang_watch import HangWatchCallback
 from pytorch_accel_lite.extensions.mixture_schedule import MixtureScheduleCallback
+from pytorch_accel_lite.extensions.nan_report import NaNReportCallback
 from pytorch_accel_lite.extensions.reports import PlotMetricsCallback, RunLogCallback
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma as ModelEma  # as in pytorch-accelerated
 from pytorch_accel_lite.run.events import (
