@@ -40,6 +40,7 @@ OFFERED = {
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
     "takeover": (),  # the command launch
     "tuning": ("Trainer.find_lr", "Trainer.find_batch_size", "Trainer.diagnose"),
+    "unfreezing": ("callbacks.GradualUnfreezingCallback",),
     "worst_samples": ("callbacks.WorstSample", "callbacks.WorstSamplesCallback"),
 }
 #: The extensions that have arguments of a trainer.
