@@ -34,6 +34,7 @@ OFFERED = {
         "callbacks.iterate_predictions",
         "callbacks.read_predictions",
     ),
+    "profiling": ("callbacks.ProfilerCallback", "callbacks.TimingCallback"),
     "ray": ("integrations.RayReportCallback",),
     "remote": (),  # states and models at URLs
     "reports": ("callbacks.PlotMetricsCallback", "callbacks.RunLogCallback"),  # and the card of save_model()

@@ -32,6 +32,7 @@ from pytorch_accel_lite import (
     TrainerPlaceholderValues,
     TrainerRunConfig,
     TrainerWithTimmScheduler,
+    callbacks,
 )
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
@@ -44,7 +45,6 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     SkipFailedBatchesCallback,
     TerminateOnNaNCallback,
-    TimingCallback,
     get_default_callbacks,
 )
 from pytorch_accel_lite.data import OwnShard
@@ -1529,8 +1529,9 @@ def test_numbers(tmp_path):
 
 
 @row("the time for data, the largest of all processes", "timers for steps and epochs")
+@pytest.mark.extension("profiling")
 def test_timers():
-    names = train(make_trainer([TimingCallback(show=False)])).run_history.get_metric_names()
+    names = train(make_trainer([callbacks.TimingCallback(show=False)])).run_history.get_metric_names()
     assert {"time_data", "time_data_max", "time_forward", "time_optimizer", "time_epoch"} <= set(names)
 
 
