@@ -40,6 +40,7 @@ OFFERED = {
     "reports": ("callbacks.PlotMetricsCallback", "callbacks.RunLogCallback"),  # and the card of save_model()
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
     "takeover": (),  # the command launch
+    "throughput": ("callbacks.ThroughputCallback",),
     "tuning": ("Trainer.find_lr", "Trainer.find_batch_size", "Trainer.diagnose"),
     "unfreezing": ("callbacks.GradualUnfreezingCallback",),
     "worst_samples": ("callbacks.WorstSample", "callbacks.WorstSamplesCallback"),

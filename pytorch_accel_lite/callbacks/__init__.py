@@ -28,7 +28,6 @@ from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TimeLim
 from pytorch_accel_lite.callbacks.sync_batch_norm import ConvertSyncBatchNormCallback
 from pytorch_accel_lite.callbacks.table import ProgressTableCallback
 from pytorch_accel_lite.callbacks.terminate_on_nan import TerminateOnNaNCallback
-from pytorch_accel_lite.callbacks.throughput import ThroughputCallback
 from pytorch_accel_lite.callbacks.trackers import TrackerCallback
 from pytorch_accel_lite.callbacks.training_states import SaveTrainingStateCallback
 from pytorch_accel_lite.callbacks.wsd import WSDCheckpointCallback
@@ -43,6 +42,7 @@ from pytorch_accel_lite.extensions.nan_report import NaNReportCallback
 from pytorch_accel_lite.extensions.predictions import PredictionWriterCallback, iterate_predictions, read_predictions
 from pytorch_accel_lite.extensions.profiling import ProfilerCallback, TimingCallback
 from pytorch_accel_lite.extensions.reports import PlotMetricsCallback, RunLogCallback
+from pytorch_accel_lite.extensions.throughput import ThroughputCallback
 from pytorch_accel_lite.extensions.unfreezing import GradualUnfreezingCallback
 from pytorch_accel_lite.extensions.worst_samples import WorstSample, WorstSamplesCallback
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma as ModelEma  # as in pytorch-accelerated
