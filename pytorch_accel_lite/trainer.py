@@ -820,7 +820,7 @@ class Trainer:
             raise ValueError(f"An object is already registered as {name!r}. Choose another name.")
         self.registered_objects[name] = obj
 
-    # ------------------------------------------------- what a run asks; pytorch-accelerated has some, see loop/compat.py
+    # -------------------------------------------- hooks of a run; for those of pytorch-accelerated, see loop/compat.py
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)

@@ -71,11 +71,8 @@ def restore_trainability(trainer: TrainerLike, saved: StateDict) -> None:
     """Restore which parameters are trained, as far as the saved run had changed it. Call it on every process."""
     if "changed" not in saved:  # saved by an earlier version
         return
-    before, started, changed = (
-        trainability(trainer),
-        trainer.current_run.created_attributes.trainability,
-        saved["changed"],
-    )
+    started = trainer.current_run.created_attributes.trainability
+    before, changed = trainability(trainer), saved["changed"]
     # The rest is as after the starting events, even if the events of the epoch have changed it.
     target = {kind: {**values, **started.get(kind, {}), **changed.get(kind, {})} for kind, values in before.items()}
     for name, parameter in _parameters(trainer):
