@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
-from pytorch_accel_lite.base.devices import to_float
-from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.validation import check_positive_int, check_range
-from pytorch_accel_lite.loop.gradients import total_norm
-from pytorch_accel_lite.run.events import StopTrainingError, TrainerCallback
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.extending import (
+    StopTrainingError,
+    TrainerCallback,
+    TrainerLike,
+    check_positive_int,
+    check_range,
+)
+from pytorch_accel_lite.extending_callbacks import StateDict, to_float, total_norm
 
 
 class GradientSpikeCallback(TrainerCallback):

@@ -15,16 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.devices import to_float
-from pytorch_accel_lite.base.paths import StrPath, folder_path
-from pytorch_accel_lite.base.types import JsonObject, Tree
-from pytorch_accel_lite.checkpoint.files import write_text
-from pytorch_accel_lite.data.batches import BatchOutput
-from pytorch_accel_lite.data.sources import BatchData, Index
-from pytorch_accel_lite.loop.gradients import total_norm
-from pytorch_accel_lite.loop.guards.operation_watch import OperationWatch, are_finite
-from pytorch_accel_lite.run.events import NonFiniteLossError, TrainerCallback
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.checkpoint import folder_path, write_text
+from pytorch_accel_lite.extending import BatchOutput, JsonObject, NonFiniteLossError, TrainerCallback, TrainerLike
+from pytorch_accel_lite.extending_callbacks import BatchData, Index, StrPath, Tree, to_float, total_norm
+from pytorch_accel_lite.extensions.nan_report.operation_watch import OperationWatch, are_finite
 
 
 @dataclass
