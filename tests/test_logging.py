@@ -23,7 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pytorch_accel_lite import callbacks
 from pytorch_accel_lite.callbacks import MetricsFileCallback, SaveTrainingStateCallback, TrackerCallback
-from tests.launching import PATIENCE, SOAK, EarlyFork, run_code
+from tests.launching import PATIENCE, SOAK, EarlyFork, run_code, some_of
 from tests.scripts.logged import EPOCHS, UPDATES, run, run_with_mlflow
 from tests.tasks import listener, make_data, make_trainer, train
 
@@ -118,7 +118,7 @@ def test_the_losses_of_rows_are_means_since_the_row_before(uninterrupted):
 
 @pytest.mark.soak
 @pytest.mark.programs
-@pytest.mark.parametrize("saver_first", [False, True])
+@pytest.mark.parametrize("saver_first", some_of([False, True]))
 @pytest.mark.extension("reports")  # whose page the script writes
 def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, saver_first):
     """SIGKILL at random times after a start; ``make soak`` for more of them."""

@@ -25,7 +25,7 @@ from pytorch_accel_lite.callbacks import MetricsCallback, RunPausedError, SaveTr
 from pytorch_accel_lite.experiment import CrossValidation, Experiment
 from tests.extensions.experiment import parts
 from tests.extensions.experiment.parts import Net, load_data
-from tests.launching import run_forked
+from tests.launching import run_forked, some_of
 from tests.ranks import shared_folder
 from tests.tasks import raises_at
 
@@ -103,15 +103,18 @@ def test_columns_that_do_not_fit_the_terminal_follow_below(result, monkeypatch):
     assert [line.split()[0] for line in lines if line].count("fold-1") == 2
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("splitter", "further"),
-    [
-        (splitters.StratifiedKFold(2), {"y": torch.tensor(LABELS)}),
-        (splitters.GroupKFold(2), {"groups": GROUPS}),
-        (splitters.StratifiedGroupKFold(2), {"y": LABELS, "groups": GROUPS}),
-        (splitters.PredefinedSplit([0] * 6 + [1] * 6), {}),
-        ([(range(6), range(6, 12)), (range(6, 12), range(6))], {}),
-    ],
+    some_of(
+        [
+            (splitters.StratifiedKFold(2), {"y": torch.tensor(LABELS)}),
+            (splitters.GroupKFold(2), {"groups": GROUPS}),
+            (splitters.StratifiedGroupKFold(2), {"y": LABELS, "groups": GROUPS}),
+            (splitters.PredefinedSplit([0] * 6 + [1] * 6), {}),
+            ([(range(6), range(6, 12)), (range(6, 12), range(6))], {}),
+        ]
+    ),
     ids=lambda value: type(value).__name__,
 )
 def test_splitters_that_test_every_sample_once(splitter, further, tmp_path):
@@ -126,8 +129,9 @@ def test_splitters_that_test_every_sample_once(splitter, further, tmp_path):
             assert not {GROUPS[i] for i in fold.train_indices} & {GROUPS[i] for i in fold.test_indices}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
-    "splitter", [splitters.ShuffleSplit(2, test_size=4, random_state=0), splitters.TimeSeriesSplit(2)]
+    "splitter", some_of([splitters.ShuffleSplit(2, test_size=4, random_state=0), splitters.TimeSeriesSplit(2)])
 )
 def test_splitters_that_do_not_have_their_predictions_by_fold(splitter, tmp_path):
     arguments = ARGUMENTS | {"max_num_train_steps": 1}

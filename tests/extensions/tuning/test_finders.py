@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer
-from tests.launching import two_are_enough
+from tests.launching import some_of, two_are_enough
 from tests.ranks import IN_ORDER, global_batch, rank, world_size
 from tests.tasks import (
     Expanded,
@@ -263,7 +263,8 @@ class Hungry(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("limit", "start"), [(1, 2), (5, 2), (8, 8), (9, 64), (21, 4)])
+@pytest.mark.soak
+@pytest.mark.parametrize(("limit", "start"), some_of([(1, 2), (5, 2), (8, 8), (9, 64), (21, 4)]))
 def test_the_largest_batch_that_fits_is_found(limit, start, capsys):
     model = Hungry(limit)
     assert quiet_trainer(model).find_batch_size(regression_data(100), start, num_steps=1) == limit
