@@ -341,11 +341,11 @@ def test_schedules_of_groups_and_of_timm_are_seen():
 @pytest.mark.parametrize(
     ("provoke", "error", "message"),
     [
-        (lambda: WorstSamplesCallback(0), ValueError, "k=0"),
-        (lambda: plot_schedule(print, 0), ValueError, "num_updates=0"),
+        (lambda: WorstSamplesCallback(0), ValueError, "k=0 must be at least 1"),
+        (lambda: plot_schedule(print, 0), ValueError, "num_updates=0 must be at least 1"),
     ],
 )
-def test_bad_arguments_are_named(provoke, error, message):
+def test_plots_refuse_bad_counts(provoke, error, message):
     with pytest.raises(error, match=message):
         provoke()
 
