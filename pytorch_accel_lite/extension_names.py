@@ -13,9 +13,12 @@ OFFERED = {
     "checking": ("Trainer.check",),
     "energy": ("callbacks.EnergyCallback",),
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
+    "gradient_spikes": ("callbacks.GradientSpikeCallback",),
+    "hang_watch": ("callbacks.HangWatchCallback",),
     "logical": ("Trainer.logical",),
     "memory_estimate": ("Trainer.estimate_memory",),
     "mixture_schedule": ("callbacks.MixtureScheduleCallback",),
+    "nan_report": ("callbacks.NaNReportCallback",),
     "optuna": ("integrations.OptunaPruningCallback",),
     "packing": (
         "data.PackSequences",
@@ -25,17 +28,23 @@ OFFERED = {
         "data.packed_mask_function",
         "data.unpack",
     ),
+    "predictions": (
+        "callbacks.PredictionWriterCallback",
+        "callbacks.iterate_predictions",
+        "callbacks.read_predictions",
+    ),
     "ray": ("integrations.RayReportCallback",),
     "remote": (),  # states and models at URLs
     "reports": ("callbacks.PlotMetricsCallback", "callbacks.RunLogCallback"),  # and the card of save_model()
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
     "takeover": (),  # the command launch
     "tuning": ("Trainer.find_lr", "Trainer.find_batch_size", "Trainer.diagnose"),
+    "worst_samples": ("callbacks.WorstSample", "callbacks.WorstSamplesCallback"),
 }
 #: The extensions that have arguments of a trainer.
 ARGUMENTS = {"logical_processes": "logical"}
 #: The extensions that another one needs: it uses their public names, and is deleted with them.
-NEEDED = {"takeover": ("logical",)}
+NEEDED = {"experiment": ("predictions", "worst_samples"), "takeover": ("logical",)}
 
 
 def missing(name: str, prefix: str = "") -> Exception:
