@@ -319,7 +319,7 @@ def test_what_is_no_interval_is_an_error(every, error, words):
 
 
 @pytest.mark.parametrize("callback", [SaveTrainingStateCallback, MetricsFileCallback])
-def test_callbacks_name_their_argument(callback):
+def test_callbacks_name_the_argument_that_is_no_interval(callback):
     argument = "save_every" if callback is SaveTrainingStateCallback else "every"
     with pytest.raises(ValueError, match=f"^{argument}='often' must be"):
         callback(**{argument: "often"})

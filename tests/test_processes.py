@@ -248,7 +248,7 @@ def process_helpers() -> Any:
     return results
 
 
-def test_process_helpers(ranks):
+def test_processes_gather_broadcast_and_wait(ranks):
     n = ranks.world_size
     everyone = [f"rank{rank}" for rank in range(n)]
     for rank, result in enumerate(ranks(process_helpers)):

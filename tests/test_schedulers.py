@@ -825,7 +825,7 @@ COS = partial(CosineLrScheduler, total_num_epochs=4, num_update_steps_per_epoch=
         (COS, {"warmup_starting_lr_ratio": -1}, ValueError, "warmup_starting_lr_ratio=-1 must be at least 0"),
     ],
 )
-def test_bad_arguments_are_named(create, kwargs, error, message):
+def test_schedules_refuse_bad_rates_and_lengths(create, kwargs, error, message):
     with pytest.raises(error, match=message):
         create(make_optimizer(), **kwargs)
 

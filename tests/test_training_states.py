@@ -1240,7 +1240,7 @@ def test_callbacks_that_are_gone_or_new_are_named(tmp_path):
         ({"save_every_n_minutes": 0}, "save_every_n_minutes=0 must be greater than 0"),
     ],
 )
-def test_bad_arguments_are_named(kwargs, message):
+def test_saving_states_refuses_bad_intervals(kwargs, message):
     with pytest.raises(ValueError, match=message):
         SaveTrainingStateCallback(**kwargs)
 
