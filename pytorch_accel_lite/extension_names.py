@@ -18,6 +18,7 @@ OFFERED = {
     "logical": ("Trainer.logical",),
     "memory_estimate": ("Trainer.estimate_memory",),
     "mixture_schedule": ("callbacks.MixtureScheduleCallback",),
+    "momentum_teacher": ("callbacks.MomentumTeacherCallback",),
     "nan_report": ("callbacks.NaNReportCallback",),
     "optuna": ("integrations.OptunaPruningCallback",),
     "packing": (
