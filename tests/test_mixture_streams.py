@@ -118,7 +118,7 @@ BAD_STREAMS = [
 
 
 @pytest.mark.parametrize(("make", "streams", "kwargs", "error", "message"), BAD_STREAMS)
-def test_bad_streams_to_mix_or_to_shuffle_are_refused(make, streams, kwargs, error, message):
+def test_streams_refuse_bad_weights_and_buffers(make, streams, kwargs, error, message):
     with pytest.raises(error, match=message):
         make(streams, **kwargs)
 

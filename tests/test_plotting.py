@@ -161,8 +161,8 @@ def test_schedules_of_groups_and_of_timm_are_seen():
     assert values[0] < values[1] <= values[2] > values[-1]
 
 
-def test_a_number_of_updates_is_checked():
-    with pytest.raises(ValueError, match="num_updates=0"):
+def test_a_plot_of_a_schedule_refuses_a_run_of_0_updates():
+    with pytest.raises(ValueError, match="num_updates=0 must be at least 1"):
         plot_schedule(print, 0)
 
 

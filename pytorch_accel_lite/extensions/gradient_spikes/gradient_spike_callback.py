@@ -53,7 +53,7 @@ class GradientSpikeCallback(TrainerCallback):
         self._clear()
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        name = trainer.run.step.updating
+        name = trainer.run.stepper.updating
         norm = to_float(total_norm(trainer).detach())
         count, average = self._counts.get(name, 0), self._averages.get(name, 0.0)
         usual = average / (1 - self.decay**count) if count else 0.0  # bias-corrected as in Adam
