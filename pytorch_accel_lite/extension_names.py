@@ -44,6 +44,7 @@ OFFERED = {
     "tuning": ("Trainer.find_lr", "Trainer.find_batch_size", "Trainer.diagnose"),
     "unfreezing": ("callbacks.GradualUnfreezingCallback",),
     "worst_samples": ("callbacks.WorstSample", "callbacks.WorstSamplesCallback"),
+    "wsd_checkpoints": ("callbacks.WSDCheckpointCallback",),
 }
 #: The extensions that have arguments of a trainer.
 ARGUMENTS = {"logical_processes": "logical"}

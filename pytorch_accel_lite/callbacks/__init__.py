@@ -30,7 +30,6 @@ from pytorch_accel_lite.callbacks.table import ProgressTableCallback
 from pytorch_accel_lite.callbacks.terminate_on_nan import TerminateOnNaNCallback
 from pytorch_accel_lite.callbacks.trackers import TrackerCallback
 from pytorch_accel_lite.callbacks.training_states import SaveTrainingStateCallback
-from pytorch_accel_lite.callbacks.wsd import WSDCheckpointCallback
 from pytorch_accel_lite.extension_names import missing
 from pytorch_accel_lite.extensions import slurm as slurm  # adds to JOB_QUEUES
 from pytorch_accel_lite.extensions.energy import EnergyCallback
@@ -45,6 +44,7 @@ from pytorch_accel_lite.extensions.reports import PlotMetricsCallback, RunLogCal
 from pytorch_accel_lite.extensions.throughput import ThroughputCallback
 from pytorch_accel_lite.extensions.unfreezing import GradualUnfreezingCallback
 from pytorch_accel_lite.extensions.worst_samples import WorstSample, WorstSamplesCallback
+from pytorch_accel_lite.extensions.wsd_checkpoints import WSDCheckpointCallback
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma as ModelEma  # as in pytorch-accelerated
 from pytorch_accel_lite.run.events import (
     CallbackHandler,
