@@ -15,7 +15,7 @@ OFFERED = {
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
     "logical": ("Trainer.logical",),
     "memory_estimate": ("Trainer.estimate_memory",),
-    "mixture_schedule": ("callbacks.MixtureScheduleCallback",),
+    "mixtures": ("callbacks.MixtureScheduleCallback", "data.Mixture", "data.MixtureSampler", "data.MixtureStream"),
     "optuna": ("integrations.OptunaPruningCallback",),
     "packing": (
         "data.PackSequences",

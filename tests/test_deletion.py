@@ -105,7 +105,9 @@ def with_dependents(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "deleted", [with_dependents(name) for name in EXTENSIONS] + ([EXTENSIONS] if len(EXTENSIONS) > 1 else [])
+    "deleted",
+    [with_dependents(name) for name in EXTENSIONS] + ([EXTENSIONS] if len(EXTENSIONS) > 1 else []),
+    ids=lambda names: "all" if names == EXTENSIONS else names[0],
 )
 def test_the_core_works_without_extensions(tmp_path, tmp_path_factory, deleted):
     copy = tmp_path / "copy"

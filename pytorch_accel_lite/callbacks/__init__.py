@@ -44,7 +44,7 @@ from pytorch_accel_lite.checkpoint.predictions import iterate_predictions, read_
 from pytorch_accel_lite.extension_names import missing
 from pytorch_accel_lite.extensions import slurm as slurm  # adds to JOB_QUEUES
 from pytorch_accel_lite.extensions.energy import EnergyCallback
-from pytorch_accel_lite.extensions.mixture_schedule import MixtureScheduleCallback
+from pytorch_accel_lite.extensions.mixtures.mixture_schedule import MixtureScheduleCallback
 from pytorch_accel_lite.extensions.reports import PlotMetricsCallback, RunLogCallback
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma as ModelEma  # as in pytorch-accelerated
 from pytorch_accel_lite.run.events import (
