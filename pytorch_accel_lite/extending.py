@@ -8,8 +8,10 @@ from pytorch_accel_lite.base.backends import deterministic_kernels
 from pytorch_accel_lite.base.environment import install_command
 from pytorch_accel_lite.base.inspection import nested_in
 from pytorch_accel_lite.base.origins import is_overridden, warn_outside
+from pytorch_accel_lite.base.paths import file_path
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.reports import Report
+from pytorch_accel_lite.base.templates import Column, render
 from pytorch_accel_lite.base.text import describe_error, listed
 from pytorch_accel_lite.base.types import ChosenModules, JsonObject
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
@@ -49,6 +51,7 @@ from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.loop.speedups import faster_data, unfused_class
 from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward
 from pytorch_accel_lite.loop.trial import Trial
+from pytorch_accel_lite.optimizers.operations import CreateScheduler
 from pytorch_accel_lite.optimizers.rates import layer_scales
 from pytorch_accel_lite.run.attributes import (
     all_optimized_parameters,
@@ -60,7 +63,16 @@ from pytorch_accel_lite.run.division import DIVISIONS, Division, create_division
 from pytorch_accel_lite.run.events import RunInterruptedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.run.job_queues import JOB_QUEUES, JobQueue
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
+from pytorch_accel_lite.run.metric_panels import (
+    MONITORS,
+    MetricPanel,
+    best_of,
+    direction_of,
+    is_monitor,
+    panels_by_metric,
+)
 from pytorch_accel_lite.run.parts import LoadedWeights, TrainingState
+from pytorch_accel_lite.run.plots import PLOTS, Plots, plots_for
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, Step, TrainerLike
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
@@ -79,7 +91,8 @@ __all__ = [
     "TrainingState", "WatchedMetric",
     # Seams.
     "DIVISIONS", "Division", "FENCES", "JOB_QUEUES", "JobQueue", "KINDS", "MEMORY_ADVICE", "MODEL_CHANGES",
-    "MODEL_WRITERS", "ModelWriter", "STORES", "StateStore", "Store", "create_division", "replace_step",
+    "MODEL_WRITERS", "ModelWriter", "PLOTS", "Plots", "STORES", "StateStore", "Store", "create_division",
+    "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
     "RECOMPUTED", "SKIPPED_BATCHES", "ShardedStep", "as_returned", "as_weight", "backward", "merge_outputs",
@@ -100,7 +113,10 @@ __all__ = [
     "TARGET_KEYS", "Batch", "BatchOutput", "LossShapeError", "all_optimized_parameters", "find_batch_size",
     "is_overridden", "is_single_sample", "layer_scales", "nested_in", "other_modules",
     "other_optimizers", "parts_in", "registered_objects", "select_samples", "tensors_in",
+    # Plots and pages.
+    "Column", "MONITORS", "MetricPanel", "best_of", "direction_of", "is_monitor", "panels_by_metric",
+    "plots_for", "render",
     # Help.
-    "ChosenModules", "Report", "check_positive_int", "check_range", "describe_error", "install_command", "listed",
-    "warn_outside",
+    "ChosenModules", "CreateScheduler", "Report", "check_positive_int", "check_range", "describe_error", "file_path",
+    "install_command", "listed", "warn_outside",
 ]  # fmt: skip

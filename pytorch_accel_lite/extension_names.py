@@ -25,6 +25,20 @@ OFFERED = {
         "data.packed_mask_function",
         "data.unpack",
     ),
+    "plots": tuple(  # and the methods plot()
+        f"plotting.{name}"
+        for name in (
+            "NothingToPlotError",
+            "new_figure",
+            "overlay_style",
+            "plot_curves",
+            "plot_range_test",
+            "plot_schedule",
+            "plot_sheet",
+            "svg_overlays",
+            "svg_panels",
+        )
+    ),
     "ray": ("integrations.RayReportCallback",),
     "remote": (),  # states and models at URLs
     "reports": ("callbacks.PlotMetricsCallback", "callbacks.RunLogCallback"),  # and the card of save_model()
@@ -35,7 +49,7 @@ OFFERED = {
 #: The extensions that have arguments of a trainer.
 ARGUMENTS = {"logical_processes": "logical"}
 #: The extensions that another one needs: it uses their public names, and is deleted with them.
-NEEDED = {"takeover": ("logical",)}
+NEEDED = {"experiment": ("plots",), "reports": ("plots",), "takeover": ("logical",)}
 
 
 def missing(name: str, prefix: str = "") -> Exception:

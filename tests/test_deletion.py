@@ -27,11 +27,11 @@ OF_THE_PACKAGE = [f"tests/test_{name}.py" for name in ("structure", "callback_na
 PROGRAM = """
 import sys
 import pytorch_accel_lite
-from pytorch_accel_lite import Trainer, callbacks, data, integrations
+from pytorch_accel_lite import Trainer, callbacks, data, integrations, plotting
 import torch
 
 trainer = Trainer(torch.nn.Linear(1, 1), None, None)
-modules = {"callbacks": callbacks, "data": data, "integrations": integrations}
+modules = {"callbacks": callbacks, "data": data, "integrations": integrations, "plotting": plotting}
 owners = {"": pytorch_accel_lite, "Trainer": trainer, **modules}
 for qualified in sys.argv[1:]:
     owner, _, name = qualified.rpartition(".")

@@ -20,8 +20,8 @@ from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.metrics import default_transform
 from pytorch_accel_lite.data.batches import is_number
 from pytorch_accel_lite.data.splitting import is_list_of_samples, slice_batch
-from pytorch_accel_lite.plotting import plot_sheet
 from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.plots import plots_for
 from pytorch_accel_lite.run.state import TrainerLike
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class WorstSamplesCallback(TrainerCallback):
             for s in self.samples
         ]
         images = [_dataset_of(sample, dataset)[sample.index][0] for sample in self.samples]
-        return plot_sheet(images, titles, path)
+        return plots_for("WorstSamplesCallback.plot").plot_sheet(images, titles, path)
 
 
 def _dataset_of(sample: WorstSample, datasets: Any) -> Any:
