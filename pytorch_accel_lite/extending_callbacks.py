@@ -27,12 +27,12 @@ from pytorch_accel_lite.base.text import add_note, align, did_you_mean, format_d
 from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
 from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_positive_number, optional
+from pytorch_accel_lite.callbacks.metrics import default_transform
 from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.capturing import check_states_are_possible, refuse_engines, refuse_fsdp1
 from pytorch_accel_lite.checkpoint.files import FROZEN, load_plain, write_bytes
 from pytorch_accel_lite.checkpoint.locations import open_store
-from pytorch_accel_lite.checkpoint.predictions import PredictionFolder
 from pytorch_accel_lite.checkpoint.store import state_name
 from pytorch_accel_lite.checkpoint.weights import (
     check_has_trainable,
@@ -48,11 +48,9 @@ from pytorch_accel_lite.data.sources import BatchData, Index
 from pytorch_accel_lite.data.splitting import is_list_of_samples, slice_batch, to_cpu
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.distributed.hang_reports import HangWatch, Progressed
 from pytorch_accel_lite.extension_names import is_not_there
 from pytorch_accel_lite.loop.flops import try_counting_flops
 from pytorch_accel_lite.loop.gradients import total_norm
-from pytorch_accel_lite.loop.guards.operation_watch import OperationWatch, are_finite
 from pytorch_accel_lite.loop.inference import inference
 from pytorch_accel_lite.loop.layer_summary import summarise
 from pytorch_accel_lite.optimizers.layer_groups import ModuleGroup, find_groups
@@ -77,19 +75,18 @@ __all__ = [
     "add_note", "check_choice", "check_positive_number", "did_you_mean", "is_not_there", "optional",
     "suggest_arguments",
     # Models, their outputs and gradients.
-    "Classification", "ModuleGroup", "NamedMetric", "OperationWatch", "ShardedEma", "TrainerOptimizer", "are_finite",
-    "are_sharded", "class_of", "dataset_of", "evaluating_optimizers", "find_groups", "find_length", "group_names",
+    "Classification", "ModuleGroup", "NamedMetric", "ShardedEma", "TrainerOptimizer", "are_sharded", "class_of",
+    "dataset_of", "default_transform", "evaluating_optimizers", "find_groups", "find_length", "group_names",
     "inference", "is_created", "is_list_of_samples", "is_number", "mix", "parts_of", "preserving_generators",
     "preserving_modes", "schedulers_in", "seed_all", "slice_batch", "summarise", "to_cpu", "total_norm",
     "try_counting_flops",
-    # Devices without waiting, and processes that wait for each other.
-    "AsyncCopy", "DeviceTimer", "HangWatch", "Moment", "Progressed", "accumulation_dtype", "is_asynchronous",
-    "mixed_precision", "to_float",
+    # Devices without waiting.
+    "AsyncCopy", "DeviceTimer", "Moment", "accumulation_dtype", "is_asynchronous", "mixed_precision", "to_float",
     # Files.
-    "BackgroundWriter", "FROZEN", "PredictionFolder", "StrPath", "check_has_trainable", "check_states_are_possible",
-    "fingerprints", "is_quantised_by", "leave_out_frozen", "load_plain", "model_fingerprints", "open_store",
-    "parse_location", "plain_parts", "quantised_entries", "refuse_engines", "refuse_fsdp1", "sharded_like",
-    "state_name", "without_compile", "write_bytes",
+    "BackgroundWriter", "FROZEN", "StrPath", "check_has_trainable", "check_states_are_possible", "fingerprints",
+    "is_quantised_by", "leave_out_frozen", "load_plain", "model_fingerprints", "open_store", "parse_location",
+    "plain_parts", "quantised_entries", "refuse_engines", "refuse_fsdp1", "sharded_like", "state_name",
+    "without_compile", "write_bytes",
     # Terminals and notebooks.
     "Bar", "HeldOutput", "NotebookBar", "NotebookOutput", "Picture", "TerminalBar", "align", "as_picture",
     "format_duration", "html_table", "in_notebook", "is_terminal", "short", "to_number", "visible", "wrapped",

@@ -13,9 +13,12 @@ OFFERED = {
     "checking": ("Trainer.check",),
     "energy": ("callbacks.EnergyCallback",),
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
+    "gradient_spikes": ("callbacks.GradientSpikeCallback",),
+    "hang_watch": ("callbacks.HangWatchCallback",),
     "logical": ("Trainer.logical",),
     "memory_estimate": ("Trainer.estimate_memory",),
     "mixtures": ("callbacks.MixtureScheduleCallback", "data.Mixture", "data.MixtureSampler", "data.MixtureStream"),
+    "nan_report": ("callbacks.NaNReportCallback",),
     "optuna": ("integrations.OptunaPruningCallback",),
     "packing": (
         "data.PackSequences",
@@ -25,19 +28,21 @@ OFFERED = {
         "data.packed_mask_function",
         "data.unpack",
     ),
-    "plots": tuple(  # and the methods plot()
-        f"plotting.{name}"
-        for name in (
-            "NothingToPlotError",
-            "new_figure",
-            "overlay_style",
-            "plot_curves",
-            "plot_range_test",
-            "plot_schedule",
-            "plot_sheet",
-            "svg_overlays",
-            "svg_panels",
-        )
+    "plots": (  # and the methods plot()
+        "plotting.NothingToPlotError",
+        "plotting.new_figure",
+        "plotting.overlay_style",
+        "plotting.plot_curves",
+        "plotting.plot_range_test",
+        "plotting.plot_schedule",
+        "plotting.plot_sheet",
+        "plotting.svg_overlays",
+        "plotting.svg_panels",
+    ),
+    "predictions": (
+        "callbacks.PredictionWriterCallback",
+        "callbacks.iterate_predictions",
+        "callbacks.read_predictions",
     ),
     "ray": ("integrations.RayReportCallback",),
     "remote": (),  # states and models at URLs
@@ -45,11 +50,12 @@ OFFERED = {
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
     "takeover": (),  # the command launch
     "tuning": ("Trainer.find_lr", "Trainer.find_batch_size", "Trainer.diagnose"),
+    "worst_samples": ("callbacks.WorstSample", "callbacks.WorstSamplesCallback"),
 }
 #: The extensions that have arguments of a trainer.
 ARGUMENTS = {"logical_processes": "logical"}
 #: The extensions that another one needs: it uses their public names, and is deleted with them.
-NEEDED = {"experiment": ("plots",), "reports": ("plots",), "takeover": ("logical",)}
+NEEDED = {"experiment": ("plots", "predictions", "worst_samples"), "reports": ("plots",), "takeover": ("logical",)}
 
 
 def missing(name: str, prefix: str = "") -> Exception:

@@ -204,7 +204,7 @@ class Trainer:
     @property
     def ranks(self) -> Ranks:
         """The processes of the job, and their communication."""
-        return self.current_run.control.ranks
+        return self.current_run.ranks
 
     @property
     def data_ranks(self) -> Ranks:
@@ -329,7 +329,7 @@ class Trainer:
     @Shadowable
     def num_microbatches(self) -> int:
         """The number of parts that a batch is split into, with ``auto_microbatch``."""
-        return self.current_run.step.num_microbatches
+        return self.current_run.stepper.num_microbatches
 
     @Shadowable
     def stop_reason(self) -> str | None:
@@ -662,6 +662,8 @@ class Trainer:
     if not TYPE_CHECKING:
         fit, test, validate, add_callback, global_step, current_epoch = ATTRIBUTES
 
+    # ---------------------------------------------------------------------------- saving and loading
+
     def save_checkpoint(
         self,
         save_path: PathOrFile,
@@ -817,6 +819,8 @@ class Trainer:
         if name in self.registered_objects:
             raise ValueError(f"An object is already registered as {name!r}. Choose another name.")
         self.registered_objects[name] = obj
+
+    # -------------------------------------------- hooks of a run; for those of pytorch-accelerated, see loop/compat.py
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -983,7 +987,7 @@ class Trainer:
 
     def optimizer_step(self) -> None:
         """Update the weights."""
-        optimizers.take_step(self.optimizer, *self.current_run.step.closure)
+        optimizers.take_step(self.optimizer, *self.current_run.stepper.closure)
 
     def scheduler_step(self) -> None:
         """Step the scheduler. Called once per update, unless a gradient scaler skipped it, or once per epoch."""
@@ -1107,9 +1111,9 @@ class Trainer:
         Call it in ``on_optimizer_step_start``, on every process. ``progress.update`` still counts the update.
         """
         run = self.current_run
-        run.step.skips_update = True
+        run.stepper.skips_update = True
         scaler = self.accelerator.scaler
-        updates_all = not run.step.updates_one_by_one
+        updates_all = not run.stepper.updates_one_by_one
         if scaler is not None and updates_all:  # otherwise it would refuse to unscale gradients twice
             scaler.update(scaler.get_scale())
 
@@ -1117,7 +1121,7 @@ class Trainer:
     def update_was_skipped(self) -> bool:
         """Whether the last update was skipped, by ``skip_update()`` or by a gradient scaler due to infinities."""
         is_plain = self.prepared_model is None or self.prepared_model.is_plain
-        return self.current_run.step.skips_update or (not is_plain and self.accelerator.optimizer_step_was_skipped)
+        return self.current_run.stepper.skips_update or (not is_plain and self.accelerator.optimizer_step_was_skipped)
 
     def compare_replicas(self) -> None:
         """Check that all processes hold the same weights, to the last bit. Call it on every process.

@@ -14,7 +14,21 @@ from torch.utils.data import TensorDataset
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import AdviceCallback, LogMetricsCallback
 from pytorch_accel_lite.schedulers import CosineLrScheduler
-from tests.tasks import CountsReads, Overflows, Rows, listener, make_data, make_model, make_trainer, train
+from tests.ranks import rank, world_size
+from tests.tasks import (
+    CountsReads,
+    Overflows,
+    Rows,
+    listener,
+    make_data,
+    make_model,
+    make_trainer,
+    own_clock,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    train,
+)
 
 NAP = 0.01
 
@@ -229,3 +243,21 @@ def test_weights_are_the_same_with_advice():
 def test_a_bad_limit_is_named(seconds):
     with pytest.raises(ValueError, match="min_seconds"):
         AdviceCallback(min_seconds=seconds)
+
+
+def slow_to_read() -> None:
+    """Train while each sample takes 10 ms on rank 1."""
+
+    class Slow(Rows):
+        def __getitem__(self, index: int) -> Any:
+            spend(0.01 if rank() == 1 else 0.0)
+            return super().__getitem__(index)
+
+    trainer = quiet_trainer(small_model(), callbacks=[AdviceCallback(min_seconds=0.05)])
+    data = Slow(regression_data(30 * world_size()))
+    with own_clock() as spend:
+        trainer.train(data, 1, per_device_batch_size=2, train_dataloader_kwargs={"num_workers": 0})
+
+
+def test_a_process_that_reads_more_slowly_is_named_in_the_advice(two_ranks):
+    assert "Rank 1 waited for data for" in two_ranks(slow_to_read).output

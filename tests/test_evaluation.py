@@ -339,6 +339,7 @@ def test_bad_input():
 
 
 @pytest.mark.processes
+@pytest.mark.extension("gradient_spikes", "nan_report")
 def test_all_callbacks_resume_the_same_bits_on_two_processes(tmp_path, job):
     for folder in ("whole", "killed"):
         (tmp_path / folder).mkdir()

@@ -868,7 +868,7 @@ def check_kind(kind: Kind) -> set[str]:
     fired = check_calls(recorder, "Trainer(...)")
     data = kind.how.get("train_dataset", make_data(8))
     train(trainer, 2, **{"train_dataset": data, "eval_dataset": data, "batch_size": 2} | kind.how)
-    assert type(trainer.current_run.step) is kind.step
+    assert type(trainer.current_run.stepper) is kind.step
     fired |= check_calls(recorder, "train(...)", kind.documented)
     trainer.evaluate(data, 2, {"num_workers": 0})
     fired |= check_calls(recorder, "evaluate(...)")

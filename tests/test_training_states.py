@@ -36,13 +36,10 @@ from pytorch_accel_lite.callbacks import (
     GradualUnfreezingCallback,
     LimitBatchesCallback,
     ModelEmaCallback,
-    PredictionWriterCallback,
     RunPausedError,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
     SkipFailedBatchesCallback,
-    WorstSamplesCallback,
-    read_predictions,
 )
 from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents, verify_state
 from pytorch_accel_lite.checkpoint.checksums import checksum
@@ -944,40 +941,25 @@ def test_sharded_weights_are_saved_whole_and_resumed(tmp_path, job):
     assert resumed.run_history.to_dict() == history
 
 
-def of_seven_samples(folder: Path) -> Any:
+def of_seven_samples() -> Any:
     """A process takes part in a step in which it has no sample."""
     accelerator, data = sharding_accelerator(), regression_data(7)
-    worst, writer = WorstSamplesCallback(7), PredictionWriterCallback(folder / "predictions")
-    trainer = _trained(accelerator, [worst])
+    trainer = _trained(accelerator, [])
     weights = gathered(trainer.model.state_dict())
     loss = trainer.evaluate(data, per_device_batch_size=3)["evaluation_loss"]
-    _trained(accelerator, [writer]).predict(data, per_device_batch_size=3)
-    return weights, loss, {sample.index: sample.loss for sample in worst.samples}, read_predictions(writer.directory)
+    return weights, loss, trainer.predict(data, per_device_batch_size=3)
 
 
 @CAN_SHARD
 @pytest.mark.processes
-def test_a_sample_that_keeps_sharded_ranks_in_step_counts_zero(tmp_path, two_ranks):
+def test_a_sample_that_keeps_sharded_ranks_in_step_counts_zero(two_ranks):
     data, model = regression_data(7), large_model().eval()
-    for weights, loss, worst, predictions in two_ranks.run(of_seven_samples, tmp_path):
+    for weights, loss, predictions in two_ranks.run(of_seven_samples):
         model.load_state_dict(weights)
         outputs = model(data.tensors[0]).detach()
         torch.testing.assert_close(predictions, outputs)
         expected = (outputs - data.tensors[1]).square()[:, 0].tolist()
-        assert worst == pytest.approx(dict(enumerate(expected)))
         assert loss == pytest.approx(sum(expected) / 7)
-
-
-@CAN_SHARD
-@pytest.mark.processes
-def test_one_process_knows_the_predictions_of_sharded_weights(tmp_path, two_ranks, capsys):
-    data, model = regression_data(7), large_model()
-    weights = two_ranks.run(of_seven_samples, tmp_path)[0][0]
-    for has_same, number in ((True, 0), (False, 7)):
-        model.load_state_dict({name: value if has_same else value + 1 for name, value in weights.items()})
-        trainer = Trainer(model, None, None, [PredictionWriterCallback(tmp_path / "predictions")])
-        assert sum(map(len, trainer.predict_iter(data))) == number
-        assert ("unknown weights" in capsys.readouterr().out) != has_same
 
 
 def refusals() -> dict[str, str]:
@@ -1019,7 +1001,7 @@ def test_what_cannot_be_done_with_sharded_weights_is_refused(tmp_path, two_ranks
 
 
 def saving_in_local_folders() -> list[str]:
-    """What is said of relative folders for states and predictions, where each process works in a folder of its own."""
+    """What is said of relative folders for states, where each process works in a folder of its own."""
     with shared_folder() as folder, contextlib.chdir(folder):
         os.mkdir(str(own_rank()))
         with contextlib.chdir(str(own_rank())):
@@ -1028,24 +1010,17 @@ def saving_in_local_folders() -> list[str]:
                 train(trainer)
             except OSError as error:
                 said = [f"{error} {trainer.progress.update} updates, {os.listdir()}"]
-            for write in (lambda: trainer.save_training_state("state"), lambda: _predict_into("predictions")):
-                try:
-                    write()
-                except OSError as error:
-                    said.append(str(error))
+            try:
+                trainer.save_training_state("state")
+            except OSError as error:
+                said.append(str(error))
     return said
-
-
-def _predict_into(directory: str) -> None:
-    trainer = quiet_trainer(small_model(), callbacks=[PredictionWriterCallback(directory)])
-    trainer.predict(regression_data(4))
 
 
 @pytest.mark.processes
 def test_a_folder_not_shared_by_the_processes_is_an_error(two_ranks):
     for rank, said in enumerate(two_ranks(saving_in_local_folders)):
-        assert len(said) == 3
-        for message, name in zip(said, ("save_dir='states'", "'.'", "directory='predictions'"), strict=True):
+        for message, name in zip(said, ("save_dir='states'", "'.'"), strict=True):
             assert message.startswith("Rank 1 failed: FileNotFoundError: ") == (rank == 0)
             assert f"{name} is not the directory of the first process on " in message
             assert "Pass the absolute path of a directory that all processes share" in message

@@ -70,7 +70,7 @@ class AdviceCallback(TrainerCallback):
             return
         self._start = time.perf_counter()
         self._updates_before = trainer.progress.update
-        self._skipped = -trainer.run.step.skipped_updates
+        self._skipped = -trainer.run.stepper.skipped_updates
         self._norms = GradientNorms()
         self._rate = self._highest = _learning_rate(trainer)
         self._limit = None if trainer.run_config is None else trainer.run_config.gradient_clip_norm
@@ -99,14 +99,14 @@ class AdviceCallback(TrainerCallback):
             self._highest = max(self._highest, self._rate)
 
     def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: object) -> None:
-        self._skipped += trainer.update_was_skipped and not trainer.run.step.skips_update
+        self._skipped += trainer.update_was_skipped and not trainer.run.stepper.skips_update
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._updates = trainer.progress.update - self._updates_before if self._watches else 0
         if self._updates:
             self._watches = False
             self._has_trained_before = True
-            self._skipped += trainer.run.step.skipped_updates
+            self._skipped += trainer.run.stepper.skipped_updates
             set_listening(trainer, self, False, *_STEP_EVENTS)
             self._advice = list(self._advise(trainer))
 
@@ -156,7 +156,7 @@ class AdviceCallback(TrainerCallback):
                     "Accelerator(mixed_precision='bf16'); otherwise lower the learning rate."
                 )
             yield f"{self._skipped} of {self._updates} updates were skipped{reason}"
-        for name in trainer.run.step.optimizers_never_updated:
+        for name in trainer.run.stepper.optimizers_never_updated:
             yield f"train_step has not called update(loss, optimizer={name!r}), so its parameters are not trained."
         self._trained = bool(self._highest or (trainer.scheduler is None and _learning_rate(trainer)))
         first = torch.stack(self._first_losses).tolist() if self._first_losses else []

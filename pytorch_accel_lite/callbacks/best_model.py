@@ -116,7 +116,7 @@ class SaveBestModelCallback(MetricWatcher):
 
     def on_stop_training_error(self, trainer: TrainerLike, **kwargs: object) -> None:
         """Handle the value for which the run may have been stopped before the end of the epoch."""
-        if trainer.train_dataloader is not None and (self._is_due or trainer.run.epoch_phase):
+        if trainer.train_dataloader is not None and (self._is_due or trainer.run.epoch_is_trained):
             self._handle_new(trainer, mid_epoch=True)
 
     def _handle_value(self, trainer: TrainerLike, metric: float) -> None:

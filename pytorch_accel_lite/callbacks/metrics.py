@@ -119,7 +119,7 @@ class MetricsCallback(TrainerCallback):
         request.metrics.record(self, directions, in_evaluation=True, and_others=and_others)
         if self.train_metrics is not None:
             request.metrics.record(self, {f"train_{name}": higher for name, higher in directions.items()})
-        has_shares = self.train_metrics is not None and trainer.division.is_fixed
+        has_shares = self.train_metrics is not None and trainer.division.has_fixed_shares
         trainer.callback_handler.set_listening(self, has_shares, "on_backward_end")
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -135,7 +135,7 @@ class MetricsCallback(TrainerCallback):
         self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
     ) -> None:
         """Add a share before the update, so that both are repeated together if a process is lost."""
-        if self.train_metrics is None or not trainer.division.is_fixed:
+        if self.train_metrics is None or not trainer.division.has_fixed_shares:
             return
         output: BatchOutput = recursively_apply(torch.Tensor.detach, batch_output)
         if self._pending:
@@ -145,7 +145,7 @@ class MetricsCallback(TrainerCallback):
     def on_train_step_end(
         self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
     ) -> None:
-        if self.train_metrics is None or trainer.division.is_fixed:
+        if self.train_metrics is None or trainer.division.has_fixed_shares:
             return
         if self._pending:
             self._complete(trainer, batch, batch_output)
@@ -209,12 +209,12 @@ class MetricsCallback(TrainerCallback):
     def _reset(self, trainer: TrainerLike, metrics: MetricCollection) -> None:
         metrics.to(trainer.device).reset()
         self._trainer = trainer
-        self._copies[id(metrics)] = {} if trainer.division.is_fixed else {0: metrics}
+        self._copies[id(metrics)] = {} if trainer.division.has_fixed_shares else {0: metrics}
 
     def _copies_of(self, metrics: MetricCollection) -> dict[int, MetricCollection]:
         """Return the copies for the shares of this process, which may have changed."""
         copies = self._copies.setdefault(id(metrics), {0: metrics})
-        if self._trainer is None or not self._trainer.division.is_fixed:
+        if self._trainer is None or not self._trainer.division.has_fixed_shares:
             return copies
         shares = self._trainer.division.shares
         return {} if shares is None else {number: self._copy_of(metrics, number) for number in shares.local}
@@ -228,7 +228,7 @@ class MetricsCallback(TrainerCallback):
 
     def states_of_shares(self) -> list[StateDict]:
         """Return the training metrics of the shares of this process, for other processes to keep, too."""
-        if self.train_metrics is None or self._trainer is None or not self._trainer.division.is_fixed:
+        if self.train_metrics is None or self._trainer is None or not self._trainer.division.has_fixed_shares:
             return []
         return [_state_of(copy) for copy in self._copies_of(self.train_metrics).values()]
 

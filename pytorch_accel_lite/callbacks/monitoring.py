@@ -94,7 +94,7 @@ class GradientNormCallback(TrainerCallback):
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         limit = trainer.run_config.gradient_clip_norm if trainer.run_config is not None else None
-        name = trainer.run.step.updating if parts_of(trainer.optimizer) else ""
+        name = trainer.run.stepper.updating if parts_of(trainer.optimizer) else ""
         norm = self._norms.setdefault(name, GradientNorms()).add(total_norm(trainer), limit)
         trainer.step_metrics[_join("gradient_norm", name)] = norm
 

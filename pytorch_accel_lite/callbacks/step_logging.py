@@ -260,7 +260,7 @@ class StepLogger(TrainerCallback, ABC):
         trainer = self._trainer
         if trainer is None:
             return self._loaded_latest
-        if self.every is None or trainer.division.is_fixed:
+        if self.every is None or trainer.division.has_fixed_shares:
             return []
         local = {name: float(value) for name, value in trainer.step_metrics.items() if is_number(value)}
         gathered: list[dict[str, float]] = trainer.ranks.all_gather_object(local)

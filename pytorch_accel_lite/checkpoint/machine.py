@@ -44,7 +44,7 @@ def describe_changes(trainer: TrainerLike, metadata: JsonObject) -> str:
                 f"The run was saved with {name}={before} and is resumed with {name}={count}: from now on it is not the "
                 "same run to the last bit."
             )
-    if not trainer.division.is_fixed and metadata["world_size"] != trainer.ranks.world_size:
+    if not trainer.division.has_fixed_shares and metadata["world_size"] != trainer.ranks.world_size:
         return ""
     saved = metadata.get("machine", {})
     now = fingerprint(trainer)

@@ -118,7 +118,7 @@ def settings_text(trainer: TrainerLike) -> str:
     """Return the settings for a training state of the current run. A run that saves states has recorded them."""
     if not trainer.accelerator.is_main_process:  # the main process writes the state
         return ""
-    recorded = trainer.current_run.settings
+    recorded = trainer.current_run.recorded_settings
     return json.dumps(record_settings(trainer, reads_data=False) if recorded is None else recorded)
 
 
@@ -331,12 +331,12 @@ def compare_settings(trainer: TrainerLike, state: TrainingState) -> str:
         state: the state that the run has loaded
     """
     run = trainer.current_run
-    now: JsonObject = run.settings or {}
+    now: JsonObject = run.recorded_settings or {}
     before: JsonObject = json.loads(state.shared.get("settings") or "{}")
     if not before or not now:
         return ""
     changed = _changed(before, now, is_elastic=state.metadata["world_size"] != trainer.ranks.world_size)
-    run.created.compared |= {argument for key in changed if (argument := _argument_of_callback(key))}
+    run.created_attributes.compared |= {argument for key in changed if (argument := _argument_of_callback(key))}
     held = _held(state)
     loaded = describe_optimizers(trainer)
     restored: list[str] = []

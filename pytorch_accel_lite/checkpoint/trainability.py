@@ -28,7 +28,7 @@ def trainability(trainer: TrainerLike) -> dict[str, dict[str, bool]]:
 
 def capture_trainability(trainer: TrainerLike) -> StateDict:
     """Return the changes of ``trainability()`` in the run, its original values, and the parameters of each group."""
-    now, before = trainability(trainer), trainer.current_run.created.trainability
+    now, before = trainability(trainer), trainer.current_run.created_attributes.trainability
     changed = {
         kind: {name: value for name, value in values.items() if value != before.get(kind, {}).get(name, value)}
         for kind, values in now.items()
@@ -71,7 +71,8 @@ def restore_trainability(trainer: TrainerLike, saved: StateDict) -> None:
     """Restore which parameters are trained, as far as the saved run had changed it. Call it on every process."""
     if "changed" not in saved:  # saved by an earlier version
         return
-    before, started, changed = trainability(trainer), trainer.current_run.created.trainability, saved["changed"]
+    started = trainer.current_run.created_attributes.trainability
+    before, changed = trainability(trainer), saved["changed"]
     # The rest is as after the starting events, even if the events of the epoch have changed it.
     target = {kind: {**values, **started.get(kind, {}), **changed.get(kind, {})} for kind, values in before.items()}
     for name, parameter in _parameters(trainer):

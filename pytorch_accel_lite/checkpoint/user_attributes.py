@@ -70,12 +70,12 @@ def note_created(trainer: TrainerLike) -> CreatedAttributes:
 
 def note_started(trainer: TrainerLike) -> None:
     """Note which parameters are trained once the starting events, which a resumed run repeats, are over."""
-    trainer.current_run.created.trainability = trainability(trainer)
+    trainer.current_run.created_attributes.trainability = trainability(trainer)
 
 
 def capture_attributes(trainer: TrainerLike) -> tuple[StateDict, StateDict]:
     """Return the states of the users' attributes: those of all processes, and this process's own. A collective."""
-    created: CreatedAttributes = trainer.current_run.created
+    created: CreatedAttributes = trainer.current_run.created_attributes
     nodes: dict[Key, Node] = {}
     digests: dict[Key, str | None] = {}
     kept: set[Key] = set()
@@ -153,7 +153,7 @@ def restore_attributes(
 
 def _restore_settings(trainer: TrainerLike, saved: StateDict, owners: Mapping[str, object]) -> None:
     """Reset attributes that the saved run had not changed to their created values, as events may have changed them."""
-    settings = trainer.current_run.created.settings
+    settings = trainer.current_run.created_attributes.settings
     for owner, digests in saved.get("unchanged", {}).items():
         for name in digests:
             if owner in owners and (owner, name) in settings:
@@ -180,7 +180,7 @@ def _say_what_is_lost(saved: StateDict, own: StateDict | None, lost: list[str], 
 
 def _say_what_differs(trainer: TrainerLike, saved: StateDict) -> None:
     """Report attributes that the program creates differently from the saved run, which had not changed them."""
-    created: CreatedAttributes = trainer.current_run.created
+    created: CreatedAttributes = trainer.current_run.created_attributes
     kept = {(owner, name) for owner, states in saved.get("kept", {}).items() for name in states}
     others = [
         (owner, name)
@@ -206,7 +206,7 @@ def _say_what_differs(trainer: TrainerLike, saved: StateDict) -> None:
 
 def _is_moved(trainer: TrainerLike, saved: StateDict, key: Key) -> bool:
     """Whether a setting differs only in a place or a device."""
-    before, now = _setting_before(saved, key), trainer.current_run.created.settings[key]
+    before, now = _setting_before(saved, key), trainer.current_run.created_attributes.settings[key]
     return before is not NoPlaceError and _without_places(before, key[1]) == _without_places(now, key[1])
 
 
@@ -239,7 +239,7 @@ def _shown(node: Node) -> str:
 
 def describe_left_out(trainer: TrainerLike) -> str:
     """Return a description of the parts of users' attributes that states cannot hold; empty if there are none."""
-    created: CreatedAttributes = trainer.current_run.created
+    created: CreatedAttributes = trainer.current_run.created_attributes
     left_out: dict[str, str] = {}
     is_saved = _saved_elsewhere(trainer)
     for key, value in _attributes(trainer):
@@ -281,7 +281,7 @@ def _tell_size(trainer: TrainerLike, created: CreatedAttributes, kept: Mapping[s
 
 def changed_modules(trainer: TrainerLike) -> dict[str, nn.Module]:
     """Return the modules in attributes of the trainer that nothing trains, but that the run has changed."""
-    created: CreatedAttributes = trainer.current_run.created
+    created: CreatedAttributes = trainer.current_run.created_attributes
     changed = {}
     for key, value in _attributes(trainer):
         before = created.digests.get(key)

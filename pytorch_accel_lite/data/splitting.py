@@ -225,18 +225,3 @@ def _concatenate_and_free(parts: list[torch.Tensor]) -> torch.Tensor:
         whole[end - len(part) : end] = part
         end -= len(part)
     return whole
-
-
-def reorder(outputs: Tree, order: Sequence[int]) -> Tree:
-    """Return the samples of nested outputs in another order.
-
-    Args:
-        order: the positions of the samples in ``outputs``, in the new order
-    """
-    if isinstance(outputs, ListOfSamples):
-        return ListOfSamples(outputs[position] for position in order)
-    if isinstance(outputs, torch.Tensor):
-        return outputs[torch.tensor(order, dtype=torch.int64)]
-    if isinstance(outputs, Mapping):
-        return {key: reorder(value, order) for key, value in outputs.items()}
-    return honor_type(outputs, (reorder(value, order) for value in outputs))

@@ -96,7 +96,7 @@ def _check_all_have_batches(trainer: TrainerLike, batch: Batch) -> None:
     """Raise an error if some processes certainly have no batch in the first step of an evaluation."""
     ranks, total = trainer.data_ranks, batch.total_samples
     is_short = total is not None and (total < ranks.world_size or total == batch.num_samples)
-    if trainer.division.is_fixed or is_short:
+    if trainer.division.has_fixed_shares or is_short:
         uneven = f"{trainer.division.argument} divide them unevenly"
         reason = f"the first step has {total} samples in all" if is_short else uneven
         raise RuntimeError(

@@ -39,7 +39,7 @@ def prepare_model(trainer: TrainerLike, training: bool) -> None:
         trainer.loss_func.to(trainer.device)
     apply_model_options(trainer)
     # These steps average gradients themselves.
-    averages = "train_step" in trainer.current_run.overridden or trainer.division.is_fixed
+    averages = "train_step" in trainer.current_run.overridden or trainer.division.has_fixed_shares
     prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, training and not averages)
     trainer.prepared_model = prepared
     trainer.model = prepared.model

@@ -100,7 +100,7 @@ class Trial:
             create_train_loader(trainer, run, self._batch_size, self._loader_kwargs)
             with _prepared(trainer):
                 _begin(trainer, run, self._batch_size)
-                if run.step.closure and "closure" not in self._supports:
+                if run.stepper.closure and "closure" not in self._supports:
                     raise TypeError(
                         f"{self._name}() makes updates without the closure that the optimizer needs. Try another one."
                     )
@@ -205,9 +205,9 @@ class Trial:
         with (
             replaced(trainer, callback_handler=handler, run_history=InMemoryRunHistory()),
             replaced(run, loss_trackers=trainer.division.create_trackers(), epoch_phase=EpochPhase.TRAINING),
-            replaced(run, step=run.step, window=copy.copy(run.window), progress=Progress()),
+            replaced(run, stepper=run.stepper, window=copy.copy(run.window), progress=Progress()),
         ):
-            run.step = trainer._create_step(run)
+            run.stepper = trainer._create_step(run)
             run.progress.start_epoch()
             yield
 

@@ -99,7 +99,7 @@ class ReplayingStep(PlainStep):
             before.keep_generators()
             counts = {"batch": run.batch, "loss_trackers": LossTrackers(), "step_metrics": dict(run.step_metrics)}
             before.enter_context(replaced(run, **counts))
-            before.enter_context(replaced(run.step, gradient_norm=run.step.gradient_norm))
+            before.enter_context(replaced(run.stepper, gradient_norm=run.stepper.gradient_norm))
             for number, (batch, generators) in enumerate(self._steps, 1):
                 restore_generators(generators)
                 run.batch = batch
@@ -108,7 +108,7 @@ class ReplayingStep(PlainStep):
                     loss = loss + self._loss(trainer, run, batch)
             if run.ranks.world_size > 1:
                 if self.averaged:
-                    average_gradients(self.averaged, run.ranks)
+                    average_gradients(self.averaged, run.data.ranks)
                 loss = run.ranks.sum_on_device(loss) / run.ranks.world_size
             loss = loss * run.window.finish(trainer.optimizer)
             trainer.clip_gradients()
@@ -138,8 +138,8 @@ def recompute_gradients(self: TrainerLike) -> torch.Tensor:
             models, ``auto_microbatch``, ``SkipFailedBatchesCallback`` or an overridden ``train_step``
     """
     run = self.current_run
-    if isinstance(run.step, ReplayingStep):
-        return run.step.recompute(self, run)
+    if isinstance(run.stepper, ReplayingStep):
+        return run.stepper.recompute(self, run)
     if run.config is not None and self.is_running and (conflict := RECOMPUTED.find_conflict(self, run)):
         raise _refusal(f"it does not work with {conflict.other.name}")
     raise _refusal(

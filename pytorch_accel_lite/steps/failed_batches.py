@@ -83,7 +83,7 @@ class GuardedStep(PlainStep):
                 before.add_gradients()
                 output = merge_outputs(outputs)
                 run.loss_trackers.measure(batch, output["batch_size"])
-                run.track_step(output if returned[0] is outputs[0] else merge_outputs(returned), batch)
+                run.count_step(output if returned[0] is outputs[0] else merge_outputs(returned), batch)
                 return output
             before.close()
             run.window.counted = counted

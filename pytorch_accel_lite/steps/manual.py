@@ -90,7 +90,7 @@ class ManualStep(Step):
         complete_output(output, batch.data, batch.num_samples, "train_step", training=False)
         run.loss_trackers.measure(batch, output["batch_size"])
         run.loss_trackers.num_items = self.items
-        run.track_step(output, batch)
+        run.count_step(output, batch)
         run.window.has_gradients = True
         return output
 
@@ -314,7 +314,7 @@ def update(
     Raises:
         ValueError: if the optimizer is unknown, or the loss does not depend on its parameters
     """
-    step = self.current_run.step
+    step = self.current_run.stepper
     if not isinstance(step, ManualStep):
         raise RuntimeError("update() is only for an overridden train_step: the default step updates by itself.")
     if optimizer is None and len(step.optimizers) > 1:

@@ -11,15 +11,13 @@ from typing import Any
 import torch
 from torchmetrics import MeanAbsoluteError
 
-from pytorch_accel_lite import TrainerCallback, get_default_callbacks
+from pytorch_accel_lite import TrainerCallback, callbacks, get_default_callbacks
 from pytorch_accel_lite.callbacks import (
-    GradientSpikeCallback,
     GradualUnfreezingCallback,
     LimitBatchesCallback,
     LimitEvalStepsCallback,
     MetricsCallback,
     ModelEmaCallback,
-    NaNReportCallback,
     ProgressBarCallback,
     SkipFailedBatchesCallback,
     StepBasedEvaluationCallback,
@@ -59,8 +57,8 @@ def run_with_all(folder: Path, update: int = 0) -> dict[str, Any]:
         LimitBatchesCallback(3),
         LimitEvalStepsCallback(2),
         SkipFailedBatchesCallback(),
-        GradientSpikeCallback(warm_up_updates=2),
-        NaNReportCallback(folder / "reports"),
+        callbacks.GradientSpikeCallback(warm_up_updates=2),
+        callbacks.NaNReportCallback(folder / "reports"),
         TimeLimitCallback(3600),
         Dies(folder, update),
     )

@@ -20,7 +20,6 @@ import torch
 from accelerate.utils import set_seed
 from torch.utils.data import Subset
 
-from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predictions
 from pytorch_accel_lite.checkpoint import folder_path
 from pytorch_accel_lite.extensions.experiment.results import (
     Results,
@@ -35,6 +34,7 @@ from pytorch_accel_lite.extensions.experiment.results import (
     write_json,
     write_predictions,
 )
+from pytorch_accel_lite.extensions.predictions import PredictionWriterCallback, read_predictions
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import format_value, result_of_first
 

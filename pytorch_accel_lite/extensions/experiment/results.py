@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytorch_accel_lite.callbacks import PredictionWriterCallback, RunPausedError, TrainerCallback
+from pytorch_accel_lite.callbacks import RunPausedError, TrainerCallback
 from pytorch_accel_lite.checkpoint import write_text
+from pytorch_accel_lite.extensions.predictions import PredictionWriterCallback
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import import_extra
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pytorch_accel_lite.callbacks import PredictionWriterCallback, SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import local_path, read_checkpoint, read_learned, write_checkpoint, write_text
+from pytorch_accel_lite.extensions.predictions import PredictionWriterCallback
 from pytorch_accel_lite.trainer import Trainer
 
 _AVERAGE = re.compile(r"average_(best|last)_([1-9]\d*)")

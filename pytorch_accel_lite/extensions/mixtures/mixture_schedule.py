@@ -110,7 +110,7 @@ class MixtureScheduleCallback(TrainerCallback):
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         """By updates, record the shares after an evaluation within an epoch, and ask the function."""
-        if not self._is_in_epoch or not trainer.run.epoch_phase:  # the last dataset of an evaluation of the run
+        if not self._is_in_epoch or not trainer.run.epoch_is_trained:  # the last dataset of an evaluation of the run
             return
         history, prefix = trainer.run_history, trainer.run_history.metric_name_prefix
         history.set_metric_name_prefix("")

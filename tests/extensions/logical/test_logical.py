@@ -22,14 +22,13 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import Dataset, TensorDataset
 from torchmetrics import MeanMetric, MeanSquaredError
 
-from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback, TrainerPlaceholderValues
+from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback, TrainerPlaceholderValues, callbacks
 from pytorch_accel_lite import data as sources
 from pytorch_accel_lite.callbacks import (
     GradientNormCallback,
     GradualUnfreezingCallback,
     MetricsCallback,
     ModelEmaCallback,
-    NaNReportCallback,
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
     TerminateOnNaNCallback,
@@ -435,8 +434,9 @@ def test_a_non_finite_loss_of_any_process_ends_the_run():
     assert trainer.progress.step == 1
 
 
+@pytest.mark.extension("nan_report")
 def test_a_nan_report_has_the_samples_of_each_share(tmp_path):
-    report = NaNReportCallback(tmp_path)
+    report = callbacks.NaNReportCallback(tmp_path)
     trainer = make_trainer([report], trainer_class=Fails, seed=1, logical_processes=3)
     with pytest.raises(NonFiniteLossError):
         train(trainer)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
-from pytorch_accel_lite.base.devices import to_float
-from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.validation import check_positive_int, check_range
-from pytorch_accel_lite.loop.gradients import total_norm
-from pytorch_accel_lite.run.events import StopTrainingError, TrainerCallback
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.extending import (
+    StopTrainingError,
+    TrainerCallback,
+    TrainerLike,
+    check_positive_int,
+    check_range,
+)
+from pytorch_accel_lite.extending_callbacks import StateDict, to_float, total_norm
 
 
 class GradientSpikeCallback(TrainerCallback):
@@ -51,7 +53,7 @@ class GradientSpikeCallback(TrainerCallback):
         self._clear()
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        name = trainer.run.step.updating
+        name = trainer.run.stepper.updating
         norm = to_float(total_norm(trainer).detach())
         count, average = self._counts.get(name, 0), self._averages.get(name, 0.0)
         usual = average / (1 - self.decay**count) if count else 0.0  # bias-corrected as in Adam

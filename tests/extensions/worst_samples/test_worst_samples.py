@@ -1,4 +1,4 @@
-"""Worst samples show what there is, and change nothing."""
+"""The samples with the largest losses are found, on any number of processes, and drawn."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback, WorstSamplesCallback
+from tests.launching import CAN_SHARD
+from tests.sharded import fit, gathered, large_model, sharded_trainer, sharding_accelerator
 from tests.tasks import Stream, make_data, make_trainer, quiet_trainer, regression_data, small_model, train
 
 
@@ -27,9 +29,6 @@ def classes(size: int = 40, pixels: int = 4) -> TensorDataset:
 def classifier() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
-
-
-# ---------------------------------------------------------------------------------------- worst samples
 
 
 def test_the_worst_samples_are_those_with_the_largest_losses(capsys):
@@ -187,6 +186,51 @@ def test_the_worst_samples_of_all_processes_are_found(ranks):
         assert result["found"] == result["expected"]
 
 
-def test_bad_arguments_are_named():
+def test_a_callback_of_the_average_learns_of_the_dataloaders():
+    worst = WorstSamplesCallback(3)
+    ema = ModelEmaCallback(0.5, save_path=None, callbacks=[worst])
+    data = regression_data(9)
+    quiet_trainer(small_model(), callbacks=[ema]).train(regression_data(22), 1, data)
+    x, y = data.tensors
+    losses = (ema.ema.module(x) - y).square().squeeze(1)
+    assert [sample.index for sample in worst.samples] == losses.topk(3).indices.tolist()
+
+
+def worst_of_a_sharded_model(how: str) -> list[int]:
+    worst = WorstSamplesCallback(3)
+    fit(sharded_trainer(how, [worst]), how)
+    return [sample.index for sample in worst.samples]
+
+
+@CAN_SHARD
+@pytest.mark.processes
+@pytest.mark.parametrize(("how", "processes"), [("fsdp", 2), ("tp", 2), ("hsdp", 4), ("tp_fsdp", 4)])
+def test_processes_with_sharded_weights_find_those_of_one(job, how, processes):
+    expected = worst_of_a_sharded_model("whole")
+    for found in job(processes).run(worst_of_a_sharded_model, how):
+        assert found == expected
+
+
+def worst_of_seven() -> tuple[dict[str, torch.Tensor], dict[int, float]]:
+    """The weights and losses of a model in shards; a process takes part in a step in which it has no sample."""
+    worst, model = WorstSamplesCallback(7), large_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = Trainer(model, nn.MSELoss(), optimizer, [worst], accelerator=sharding_accelerator())
+    trainer.train(regression_data(12), 1, per_device_batch_size=3)
+    trainer.evaluate(regression_data(7), per_device_batch_size=3)
+    return gathered(trainer.model.state_dict()), {sample.index: sample.loss for sample in worst.samples}
+
+
+@CAN_SHARD
+@pytest.mark.processes
+def test_a_sample_that_keeps_sharded_ranks_in_step_is_left_out(two_ranks):
+    data, model = regression_data(7), large_model().eval()
+    for weights, losses in two_ranks(worst_of_seven):
+        model.load_state_dict(weights)
+        expected = (model(data.tensors[0]).detach() - data.tensors[1]).square()[:, 0].tolist()
+        assert losses == pytest.approx(dict(enumerate(expected)))
+
+
+def test_a_number_of_samples_is_checked():
     with pytest.raises(ValueError, match="k=0"):
         WorstSamplesCallback(0)

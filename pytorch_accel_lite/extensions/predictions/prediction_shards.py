@@ -5,18 +5,26 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 
-from pytorch_accel_lite.base.origins import warn_outside
-from pytorch_accel_lite.base.paths import local_path
-from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
-from pytorch_accel_lite.checkpoint.files import check_is_shared, load_verified, write_checkpoint, write_text
-from pytorch_accel_lite.checkpoint.locks import lock_path
-from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, reorder
-from pytorch_accel_lite.distributed import Ranks
+import torch
+from accelerate.utils import honor_type
+
+from pytorch_accel_lite.checkpoint import local_path, write_checkpoint, write_text
+from pytorch_accel_lite.extending import (
+    JsonObject,
+    ListOfSamples,
+    Ranks,
+    check_is_shared,
+    concatenate,
+    load_verified,
+    lock_path,
+    warn_outside,
+)
+from pytorch_accel_lite.extending_callbacks import StateDict, Tree
 
 _DESCRIPTION = "predictions.json"
 _SHARD = re.compile(r"shard-\d{12,}-\d{12,}-rank\d+\.pt")
@@ -123,7 +131,7 @@ def _shorten(path: Path, end: int) -> None:
     left_out = [index for index in shard.get("left_out", []) if index < end]
     if positions or left_out:
         indices = [shard["indices"][position] for position in positions]
-        _write_shard(path, indices, reorder(_outputs_of(shard), positions) if positions else None, left_out)
+        _write_shard(path, indices, _reorder(_outputs_of(shard), positions) if positions else None, left_out)
     else:
         path.unlink()
 
@@ -138,6 +146,21 @@ def _write_shard(path: Path, indices: list[int], outputs: Tree, left_out: list[i
 def _outputs_of(shard: StateDict) -> Tree:
     outputs = shard["outputs"]
     return ListOfSamples(outputs) if shard.get("is_list_of_samples") else outputs
+
+
+def _reorder(outputs: Tree, order: Sequence[int]) -> Tree:
+    """Return the samples of nested outputs in another order.
+
+    Args:
+        order: the positions of the samples in ``outputs``, in the new order
+    """
+    if isinstance(outputs, ListOfSamples):
+        return ListOfSamples(outputs[position] for position in order)
+    if isinstance(outputs, torch.Tensor):
+        return outputs[torch.tensor(order, dtype=torch.int64)]
+    if isinstance(outputs, Mapping):
+        return {key: _reorder(value, order) for key, value in outputs.items()}
+    return honor_type(outputs, (_reorder(value, order) for value in outputs))
 
 
 def read_predictions(directory: str | os.PathLike[str]) -> Tree:
@@ -173,7 +196,7 @@ def read_predictions(directory: str | os.PathLike[str]) -> Tree:
             f"they failed: {sorted(left_out)}. The outputs have no rows for them."
         )
     order = [positions[index] for index in range(length) if index in positions]
-    return reorder(concatenate([_outputs_of(content) for content in contents if content["indices"]]), order)
+    return _reorder(concatenate([_outputs_of(content) for content in contents if content["indices"]]), order)
 
 
 def iterate_predictions(directory: str | os.PathLike[str]) -> Iterator[tuple[list[int], Tree]]:

@@ -7,23 +7,19 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
 
 from pytorch_accel_lite import TrainerCallback
-from pytorch_accel_lite.callbacks import AdviceCallback, HangWatchCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import HangWatchCallback
 from pytorch_accel_lite.distributed.ranks import timeout_of
-from tests.launching import EarlyFork, Fork, in_forks, run_elastic_script
+from tests.launching import EarlyFork, Fork, run_elastic_script
 from tests.ranks import IN_ORDER, rank, world_size
 from tests.scripts.resumable import run_to_the_end
-from tests.sharded import create_model, fit, shard
-from tests.tasks import Rows, equal, listener, own_clock, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import Rows, equal, listener, quiet_trainer, regression_data, small_model, weights
 
 
 class Stuck(Rows):
@@ -54,20 +50,6 @@ class LooksAtTimeouts(TrainerCallback):
 
     def on_train_step_start(self, trainer: Any, **kwargs: Any) -> None:
         self.seen.append(timeout_of(dist.group.WORLD))
-
-
-def slow_to_read() -> None:
-    """Train while each sample takes 10 ms on rank 1."""
-
-    class Slow(Rows):
-        def __getitem__(self, index: int) -> Any:
-            spend(0.01 if rank() == 1 else 0.0)
-            return super().__getitem__(index)
-
-    trainer = quiet_trainer(small_model(), callbacks=[AdviceCallback(min_seconds=0.05)])
-    data = Slow(regression_data(30 * world_size()))
-    with own_clock() as spend:
-        trainer.train(data, 1, per_device_batch_size=2, train_dataloader_kwargs={"num_workers": 0})
 
 
 def stuck_while_reading(**kwargs: Any) -> dict[str, torch.Tensor]:
@@ -130,33 +112,12 @@ def test_the_timeout_of_collectives_is_lowered_and_restored(two_ranks):
         assert after > timedelta(seconds=130)
 
 
-def timeouts_of_own_groups(folder: Path, timeout: timedelta) -> list[timedelta]:
-    """How long a collective may take in each group that a trainer has made, in a job with such a timeout."""
-    given = InitProcessGroupKwargs(backend="gloo", timeout=timeout)
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[given])
-    model = shard(create_model(), "tp")  # which makes groups of its own
-    before = [*dist.distributed_c10d._world.pg_map]
-    saving = SaveTrainingStateCallback(folder, asynchronous=True)
-    fit(quiet_trainer(model, callbacks=[saving], accelerator=accelerator), "tp", epochs=1)
-    return [timeout_of(group) for group in dist.distributed_c10d._world.pg_map if group not in before]
-
-
-@pytest.mark.processes
-def test_custom_process_groups_take_the_timeout_of_the_job(tmp_path):
-    def fork(rank):
-        found = timeouts_of_own_groups(tmp_path / "states", timedelta(seconds=77))
-        # For control and in the background; of those that share batches, and two of those that do not.
-        assert found == [timedelta(seconds=77)] * 5, found
-
-    assert in_forks(fork, tmp_path / "output", 2) == [0, 0], (tmp_path / "output").read_text()
-
-
 @pytest.mark.processes
 def test_a_job_that_hangs_ends_itself_and_resumes_its_bits(tmp_path, two_ranks, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     folder = tmp_path / "hung"
     folder.mkdir()
-    done = run_elastic_script(2, "tests/scripts/hanging.py", str(folder), max_restarts=1)
+    done = run_elastic_script(2, "tests/extensions/hang_watch/hanging.py", str(folder), max_restarts=1)
     assert done.returncode == 0, done.stdout
     assert re.search(r"  rank 1, epoch 2, step \d: in on_train_step_end of hanging.py:\d+", done.stdout)
     assert "The job ends with exit code 75." in done.stdout
@@ -193,7 +154,3 @@ def test_before_the_first_update_a_hang_is_only_reported(tmp_path):
 def test_the_time_is_checked(seconds):
     with pytest.raises((TypeError, ValueError), match="seconds="):
         HangWatchCallback(seconds)
-
-
-def test_a_process_that_reads_more_slowly_is_named_in_the_advice(two_ranks):
-    assert "Rank 1 waited for data for" in two_ranks(slow_to_read).output

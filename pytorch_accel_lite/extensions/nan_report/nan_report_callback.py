@@ -15,16 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.devices import to_float
-from pytorch_accel_lite.base.paths import StrPath, folder_path
-from pytorch_accel_lite.base.types import JsonObject, Tree
-from pytorch_accel_lite.checkpoint.files import write_text
-from pytorch_accel_lite.data.batches import BatchOutput
-from pytorch_accel_lite.data.sources import BatchData, Index
-from pytorch_accel_lite.loop.gradients import total_norm
-from pytorch_accel_lite.loop.guards.operation_watch import OperationWatch, are_finite
-from pytorch_accel_lite.run.events import NonFiniteLossError, TrainerCallback
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.checkpoint import folder_path, write_text
+from pytorch_accel_lite.extending import BatchOutput, JsonObject, NonFiniteLossError, TrainerCallback, TrainerLike
+from pytorch_accel_lite.extending_callbacks import BatchData, Index, StrPath, Tree, to_float, total_norm
+from pytorch_accel_lite.extensions.nan_report.operation_watch import OperationWatch, are_finite
 
 
 @dataclass
@@ -164,7 +158,7 @@ class NaNReportCallback(TrainerCallback):
 
     def on_train_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._num_before = len(self._window)
-        self._parts = trainer.run.step.num_microbatches
+        self._parts = trainer.run.stepper.num_microbatches
         self._calls = []
         if self._repetition is not None:
             self._repetition.begin_step(trainer)
@@ -172,8 +166,8 @@ class NaNReportCallback(TrainerCallback):
     def on_backward_start(
         self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
     ) -> None:
-        if trainer.run.step.num_microbatches != self._parts:  # an attempt with larger parts was rolled back
-            self._parts = trainer.run.step.num_microbatches
+        if trainer.run.stepper.num_microbatches != self._parts:  # an attempt with larger parts was rolled back
+            self._parts = trainer.run.stepper.num_microbatches
             del self._window[self._num_before :]
         self._window.append((trainer.run.batch_indices, self._calls or []))
         self._calls = []

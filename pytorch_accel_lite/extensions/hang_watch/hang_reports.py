@@ -16,10 +16,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
-from pytorch_accel_lite.distributed.positions import innermost_function, stack_of, waits_for_others
-from pytorch_accel_lite.distributed.ranks import GroupTimeouts, Ranks, connect
-from pytorch_accel_lite.distributed.watch import EXIT_CODE
-from pytorch_accel_lite.distributed.watch import end as end_process
+from pytorch_accel_lite.extending import (
+    EXIT_CODE,
+    GroupTimeouts,
+    Ranks,
+    connect_to_store,
+    end_process,
+    innermost_function,
+    stack_of,
+    waits_for_others,
+)
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -73,7 +79,7 @@ class HangWatch(threading.Thread):
         self._seconds = seconds
         self._progress = progress
         self._rank, self._world_size = ranks.rank, ranks.world_size
-        store = connect(f"hang_watch/{name}")
+        store = connect_to_store(f"hang_watch/{name}")
         self._is_shared = store is not None
         self._store: Store = store or _stores.HashStore()
         self._timeouts = GroupTimeouts()

@@ -15,14 +15,8 @@ import torch
 from accelerate.utils import recursively_apply, send_to_device
 from torch import nn
 
-from pytorch_accel_lite.base.text import align
-from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.callbacks.metrics import default_transform
-from pytorch_accel_lite.data.batches import is_number
-from pytorch_accel_lite.data.splitting import is_list_of_samples, slice_batch
-from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.plots import plots_for
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.extending import TrainerCallback, TrainerLike, check_positive_int, plots_for
+from pytorch_accel_lite.extending_callbacks import align, default_transform, is_list_of_samples, is_number, slice_batch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

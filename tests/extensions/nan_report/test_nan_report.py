@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: guarded against, and reported."""
+"""A loss or gradient that is not finite is reported with its origin, and its step repeated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import nn
 
 from pytorch_accel_lite import NonFiniteLossError, Trainer
 from pytorch_accel_lite.callbacks import (
-    GradientSpikeCallback,
     NaNReportCallback,
     SaveTrainingStateCallback,
     SkipFailedBatchesCallback,
@@ -223,7 +222,7 @@ def test_a_repeated_step_has_its_bits_and_names_the_operation(tmp_path, capsys, 
     assert (found.layer, found.kind) == ("2", "Halved")
     [operation] = found.operations
     assert operation.startswith("The first NaN comes from torch.Tensor.sqrt in 2 (Halved), line ")
-    assert operation.endswith("of test_non_finite.py: return half.sqrt().")
+    assert operation.endswith("of test_nan_report.py: return half.sqrt().")
     assert operation in capsys.readouterr().out
     after = json.loads(report.read_text())
     assert after["origin"]["operations"] == [operation]
@@ -258,7 +257,7 @@ def test_a_repeated_step_names_the_non_finite_gradients_origin(tmp_path):
     assert operation.startswith(
         "The first infinite value comes from the gradient of SqrtBackward0 in root (Root), line "
     )
-    assert operation.endswith("of test_non_finite.py: return x.sqrt().")
+    assert operation.endswith("of test_nan_report.py: return x.sqrt().")
 
 
 def test_a_repeated_step_that_is_finite_ends_the_run_and_says_so(tmp_path, capsys):
@@ -291,74 +290,6 @@ def test_a_step_that_cannot_be_repeated_says_what_it_takes(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------- spikes
-
-
-def spiky(at: int = 20, size: int = 50, value: float = 1e3) -> Any:
-    """Data of which the fifth batch has enormous targets."""
-    data = regression_data(size)
-    data.tensors[1][at : at + 5] = value
-    return data
-
-
-@pytest.mark.parametrize("value", [1e3, math.nan])
-@pytest.mark.parametrize("clip", [None, 1e9])
-def test_an_update_with_a_spike_is_skipped(value, clip, capsys):
-    kept: list[Any] = []
-    keep = listener(on_train_step_end=lambda t, **_: kept.append(weights(t.model)))
-    guard = GradientSpikeCallback(warm_up_updates=3)
-    trainer = reporting_trainer([guard, keep], nn.Linear(5, 1).double())
-    fit(trainer, spiky(value=value), epochs=1, gradient_clip_norm=clip)
-    assert guard.skipped == [5]
-    assert equal(kept[4], kept[3])
-    assert not equal(kept[5], kept[4])
-    assert trainer.progress.update == 10
-    assert "Update 5 skipped: the gradient norm is" in capsys.readouterr().out
-
-
-def test_the_schedule_waits_for_an_update_that_is_skipped():
-    guard = GradientSpikeCallback(warm_up_updates=3)
-    trainer = reporting_trainer([guard], nn.Linear(5, 1).double())
-    create = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)  # noqa: E731
-    fit(trainer, spiky(), epochs=1, create_scheduler_fn=create)
-    assert trainer.optimizer.param_groups[0]["lr"] == 0.01 * 0.5**9
-
-
-def test_spike_after_spike_is_no_spike_but_ends_the_run():
-    data = regression_data(50)
-    data.tensors[1][15:] = 1e3
-    guard = GradientSpikeCallback(warm_up_updates=3, max_skips_in_a_row=4)
-    trainer = fit(reporting_trainer([guard], nn.Linear(5, 1).double()), data)
-    assert "gradients of 4 updates in a row" in trainer.stop_reason
-    assert guard.skipped == [4, 5, 6, 7]
-
-
-def test_the_guard_continues_in_a_resumed_run(tmp_path):
-    def run(**kwargs: Any) -> tuple[Any, Any]:
-        torch.manual_seed(0)
-        guard = GradientSpikeCallback(3, warm_up_updates=3)
-        saving = SaveTrainingStateCallback(tmp_path, save_every_n_steps=1)
-        trainer = fit(reporting_trainer([guard, saving], nn.Linear(5, 1).double(), seed=2), spiky(), epochs=1, **kwargs)
-        return weights(trainer.model), guard.state_dict()
-
-    whole, state = run()
-    resumed, again = run(resume_from=tmp_path / "update-000000003")
-    assert equal(resumed, whole)
-    assert again == state
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"factor": 1}, ValueError, "factor=1 must be greater than 1"),
-        ({"decay": 1.0}, ValueError, "decay=1.0"),
-        ({"decay": "0.9"}, TypeError, "decay='0.9'"),
-        ({"warm_up_updates": 0}, ValueError, "warm_up_updates=0"),
-        ({"max_skips_in_a_row": 0}, ValueError, "max_skips_in_a_row=0"),
-    ],
-)
-def test_senseless_arguments_are_refused(arguments, error, message):
-    with pytest.raises(error, match=message):
-        GradientSpikeCallback(**arguments)
 
 
 def test_parts_that_were_taken_back_are_not_in_the_report(tmp_path):

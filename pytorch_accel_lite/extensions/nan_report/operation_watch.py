@@ -16,8 +16,8 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from pytorch_accel_lite.base.modules import local
-from pytorch_accel_lite.base.types import Tree
+from pytorch_accel_lite.extending import local_shard
+from pytorch_accel_lite.extending_callbacks import Tree
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.fspath(Path(__file__).parents[2]) + os.sep
@@ -34,7 +34,7 @@ def _hold(value: Tree, test: Callable[[torch.Tensor], torch.Tensor]) -> torch.Te
 
     def check(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_floating_point():
-            flags.append(test(local(tensor.detach())).all())
+            flags.append(test(local_shard(tensor.detach())).all())
         return tensor
 
     recursively_apply(check, value)

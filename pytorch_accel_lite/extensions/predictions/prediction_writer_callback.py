@@ -6,19 +6,25 @@ import hashlib
 import json
 import os
 
-from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.origins import is_overridden
-from pytorch_accel_lite.base.paths import folder_path
-from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.checkpoint.predictions import PredictionFolder
-from pytorch_accel_lite.checkpoint.weights import fingerprints, without_compile
-from pytorch_accel_lite.data.loader_choice import dataset_of
-from pytorch_accel_lite.data.splitting import to_cpu
-from pytorch_accel_lite.run.attributes import evaluating_optimizers, other_modules
-from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.checkpoint import folder_path
+from pytorch_accel_lite.extending import (
+    RunRequest,
+    TrainerCallback,
+    TrainerLike,
+    check_positive_int,
+    is_overridden,
+    other_modules,
+)
+from pytorch_accel_lite.extending_callbacks import (
+    Tree,
+    dataset_of,
+    evaluating_optimizers,
+    find_length,
+    fingerprints,
+    to_cpu,
+    without_compile,
+)
+from pytorch_accel_lite.extensions.predictions.prediction_shards import PredictionFolder
 
 
 class PredictionWriterCallback(TrainerCallback):
