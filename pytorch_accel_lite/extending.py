@@ -9,7 +9,6 @@ from pytorch_accel_lite.base.environment import install_command
 from pytorch_accel_lite.base.inspection import nested_in
 from pytorch_accel_lite.base.modules import local as local_shard
 from pytorch_accel_lite.base.origins import is_overridden, warn_outside
-from pytorch_accel_lite.base.paths import file_path
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.reports import Report
 from pytorch_accel_lite.base.templates import Column, render
@@ -50,14 +49,15 @@ from pytorch_accel_lite.distributed.positions import (
 from pytorch_accel_lite.distributed.ranks import GroupTimeouts, connect_to_store, use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
 from pytorch_accel_lite.distributed.watch import EXIT_CODE, end_process, is_about_lost_process
-from pytorch_accel_lite.loop.batch_parts import merge_outputs
+from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
 from pytorch_accel_lite.loop.guards.held_memory import MEMORY_ADVICE
+from pytorch_accel_lite.loop.inference import unwrapped_model
 from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
 from pytorch_accel_lite.loop.preparing import MODEL_CHANGES
 from pytorch_accel_lite.loop.sharded_models import shard_model
-from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
+from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
 from pytorch_accel_lite.loop.speedups import faster_data, unfused_class
-from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward
+from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward, loss_of
 from pytorch_accel_lite.loop.trial import Trial
 from pytorch_accel_lite.optimizers.operations import CreateScheduler
 from pytorch_accel_lite.optimizers.rates import layer_scales
@@ -117,7 +117,8 @@ __all__ = [
     # For files beside a saved model.
     "ADAPTERS", "LoadedWeights", "SavedModel", "has_adapters", "is_of_timm",
     # Trials.
-    "OwnCallbacks", "Snapshot", "Trial", "faster_data", "replaced", "shard_model", "unfused_class",
+    "OwnCallbacks", "Snapshot", "StepSnapshot", "Trial", "faster_data", "is_out_of_memory", "loss_of",
+    "preserving_attributes", "replaced", "shard_model", "split_into_parts", "unfused_class", "unwrapped_model",
     # The parts of trainers and batches.
     "TARGET_KEYS", "Batch", "BatchOutput", "ListOfSamples", "LossShapeError", "all_optimized_parameters",
     "concatenate", "find_batch_size", "is_overridden", "is_single_sample", "layer_scales", "local_shard", "nested_in",
@@ -126,6 +127,6 @@ __all__ = [
     "Column", "MONITORS", "MetricPanel", "best_of", "direction_of", "is_monitor", "panels_by_metric",
     "plots_for", "render",
     # Help.
-    "ChosenModules", "CreateScheduler", "Report", "check_positive_int", "check_range", "describe_error", "file_path",
+    "ChosenModules", "CreateScheduler", "Report", "check_positive_int", "check_range", "describe_error",
     "install_command", "listed", "warn_outside",
 ]  # fmt: skip

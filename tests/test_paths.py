@@ -16,7 +16,6 @@ from pytorch_accel_lite.base.paths import as_file_name
 from pytorch_accel_lite.callbacks import (
     MetricsFileCallback,
     ModelEmaCallback,
-    ProfilerCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
     TrackerCallback,
@@ -34,7 +33,7 @@ WRITERS: dict[str, tuple[Callable[[Any], Any], str, bool]] = {
     "ema": (lambda path: ModelEmaCallback(save_path=path), "save_path", True),
     "states": (SaveTrainingStateCallback, "save_dir", False),
     "predictions": (lambda path: callbacks.PredictionWriterCallback(path), "directory", False),
-    "profile": (ProfilerCallback, "output_dir", False),
+    "profile": (lambda path: callbacks.ProfilerCallback(path), "output_dir", False),
     "reports": (lambda path: callbacks.NaNReportCallback(path), "directory", False),
     "wsd": (WSDCheckpointCallback, "save_dir", False),
     "tracker": (lambda path: TrackerCallback(project_dir=path), "project_dir", False),
@@ -48,7 +47,7 @@ WRITERS: dict[str, tuple[Callable[[Any], Any], str, bool]] = {
 def some(*names: str) -> Any:
     """Let a test try some of them, without those of an extension that has been deleted."""
     owners = {"plot": "reports", "log": "reports", "reports": "nan_report"}
-    owners |= {"predictions": "predictions", "read": "predictions"}
+    owners |= {"predictions": "predictions", "read": "predictions", "profile": "performance"}
     marks = {name: pytest.mark.extension(owner) for name, owner in owners.items()}
     return pytest.mark.parametrize("name", [pytest.param(name, marks=marks.get(name, ())) for name in names])
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pytorch_accel_lite.extending import file_path
+from pytorch_accel_lite.checkpoint import file_path
 from pytorch_accel_lite.utils import import_extra
 
 if TYPE_CHECKING:
