@@ -50,8 +50,9 @@ from pytorch_accel_lite.distributed.ranks import GroupTimeouts, connect_to_store
 from pytorch_accel_lite.distributed.shutdown import open_trainers
 from pytorch_accel_lite.distributed.watch import EXIT_CODE, end_process, is_about_lost_process
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
+from pytorch_accel_lite.loop.guards.arguments import check_data
 from pytorch_accel_lite.loop.guards.held_memory import MEMORY_ADVICE
-from pytorch_accel_lite.loop.inference import unwrapped_model
+from pytorch_accel_lite.loop.inference import inference_run, unwrapped_model
 from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
 from pytorch_accel_lite.loop.preparing import MODEL_CHANGES
 from pytorch_accel_lite.loop.sharded_models import shard_model
@@ -117,8 +118,9 @@ __all__ = [
     # For files beside a saved model.
     "ADAPTERS", "LoadedWeights", "SavedModel", "has_adapters", "is_of_timm",
     # Trials.
-    "OwnCallbacks", "Snapshot", "StepSnapshot", "Trial", "faster_data", "is_out_of_memory", "loss_of",
-    "preserving_attributes", "replaced", "shard_model", "split_into_parts", "unfused_class", "unwrapped_model",
+    "OwnCallbacks", "Snapshot", "StepSnapshot", "Trial", "check_data", "faster_data", "inference_run",
+    "is_out_of_memory", "loss_of", "preserving_attributes", "replaced", "shard_model", "split_into_parts",
+    "unfused_class", "unwrapped_model",
     # The parts of trainers and batches.
     "TARGET_KEYS", "Batch", "BatchOutput", "ListOfSamples", "LossShapeError", "all_optimized_parameters",
     "concatenate", "find_batch_size", "is_overridden", "is_single_sample", "layer_scales", "local_shard", "nested_in",

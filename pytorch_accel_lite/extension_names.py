@@ -18,6 +18,7 @@ OFFERED = {
     "logical": ("Trainer.logical",),
     "memory_estimate": ("Trainer.estimate_memory",),
     "mixtures": ("callbacks.MixtureScheduleCallback", "data.Mixture", "data.MixtureSampler", "data.MixtureStream"),
+    "model_summary": ("Trainer.summary", "callbacks.ModelSummaryCallback"),
     "nan_report": ("callbacks.NaNReportCallback",),
     "optuna": ("integrations.OptunaPruningCallback",),
     "packing": (

@@ -1666,6 +1666,7 @@ def test_snapshots(tmp_path, capsys):
     assert "of a Sequential" in capsys.readouterr().out
 
 
+@pytest.mark.extension("model_summary")
 @row("a summary of the model")
 def test_a_summary(ran):
     pytest.importorskip("torchinfo")
