@@ -15,10 +15,12 @@ OFFERED = {
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
     "gradient_spikes": ("callbacks.GradientSpikeCallback",),
     "hang_watch": ("callbacks.HangWatchCallback",),
+    "idle_gpus": ("utils.use_idle_gpus",),
     "logical": ("Trainer.logical",),
     "memory_estimate": ("Trainer.estimate_memory",),
     "mixtures": ("callbacks.MixtureScheduleCallback", "data.Mixture", "data.MixtureSampler", "data.MixtureStream"),
     "model_summary": ("Trainer.summary", "callbacks.ModelSummaryCallback"),
+    "muon": ("optimizers.ParameterKinds", "optimizers.muon_with_adamw", "optimizers.split_parameters"),
     "nan_report": ("callbacks.NaNReportCallback",),
     "optuna": ("integrations.OptunaPruningCallback",),
     "packing": (

@@ -23,6 +23,7 @@ FACADE = {
     "pytorch_accel_lite.trainer",
     "pytorch_accel_lite.callbacks",
     "pytorch_accel_lite.data",
+    "pytorch_accel_lite.optimizers",
 }
 #: From the bottom up: each imports only those before it. Other files of the package only re-export.
 LAYERS = (
