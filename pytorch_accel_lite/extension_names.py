@@ -31,7 +31,6 @@ OFFERED = {
         "data.packed_mask_function",
         "data.unpack",
     ),
-    "performance": ("callbacks.ProfilerCallback", "callbacks.ThroughputCallback", "callbacks.TimingCallback"),
     "plots": (  # and the methods plot()
         "plotting.NothingToPlotError",
         "plotting.new_figure",

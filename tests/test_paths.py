@@ -16,6 +16,7 @@ from pytorch_accel_lite.base.paths import as_file_name
 from pytorch_accel_lite.callbacks import (
     MetricsFileCallback,
     ModelEmaCallback,
+    ProfilerCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
     TrackerCallback,
@@ -33,7 +34,7 @@ WRITERS: dict[str, tuple[Callable[[Any], Any], str, bool]] = {
     "ema": (lambda path: ModelEmaCallback(save_path=path), "save_path", True),
     "states": (SaveTrainingStateCallback, "save_dir", False),
     "predictions": (lambda path: callbacks.PredictionWriterCallback(path), "directory", False),
-    "profile": (lambda path: callbacks.ProfilerCallback(path), "output_dir", False),
+    "profile": (ProfilerCallback, "output_dir", False),
     "reports": (lambda path: callbacks.NaNReportCallback(path), "directory", False),
     "wsd": (WSDCheckpointCallback, "save_dir", False),
     "tracker": (lambda path: TrackerCallback(project_dir=path), "project_dir", False),
@@ -47,7 +48,7 @@ WRITERS: dict[str, tuple[Callable[[Any], Any], str, bool]] = {
 def some(*names: str) -> Any:
     """Let a test try some of them, without those of an extension that has been deleted."""
     owners = {"plot": "reports", "log": "reports", "reports": "nan_report"}
-    owners |= {"predictions": "predictions", "read": "predictions", "profile": "performance"}
+    owners |= {"predictions": "predictions", "read": "predictions"}
     marks = {name: pytest.mark.extension(owner) for name, owner in owners.items()}
     return pytest.mark.parametrize("name", [pytest.param(name, marks=marks.get(name, ())) for name in names])
 

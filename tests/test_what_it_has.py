@@ -44,6 +44,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     SkipFailedBatchesCallback,
     TerminateOnNaNCallback,
+    TimingCallback,
     get_default_callbacks,
 )
 from pytorch_accel_lite.data import OwnShard
@@ -1527,10 +1528,9 @@ def test_numbers(tmp_path):
     assert "step" in lines["two_updates.csv"][0].split(",")
 
 
-@pytest.mark.extension("performance")
 @row("the time for data, the largest of all processes", "timers for steps and epochs")
 def test_timers():
-    names = train(make_trainer([shipped.TimingCallback(show=False)])).run_history.get_metric_names()
+    names = train(make_trainer([TimingCallback(show=False)])).run_history.get_metric_names()
     assert {"time_data", "time_data_max", "time_forward", "time_optimizer", "time_epoch"} <= set(names)
 
 

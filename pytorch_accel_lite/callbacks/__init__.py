@@ -28,6 +28,8 @@ from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TimeLim
 from pytorch_accel_lite.callbacks.sync_batch_norm import ConvertSyncBatchNormCallback
 from pytorch_accel_lite.callbacks.table import ProgressTableCallback
 from pytorch_accel_lite.callbacks.terminate_on_nan import TerminateOnNaNCallback
+from pytorch_accel_lite.callbacks.throughput import ThroughputCallback
+from pytorch_accel_lite.callbacks.timing import ProfilerCallback, TimingCallback
 from pytorch_accel_lite.callbacks.trackers import TrackerCallback
 from pytorch_accel_lite.callbacks.training_states import SaveTrainingStateCallback
 from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
@@ -40,7 +42,6 @@ from pytorch_accel_lite.extensions.hang_watch import HangWatchCallback
 from pytorch_accel_lite.extensions.mixtures.mixture_schedule import MixtureScheduleCallback
 from pytorch_accel_lite.extensions.model_summary import ModelSummaryCallback
 from pytorch_accel_lite.extensions.nan_report import NaNReportCallback
-from pytorch_accel_lite.extensions.performance import ProfilerCallback, ThroughputCallback, TimingCallback
 from pytorch_accel_lite.extensions.predictions import PredictionWriterCallback, iterate_predictions, read_predictions
 from pytorch_accel_lite.extensions.reports import PlotMetricsCallback, RunLogCallback
 from pytorch_accel_lite.extensions.worst_samples import WorstSample, WorstSamplesCallback

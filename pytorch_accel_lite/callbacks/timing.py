@@ -11,9 +11,13 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.checkpoint import folder_path
-from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike, check_positive_int, check_range
-from pytorch_accel_lite.extending_callbacks import DeviceTimer, Moment, align, is_asynchronous
+from pytorch_accel_lite.base.devices import DeviceTimer, Moment, is_asynchronous
+from pytorch_accel_lite.base.paths import folder_path
+from pytorch_accel_lite.base.text import align
+from pytorch_accel_lite.base.validation import check_positive_int, check_range
+from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.state import TrainerLike
 
 _PHASES = ("data", "forward", "backward", "optimizer", "evaluation", "saving")
 
