@@ -20,6 +20,7 @@ OFFERED = {
     "memory_estimate": ("Trainer.estimate_memory",),
     "mixtures": ("callbacks.MixtureScheduleCallback", "data.Mixture", "data.MixtureSampler", "data.MixtureStream"),
     "model_summary": ("Trainer.summary", "callbacks.ModelSummaryCallback"),
+    "momentum_teacher": ("callbacks.MomentumTeacherCallback",),
     "muon": ("optimizers.ParameterKinds", "optimizers.muon_with_adamw", "optimizers.split_parameters"),
     "nan_report": ("callbacks.NaNReportCallback",),
     "optuna": ("integrations.OptunaPruningCallback",),

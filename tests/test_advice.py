@@ -130,7 +130,7 @@ def test_updates_that_are_nearly_all_clipped(capsys):
     assert said.startswith("100% of the updates were clipped: gradient_clip_norm=1e-06 is below the average")
 
 
-def test_updates_that_are_skipped(capsys):
+def test_updates_that_callbacks_skip(capsys):
     skip = listener(on_optimizer_step_start=lambda t: t.skip_update() if t.progress.update == 1 else None)
     train(make_trainer([skip, AdviceCallback]), epochs=2)
     assert advice(capsys.readouterr().out) == ["1 of 3 updates were skipped by callbacks."]
@@ -240,8 +240,8 @@ def test_weights_are_the_same_with_advice():
 
 
 @pytest.mark.parametrize("seconds", [-1, float("nan")])
-def test_a_bad_limit_is_named(seconds):
-    with pytest.raises(ValueError, match="min_seconds"):
+def test_advice_refuses_bad_limits_of_time(seconds):
+    with pytest.raises(ValueError, match=f"min_seconds={seconds} must be at least 0"):
         AdviceCallback(min_seconds=seconds)
 
 

@@ -68,7 +68,7 @@ def test_a_method_that_its_event_cannot_call_is_refused_early(event, method, mat
     assigned = TrainerCallback()
     setattr(assigned, event, partial(method, None))
     if event != "configure_run":  # that is a method of the class
-        with pytest.raises(TypeError, match=rf"\.{event}\("):
+        with pytest.raises(TypeError, match=rf"\.{event}\(.* does not accept the event's arguments"):
             CallbackHandler([assigned])
 
 

@@ -368,7 +368,7 @@ def test_the_average_is_the_same_on_all_processes(ranks, two_ranks):
         ({"update_every": "step"}, "update_every='step' must be 'update' or 'epoch'"),
     ],
 )
-def test_bad_arguments_are_named(kwargs, message):
+def test_averages_refuse_bad_decays_and_prefixes(kwargs, message):
     with pytest.raises((TypeError, ValueError), match=message):
         ModelEmaCallback(**kwargs)
 

@@ -570,7 +570,7 @@ def test_an_error_in_any_event_is_raised_after_the_ending_events(event):
 def test_an_error_before_a_run_starts_is_raised_and_none_starts(run):
     recorder = recording_callback()
     trainer = make_trainer([recorder, raising("on_dataloaders_created", CustomError("boom"))])
-    with pytest.raises(CustomError, match="boom"):
+    with pytest.raises(CustomError, match=r"^boom"):
         run(trainer)
     assert set(after(recorder, "on_dataloaders_created")) <= {"on_exception"}
     run(trainer)
@@ -596,7 +596,7 @@ def test_an_attribute_error_inside_a_callback_propagates():
         def on_train_epoch_start(self, trainer, **kwargs):
             trainer.modell.train()
 
-    with pytest.raises(AttributeError, match="modell") as caught:
+    with pytest.raises(AttributeError, match="no attribute 'modell'") as caught:
         train(make_trainer([Faulty]))
     assert "trainer.modell.train()" in "".join(traceback.format_exception(caught.value))
 
@@ -607,7 +607,7 @@ def test_an_attribute_error_in_a_property_is_no_missing_event():
         def on_train_epoch_start(self):
             return self.missing
 
-    with pytest.raises(AttributeError, match="missing"):
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
         train(make_trainer([Faulty]))
 
 
@@ -658,7 +658,7 @@ def test_an_error_at_a_runs_end_still_notifies_later_callbacks(tmp_path, capsys)
     failing = [raising("on_training_run_end", CustomError(text)) for text in ("first", "second")]
     recorder = recording_callback()
     best = SaveBestModelCallback(tmp_path / "best.pt")
-    with pytest.raises(CustomError, match="first"):
+    with pytest.raises(CustomError, match=r"^first"):
         train(make_trainer([recorder, *failing, best, recording_callback()]), epochs=2, eval_dataset=True)
     assert [name for name, _ in recorder.calls][-2:] == ["on_training_run_end", "on_exception"]
     said = capsys.readouterr().out

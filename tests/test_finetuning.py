@@ -120,7 +120,7 @@ def test_freezing_gives_what_the_ancestor_gives(ancestor, name, freeze_batch_nor
         assert [n for n in trained(ours) if n != "scale"] == [n for n in trained(theirs) if n != "scale"]
 
 
-def test_the_types_and_defaults():
+def test_finetuning_has_the_types_and_defaults_of_the_ancestor():
     model = Nested()
     freezer = ModelFreezer(model)
     assert freezer.get_layer_groups() == [((0, -2), model.body, False), ((1, -1), model.head, False)]
@@ -149,16 +149,16 @@ def test_a_shared_parameter_is_in_the_first_group_that_has_it():
     ("call", "error", "message"),
     [
         (lambda f: f.freeze(4), IndexError, "from_index=4 .* has 4, from 0 to 3 or from -4 to -1"),
-        (lambda f: f.unfreeze(to_index=-5), IndexError, "to_index=-5"),
+        (lambda f: f.unfreeze(to_index=-5), IndexError, "to_index=-5 is not a layer group"),
         (lambda f: ModelFreezer("m"), TypeError, "model='m' must be a torch.nn.Module"),
         (lambda f: ModelFreezer(nn.Linear(1, 1)).freeze(), ValueError, "Linear has no layer groups"),
-        (lambda f: layer_group_parameters(f.model, lr=0), ValueError, "lr=0"),
-        (lambda f: layer_group_parameters(f.model, lr=1, decay="x"), TypeError, "decay='x'"),
-        (lambda f: GradualUnfreezingCallback(0), ValueError, "every_n_epochs=0"),
-        (lambda f: GradualUnfreezingCallback(lr_decay=-1), ValueError, "lr_decay=-1"),
+        (lambda f: layer_group_parameters(f.model, lr=0), ValueError, "lr=0 must be greater than 0"),
+        (lambda f: layer_group_parameters(f.model, lr=1, decay="x"), TypeError, "decay='x' must be a number"),
+        (lambda f: GradualUnfreezingCallback(0), ValueError, "every_n_epochs=0 must be at least 1"),
+        (lambda f: GradualUnfreezingCallback(lr_decay=-1), ValueError, "lr_decay=-1 must be greater than 0"),
     ],
 )
-def test_bad_input(call, error, message):
+def test_freezing_refuses_unknown_groups_and_bad_rates(call, error, message):
     with pytest.raises(error, match=message):
         call(ModelFreezer(MODELS["flat"]()))
 

@@ -167,7 +167,7 @@ def test_the_largest_norm_remembers_one_that_was_no_number():
 
 
 def test_a_window_without_updates_is_refused():
-    with pytest.raises(ValueError, match="window=0"):
+    with pytest.raises(ValueError, match="window=0 must be at least 1"):
         ThroughputCallback(0)
 
 
@@ -330,8 +330,8 @@ def test_an_unknown_peak_is_reported_before_training():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"flops_per_sample": 0}, "flops_per_sample=0"),
-        ({"peak_flops": -1.0, "count_flops": True}, "peak_flops=-1.0"),
+        ({"flops_per_sample": 0}, "flops_per_sample=0 must be greater than 0"),
+        ({"peak_flops": -1.0, "count_flops": True}, "peak_flops=-1.0 must be greater than 0"),
         ({"flops_per_sample": 1, "count_flops": True}, "exclude each other"),
         ({"peak_flops": 1e12}, "pass count_flops=True or flops_per_sample, too"),
     ],

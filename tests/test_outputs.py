@@ -275,7 +275,7 @@ def test_replicated_and_sharded_language_models_generate_alike(two_ranks):
     assert two_ranks.run(generating, is_sharded=True) == [first, first]
 
 
-def test_bad_input():
+def test_showing_outputs_refuses_what_is_no_function_or_interval():
     with pytest.raises(TypeError, match="function='text' must be a function of the model"):
         ShowOutputsCallback("text")
     with pytest.raises(ValueError, match="every='5 steps' must be a positive number and one of updates"):

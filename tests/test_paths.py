@@ -58,7 +58,7 @@ def some(*names: str) -> Any:
 def test_a_path_that_names_nothing_is_refused(tmp_path, monkeypatch, name, path):
     monkeypatch.chdir(tmp_path)
     write, argument, _ = WRITERS[name]
-    with pytest.raises(ValueError, match=rf"{argument}="):
+    with pytest.raises(ValueError, match=rf"^{argument}=.* (names nothing to read|begins with a home)"):
         write(path)
     assert not any(tmp_path.iterdir())
 

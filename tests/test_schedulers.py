@@ -825,7 +825,7 @@ COS = partial(CosineLrScheduler, total_num_epochs=4, num_update_steps_per_epoch=
         (COS, {"warmup_starting_lr_ratio": -1}, ValueError, "warmup_starting_lr_ratio=-1 must be at least 0"),
     ],
 )
-def test_bad_arguments_are_named(create, kwargs, error, message):
+def test_schedules_refuse_bad_rates_and_lengths(create, kwargs, error, message):
     with pytest.raises(error, match=message):
         create(make_optimizer(), **kwargs)
 
@@ -902,10 +902,16 @@ def test_an_unrecorded_metric_is_an_error_that_lists_the_others():
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")  # resumed right before an epoch's evaluation
 @pytest.mark.parametrize(
     "stepping",
-    [
-        {**PLATEAU, "factory": partial(ReduceLROnPlateau, threshold=0.2, patience=0), "scheduler_metric": EVAL_LOSS},
-        {**PLATEAU, "factory": partial(StepLR, step_size=1, gamma=0.5)},
-    ],
+    some_of(
+        [
+            {
+                **PLATEAU,
+                "factory": partial(ReduceLROnPlateau, threshold=0.2, patience=0),
+                "scheduler_metric": EVAL_LOSS,
+            },
+            {**PLATEAU, "factory": partial(StepLR, step_size=1, gamma=0.5)},
+        ]
+    ),
 )
 def test_a_schedule_stepped_after_epochs_resumes_its_bits(tmp_path, stepping):
     def train(folder, *callbacks, resume_from=None):

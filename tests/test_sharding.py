@@ -22,7 +22,7 @@ from torchmetrics import MeanSquaredError
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import MetricsCallback, ModelEmaCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import read_checkpoint
-from tests.launching import CAN_SHARD
+from tests.launching import CAN_SHARD, some_of
 from tests.ranks import rank as own_rank
 from tests.ranks import world_size
 from tests.sharded import (
@@ -190,7 +190,8 @@ def test_accelerate_shards_in_two_dimensions(tmp_path, job):
         assert resumed["history"] == whole["history"]
 
 
-@pytest.mark.parametrize(("how", "processes"), [("fsdp", 2), ("hsdp", 4), ("tp_fsdp", 4)])
+@pytest.mark.soak
+@pytest.mark.parametrize(("how", "processes"), some_of([("fsdp", 2), ("hsdp", 4), ("tp_fsdp", 4)]))
 def test_runs_of_sharded_models_resume_to_the_same_bits(tmp_path, job, how, processes):
     for uninterrupted, *resumed in job(processes).run(train_and_resume, how, tmp_path):
         assert len(resumed) == 2

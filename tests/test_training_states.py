@@ -230,7 +230,8 @@ def final(folder: Path) -> dict[str, Any]:
 @pytest.mark.soak
 @pytest.mark.programs
 @pytest.mark.parametrize(
-    ("workers", "asynchronous", "evaluate_every"), [(0, False, "0.4 epochs"), (2, False, None), (0, True, "10 samples")]
+    ("workers", "asynchronous", "evaluate_every"),
+    some_of([(0, False, "0.4 epochs"), (0, True, "10 samples"), (2, False, None)]),
 )
 @pytest.mark.timeout(7200 if SOAK else 3600)
 def test_sigkill_at_random_instants_leads_to_the_same_bits(tmp_path, workers, asynchronous, evaluate_every):
@@ -400,7 +401,7 @@ train(trainer, 9, train_dataset=Rows(make_data()), train_dataloader_kwargs={"num
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("number", "saves", "code"),
-    [(signal.SIGINT, True, -2), (signal.SIGTERM, True, 143), *([(signal.SIGINT, False, -2)] if SOAK else [])],
+    some_of([(signal.SIGINT, False, -2), (signal.SIGINT, True, -2), (signal.SIGTERM, True, 143)]),
 )
 def test_a_program_ended_by_a_signal_says_last_how_to_resume(tmp_path, number, saves, code):
     done = subprocess.run(
@@ -1239,7 +1240,7 @@ def test_callbacks_that_are_gone_or_new_are_named(tmp_path):
         ({"save_every_n_minutes": 0}, "save_every_n_minutes=0 must be greater than 0"),
     ],
 )
-def test_bad_arguments_are_named(kwargs, message):
+def test_saving_states_refuses_bad_intervals(kwargs, message):
     with pytest.raises(ValueError, match=message):
         SaveTrainingStateCallback(**kwargs)
 

@@ -81,12 +81,12 @@ def test_the_guard_continues_in_a_resumed_run(tmp_path):
     ("arguments", "error", "message"),
     [
         ({"factor": 1}, ValueError, "factor=1 must be greater than 1"),
-        ({"decay": 1.0}, ValueError, "decay=1.0"),
-        ({"decay": "0.9"}, TypeError, "decay='0.9'"),
-        ({"warm_up_updates": 0}, ValueError, "warm_up_updates=0"),
-        ({"max_skips_in_a_row": 0}, ValueError, "max_skips_in_a_row=0"),
+        ({"decay": 1.0}, ValueError, "decay=1.0 must be greater than 0 and less than 1"),
+        ({"decay": "0.9"}, TypeError, "decay='0.9' must be a number"),
+        ({"warm_up_updates": 0}, ValueError, "warm_up_updates=0 must be at least 1"),
+        ({"max_skips_in_a_row": 0}, ValueError, "max_skips_in_a_row=0 must be at least 1"),
     ],
 )
-def test_senseless_arguments_are_refused(arguments, error, message):
+def test_gradient_spikes_refuse_bad_factors_and_counts(arguments, error, message):
     with pytest.raises(error, match=message):
         GradientSpikeCallback(**arguments)

@@ -54,5 +54,5 @@ def test_gpus_are_not_chosen_in_one_of_several_processes(monkeypatch):
 def test_without_nvidia_smi_the_error_names_it(machine, monkeypatch):
     machine.unlink()
     monkeypatch.setenv("PATH", str(machine.parent))
-    with pytest.raises(RuntimeError, match="nvidia-smi"):
+    with pytest.raises(RuntimeError, match=r"asks nvidia-smi for the GPUs, which failed"):
         use_idle_gpus()

@@ -452,7 +452,7 @@ def test_their_step_fires_every_event_in_the_documented_order():
 
 
 @two_are_enough
-def test_it_fires_every_event_on_each_of_several_processes(ranks):
+def test_logical_processes_fire_every_event_on_each_process(ranks):
     ranks.run(fires_every_event)
 
 

@@ -97,7 +97,7 @@ BAD_STREAMS = [
 
 
 @pytest.mark.parametrize(("streams", "kwargs", "error", "message"), BAD_STREAMS)
-def test_bad_streams_to_mix_are_refused(streams, kwargs, error, message):
+def test_streams_refuse_bad_weights(streams, kwargs, error, message):
     with pytest.raises(error, match=message):
         MixtureStream(streams, **kwargs)
 

@@ -208,14 +208,14 @@ rows = TensorDataset(torch.zeros(3))
         ({"a": rows, "b": rows}, {"weights": {"a": 1, "b": 1e-6}}, ValueError, "'b' has so small a weight that none"),
     ],
 )
-def test_bad_mixtures_are_refused_with_what_to_do(datasets, kwargs, error, message):
+def test_mixtures_refuse_bad_datasets_and_weights(datasets, kwargs, error, message):
     with pytest.raises(error, match=message):
         Mixture(datasets, **kwargs)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("seed", [5, None])
-def test_mixtures_on_several_processes(ranks, seed):
+def test_mixtures_on_several_processes_give_the_batches_of_one(ranks, seed):
     results = ranks.run(train_mixture, batch_size=12 // ranks.world_size, seed=seed, noise=0.0)
     steps = [torch.cat(step) for step in zip(*(result["seen"] for result in results), strict=True)]
     if seed is None:

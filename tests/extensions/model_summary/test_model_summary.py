@@ -65,7 +65,7 @@ def test_dicts_and_overridden_steps_give_the_model_its_inputs():
 
     with pytest.raises(RuntimeError, match="does not call the model"):
         Other(TakesTwo(), None, None, callbacks=[]).summary(data)
-    with pytest.raises(ValueError, match="depth=0"):
+    with pytest.raises(ValueError, match="depth=0 must be at least 1"):
         make_trainer().summary(depth=0)
 
 

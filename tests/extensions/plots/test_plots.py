@@ -164,8 +164,8 @@ def test_a_schedule_is_seen_before_it_is_used(tmp_path):
     assert (tmp_path / "schedule.png").stat().st_size > 5000
 
 
-def test_bad_arguments_of_a_schedule_are_named():
-    with pytest.raises(ValueError, match="num_updates=0"):
+def test_a_plot_of_a_schedule_refuses_a_run_of_0_updates():
+    with pytest.raises(ValueError, match="num_updates=0 must be at least 1"):
         plot_schedule(print, 0)
 
 

@@ -232,5 +232,5 @@ def test_a_sample_that_keeps_sharded_ranks_in_step_is_left_out(two_ranks):
 
 
 def test_a_number_of_samples_is_checked():
-    with pytest.raises(ValueError, match="k=0"):
+    with pytest.raises(ValueError, match="k=0 must be at least 1"):
         WorstSamplesCallback(0)

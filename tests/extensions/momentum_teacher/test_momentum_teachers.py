@@ -85,7 +85,7 @@ def by_hand(momentum: Any, every: int = 1) -> tuple[nn.Module, nn.Module]:
     ],
     ids=["momentum", "schedule", "target network"],
 )
-def test_it_is_the_loop_that_one_would_write(arguments, momentum, every):
+def test_a_teacher_is_that_of_the_loop_one_would_write(arguments, momentum, every):
     model, expected = by_hand(momentum, every)
     trainer = train(taught(teacher := MomentumTeacherCallback(**arguments)))
     assert equal(trainer.model.state_dict(), model.state_dict())
@@ -154,7 +154,7 @@ def test_before_its_first_run_the_teacher_is_the_model():
     assert torch.equal(outputs, model.eval()(DATA.tensors[0]))
 
 
-def test_it_is_saved_after_every_epoch(tmp_path):
+def test_a_teacher_is_saved_after_every_epoch(tmp_path):
     train(taught(teacher := MomentumTeacherCallback(0.9, save_path=tmp_path / "teacher.pt")))
     assert equal(torch.load(tmp_path / "teacher.pt")["model_state_dict"], teacher.module.state_dict())
 
@@ -167,7 +167,7 @@ def test_it_is_saved_after_every_epoch(tmp_path):
         ({"every_n_updates": 0}, "every_n_updates=0 must be at least 1"),
     ],
 )
-def test_bad_arguments_are_named(kwargs, message):
+def test_a_momentum_teacher_refuses_bad_momenta(kwargs, message):
     with pytest.raises((TypeError, ValueError), match=message):
         MomentumTeacherCallback(**kwargs)
 

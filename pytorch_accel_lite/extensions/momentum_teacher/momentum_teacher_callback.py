@@ -10,13 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.modules import evaluation_mode
-from pytorch_accel_lite.base.unknown_names import suggest_arguments
-from pytorch_accel_lite.base.validation import check_positive_int, check_range
-from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
-from pytorch_accel_lite.optimizers.moving_averages import ShardedEma
-from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.extending import RunRequest, TrainerLike, check_positive_int, check_range
+from pytorch_accel_lite.extending_callbacks import ModelEmaCallback, ShardedEma, suggest_arguments
+from pytorch_accel_lite.extending_data import evaluation_mode
 
 #: A momentum as a function of the number of updates so far, and in the whole run.
 Schedule = Callable[[int, int], float]
