@@ -17,7 +17,7 @@ from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.run.state import Run, TrainerLike
 from tests.test_structure import FILES, PACKAGE, PUBLIC_PATHS
 
-PUBLIC = ("", "callbacks", "checkpoint", "data", "optimizers", "plotting", "schedulers", *sorted(PUBLIC_PATHS))
+PUBLIC = ("", "callbacks", "checkpoint", "data", "optimizers", "schedulers", *sorted(PUBLIC_PATHS))
 CALLBACKS = [name for name in FILES if name.startswith(f"{PACKAGE.name}.callbacks.")]
 OF_EXTENSIONS = [
     name for name in FILES if name.startswith(f"{PACKAGE.name}.extensions.") and name.endswith("_callback")
