@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from pytorch_accel_lite.base.randomness import generator_with, mix, preserving_generators, seed_generators
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.data.mixtures import check_are_named, check_weights
+from pytorch_accel_lite.data.mixtures import check_are_named, check_mixture_weights
 from pytorch_accel_lite.data.position import can_return, open_stream
 from pytorch_accel_lite.data.shares import ended
 from pytorch_accel_lite.data.sources import Sample, Source, SourceState
@@ -135,7 +135,7 @@ class MixtureStream(IterableDataset[Sample]):
         self.streams = list(streams.values())
         if len(set(map(id, self.streams))) < len(self.streams):
             raise ValueError("A stream has several names here, but only one position. Create one for each name.")
-        self.weights = check_weights(dict.fromkeys(streams, 1.0) if weights is None else weights, self.names)
+        self.weights = check_mixture_weights(dict.fromkeys(streams, 1.0) if weights is None else weights, self.names)
         self.repeat = repeat
         self._epoch = 0
         self._state: StateDict = {}  # where the next iteration begins
@@ -153,7 +153,7 @@ class MixtureStream(IterableDataset[Sample]):
         Args:
             weights: as in the constructor, but some may be 0
         """
-        self.weights.update(check_weights(weights, self.names, may_be_zero=True))
+        self.weights.update(check_mixture_weights(weights, self.names, may_be_zero=True))
 
     def __iter__(self) -> Iterator[Sample]:
         state, self._state = self._state, {}

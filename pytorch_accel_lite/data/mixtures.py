@@ -58,7 +58,7 @@ class Mixture(ConcatDataset[Sample]):
         self._counts: dict[int, list[int]] = {}  # samples in an epoch, by the first epoch of each stage
         self._changed: dict[int, list[Stretch]] = {}  # epochs in which weights change
         self._ended: dict[int, list[int]] = {}  # samples in changed epochs that are over
-        self.change_weights(check_weights(self.sizes if weights is None else weights, self.names), 1)
+        self.change_weights(check_mixture_weights(self.sizes if weights is None else weights, self.names), 1)
 
     def __repr__(self) -> str:
         shares = ", ".join(f"{name!r}: {count}" for name, count in self.samples_per_epoch.items())
@@ -77,7 +77,7 @@ class Mixture(ConcatDataset[Sample]):
             weights: as in the constructor, but some may be 0
             begin: number of samples in that epoch before the change
         """
-        self.weights = check_weights(weights, self.names, may_be_zero=True)
+        self.weights = check_mixture_weights(weights, self.names, may_be_zero=True)
         if not 0 <= begin < self.num_samples:
             raise ValueError(f"begin={begin!r} must be the number of a sample in an epoch of {self.num_samples}.")
         counts = self._divide()
@@ -232,7 +232,9 @@ def check_are_named(datasets: Mapping[str, IndexedData]) -> None:
         raise ValueError("A dict of datasets must have at least one.")
 
 
-def check_weights(weights: Mapping[str, float], names: list[str], may_be_zero: bool = False) -> dict[str, float]:
+def check_mixture_weights(
+    weights: Mapping[str, float], names: list[str], may_be_zero: bool = False
+) -> dict[str, float]:
     """Return the weights in the order of the datasets, after checking that each dataset has a positive one.
 
     Args:

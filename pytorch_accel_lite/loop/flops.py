@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from pytorch_accel_lite.data import Batch, FailedRead
-from pytorch_accel_lite.data.batches import find_batch_size
+from pytorch_accel_lite.data.batches import infer_batch_size
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, split_into_parts
 from pytorch_accel_lite.loop.inference import unwrapped_model
 from pytorch_accel_lite.loop.snapshot import StepSnapshot, preserving_attributes, replaced
@@ -43,7 +43,7 @@ def try_counting_flops(trainer: TrainerLike) -> CountedFlops:
         part = split_into_parts(run.batch, run.stepper.num_microbatches)[0]
         with replaced(run, batch=part), preserving_attributes(trainer), StepSnapshot(trainer):
             flops = _count(trainer, part)
-        return CountedFlops(flops, find_batch_size(part.data, part.num_samples))
+        return CountedFlops(flops, infer_batch_size(part.data, part.num_samples))
     except Exception as error:  # unless the counter caused it, the step itself will fail as well
         return CountedFlops(flops, 0, f"{type(error).__name__}: {error}", is_out_of_memory(error))
 

@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.data import Data
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction
-from pytorch_accel_lite.loop.guards.arguments import check_data
+from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.inference import inference, inference_run
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
@@ -47,7 +47,7 @@ def summary(
     check_positive_int("depth", depth)
     if dataset is None:
         return torchinfo.summary(self.get_model(keep_torch_compile=False), depth=depth, verbose=0)
-    check_data(self, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
+    check_dataset(self, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     request = RunRequest("prediction", num_epochs=1)
     with (
         preserving_generators(),

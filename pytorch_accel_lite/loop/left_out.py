@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import chain
 
 from pytorch_accel_lite.data import FailedRead
-from pytorch_accel_lite.data.batches import Batch, find_batch_size
+from pytorch_accel_lite.data.batches import Batch, infer_batch_size
 from pytorch_accel_lite.distributed.exchange import OtherCallError, ProcessLostError
 from pytorch_accel_lite.loop.guards.explanations import explain, list_samples
 from pytorch_accel_lite.loop.snapshot import Snapshot
@@ -113,5 +113,5 @@ def _count_samples(batch: Batch) -> int | None:
     if batch.num_samples is not None:
         return batch.num_samples
     with suppress(Exception):  # the step may have failed at this
-        return find_batch_size(batch.data)
+        return infer_batch_size(batch.data)
     return None

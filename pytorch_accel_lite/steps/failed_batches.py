@@ -12,7 +12,7 @@ from accelerate.utils.memory import clear_device_cache
 
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data import Batch, FailedRead
-from pytorch_accel_lite.data.batches import BatchOutput, find_batch_size
+from pytorch_accel_lite.data.batches import BatchOutput, infer_batch_size
 from pytorch_accel_lite.data.sources import Index
 from pytorch_accel_lite.distributed.exchange import OtherCallError, ProcessLostError
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
@@ -124,7 +124,7 @@ class GuardedStep(PlainStep):
         outcome = DONE
         size = 0
         if splits and not isinstance(batch.data, FailedRead):
-            size = find_batch_size(batch.data, batch.num_samples or None)
+            size = infer_batch_size(batch.data, batch.num_samples or None)
         if error is not None:
             if splits and is_out_of_memory(error):
                 outcome = OUT_OF_MEMORY
@@ -165,5 +165,5 @@ def skip_batch(trainer: TrainerLike, run: Run, batch: Batch, error: Exception | 
     failure = None if error is None else BatchFailure(run.ranks.rank, run.batch_indices, text)
     failures = [report._asdict() for report in run.ranks.all_gather_object(failure) if report is not None]
     total = batch.total_samples
-    run.progress.add_samples(find_batch_size(batch.data) if total is None else total)
+    run.progress.add_samples(infer_batch_size(batch.data) if total is None else total)
     trainer.call_event("on_train_batch_skipped", failures=failures, error=error, step=run.progress.step)
