@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pytorch_accel_lite.base.origins import is_overridden, warn_outside
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, find_batch_size
+from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, infer_batch_size
 from pytorch_accel_lite.data.loss_shapes import LossFunction, shapes_are_known
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
@@ -119,7 +119,7 @@ class CompiledForward:
         """Return the adapter's output for a batch, so that torch traces only its data."""
         output = self._adapter.outputs_and_loss(model, loss_func, batch, None)
         if self.num_samples:
-            output["batch_size"] = find_batch_size(batch, self.num_samples)
+            output["batch_size"] = infer_batch_size(batch, self.num_samples)
         return output
 
     def __call__(self, batch: BatchData) -> BatchOutput:
@@ -242,7 +242,7 @@ def _has_other_size(run: Run, batch: BatchData) -> bool:
     read = run.batch
     if read is None or not read.is_last or run.progress.step == 0 or run.config is None:
         return False
-    size = find_batch_size(batch) if read.num_samples is None else read.num_samples
+    size = infer_batch_size(batch) if read.num_samples is None else read.num_samples
     return size != run.config.train_per_device_batch_size
 
 

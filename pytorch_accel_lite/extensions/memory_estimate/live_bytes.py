@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pytorch_accel_lite.extending import local_shard
+
 #: What bytes are for, in the order in which reports list them.
 KINDS = ("parameters", "buffers", "gradients", "optimizer", "averages", "activations", "communication", "temporary")
 _FRAMES_TO_SEARCH = 32
@@ -141,17 +143,11 @@ class LiveBytes(TorchDispatchMode):
         """Find out what tensors are for, which is only known once they have become gradients, for example."""
         self._sorted_at = self._total
         for kind, tensor in self._owners():
-            live = self._storages.get(id(local(tensor).untyped_storage()))
+            live = self._storages.get(id(local_shard(tensor).untyped_storage()))
             if live is not None:
                 self._bytes[live.kind] -= live.size
                 self._bytes[kind] += live.size
                 live.kind = kind
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's shard of a sharded tensor, as it is in memory; any other tensor unchanged."""
-    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
 
 
 def _kind_of_new() -> str:
