@@ -7,7 +7,6 @@ import json
 import random
 import re
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from torchmetrics import MeanMetric, MeanSquaredError
 from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback, TrainerPlaceholderValues, callbacks
 from pytorch_accel_lite.callbacks import (
     GradientNormCallback,
-    GradualUnfreezingCallback,
     MetricsCallback,
     ModelEmaCallback,
     SaveTrainingStateCallback,
@@ -292,13 +290,16 @@ def unfreezing() -> dict[str, Any]:
     ModelFreezer(model).freeze()
     factory = partial(torch.optim.AdamW, lr=0.01)
     trainer = quiet_trainer(
-        model, optimizer=factory, callbacks=[GradualUnfreezingCallback(1)], seed=2, logical_processes=4
+        model, optimizer=factory, callbacks=[callbacks.GradualUnfreezingCallback(1)], seed=2, logical_processes=4
     )
     trainer.train(mixture(), 3, per_device_batch_size=3)
     return result_of(trainer)
 
 
-ALL: list[Callable[[], Any]] = [images, with_workers, few_samples, tokens, metrics, combined, unfreezing]
+ALL = [
+    *(images, with_workers, few_samples, tokens, metrics, combined),
+    pytest.param(unfreezing, marks=pytest.mark.extension("unfreezing")),
+]
 
 
 @functools.cache
