@@ -108,7 +108,7 @@ class SeedComparison(Results):
 
     @property
     def conclusion(self) -> str:
-        """The second setting is ``"greater"``, ``"smaller"``, ``"undecided"``, or ``"identical"`` if no value differs."""
+        """``"greater"`` or ``"smaller"`` for the second setting, ``"undecided"``, or ``"identical"`` in all runs."""
         if not any(self.differences):
             return "identical"
         low, high, _ = self.paired
