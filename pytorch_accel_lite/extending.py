@@ -11,6 +11,7 @@ from pytorch_accel_lite.base.modules import local as local_shard
 from pytorch_accel_lite.base.origins import is_overridden, warn_outside
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.reports import Report
+from pytorch_accel_lite.base.templates import Column, render
 from pytorch_accel_lite.base.text import describe_error, listed
 from pytorch_accel_lite.base.types import ChosenModules, JsonObject
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
@@ -49,8 +50,9 @@ from pytorch_accel_lite.distributed.ranks import GroupTimeouts, connect_to_store
 from pytorch_accel_lite.distributed.shutdown import open_trainers
 from pytorch_accel_lite.distributed.watch import EXIT_CODE, end_process, is_about_lost_process
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
+from pytorch_accel_lite.loop.guards.arguments import check_data
 from pytorch_accel_lite.loop.guards.held_memory import MEMORY_ADVICE
-from pytorch_accel_lite.loop.inference import unwrapped_model
+from pytorch_accel_lite.loop.inference import inference_run, unwrapped_model
 from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
 from pytorch_accel_lite.loop.preparing import MODEL_CHANGES
 from pytorch_accel_lite.loop.sharded_models import shard_model
@@ -58,6 +60,7 @@ from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_
 from pytorch_accel_lite.loop.speedups import faster_data, unfused_class
 from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward, loss_of
 from pytorch_accel_lite.loop.trial import Trial
+from pytorch_accel_lite.optimizers.operations import CreateScheduler
 from pytorch_accel_lite.optimizers.rates import layer_scales
 from pytorch_accel_lite.run.attributes import (
     all_optimized_parameters,
@@ -69,7 +72,16 @@ from pytorch_accel_lite.run.division import DIVISIONS, Division, create_division
 from pytorch_accel_lite.run.events import NonFiniteLossError, RunInterruptedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.run.job_queues import JOB_QUEUES, JobQueue
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
+from pytorch_accel_lite.run.metric_panels import (
+    MONITORS,
+    MetricPanel,
+    best_of,
+    direction_of,
+    is_monitor,
+    panels_by_metric,
+)
 from pytorch_accel_lite.run.parts import LoadedWeights, TrainingState
+from pytorch_accel_lite.run.plots import PLOTS, Plots, plots_for
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, Step, TrainerLike
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
@@ -88,7 +100,8 @@ __all__ = [
     "TrainerCallback", "TrainerLike", "TrainingState", "WatchedMetric",
     # Seams.
     "DIVISIONS", "Division", "FENCES", "JOB_QUEUES", "JobQueue", "KINDS", "MEMORY_ADVICE", "MODEL_CHANGES",
-    "MODEL_WRITERS", "ModelWriter", "STORES", "StateStore", "Store", "create_division", "replace_step",
+    "MODEL_WRITERS", "ModelWriter", "PLOTS", "Plots", "STORES", "StateStore", "Store", "create_division",
+    "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
     "RECOMPUTED", "SKIPPED_BATCHES", "ShardedStep", "as_returned", "as_weight", "backward", "merge_outputs",
@@ -105,13 +118,17 @@ __all__ = [
     # For files beside a saved model.
     "ADAPTERS", "LoadedWeights", "SavedModel", "has_adapters", "is_of_timm",
     # Trials.
-    "OwnCallbacks", "Snapshot", "StepSnapshot", "Trial", "faster_data", "is_out_of_memory", "loss_of",
-    "preserving_attributes", "replaced", "shard_model", "split_into_parts", "unfused_class", "unwrapped_model",
+    "OwnCallbacks", "Snapshot", "StepSnapshot", "Trial", "check_data", "faster_data", "inference_run",
+    "is_out_of_memory", "loss_of", "preserving_attributes", "replaced", "shard_model", "split_into_parts",
+    "unfused_class", "unwrapped_model",
     # The parts of trainers and batches.
     "TARGET_KEYS", "Batch", "BatchOutput", "ListOfSamples", "LossShapeError", "all_optimized_parameters",
     "concatenate", "find_batch_size", "is_overridden", "is_single_sample", "layer_scales", "local_shard", "nested_in",
     "other_modules", "other_optimizers", "parts_in", "registered_objects", "select_samples", "tensors_in",
+    # Plots and pages.
+    "Column", "MONITORS", "MetricPanel", "best_of", "direction_of", "is_monitor", "panels_by_metric",
+    "plots_for", "render",
     # Help.
-    "ChosenModules", "Report", "check_positive_int", "check_range", "describe_error", "install_command", "listed",
-    "warn_outside",
+    "ChosenModules", "CreateScheduler", "Report", "check_positive_int", "check_range", "describe_error",
+    "install_command", "listed", "warn_outside",
 ]  # fmt: skip

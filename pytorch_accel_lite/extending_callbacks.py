@@ -18,6 +18,7 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.modules import are_sharded, class_of, preserving_modes
 from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.paths import StrPath, parse_location
+from pytorch_accel_lite.base.pictures import Picture, as_picture
 from pytorch_accel_lite.base.quantised import is_quantised_by, plain_parts, quantised_entries
 from pytorch_accel_lite.base.randomness import mix, preserving_generators, seed_all
 from pytorch_accel_lite.base.reprs import short
@@ -51,11 +52,9 @@ from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.extension_names import is_not_there
 from pytorch_accel_lite.loop.gradients import total_norm
 from pytorch_accel_lite.loop.inference import inference
-from pytorch_accel_lite.loop.layer_summary import summarise
 from pytorch_accel_lite.optimizers.layer_groups import ModuleGroup, find_groups
 from pytorch_accel_lite.optimizers.moving_averages import ShardedEma
 from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, group_names, is_created, parts_of, schedulers_in
-from pytorch_accel_lite.plotting.pictures import Picture, as_picture
 from pytorch_accel_lite.run.attributes import evaluating_optimizers
 from pytorch_accel_lite.run.events import Failure, Phase, set_listening
 from pytorch_accel_lite.run.expected_metrics import ExpectedMetrics
@@ -78,7 +77,7 @@ __all__ = [
     "Classification", "ModuleGroup", "NamedMetric", "ShardedEma", "TrainerOptimizer", "are_sharded", "class_of",
     "dataset_of", "default_transform", "evaluating_optimizers", "find_groups", "find_length", "group_names",
     "inference", "is_created", "is_list_of_samples", "is_number", "mix", "parts_of", "preserving_generators",
-    "preserving_modes", "schedulers_in", "seed_all", "slice_batch", "summarise", "to_cpu", "total_norm",
+    "preserving_modes", "schedulers_in", "seed_all", "slice_batch", "to_cpu", "total_norm",
     # Devices without waiting.
     "AsyncCopy", "DeviceTimer", "Moment", "accumulation_dtype", "is_asynchronous", "mixed_precision", "to_float",
     # Files.

@@ -15,10 +15,13 @@ OFFERED = {
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
     "gradient_spikes": ("callbacks.GradientSpikeCallback",),
     "hang_watch": ("callbacks.HangWatchCallback",),
+    "idle_gpus": ("utils.use_idle_gpus",),
     "logical": ("Trainer.logical",),
     "memory_estimate": ("Trainer.estimate_memory",),
-    "mixture_schedule": ("callbacks.MixtureScheduleCallback",),
+    "mixtures": ("callbacks.MixtureScheduleCallback", "data.Mixture", "data.MixtureSampler", "data.MixtureStream"),
+    "model_summary": ("Trainer.summary", "callbacks.ModelSummaryCallback"),
     "momentum_teacher": ("callbacks.MomentumTeacherCallback",),
+    "muon": ("optimizers.ParameterKinds", "optimizers.muon_with_adamw", "optimizers.split_parameters"),
     "nan_report": ("callbacks.NaNReportCallback",),
     "optuna": ("integrations.OptunaPruningCallback",),
     "packing": (
@@ -28,6 +31,17 @@ OFFERED = {
         "data.packed_mask",
         "data.packed_mask_function",
         "data.unpack",
+    ),
+    "plots": (  # and the methods plot()
+        "plotting.NothingToPlotError",
+        "plotting.new_figure",
+        "plotting.overlay_style",
+        "plotting.plot_curves",
+        "plotting.plot_range_test",
+        "plotting.plot_schedule",
+        "plotting.plot_sheet",
+        "plotting.svg_overlays",
+        "plotting.svg_panels",
     ),
     "predictions": (
         "callbacks.PredictionWriterCallback",
@@ -50,7 +64,7 @@ OFFERED = {
 #: The extensions that have arguments of a trainer.
 ARGUMENTS = {"logical_processes": "logical"}
 #: The extensions that another one needs: it uses their public names, and is deleted with them.
-NEEDED = {"experiment": ("predictions", "worst_samples"), "takeover": ("logical",)}
+NEEDED = {"experiment": ("plots", "predictions", "worst_samples"), "reports": ("plots",), "takeover": ("logical",)}
 
 
 def missing(name: str, prefix: str = "") -> Exception:

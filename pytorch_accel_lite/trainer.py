@@ -49,13 +49,13 @@ from pytorch_accel_lite.extensions import blocks as blocks  # adds to MODEL_CHAN
 from pytorch_accel_lite.extensions.checking import program_check
 from pytorch_accel_lite.extensions.logical import logical_of_trainer
 from pytorch_accel_lite.extensions.memory_estimate import estimate
+from pytorch_accel_lite.extensions.model_summary import layer_summary
 from pytorch_accel_lite.extensions.tuning import diagnosis, finders
 from pytorch_accel_lite.loop import (
     collectives,
     compat,
     evaluation,
     gradients,
-    layer_summary,
     lifecycle,
     logged_values,
     prediction,

@@ -17,7 +17,7 @@ from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.run.state import Run, TrainerLike
 from tests.test_structure import FILES, PACKAGE, PUBLIC_PATHS
 
-PUBLIC = ("", "callbacks", "checkpoint", "data", "optimizers", "plotting", "schedulers", *sorted(PUBLIC_PATHS))
+PUBLIC = ("", "callbacks", "checkpoint", "data", "optimizers", "schedulers", *sorted(PUBLIC_PATHS))
 CALLBACKS = [name for name in FILES if name.startswith(f"{PACKAGE.name}.callbacks.")]
 #: What files call the objects whose attributes they read, and how these are documented and typed.
 KINDS = {"trainer": TrainerLike, "_trainer": TrainerLike, "run": Run, "_run": Run}

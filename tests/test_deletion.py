@@ -27,11 +27,12 @@ OF_THE_PACKAGE = [f"tests/test_{name}.py" for name in ("structure", "callback_na
 PROGRAM = """
 import sys
 import pytorch_accel_lite
-from pytorch_accel_lite import Trainer, callbacks, data, integrations
+from pytorch_accel_lite import Trainer, callbacks, data, integrations, optimizers, plotting, utils
 import torch
 
 trainer = Trainer(torch.nn.Linear(1, 1), None, None)
-modules = {"callbacks": callbacks, "data": data, "integrations": integrations}
+modules = {"callbacks": callbacks, "data": data, "integrations": integrations, "plotting": plotting}
+modules |= {"optimizers": optimizers, "utils": utils}
 owners = {"": pytorch_accel_lite, "Trainer": trainer, **modules}
 for qualified in sys.argv[1:]:
     owner, _, name = qualified.rpartition(".")
@@ -51,7 +52,7 @@ pytestmark = [pytest.mark.programs, pytest.mark.soak]
 
 def facade(package: Path, extension: str) -> list[Path]:
     """The files of the facade that import an extension."""
-    files = [*package.glob("*.py"), *(package / room / "__init__.py" for room in ("callbacks", "data"))]
+    files = [*package.glob("*.py"), *(package / room / "__init__.py" for room in ("callbacks", "data", "optimizers"))]
     return [path for path in files if re.search(rf"extensions(\.| import ){extension}\b", path.read_text())]
 
 
@@ -105,7 +106,9 @@ def with_dependents(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "deleted", [with_dependents(name) for name in EXTENSIONS] + ([EXTENSIONS] if len(EXTENSIONS) > 1 else [])
+    "deleted",
+    [with_dependents(name) for name in EXTENSIONS] + ([EXTENSIONS] if len(EXTENSIONS) > 1 else []),
+    ids=lambda names: "all" if names == EXTENSIONS else names[0],
 )
 def test_the_core_works_without_extensions(tmp_path, tmp_path_factory, deleted):
     copy = tmp_path / "copy"

@@ -778,3 +778,15 @@ def test_a_schedule_of_a_metric_steps_when_it_was_measured():
     )
     assert seen == trainer.run_history.get_metric_values("eval_loss_epoch")
     assert len(seen) == 3
+
+
+def test_schedules_of_groups_and_of_timm_are_seen():
+    from timm.scheduler import StepLRScheduler
+
+    assert schedule_values(partial(StepLRScheduler, decay_t=1, decay_rate=0.5), 6, [1.0, 0.1], num_epochs=3) == [
+        [1, 1, 0.5, 0.5, 0.25, 0.25], [0.1, 0.1, 0.05, 0.05, 0.025, 0.025]
+    ]  # fmt: skip
+    ours = CosineLrScheduler.create_scheduler_fn(num_warmup_epochs=1, warmup_starting_lr=0.01)
+    (values,) = schedule_values(ours, 10, 0.1, num_epochs=5)
+    assert max(values) == pytest.approx(0.1)
+    assert values[0] < values[1] <= values[2] > values[-1]

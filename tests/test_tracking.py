@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import sys
 
 import pytest
 import torch
@@ -195,77 +194,21 @@ def test_a_second_run_with_the_history_continues_its_epochs():
     assert list(trainer.run_history.to_dataframe().index) == [1]
 
 
-def test_the_plot_has_a_panel_for_each_metric(tmp_path):
-    from matplotlib.figure import Figure
-
-    path = tmp_path / "plots" / "curves.png"
-    figure = filled().plot(path)
-    assert isinstance(figure, Figure)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    panels = {axis.get_title(loc="left"): axis.get_lines() for axis in figure.axes}
-    assert panels.keys() == {"loss", "accuracy"}
-    curves = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in panels["loss"]}
-    assert curves == {"train": ([1, 2, 3], [1, 1 / 2, 1 / 3]), "eval": ([1, 2, 3], [2, 1, 2 / 3])}
-    (accuracy,) = panels["accuracy"]
-    assert (list(accuracy.get_xdata()), list(accuracy.get_ydata())) == ([1, 3], [0.5, 0.75])
-
-
-@pytest.mark.parametrize("suffix", ["svg", "pdf"])
-def test_a_plot_can_be_saved_in_other_formats(tmp_path, suffix):
-    filled().plot(tmp_path / f"curves.{suffix}")
-    assert (tmp_path / f"curves.{suffix}").stat().st_size > 1000
-
-
-def test_a_plot_leaves_out_what_is_no_number_and_shows_tensors():
-    history = filled()
-    history.update_metric("confusion", [[1, 2], [3, 4]])
-    history.update_metric("comment", "good")
-    history.update_metric("f1", torch.tensor(0.5))
-    titles = {axis.get_title(loc="left") for axis in history.plot().axes}
-    assert titles == {"loss", "accuracy", "f1"}
-
-
-def test_a_plot_changes_nothing_of_pyplot_and_needs_no_display(monkeypatch):
-    import matplotlib
-
-    monkeypatch.delenv("DISPLAY", raising=False)
-    # As a plain dict: rcParams itself chooses a backend when it is asked for it.
-    before = dict.__getitem__(matplotlib.rcParams, "backend")
-    pyplot = sys.modules.get("matplotlib.pyplot")
-    figures = pyplot.get_fignums() if pyplot else []
-    filled().plot()
-    assert dict.__getitem__(matplotlib.rcParams, "backend") is before
-    pyplot = sys.modules.get("matplotlib.pyplot")
-    assert pyplot is None or pyplot.get_fignums() == figures
-
-
-def test_metrics_to_plot_may_come_from_a_generator():
-    figure = filled().plot(metrics=(name for name in ["accuracy"]))
-    assert [axis.get_title(loc="left") for axis in figure.axes] == ["accuracy"]
-
-
-def test_there_is_no_plot_of_nothing():
-    with pytest.raises(ValueError, match="Nothing to plot"):
-        InMemoryRunHistory().plot()
-
-
 @pytest.mark.programs
-def test_without_the_extras_table_and_plot_say_what_to_install():
+def test_without_the_extra_a_table_says_what_to_install():
     script = """
 from tests.launching import forget
-forget("pandas", "matplotlib", installed=False)
+forget("pandas", installed=False)
 from pytorch_accel_lite.tracking import InMemoryRunHistory
 history = InMemoryRunHistory()
 history.update_metric("loss", 1)
-for method in (history.to_dataframe, history.plot):
-    try:
-        method()
-    except ImportError as error:
-        print(error)
+try:
+    history.to_dataframe()
+except ImportError as error:
+    print(error)
 """
-    table, plot = run_code(script).splitlines()
+    (table,) = run_code(script).splitlines()
     assert re.search("to_dataframe.. needs pandas. Install it with: pip install '?pandas", table)
-    assert re.search("plot.. needs matplotlib. Install it with: pip install '?matplotlib", plot)
 
 
 class ListHistory(RunHistory):

@@ -1684,6 +1684,7 @@ def test_states_and_outputs_are_kept_at_intervals(tmp_path, capsys):
     assert "of a Sequential" in capsys.readouterr().out
 
 
+@pytest.mark.extension("model_summary")
 @row("a summary of the model")
 def test_the_summary_of_a_model_names_its_layers(ran):
     pytest.importorskip("torchinfo")

@@ -12,7 +12,6 @@ from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback, LimitEvalS
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback
 from pytorch_accel_lite.callbacks.metrics_file import MetricsFileCallback
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
-from pytorch_accel_lite.callbacks.model_summary import ModelSummaryCallback
 from pytorch_accel_lite.callbacks.monitoring import (
     DeviceMemoryCallback,
     GradientNormCallback,
@@ -34,7 +33,8 @@ from pytorch_accel_lite.extensions import slurm as slurm  # adds to JOB_QUEUES
 from pytorch_accel_lite.extensions.energy import EnergyCallback
 from pytorch_accel_lite.extensions.gradient_spikes import GradientSpikeCallback
 from pytorch_accel_lite.extensions.hang_watch import HangWatchCallback
-from pytorch_accel_lite.extensions.mixture_schedule import MixtureScheduleCallback
+from pytorch_accel_lite.extensions.mixtures.mixture_schedule import MixtureScheduleCallback
+from pytorch_accel_lite.extensions.model_summary import ModelSummaryCallback
 from pytorch_accel_lite.extensions.momentum_teacher import MomentumTeacherCallback
 from pytorch_accel_lite.extensions.nan_report import NaNReportCallback
 from pytorch_accel_lite.extensions.predictions import PredictionWriterCallback, iterate_predictions, read_predictions

@@ -15,13 +15,13 @@ from pytorch_accel_lite.base.environment import in_notebook
 from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import as_file_name, folder_path
+from pytorch_accel_lite.base.pictures import Picture, as_picture
 from pytorch_accel_lite.base.randomness import mix, preserving_generators, seed_all
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.checkpoint.files import write_bytes
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.inference import inference
-from pytorch_accel_lite.plotting.pictures import Picture, as_picture
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.intervals import Interval, parse_interval
 from pytorch_accel_lite.run.state import TrainerLike

@@ -15,11 +15,11 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, TensorBoar
 
 from pytorch_accel_lite.base.environment import import_extra
 from pytorch_accel_lite.base.paths import parse_location
+from pytorch_accel_lite.base.pictures import Picture
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.callbacks.metrics_file import as_number_or_text
 from pytorch_accel_lite.callbacks.step_logging import StepLogger
-from pytorch_accel_lite.plotting.pictures import Picture
 from pytorch_accel_lite.run.history import MetricValue, NewMetrics
 from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.state import TrainerLike

@@ -24,7 +24,7 @@ from pytorch_accel_lite.checkpoint.user_attributes import note_created
 from pytorch_accel_lite.data import ShardedLoader, shard
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loader_choice import dataset_of
-from pytorch_accel_lite.data.mixtures import NamedSampler, describe_lengths
+from pytorch_accel_lite.data.named_datasets import NamedSampler, describe_lengths
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed import shutdown, watch
 from pytorch_accel_lite.distributed.accelerators import in_effect

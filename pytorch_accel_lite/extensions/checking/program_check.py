@@ -20,11 +20,11 @@ from pytorch_accel_lite.extending import (
     Trial,
     check_range,
     describe_error,
+    render,
     replaced,
 )
 from pytorch_accel_lite.extensions.checking import checks_of_data, checks_of_models, checks_of_training
 from pytorch_accel_lite.extensions.checking.probing import Finding, NotApplicableError, Probe, Status
-from pytorch_accel_lite.plotting import render
 from pytorch_accel_lite.schedulers import resolve_names
 
 #: A function that tries a program and yields findings. Reports show its name, without ``check_``, and its docstring:

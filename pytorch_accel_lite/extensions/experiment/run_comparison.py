@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pytorch_accel_lite.checkpoint import file_path, write_text
+from pytorch_accel_lite.extending import Column, is_monitor, render
 from pytorch_accel_lite.extensions.experiment.results import Results, text_table
 from pytorch_accel_lite.extensions.experiment.run_folders import RecordedRun, find_runs
 from pytorch_accel_lite.extensions.experiment.yaml_files import ClassPath
-from pytorch_accel_lite.plotting import Column, is_monitor, overlay_style, render, svg_overlays
+from pytorch_accel_lite.extensions.plots import overlay_style, svg_overlays
 from pytorch_accel_lite.utils import format_metric, format_value, suggest
 
 _MISSING = "-"

@@ -14,19 +14,23 @@ from typing import Any
 from pytorch_accel_lite.checkpoint import replacing, write_text
 from pytorch_accel_lite.extending import (
     ADAPTERS,
+    Column,
     LoadedWeights,
     ModelWriter,
     Run,
     SavedModel,
     TrainerLike,
     has_adapters,
+    is_monitor,
     is_of_timm,
+    panels_by_metric,
+    render,
     warn_outside,
 )
 from pytorch_accel_lite.extending_callbacks import class_of, find_length, to_number
+from pytorch_accel_lite.extensions.plots import NothingToPlotError
 from pytorch_accel_lite.extensions.reports.run_log import RunLogCallback, describe_model, setup_of
 from pytorch_accel_lite.extensions.reports.run_page import TEMPLATES, environment_facts, training_facts
-from pytorch_accel_lite.plotting import Column, NothingToPlotError, is_monitor, panels_by_metric, render
 from pytorch_accel_lite.tracking import InMemoryRunHistory
 from pytorch_accel_lite.utils import format_metric, format_value
 

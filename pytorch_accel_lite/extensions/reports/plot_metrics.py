@@ -16,7 +16,7 @@ from pytorch_accel_lite.extending_callbacks import (
     parse_interval,
     set_listening,
 )
-from pytorch_accel_lite.plotting import NothingToPlotError, new_figure
+from pytorch_accel_lite.extensions.plots import NothingToPlotError, new_figure
 from pytorch_accel_lite.utils import import_extra
 
 

@@ -36,8 +36,8 @@ from pytorch_accel_lite.extending_callbacks import (
     parts_of,
     schedulers_in,
 )
+from pytorch_accel_lite.extensions.plots import NothingToPlotError, svg_panels
 from pytorch_accel_lite.extensions.reports.run_page import ShownPicture, pages, shown_outputs
-from pytorch_accel_lite.plotting import NothingToPlotError, svg_panels
 from pytorch_accel_lite.tracking import InMemoryRunHistory
 from pytorch_accel_lite.utils import as_json, format_metric
 

@@ -8,9 +8,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pytorch_accel_lite.extending import install_command
+from pytorch_accel_lite.extending import (
+    Column,
+    MetricPanel,
+    best_of,
+    direction_of,
+    install_command,
+    panels_by_metric,
+    render,
+)
 from pytorch_accel_lite.extending_callbacks import describe_fractions, format_duration, visible
-from pytorch_accel_lite.plotting import Column, MetricPanel, best_of, direction_of, panels_by_metric, render
 from pytorch_accel_lite.utils import format_metric, format_value
 
 TEMPLATES = Path(__file__).with_name("templates")

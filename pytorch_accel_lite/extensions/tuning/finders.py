@@ -16,9 +16,16 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedData, NamedDatasets, OwnShard, Source
-from pytorch_accel_lite.extending import RunRequest, TrainerLike, Trial, check_positive_int, check_range, layer_scales
+from pytorch_accel_lite.extending import (
+    RunRequest,
+    TrainerLike,
+    Trial,
+    check_positive_int,
+    check_range,
+    layer_scales,
+    plots_for,
+)
 from pytorch_accel_lite.optimizers import CombinedOptimizer
-from pytorch_accel_lite.plotting import plot_range_test
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,7 +57,8 @@ class LearningRates:
         Args:
             path: where to save the picture; ``None`` does not save it
         """
-        return plot_range_test(self.lrs, self.losses, self.smoothed, self.suggestion, path)
+        plots = plots_for("LearningRates.plot")
+        return plots.plot_range_test(self.lrs, self.losses, self.smoothed, self.suggestion, path)
 
     def __repr__(self) -> str:
         tried = f"Tried {len(self.lrs)} learning rates from {self.lrs[0]:.3g} to {self.lrs[-1]:.3g}."

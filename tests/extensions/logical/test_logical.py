@@ -7,6 +7,7 @@ import json
 import random
 import re
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch.utils.data import Dataset, TensorDataset
 from torchmetrics import MeanMetric, MeanSquaredError
 
 from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback, TrainerPlaceholderValues, callbacks
+from pytorch_accel_lite import data as sources
 from pytorch_accel_lite.callbacks import (
     GradientNormCallback,
     MetricsCallback,
@@ -31,7 +33,7 @@ from pytorch_accel_lite.callbacks import (
     TerminateOnNaNCallback,
 )
 from pytorch_accel_lite.checkpoint import print_contents
-from pytorch_accel_lite.data import Mixture, OwnShard
+from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.extending import split
 from pytorch_accel_lite.extensions.logical import LogicalStep
 from pytorch_accel_lite.extensions.logical.gradient_sum import Node, TreeSum, blocks_of
@@ -257,9 +259,9 @@ class OwnLosses(Trainer):
     calculate_eval_batch_loss = calculate_train_batch_loss
 
 
-def mixture() -> Mixture:
+def mixture() -> Any:
     datasets = {"small": regression_data(12, dtype=FLOATS), "large": regression_data(40, dtype=FLOATS)}
-    return Mixture(datasets, {"small": 1.0, "large": 2.0})
+    return sources.Mixture(datasets, {"small": 1.0, "large": 2.0})
 
 
 def combined() -> dict[str, Any]:
@@ -296,10 +298,8 @@ def unfreezing() -> dict[str, Any]:
     return result_of(trainer)
 
 
-ALL = [
-    *(images, with_workers, few_samples, tokens, metrics, combined),
-    pytest.param(unfreezing, marks=pytest.mark.extension("unfreezing")),
-]
+ALL: list[Callable[[], Any]] = [images, with_workers, few_samples, tokens, metrics, combined, unfreezing]
+NEEDED: dict[Callable[[], Any], tuple[str, ...]] = {combined: ("mixtures",), unfreezing: ("mixtures", "unfreezing")}
 
 
 @functools.cache
@@ -353,7 +353,11 @@ def test_the_order_of_a_sum_does_not_depend_on_who_adds(terms):
 # --------------------------------------------------------------------------------------- training and the rest
 
 
-@pytest.mark.parametrize("case", ALL, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.extension(*NEEDED.get(case, ()))) for case in ALL],
+    ids=lambda case: case.__name__,
+)
 def test_any_number_of_processes_gives_the_same_bits(ranks, case):
     for result in ranks(case):
         assert differences(alone(case), result) == []

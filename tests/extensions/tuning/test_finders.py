@@ -153,6 +153,7 @@ def test_a_run_after_a_trial_is_the_run_without_it():
     assert equal(*results)
 
 
+@pytest.mark.extension("plots")
 def test_the_suggestion_lies_where_the_loss_falls(tmp_path):
     """A quadratic bowl of curvature 2: gradient descent falls fastest near 1/2, and explodes above 1."""
 

@@ -134,6 +134,7 @@ def pixels(path):
         return np.asarray(image)
 
 
+@pytest.mark.extension("plots")
 def test_images_are_drawn_as_a_sheet(tmp_path):
     data = classes()
     worst = WorstSamplesCallback(7)
@@ -149,6 +150,7 @@ def test_images_are_drawn_as_a_sheet(tmp_path):
         WorstSamplesCallback().plot(data)
 
 
+@pytest.mark.extension("plots")
 @pytest.mark.parametrize("averaged", [False, True])
 def test_images_of_several_datasets_are_drawn_by_their_names(averaged):
     model, worst = nn.Sequential(nn.Flatten(), nn.Linear(16, 1)), WorstSamplesCallback(4)

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.base.environment import import_extra
-from pytorch_accel_lite.base.text import visible
-from pytorch_accel_lite.plotting.figures import (
+from pytorch_accel_lite.extending_callbacks import MetricValue, visible
+from pytorch_accel_lite.extensions.plots.figures import (
     COLOURS,
     GRID,
     INK,
@@ -25,13 +24,14 @@ from pytorch_accel_lite.plotting.figures import (
     new_figure,
     save,
 )
-from pytorch_accel_lite.plotting.panels import Curve, Panel, Value, panels_of
+from pytorch_accel_lite.extensions.plots.panels import Curve, Panel, panels_of
+from pytorch_accel_lite.utils import import_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-Metrics = Mapping[str, tuple[Sequence[int], Sequence[Value]]]
+Metrics = Mapping[str, tuple[Sequence[int], Sequence[MetricValue]]]
 Directions = Mapping[str, "bool | None"]
 Styles = Mapping[str, Mapping[str, str]]  # by label of a curve
 

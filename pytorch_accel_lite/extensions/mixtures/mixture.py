@@ -5,23 +5,28 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from itertools import islice
-from typing import Literal
 
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import ConcatDataset, Sampler
 
-from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.randomness import draw_seed, generator_with, mix
-from pytorch_accel_lite.base.text import did_you_mean
-from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_range
-from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.data.mixture_shares import Stretch, added_up, choose_all, divide, whole_epoch
-from pytorch_accel_lite.data.sources import Index, IndexedData, Sample, Source
+from pytorch_accel_lite.extending_data import (
+    IndexedData,
+    LoaderKwargs,
+    Sample,
+    Source,
+    StateDict,
+    TrainingOrder,
+    check_positive_int,
+    draw_seed,
+    generator_with,
+    mix,
+    sizes_of,
+)
+from pytorch_accel_lite.extensions.mixtures.mixture_shares import Stretch, added_up, choose_all, divide, whole_epoch
+from pytorch_accel_lite.extensions.mixtures.mixture_weights import check_weights
 
 
-class Mixture(ConcatDataset[Sample]):
+class Mixture(ConcatDataset[Sample], TrainingOrder):
     """Several map datasets to train on, by name, each with a share of the samples in every part of an epoch.
 
     Each dataset is read in passes, each in a new random order: no sample is repeated before the pass is complete, and
@@ -48,7 +53,7 @@ class Mixture(ConcatDataset[Sample]):
         *,
         num_samples: int | None = None,
     ) -> None:
-        self.sizes = _sizes_of(datasets, "Mix streams with MixtureStream.")
+        self.sizes = sizes_of(datasets, "Mix streams with MixtureStream.")
         parts: list[Source] = [*datasets.values()]
         super().__init__(parts)
         self.names = list(datasets)
@@ -132,7 +137,11 @@ class Mixture(ConcatDataset[Sample]):
             shuffle: whether each pass over a dataset has a random order; otherwise it is in order
             drop_last: whether to drop smaller last batches
         """
-        return {"batch_size": batch_size, "sampler": MixtureSampler(self, shuffle), "drop_last": drop_last}
+        return {"batch_size": batch_size, "sampler": self.create_training_sampler(shuffle), "drop_last": drop_last}
+
+    def create_training_sampler(self, shuffle: bool = True) -> MixtureSampler:
+        """Return the sampler with which a trainer reads a training epoch."""
+        return MixtureSampler(self, shuffle)
 
     @property
     def _shares(self) -> list[float]:
@@ -200,127 +209,3 @@ class MixtureSampler(Sampler[int]):
                 order[places] = begin + torch.cat(orders)[start : start + count]
             begin += size
         return order
-
-
-def _sizes_of(datasets: Mapping[str, IndexedData], advice: str) -> dict[str, int]:
-    """Check map datasets by name, and return their lengths.
-
-    Args:
-        advice: what to do with other datasets
-    """
-    check_are_named(datasets)
-    sizes: dict[str, int] = {}
-    for name, dataset in datasets.items():
-        is_loader = isinstance(dataset, DataLoader)
-        size = None if is_loader or isinstance(dataset, IterableDataset) else find_length(dataset)
-        if size is None:
-            advice = "Pass its dataset." if is_loader else advice
-            raise ValueError(
-                f"The dataset {name!r} ({type(dataset).__name__}) cannot be indexed or has no length. {advice}"
-            )
-        if not size:
-            raise ValueError(f"The dataset {name!r} is empty.")
-        sizes[name] = size
-    return sizes
-
-
-def check_are_named(datasets: Mapping[str, IndexedData]) -> None:
-    """Check that there are datasets, by name."""
-    if not isinstance(datasets, Mapping):
-        raise TypeError(f"Datasets must be in a dict by name, not a {type(datasets).__name__}.")
-    if not datasets:
-        raise ValueError("A dict of datasets must have at least one.")
-
-
-def check_weights(weights: Mapping[str, float], names: list[str], may_be_zero: bool = False) -> dict[str, float]:
-    """Return the weights in the order of the datasets, after checking that each dataset has a positive one.
-
-    Args:
-        may_be_zero: whether some, but not all, may be 0
-    """
-    if not isinstance(weights, Mapping):
-        raise TypeError(f"weights must be a dict of numbers by name of the dataset, not {type(weights).__name__}.")
-    for name, value in weights.items():
-        if name not in names:
-            existing = ", ".join(map(repr, names))
-            raise ValueError(
-                f"weights has {name!r}, which is not one of the datasets {existing}.{did_you_mean(str(name), names)}"
-            )
-        if not (may_be_zero and value == 0):
-            check_range(f"weights[{name!r}]", value, above=0)
-    for name in names:
-        if name not in weights:
-            raise ValueError(f"weights has nothing for the dataset {name!r}. Give it a weight, or leave it out.")
-    if not any(weights.values()):
-        raise ValueError(f"weights={dict(weights)!r} are all 0. Give at least one dataset a weight.")
-    return {name: weights[name] for name in names}
-
-
-class NamedDatasets(Dataset[Sample]):
-    """Several map datasets, by name. A sample is a dict with one sample of each, a batch a dict with one batch of each.
-
-    Args:
-        datasets: the datasets by name; when shuffled, they are paired at random in every epoch
-        length: length of an epoch: ``"min"`` for that of the shortest dataset, ``"max"`` for that of the longest, with
-            the shorter ones repeated
-
-    Raises:
-        ValueError: if there are no datasets, or one is empty or has no length
-    """
-
-    def __init__(self, datasets: Mapping[str, IndexedData], length: Literal["min", "max"] = "min") -> None:
-        check_choice("length", length, ("min", "max"))
-        self.sizes = _sizes_of(datasets, "Combine iterable ones into one IterableDataset that yields dicts.")
-        self.datasets = dict(datasets)
-        self._length = min(self.sizes.values()) if length == "min" else max(self.sizes.values())
-
-    def create_sampler(self, shuffle: bool) -> NamedSampler:
-        """Return the sampler with which a trainer reads these datasets."""
-        return NamedSampler(self, shuffle)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, indices: Index) -> dict[str, Sample]:
-        """Return a sample of each dataset, given one index for all or a sequence with an index for each, in order."""
-        if isinstance(indices, int) or getattr(indices, "ndim", 1) == 0:  # including those of numpy and torch
-            indices = [indices % size for size in self.sizes.values()]
-        return {name: data[index] for (name, data), index in zip(self.datasets.items(), indices, strict=True)}
-
-
-class NamedSampler(Sampler[tuple[int, ...]]):
-    """Samples each dataset in a separate order, repeated as necessary for the length of an epoch.
-
-    Args:
-        shuffle: whether to draw a random order for every pass; otherwise the order is sequential
-    """
-
-    def __init__(self, datasets: NamedDatasets, shuffle: bool) -> None:
-        self.datasets = datasets
-        self.shuffle = shuffle
-
-    def __len__(self) -> int:
-        return len(self.datasets)
-
-    def __iter__(self) -> Iterator[tuple[int, ...]]:
-        orders = [self._endless(size) for size in self.datasets.sizes.values()]
-        return islice(zip(*orders, strict=False), len(self))
-
-    def _endless(self, size: int) -> Iterator[int]:
-        while True:
-            yield from torch.randperm(size).tolist() if self.shuffle else range(size)
-
-
-def describe_lengths(sampler: NamedSampler) -> str:
-    """Return in a line how datasets of different lengths are read in an epoch; empty if all lengths are equal."""
-    if len(set(sampler.datasets.sizes.values())) == 1:
-        return ""
-    sizes, length = sampler.datasets.sizes, len(sampler)
-    deciding = next(name for name, size in sizes.items() if size == length)
-    if length == max(sizes.values()):
-        how = f"longest, {deciding!r}; the others are repeated"
-    else:
-        used = "drawn again in each epoch" if sampler.shuffle else "the first ones"
-        how = f"shortest, {deciding!r}; of the others, as many samples are used, {used}"
-    shown = ", ".join(f"{name!r} {size:,}" for name, size in sizes.items())
-    return f"The datasets differ in length ({shown}): an epoch is as long as the {how}."

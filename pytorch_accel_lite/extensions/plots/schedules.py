@@ -6,10 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.optimizers.operations import CreateScheduler
-from pytorch_accel_lite.plotting.figures import INK, Axes, choose_scale, finish, line_style, new_figure, save
-from pytorch_accel_lite.schedulers.named_schedules import ScheduleName
-from pytorch_accel_lite.schedulers.preview import schedule_values
+from pytorch_accel_lite.extending import CreateScheduler
+from pytorch_accel_lite.extensions.plots.figures import INK, Axes, choose_scale, finish, line_style, new_figure, save
+from pytorch_accel_lite.schedulers import ScheduleName, schedule_values
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

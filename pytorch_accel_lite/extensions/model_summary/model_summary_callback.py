@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.base.environment import import_extra
-from pytorch_accel_lite.base.randomness import preserving_generators
-from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.loop.inference import inference
-from pytorch_accel_lite.loop.layer_summary import summarise
-from pytorch_accel_lite.run.events import TrainerCallback, set_listening
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.extending import TrainerCallback, TrainerLike, check_positive_int
+from pytorch_accel_lite.extending_callbacks import inference, preserving_generators, set_listening
+from pytorch_accel_lite.extensions.model_summary.layer_summary import summarise
+from pytorch_accel_lite.utils import import_extra
 
 if TYPE_CHECKING:
     pass

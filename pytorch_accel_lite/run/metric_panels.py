@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from pytorch_accel_lite.base.text import visible
 
-#: A value of a metric: numbers are drawn, and metrics with others are left out.
-Value: TypeAlias = Any
+#: The value of a metric: usually a number, but a program may record anything.
+MetricValue: TypeAlias = Any
 # Prefix of the monitors' names, title of the panel they share, and its unit.
 _MONITORS = (
     ("lr", "learning rate", ""),
@@ -27,12 +25,10 @@ _MONITORS = (
     ("memory", "memory", "MiB"),
     ("time", "time of an epoch", "seconds"),
 )
+#: Titles of the monitors' panels, in the order in which they are shown.
+MONITORS = tuple(title for _, title, _ in _MONITORS)
 _WITH_KIND = re.compile(r"(?:(.+?)_)?(train|eval|evaluation)_(.+)")
 _EVAL_LOSS = re.compile(r"(.+_)eval_loss(?:_epoch)?")
-
-
-class NothingToPlotError(ValueError):
-    """Raised if none of the metrics to plot is numeric."""
 
 
 class MetricPanel(NamedTuple):
@@ -47,75 +43,6 @@ class MetricPanel(NamedTuple):
     unit: str
     is_monitor: bool
     label: str
-
-
-@dataclass(eq=False, repr=False)
-class Curve:
-    """A metric over the epochs.
-
-    Args:
-        label: label within its panel
-        epochs: horizontal position of each value; several values of one epoch are spread over it
-        best: index of the best value, which is marked
-    """
-
-    label: str
-    epochs: list[float]
-    values: list[float]
-    best: int | None = None
-
-
-@dataclass(eq=False, repr=False)
-class Panel:
-    """Curves that share axes.
-
-    Args:
-        unit: unit of the values; empty for none
-        is_monitor: whether the curves describe the run rather than the quality of the model
-        has_legend: whether the curves are labelled
-    """
-
-    title: str
-    unit: str = ""
-    is_monitor: bool = False
-    has_legend: bool = True
-    curves: list[Curve] = field(default_factory=list)
-
-    def all_values(self) -> Iterator[float]:
-        """Yield the values of all curves."""
-        return (value for curve in self.curves for value in curve.values)
-
-
-def panels_of(
-    metrics: Mapping[str, tuple[Sequence[int], Sequence[Value]]], directions: Mapping[str, bool | None]
-) -> list[Panel]:
-    """Group metrics into panels, monitors last; metrics that are not numeric are omitted.
-
-    Args:
-        metrics: epochs and values by name
-        directions: whether larger values are better, by name; ``None`` if unknown
-
-    Raises:
-        NothingToPlotError: if no metric is numeric
-    """
-    panels: dict[tuple[str, str], Panel] = {}
-    assignments = panels_by_metric(metrics)
-    for name, (epochs, values) in metrics.items():
-        try:
-            numbers = [float(value) for value in values]
-        except (TypeError, ValueError):
-            continue
-        metric = assignments[name]
-        panel = panels.setdefault((metric.title, metric.unit), Panel(metric.title, metric.unit, metric.is_monitor))
-        best = None if metric.is_monitor else best_of(numbers, name, metric, directions)
-        panel.curves.append(Curve(metric.label, _spread(epochs), numbers, best))
-    if not panels:
-        raise NothingToPlotError("Nothing to plot: no numeric metric has been recorded yet.")
-    drawn = [panel for panel in panels.values() if any(map(math.isfinite, panel.all_values()))]
-    if not drawn:
-        raise NothingToPlotError("Nothing to plot: no metric has a finite value.")
-    order = {title: number for number, (_, title, _) in enumerate(_MONITORS)}
-    return sorted(drawn, key=lambda panel: order[panel.title] if panel.is_monitor else -1)
 
 
 def panels_by_metric(names: Iterable[str]) -> dict[str, MetricPanel]:
@@ -164,7 +91,7 @@ def direction_of(name: str, directions: Mapping[str, bool | None]) -> bool | Non
 
 
 def best_of(
-    values: Sequence[Value], name: str, panel: MetricPanel, directions: Mapping[str, bool | None]
+    values: Sequence[MetricValue], name: str, panel: MetricPanel, directions: Mapping[str, bool | None]
 ) -> int | None:
     """Return the index of the best value of a metric, which is marked.
 
@@ -175,14 +102,3 @@ def best_of(
     if panel.label.endswith("train") or greater_is_better is None or not finite:
         return None
     return (max if greater_is_better else min)(finite, key=lambda index: finite[index])
-
-
-def _spread(epochs: Sequence[int]) -> list[float]:
-    """Return the horizontal positions of values: at the end of their epoch, or spread over it if it has several."""
-    counts = Counter(epochs)
-    seen: Counter[int] = Counter()
-    positions = []
-    for epoch in epochs:
-        seen[epoch] += 1
-        positions.append(epoch - 1 + seen[epoch] / counts[epoch])
-    return positions

@@ -8,8 +8,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pytorch_accel_lite.base.environment import import_extra
-from pytorch_accel_lite.base.paths import file_path
+from pytorch_accel_lite.checkpoint import file_path
+from pytorch_accel_lite.utils import import_extra
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

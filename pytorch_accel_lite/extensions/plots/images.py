@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pytorch_accel_lite.base.text import visible
-from pytorch_accel_lite.plotting.figures import INK, as_written, new_figure, save
+from pytorch_accel_lite.extending_callbacks import visible
+from pytorch_accel_lite.extensions.plots.figures import INK, as_written, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,19 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.base.environment import import_extra
-from pytorch_accel_lite.base.modules import preserving_modes
-from pytorch_accel_lite.base.randomness import preserving_generators
-from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.data import Data
-from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.data.sources import BatchData, CollateFunction
-from pytorch_accel_lite.loop.guards.arguments import check_data
-from pytorch_accel_lite.loop.inference import inference, inference_run
-from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.data import BatchData, CollateFunction, Data, LoaderKwargs
+from pytorch_accel_lite.extending import RunRequest, TrainerLike, check_data, check_positive_int, inference_run
+from pytorch_accel_lite.extending_callbacks import (
+    Tree,
+    inference,
+    mixed_precision,
+    preserving_generators,
+    preserving_modes,
+)
+from pytorch_accel_lite.utils import import_extra
 
 if TYPE_CHECKING:
     from torchinfo import ModelStatistics

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import math
+import re
+import sys
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.figure import Figure
 from torchmetrics import R2Score
 
 from pytorch_accel_lite import InMemoryRunHistory, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import MetricsCallback
 from pytorch_accel_lite.plotting import plot_schedule
-from pytorch_accel_lite.schedulers import CosineLrScheduler
-from pytorch_accel_lite.schedulers.preview import schedule_values
+from pytorch_accel_lite.schedulers import schedule_values
+from tests.launching import run_code
 from tests.tasks import listener, make_data, make_trainer, train
+
+
+def filled() -> InMemoryRunHistory:
+    """Three epochs of two metrics, of which the second is missing in the second epoch, as a trainer fills it."""
+    history = InMemoryRunHistory()
+    for epoch, accuracy in enumerate([0.5, None, 0.75], start=1):
+        history.update_metric("train_loss_epoch", 1 / epoch)
+        history.update_metric("eval_loss_epoch", 2 / epoch)
+        if accuracy is not None:
+            history.update_metric("accuracy", accuracy)
+        history._increment_epoch()
+    return history
 
 
 def recorded(**metrics: Any) -> InMemoryRunHistory:
@@ -149,18 +164,6 @@ def test_a_schedule_is_seen_before_it_is_used(tmp_path):
     assert (tmp_path / "schedule.png").stat().st_size > 5000
 
 
-def test_schedules_of_groups_and_of_timm_are_seen():
-    from timm.scheduler import StepLRScheduler
-
-    assert schedule_values(partial(StepLRScheduler, decay_t=1, decay_rate=0.5), 6, [1.0, 0.1], num_epochs=3) == [
-        [1, 1, 0.5, 0.5, 0.25, 0.25], [0.1, 0.1, 0.05, 0.05, 0.025, 0.025]
-    ]  # fmt: skip
-    ours = CosineLrScheduler.create_scheduler_fn(num_warmup_epochs=1, warmup_starting_lr=0.01)
-    (values,) = schedule_values(ours, 10, 0.1, num_epochs=5)
-    assert max(values) == pytest.approx(0.1)
-    assert values[0] < values[1] <= values[2] > values[-1]
-
-
 def test_a_plot_of_a_schedule_refuses_a_run_of_0_updates():
     with pytest.raises(ValueError, match="num_updates=0 must be at least 1"):
         plot_schedule(print, 0)
@@ -179,3 +182,74 @@ def test_titles_of_a_row_are_at_one_height_and_no_panel_is_empty():
     assert places[2].width > 1.8 * places[0].width
     with pytest.raises(ValueError, match="no metric has a finite value"):
         recorded(unknown=[math.nan]).plot()
+
+
+def test_the_plot_has_a_panel_for_each_metric(tmp_path):
+    from matplotlib.figure import Figure
+
+    path = tmp_path / "plots" / "curves.png"
+    figure = filled().plot(path)
+    assert isinstance(figure, Figure)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    panels = {axis.get_title(loc="left"): axis.get_lines() for axis in figure.axes}
+    assert panels.keys() == {"loss", "accuracy"}
+    curves = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in panels["loss"]}
+    assert curves == {"train": ([1, 2, 3], [1, 1 / 2, 1 / 3]), "eval": ([1, 2, 3], [2, 1, 2 / 3])}
+    (accuracy,) = panels["accuracy"]
+    assert (list(accuracy.get_xdata()), list(accuracy.get_ydata())) == ([1, 3], [0.5, 0.75])
+
+
+@pytest.mark.parametrize("suffix", ["svg", "pdf"])
+def test_a_plot_can_be_saved_in_other_formats(tmp_path, suffix):
+    filled().plot(tmp_path / f"curves.{suffix}")
+    assert (tmp_path / f"curves.{suffix}").stat().st_size > 1000
+
+
+def test_a_plot_leaves_out_what_is_no_number_and_shows_tensors():
+    history = filled()
+    history.update_metric("confusion", [[1, 2], [3, 4]])
+    history.update_metric("comment", "good")
+    history.update_metric("f1", torch.tensor(0.5))
+    titles = {axis.get_title(loc="left") for axis in history.plot().axes}
+    assert titles == {"loss", "accuracy", "f1"}
+
+
+def test_a_plot_changes_nothing_of_pyplot_and_needs_no_display(monkeypatch):
+    import matplotlib
+
+    monkeypatch.delenv("DISPLAY", raising=False)
+    # As a plain dict: rcParams itself chooses a backend when it is asked for it.
+    before = dict.__getitem__(matplotlib.rcParams, "backend")
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    figures = pyplot.get_fignums() if pyplot else []
+    filled().plot()
+    assert dict.__getitem__(matplotlib.rcParams, "backend") is before
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    assert pyplot is None or pyplot.get_fignums() == figures
+
+
+def test_metrics_to_plot_may_come_from_a_generator():
+    figure = filled().plot(metrics=(name for name in ["accuracy"]))
+    assert [axis.get_title(loc="left") for axis in figure.axes] == ["accuracy"]
+
+
+def test_there_is_no_plot_of_nothing():
+    with pytest.raises(ValueError, match="Nothing to plot"):
+        InMemoryRunHistory().plot()
+
+
+@pytest.mark.programs
+def test_without_the_extra_a_plot_says_what_to_install():
+    script = """
+from tests.launching import forget
+forget("matplotlib", installed=False)
+from pytorch_accel_lite.tracking import InMemoryRunHistory
+history = InMemoryRunHistory()
+history.update_metric("loss", 1)
+try:
+    history.plot()
+except ImportError as error:
+    print(error)
+"""
+    (plot,) = run_code(script).splitlines()
+    assert re.search("plot.. needs matplotlib. Install it with: pip install '?matplotlib", plot)
