@@ -72,7 +72,7 @@ class RemoteFolder:
 
     @contextmanager
     def _accessing(self, name: str = "", writes: bool = False) -> Iterator[str]:
-        """Yield the path of an object, without the store's cache. Errors in the block get the address and the reason."""
+        """Yield the path of an object, with no cache. Errors in the block name the address and the reason."""
         try:
             self._store.invalidate_cache()
             yield f"{self._path}/{name}".rstrip("/")

@@ -115,7 +115,7 @@ def _row_of_weights(history: InMemoryRunHistory, loaded: LoadedWeights | None) -
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that are finite numbers, under the same names whether ``train`` or ``evaluate`` computed them."""
+    """Return the metrics that are finite numbers, with the same names from ``train`` as from ``evaluate``."""
     numbers = {
         name.removesuffix("_epoch").replace("evaluation_", "eval_"): to_number(value)
         for name, value in metrics.items()

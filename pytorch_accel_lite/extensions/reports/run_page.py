@@ -98,7 +98,7 @@ def _date(text: str) -> str:
 
 
 def _results(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the best and final value of each metric whose direction is known; of training metrics, only the final one."""
+    """Return the best and final values of metrics of known direction; of training metrics, only the final value."""
     directions = record["directions"]
     results = []
     for name, panel in panels_by_metric(_names(record)).items():
