@@ -14,6 +14,7 @@ from pytorch_accel_lite.base.reports import Report
 from pytorch_accel_lite.base.templates import Column, render
 from pytorch_accel_lite.base.text import describe_error, listed
 from pytorch_accel_lite.base.types import ChosenModules, JsonObject
+from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.checkpoint.files import FENCES, check_is_shared, load_verified
 from pytorch_accel_lite.checkpoint.locations import STORES, Store, read_state
@@ -101,8 +102,8 @@ __all__ = [
     "TrainerCallback", "TrainerLike", "TrainingState", "WatchedMetric",
     # Seams.
     "DIVISIONS", "Division", "FENCES", "JOB_QUEUES", "JobQueue", "KINDS", "MEMORY_ADVICE", "MODEL_CHANGES",
-    "MODEL_WRITERS", "ModelWriter", "PLOTS", "Plots", "STEP_COMPILERS", "STORES", "StateStore", "StepCompiler", "Store",
-    "create_division", "replace_step",
+    "MODEL_WRITERS", "ModelWriter", "OTHER_LIBRARIES", "PLOTS", "Plots", "STEP_COMPILERS", "STORES", "StateStore",
+    "StepCompiler", "Store", "create_division", "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
     "RECOMPUTED", "SKIPPED_BATCHES", "ShardedStep", "as_returned", "as_weight", "backward", "merge_outputs",

@@ -25,6 +25,7 @@ OFFERED = {
     "muon": ("optimizers.ParameterKinds", "optimizers.muon_with_adamw", "optimizers.split_parameters"),
     "nan_report": ("callbacks.NaNReportCallback",),
     "optuna": ("integrations.OptunaPruningCallback",),
+    "other_libraries": (),  # errors that know the names of others
     "packing": (
         "data.PackSequences",
         "data.TokenBatchSampler",
