@@ -51,16 +51,16 @@ from pytorch_accel_lite.distributed.positions import (
 from pytorch_accel_lite.distributed.ranks import GroupTimeouts, connect_to_store, use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
 from pytorch_accel_lite.distributed.watch import EXIT_CODE, end_process, is_about_lost_process
-from pytorch_accel_lite.loop.batch_parts import merge_outputs
+from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
 from pytorch_accel_lite.loop.guards.arguments import check_data
 from pytorch_accel_lite.loop.guards.held_memory import MEMORY_ADVICE
-from pytorch_accel_lite.loop.inference import inference_run
+from pytorch_accel_lite.loop.inference import inference_run, unwrapped_model
 from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
 from pytorch_accel_lite.loop.preparing import MODEL_CHANGES
 from pytorch_accel_lite.loop.sharded_models import shard_model
-from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
+from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
 from pytorch_accel_lite.loop.speedups import faster_data, unfused_class
-from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward
+from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward, loss_of
 from pytorch_accel_lite.loop.trial import Trial
 from pytorch_accel_lite.optimizers.operations import CreateScheduler, optimized_parameters
 from pytorch_accel_lite.optimizers.rates import layer_scales
@@ -120,8 +120,9 @@ __all__ = [
     # For files beside a saved model.
     "ADAPTERS", "LoadedWeights", "SavedModel", "has_adapters", "is_of_timm",
     # Trials.
-    "OwnCallbacks", "Snapshot", "Trial", "check_data", "faster_data", "inference_run", "replaced", "shard_model",
-    "unfused_class",
+    "OwnCallbacks", "Snapshot", "StepSnapshot", "Trial", "check_data", "faster_data", "inference_run",
+    "is_out_of_memory", "loss_of", "preserving_attributes", "replaced", "shard_model", "split_into_parts",
+    "unfused_class", "unwrapped_model",
     # The parts of trainers and batches.
     "TARGET_KEYS", "Batch", "BatchAdapter", "BatchOutput", "ListOfSamples", "LossFunction", "LossShapeError",
     "all_optimized_parameters", "concatenate", "find_batch_size", "is_overridden", "is_single_sample", "layer_scales",

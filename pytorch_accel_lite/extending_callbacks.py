@@ -50,7 +50,6 @@ from pytorch_accel_lite.data.splitting import is_list_of_samples, slice_batch, t
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.extension_names import is_not_there
-from pytorch_accel_lite.loop.flops import try_counting_flops
 from pytorch_accel_lite.loop.gradients import total_norm
 from pytorch_accel_lite.loop.inference import inference
 from pytorch_accel_lite.optimizers.layer_groups import ModuleGroup, find_groups
@@ -78,7 +77,7 @@ __all__ = [
     "Classification", "ModuleGroup", "NamedMetric", "ShardedEma", "TrainerOptimizer", "are_sharded", "class_of",
     "dataset_of", "default_transform", "evaluating_optimizers", "find_groups", "find_length", "group_names",
     "inference", "is_created", "is_list_of_samples", "is_number", "mix", "parts_of", "preserving_generators",
-    "preserving_modes", "schedulers_in", "seed_all", "slice_batch", "to_cpu", "total_norm", "try_counting_flops",
+    "preserving_modes", "schedulers_in", "seed_all", "slice_batch", "to_cpu", "total_norm",
     # Devices without waiting.
     "AsyncCopy", "DeviceTimer", "Moment", "accumulation_dtype", "is_asynchronous", "mixed_precision", "to_float",
     # Files.

@@ -50,13 +50,18 @@ OFFERED = {
         "callbacks.iterate_predictions",
         "callbacks.read_predictions",
     ),
+    "profiling": ("callbacks.ProfilerCallback", "callbacks.TimingCallback"),
     "ray": ("integrations.RayReportCallback",),
     "remote": (),  # states and models at URLs
     "reports": ("callbacks.PlotMetricsCallback", "callbacks.RunLogCallback"),  # and the card of save_model()
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
+    "sync_batch_norm": ("callbacks.ConvertSyncBatchNormCallback",),
     "takeover": (),  # the command launch
+    "throughput": ("callbacks.ThroughputCallback",),
     "tuning": ("Trainer.find_lr", "Trainer.find_batch_size", "Trainer.diagnose"),
+    "unfreezing": ("callbacks.GradualUnfreezingCallback",),
     "worst_samples": ("callbacks.WorstSample", "callbacks.WorstSamplesCallback"),
+    "wsd_checkpoints": ("callbacks.WSDCheckpointCallback",),
 }
 #: The extensions that have arguments of a trainer.
 ARGUMENTS = {"logical_processes": "logical"}

@@ -13,7 +13,6 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback, SaveTrainingStateCallback
-from pytorch_accel_lite.callbacks.sync_batch_norm import synchronised
 from pytorch_accel_lite.ema import ModelEma
 from tests.scripts.resumable import CopyStates, run
 from tests.tasks import (
@@ -178,7 +177,7 @@ def test_averages_work_made_before_or_after_model_preparation(order, change):
     prepare = {
         "compile": lambda: model.compile(backend="eager") or model,
         "channels last": lambda: model.to(memory_format=torch.channels_last),
-        "synchronised batch norm": lambda: synchronised(model),
+        "synchronised batch norm": lambda: nn.SyncBatchNorm.convert_sync_batchnorm(model),
     }[change]
     if order == "average first":
         average = ModelEma(model, decay=0.75)

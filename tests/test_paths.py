@@ -16,11 +16,9 @@ from pytorch_accel_lite.base.paths import as_file_name
 from pytorch_accel_lite.callbacks import (
     MetricsFileCallback,
     ModelEmaCallback,
-    ProfilerCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
     TrackerCallback,
-    WSDCheckpointCallback,
 )
 from pytorch_accel_lite.checkpoint import verify_state
 from tests.tasks import listener, make_trainer, train
@@ -34,9 +32,9 @@ WRITERS: dict[str, tuple[Callable[[Any], Any], str, bool]] = {
     "ema": (lambda path: ModelEmaCallback(save_path=path), "save_path", True),
     "states": (SaveTrainingStateCallback, "save_dir", False),
     "predictions": (lambda path: callbacks.PredictionWriterCallback(path), "directory", False),
-    "profile": (ProfilerCallback, "output_dir", False),
+    "profile": (lambda path: callbacks.ProfilerCallback(path), "output_dir", False),
     "reports": (lambda path: callbacks.NaNReportCallback(path), "directory", False),
-    "wsd": (WSDCheckpointCallback, "save_dir", False),
+    "wsd": (lambda path: callbacks.WSDCheckpointCallback(path), "save_dir", False),
     "tracker": (lambda path: TrackerCallback(project_dir=path), "project_dir", False),
     "checkpoint": (lambda path: make_trainer().save_checkpoint(path), "save_path", True),
     "state": (lambda path: make_trainer().save_training_state(path), "output_dir", False),
@@ -48,7 +46,7 @@ WRITERS: dict[str, tuple[Callable[[Any], Any], str, bool]] = {
 def some(*names: str) -> Any:
     """Let a test try some of them, without those of an extension that has been deleted."""
     owners = {"plot": "reports", "log": "reports", "reports": "nan_report"}
-    owners |= {"predictions": "predictions", "read": "predictions"}
+    owners |= {"wsd": "wsd_checkpoints", "profile": "profiling", "predictions": "predictions", "read": "predictions"}
     marks = {name: pytest.mark.extension(owner) for name, owner in owners.items()}
     return pytest.mark.parametrize("name", [pytest.param(name, marks=marks.get(name, ())) for name in names])
 

@@ -33,7 +33,6 @@ from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
-    GradualUnfreezingCallback,
     LimitBatchesCallback,
     ModelEmaCallback,
     RunPausedError,
@@ -967,7 +966,6 @@ def refusals() -> dict[str, str]:
     """What cannot be done with sharded weights, and what is said of it."""
     accelerator, said = sharding_accelerator(), {}
     for name, callback in {
-        "unfreeze": GradualUnfreezingCallback(),
         "rewrap": listener(on_train_epoch_start=Trainer.rewrap_model),
         "skip": SkipFailedBatchesCallback(),
     }.items():
@@ -993,7 +991,6 @@ def state_of_fsdp1(folder: Path) -> str | None:
 @pytest.mark.processes
 def test_what_cannot_be_done_with_sharded_weights_is_refused(tmp_path, two_ranks):
     for said in two_ranks(refusals):
-        assert "cannot change which parameters are trained: the model is sharded (FSDP)" in said["unfreeze"]
         assert "cannot change in the middle of this run: the model is sharded (FSDP)" in said["rewrap"]
         assert "SkipFailedBatchesCallback does not work with sharded weights" in said["skip"]
     for message in two_ranks.run(state_of_fsdp1, tmp_path):

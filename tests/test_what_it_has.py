@@ -32,6 +32,7 @@ from pytorch_accel_lite import (
     TrainerPlaceholderValues,
     TrainerRunConfig,
     TrainerWithTimmScheduler,
+    callbacks,
 )
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
@@ -44,7 +45,6 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     SkipFailedBatchesCallback,
     TerminateOnNaNCallback,
-    TimingCallback,
     get_default_callbacks,
 )
 from pytorch_accel_lite.data import OwnShard
@@ -148,7 +148,7 @@ HELD = {
     "the number of GPUs": "test_idle_gpus.py::test_only_gpus_that_are_visible_are_chosen",
     "idle GPUs are chosen": "test_idle_gpus.py::test_the_gpus_with_the_least_in_use_are_chosen",
     "each process draws numbers of its own": "test_data.py::test_random_transforms_follow_seed_epoch_and_position",
-    "synchronised batch norm": "test_batch_norm.py::test_conversion_to_sync_batch_norm_keeps_model_and_results",
+    "synchronised batch norm": "test_sync_batch_norm.py::test_conversion_to_sync_batch_norm_keeps_model_and_results",
     "progress and numbers of batches agree over processes": "test_data.py::"
     "test_a_global_batch_is_the_same_on_any_number_of_processes",
     "stopping is agreed over processes": "test_stopping.py::test_a_stop_requested_by_one_rank_stops_all_at_one_update",
@@ -1546,8 +1546,9 @@ def test_logged_numbers_are_written_to_files_at_intervals(tmp_path):
 
 
 @row("the time for data, the largest of all processes", "timers for steps and epochs")
+@pytest.mark.extension("profiling")
 def test_times_of_parts_are_recorded():
-    names = train(make_trainer([TimingCallback(show=False)])).run_history.get_metric_names()
+    names = train(make_trainer([callbacks.TimingCallback(show=False)])).run_history.get_metric_names()
     assert {"time_data", "time_data_max", "time_forward", "time_optimizer", "time_epoch"} <= set(names)
 
 

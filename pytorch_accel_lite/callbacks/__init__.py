@@ -24,15 +24,10 @@ from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, PrintProgr
 from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
 from pytorch_accel_lite.callbacks.step_evaluation import StepBasedEvaluationCallback
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TimeLimitCallback
-from pytorch_accel_lite.callbacks.sync_batch_norm import ConvertSyncBatchNormCallback
 from pytorch_accel_lite.callbacks.table import ProgressTableCallback
 from pytorch_accel_lite.callbacks.terminate_on_nan import TerminateOnNaNCallback
-from pytorch_accel_lite.callbacks.throughput import ThroughputCallback
-from pytorch_accel_lite.callbacks.timing import ProfilerCallback, TimingCallback
 from pytorch_accel_lite.callbacks.trackers import TrackerCallback
 from pytorch_accel_lite.callbacks.training_states import SaveTrainingStateCallback
-from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
-from pytorch_accel_lite.callbacks.wsd import WSDCheckpointCallback
 from pytorch_accel_lite.extension_names import missing
 from pytorch_accel_lite.extensions import slurm as slurm  # adds to JOB_QUEUES
 from pytorch_accel_lite.extensions.energy import EnergyCallback
@@ -43,8 +38,13 @@ from pytorch_accel_lite.extensions.model_summary import ModelSummaryCallback
 from pytorch_accel_lite.extensions.momentum_teacher import MomentumTeacherCallback
 from pytorch_accel_lite.extensions.nan_report import NaNReportCallback
 from pytorch_accel_lite.extensions.predictions import PredictionWriterCallback, iterate_predictions, read_predictions
+from pytorch_accel_lite.extensions.profiling import ProfilerCallback, TimingCallback
 from pytorch_accel_lite.extensions.reports import PlotMetricsCallback, RunLogCallback
+from pytorch_accel_lite.extensions.sync_batch_norm import ConvertSyncBatchNormCallback
+from pytorch_accel_lite.extensions.throughput import ThroughputCallback
+from pytorch_accel_lite.extensions.unfreezing import GradualUnfreezingCallback
 from pytorch_accel_lite.extensions.worst_samples import WorstSample, WorstSamplesCallback
+from pytorch_accel_lite.extensions.wsd_checkpoints import WSDCheckpointCallback
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma as ModelEma  # as in pytorch-accelerated
 from pytorch_accel_lite.run.events import (
     CallbackHandler,

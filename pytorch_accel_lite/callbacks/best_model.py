@@ -14,7 +14,6 @@ from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
-from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
 from pytorch_accel_lite.checkpoint.capturing import refuse_engines, refuse_fsdp1
 from pytorch_accel_lite.checkpoint.files import load_plain, read_checkpoint
 from pytorch_accel_lite.checkpoint.weights import check_has_trainable
@@ -105,11 +104,11 @@ class SaveBestModelCallback(MetricWatcher):
             )
         if self.trainable_only:
             check_has_trainable(trainer.get_model())
-            if any(isinstance(callback, GradualUnfreezingCallback) for callback in trainer.callback_handler):
+            if trainer.run.request.unfreezes:
                 raise ValueError(
-                    "SaveBestModelCallback(trainable_only=True) leaves out frozen weights, but "
-                    "GradualUnfreezingCallback trains them later, so the best model could not be restored. Save it "
-                    "with trainable_only=False."
+                    "SaveBestModelCallback(trainable_only=True) leaves out frozen weights, but the run trains them "
+                    "later (GradualUnfreezingCallback), so the best model could not be restored. Save it with "
+                    "trainable_only=False."
                 )
         super().on_training_run_start(trainer)
         self._is_of_earlier_run = self.best_metric is not None

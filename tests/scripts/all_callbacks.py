@@ -13,7 +13,6 @@ from torchmetrics import MeanAbsoluteError
 
 from pytorch_accel_lite import TrainerCallback, callbacks, get_default_callbacks
 from pytorch_accel_lite.callbacks import (
-    GradualUnfreezingCallback,
     LimitBatchesCallback,
     LimitEvalStepsCallback,
     MetricsCallback,
@@ -53,7 +52,7 @@ def run_with_all(folder: Path, update: int = 0) -> dict[str, Any]:
         metrics(train=True),
         StepBasedEvaluationCallback(2),
         ModelEmaCallback(0.9, save_path=folder / "ema.pt", callbacks=[metrics()], warmup=True),
-        GradualUnfreezingCallback(),
+        callbacks.GradualUnfreezingCallback(),
         LimitBatchesCallback(3),
         LimitEvalStepsCallback(2),
         SkipFailedBatchesCallback(),

@@ -26,7 +26,6 @@ from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback, Tra
 from pytorch_accel_lite import data as sources
 from pytorch_accel_lite.callbacks import (
     GradientNormCallback,
-    GradualUnfreezingCallback,
     MetricsCallback,
     ModelEmaCallback,
     SaveTrainingStateCallback,
@@ -293,14 +292,14 @@ def unfreezing() -> dict[str, Any]:
     ModelFreezer(model).freeze()
     factory = partial(torch.optim.AdamW, lr=0.01)
     trainer = quiet_trainer(
-        model, optimizer=factory, callbacks=[GradualUnfreezingCallback(1)], seed=2, logical_processes=4
+        model, optimizer=factory, callbacks=[callbacks.GradualUnfreezingCallback(1)], seed=2, logical_processes=4
     )
     trainer.train(mixture(), 3, per_device_batch_size=3)
     return result_of(trainer)
 
 
 ALL: list[Callable[[], Any]] = [images, with_workers, few_samples, tokens, metrics, combined, unfreezing]
-WITH_MIXTURES = (combined, unfreezing)
+NEEDED: dict[Callable[[], Any], tuple[str, ...]] = {combined: ("mixtures",), unfreezing: ("mixtures", "unfreezing")}
 
 
 @functools.cache
@@ -356,7 +355,7 @@ def test_the_order_of_a_sum_does_not_depend_on_who_adds(terms):
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.extension("mixtures") if case in WITH_MIXTURES else ()) for case in ALL],
+    [pytest.param(case, marks=pytest.mark.extension(*NEEDED.get(case, ()))) for case in ALL],
     ids=lambda case: case.__name__,
 )
 def test_any_number_of_processes_gives_the_same_bits(ranks, case):

@@ -9,16 +9,18 @@ from functools import partial
 
 import torch
 
-from pytorch_accel_lite.base.devices import DeviceTimer, Moment
-from pytorch_accel_lite.base.origins import is_overridden, warn_outside
-from pytorch_accel_lite.base.validation import check_positive_int, check_range, optional
-from pytorch_accel_lite.data.batches import BatchOutput
-from pytorch_accel_lite.data.sources import BatchData
-from pytorch_accel_lite.loop.flops import try_counting_flops
-from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import TrainerLike
-from pytorch_accel_lite.run.window import Count
+from pytorch_accel_lite.extending import (
+    BatchOutput,
+    RunRequest,
+    TrainerCallback,
+    TrainerLike,
+    check_positive_int,
+    check_range,
+    is_overridden,
+    warn_outside,
+)
+from pytorch_accel_lite.extending_callbacks import BatchData, Count, DeviceTimer, Moment, optional
+from pytorch_accel_lite.extensions.throughput.flops import try_counting_flops
 
 # Peak TFLOPs per second by part of the device's name, the most specific first, for 16-bit floats, TF32 and float32,
 # without sparsity, from the vendors' data sheets. A device without TF32 computes in float32 instead.

@@ -8,13 +8,19 @@ from typing import NamedTuple
 
 import torch
 
-from pytorch_accel_lite.data import Batch, FailedRead
-from pytorch_accel_lite.data.batches import find_batch_size
-from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, split_into_parts
-from pytorch_accel_lite.loop.inference import unwrapped_model
-from pytorch_accel_lite.loop.snapshot import StepSnapshot, preserving_attributes, replaced
-from pytorch_accel_lite.loop.step import loss_of
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.data import FailedRead
+from pytorch_accel_lite.extending import (
+    Batch,
+    StepSnapshot,
+    TrainerLike,
+    find_batch_size,
+    is_out_of_memory,
+    loss_of,
+    preserving_attributes,
+    replaced,
+    split_into_parts,
+    unwrapped_model,
+)
 
 
 class CountedFlops(NamedTuple):

@@ -5,9 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pytorch_accel_lite.base.origins import warn_outside
-from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.extending import TrainerCallback, TrainerLike, warn_outside
 
 
 class ConvertSyncBatchNormCallback(TrainerCallback):

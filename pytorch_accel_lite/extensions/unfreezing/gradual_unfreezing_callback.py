@@ -6,13 +6,16 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from pytorch_accel_lite.base.text import wrapped
-from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number
-from pytorch_accel_lite.optimizers.freezing import ModelFreezer, parameters_by_group
-from pytorch_accel_lite.optimizers.layer_groups import ModuleGroup, find_groups
-from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, is_created
-from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike, check_positive_int
+from pytorch_accel_lite.extending_callbacks import (
+    ModuleGroup,
+    TrainerOptimizer,
+    check_positive_number,
+    find_groups,
+    is_created,
+    wrapped,
+)
+from pytorch_accel_lite.finetuning import ModelFreezer, parameters_by_group
 
 
 class GradualUnfreezingCallback(TrainerCallback):
@@ -48,6 +51,9 @@ class GradualUnfreezingCallback(TrainerCallback):
         self.lr_decay = check_positive_number("lr_decay", lr_decay)
         self.freeze_batch_norms = freeze_batch_norms
         self.groups = groups
+
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
+        request.unfreezes = True
 
     def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: object) -> None:
         if trainer.train_dataloader is None or trainer.run_config is not None:  # an evaluation, alone or within a run

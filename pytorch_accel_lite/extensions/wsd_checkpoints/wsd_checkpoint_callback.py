@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pytorch_accel_lite.base.paths import folder_path, local_path
-from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.checkpoint import folder_path, local_path
+from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
 
 _PRE = "pre_decay"
 _POST = "post_decay"
