@@ -32,8 +32,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
 from pytorch_accel_lite import callbacks as available
+from pytorch_accel_lite.extensions.plots.figures import COLOURS, GRID, INK
 from pytorch_accel_lite.plotting import plot_schedule
-from pytorch_accel_lite.plotting.figures import COLOURS, GRID, INK
 
 DOCS = Path(__file__).resolve().parent
 PICTURES = [

@@ -7,48 +7,63 @@ trainer besides its model; the parts of batches; and the form of results and err
 from pytorch_accel_lite.base.backends import deterministic_kernels
 from pytorch_accel_lite.base.environment import install_command
 from pytorch_accel_lite.base.inspection import nested_in
+from pytorch_accel_lite.base.modules import local_shard
 from pytorch_accel_lite.base.origins import is_overridden, warn_outside
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.reports import Report
+from pytorch_accel_lite.base.templates import Column, render
 from pytorch_accel_lite.base.text import describe_error, listed
 from pytorch_accel_lite.base.types import ChosenModules, JsonObject
+from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
-from pytorch_accel_lite.checkpoint.files import FENCES
+from pytorch_accel_lite.checkpoint.files import FENCES, check_is_shared, load_verified
 from pytorch_accel_lite.checkpoint.locations import STORES, Store, read_state
+from pytorch_accel_lite.checkpoint.locks import lock_path
 from pytorch_accel_lite.checkpoint.manifest import catch_damage, manifest_text, read_manifest
 from pytorch_accel_lite.checkpoint.model_writers import MODEL_WRITERS, ModelWriter, SavedModel
-from pytorch_accel_lite.checkpoint.pretrained import ADAPTERS, has_adapters, is_of_timm
+from pytorch_accel_lite.checkpoint.pretrained import ADAPTERS, is_of_peft, is_of_timm
 from pytorch_accel_lite.checkpoint.store import StateStore
 from pytorch_accel_lite.checkpoint.training_state import CapturedState, read_model, read_verified, write_files
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import (
     TARGET_KEYS,
+    BatchAdapter,
     BatchOutput,
     Share,
-    find_batch_size,
+    infer_batch_size,
+    is_as_long,
     is_single_sample,
     parts_in,
     tensors_in,
 )
-from pytorch_accel_lite.data.loss_shapes import LossShapeError
+from pytorch_accel_lite.data.loss_shapes import LossFunction, LossShapeError, shapes_are_known
 from pytorch_accel_lite.data.shares import Shares, split
-from pytorch_accel_lite.data.splitting import concatenate_if_possible, select_samples
+from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, concatenate_if_possible, select_samples
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.exchange import ControlGroup
 from pytorch_accel_lite.distributed.layout import mesh_infos, shard_dim
-from pytorch_accel_lite.distributed.positions import MACHINERY, is_waiting
-from pytorch_accel_lite.distributed.ranks import use_ranks
+from pytorch_accel_lite.distributed.positions import (
+    MACHINERY,
+    innermost_function,
+    is_waiting,
+    stack_of,
+    waits_for_others,
+)
+from pytorch_accel_lite.distributed.ranks import GroupTimeouts, connect_to_store, use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
-from pytorch_accel_lite.distributed.watch import is_about_lost_process
-from pytorch_accel_lite.loop.batch_parts import merge_outputs
+from pytorch_accel_lite.distributed.watch import EXIT_CODE, end_process, is_about_lost_process
+from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
+from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.guards.held_memory import MEMORY_ADVICE
+from pytorch_accel_lite.loop.inference import inference_run, unwrapped_model
 from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
 from pytorch_accel_lite.loop.preparing import MODEL_CHANGES
 from pytorch_accel_lite.loop.sharded_models import shard_model
-from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
+from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
 from pytorch_accel_lite.loop.speedups import faster_data, unfused_class
-from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward
+from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward, loss_of
 from pytorch_accel_lite.loop.trial import Trial
+from pytorch_accel_lite.optimizers.operations import CreateScheduler, optimized_parameters
 from pytorch_accel_lite.optimizers.rates import layer_scales
 from pytorch_accel_lite.run.attributes import (
     all_optimized_parameters,
@@ -57,17 +72,26 @@ from pytorch_accel_lite.run.attributes import (
     registered_objects,
 )
 from pytorch_accel_lite.run.division import DIVISIONS, Division, create_division
-from pytorch_accel_lite.run.events import RunInterruptedError, StopTrainingError, TrainerCallback
+from pytorch_accel_lite.run.events import NonFiniteLossError, RunInterruptedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.run.job_queues import JOB_QUEUES, JobQueue
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
+from pytorch_accel_lite.run.metric_panels import (
+    MONITORS,
+    MetricPanel,
+    best_of,
+    direction_of,
+    is_monitor,
+    panels_by_metric,
+)
 from pytorch_accel_lite.run.parts import LoadedWeights, TrainingState
+from pytorch_accel_lite.run.plots import PLOTS, Plots, plots_for
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, Step, TrainerLike
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
 from pytorch_accel_lite.run.window import GradientWindow, as_weight
 from pytorch_accel_lite.steps.choice import replace_step
 from pytorch_accel_lite.steps.closures import CLOSURE, RECOMPUTED
-from pytorch_accel_lite.steps.compiled import COMPILED
+from pytorch_accel_lite.steps.compiled import COMPILED, STEP_COMPILERS, StepCompiler
 from pytorch_accel_lite.steps.failed_batches import MICROBATCHES, SKIPPED_BATCHES
 from pytorch_accel_lite.steps.features import FP16, KINDS, Conflict, Feature
 from pytorch_accel_lite.steps.manual import MANUAL
@@ -75,32 +99,40 @@ from pytorch_accel_lite.steps.sharded import ShardedStep
 
 __all__ = [
     # The run.
-    "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError", "TrainerCallback", "TrainerLike",
-    "TrainingState", "WatchedMetric",
+    "NonFiniteLossError", "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError",
+    "TrainerCallback", "TrainerLike", "TrainingState", "WatchedMetric",
     # Seams.
     "DIVISIONS", "Division", "FENCES", "JOB_QUEUES", "JobQueue", "KINDS", "MEMORY_ADVICE", "MODEL_CHANGES",
-    "MODEL_WRITERS", "ModelWriter", "STORES", "StateStore", "Store", "create_division", "replace_step",
+    "MODEL_WRITERS", "ModelWriter", "OTHER_LIBRARIES", "PLOTS", "Plots", "STEP_COMPILERS", "STORES", "StateStore",
+    "StepCompiler", "Store", "create_division", "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
     "RECOMPUTED", "SKIPPED_BATCHES", "ShardedStep", "as_returned", "as_weight", "backward", "merge_outputs",
     # Steps that are divided into a fixed number of shares.
-    "LossTracker", "LossTrackers", "Share", "Shares", "concatenate_if_possible", "deterministic_kernels",
-    "mesh_infos", "shard_dim", "split",
+    "LossTracker", "LossTrackers", "Share", "Shares", "concatenate_if_possible", "deterministic_kernels", "mesh_infos",
+    "shard_dim", "split",
     # The processes of a job.
-    "MACHINERY", "ControlGroup", "capture_generators", "is_about_lost_process", "is_waiting", "open_trainers",
-    "restore_generators", "use_ranks",
-    # For stores.
-    "CapturedState", "JsonObject", "catch_damage", "manifest_text", "read_manifest", "read_model", "read_state",
-    "read_verified", "write_files",
+    "EXIT_CODE", "MACHINERY", "ControlGroup", "GroupTimeouts", "capture_generators", "connect_to_store", "end_process",
+    "innermost_function", "is_about_lost_process", "is_waiting", "open_trainers", "restore_generators", "stack_of",
+    "use_ranks", "waits_for_others",
+    # For stores, and for other files of several processes.
+    "CapturedState", "JsonObject", "catch_damage", "check_is_shared", "load_verified", "lock_path", "manifest_text",
+    "read_manifest", "read_model", "read_state", "read_verified", "write_files",
     # For files beside a saved model.
-    "ADAPTERS", "LoadedWeights", "SavedModel", "has_adapters", "is_of_timm",
+    "ADAPTERS", "LoadedWeights", "SavedModel", "is_of_peft", "is_of_timm",
     # Trials.
-    "OwnCallbacks", "Snapshot", "Trial", "faster_data", "replaced", "shard_model", "unfused_class",
+    "OwnCallbacks", "Snapshot", "StepSnapshot", "Trial", "check_dataset", "faster_data", "inference_run",
+    "is_out_of_memory", "loss_of", "preserving_attributes", "replaced", "shard_model", "split_into_parts",
+    "unfused_class", "unwrapped_model",
     # The parts of trainers and batches.
-    "TARGET_KEYS", "Batch", "BatchOutput", "LossShapeError", "all_optimized_parameters", "find_batch_size",
-    "is_overridden", "is_single_sample", "layer_scales", "nested_in", "other_modules",
-    "other_optimizers", "parts_in", "registered_objects", "select_samples", "tensors_in",
+    "TARGET_KEYS", "Batch", "BatchAdapter", "BatchOutput", "ListOfSamples", "LossFunction", "LossShapeError",
+    "all_optimized_parameters", "concatenate", "infer_batch_size", "is_as_long", "is_overridden", "is_single_sample",
+    "layer_scales", "local_shard", "nested_in", "optimized_parameters", "other_modules", "other_optimizers",
+    "parts_in", "registered_objects", "select_samples", "shapes_are_known", "tensors_in",
+    # Plots and pages.
+    "Column", "MONITORS", "MetricPanel", "best_of", "direction_of", "is_monitor", "panels_by_metric",
+    "plots_for", "render",
     # Help.
-    "ChosenModules", "Report", "check_positive_int", "check_range", "describe_error", "install_command", "listed",
-    "warn_outside",
+    "ChosenModules", "CreateScheduler", "Report", "check_positive_int", "check_range", "describe_error",
+    "install_command", "listed", "warn_outside",
 ]  # fmt: skip

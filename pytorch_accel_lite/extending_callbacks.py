@@ -18,6 +18,7 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.modules import are_sharded, class_of, preserving_modes
 from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.paths import StrPath, parse_location
+from pytorch_accel_lite.base.pictures import Picture, as_picture
 from pytorch_accel_lite.base.quantised import is_quantised_by, plain_parts, quantised_entries
 from pytorch_accel_lite.base.randomness import mix, preserving_generators, seed_all
 from pytorch_accel_lite.base.reprs import short
@@ -26,19 +27,19 @@ from pytorch_accel_lite.base.text import add_note, align, did_you_mean, format_d
 from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
 from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_positive_number, optional
-from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback
+from pytorch_accel_lite.callbacks.metrics import default_transform
+from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.capturing import check_states_are_possible, refuse_engines, refuse_fsdp1
 from pytorch_accel_lite.checkpoint.files import FROZEN, load_plain, write_bytes
 from pytorch_accel_lite.checkpoint.locations import open_store
-from pytorch_accel_lite.checkpoint.predictions import PredictionFolder
 from pytorch_accel_lite.checkpoint.store import state_name
 from pytorch_accel_lite.checkpoint.weights import (
     check_has_trainable,
-    fingerprints,
     leave_out_frozen,
-    model_fingerprints,
+    model_checksums,
     sharded_like,
+    weight_checksums,
     without_compile,
 )
 from pytorch_accel_lite.data.batches import BatchOutput, is_number
@@ -47,17 +48,18 @@ from pytorch_accel_lite.data.sources import BatchData, Index
 from pytorch_accel_lite.data.splitting import is_list_of_samples, slice_batch, to_cpu
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.distributed.hang_reports import HangWatch, Progressed
 from pytorch_accel_lite.extension_names import is_not_there
-from pytorch_accel_lite.loop.flops import try_counting_flops
 from pytorch_accel_lite.loop.gradients import total_norm
-from pytorch_accel_lite.loop.guards.operation_watch import OperationWatch, are_finite
 from pytorch_accel_lite.loop.inference import inference
-from pytorch_accel_lite.loop.layer_summary import summarise
 from pytorch_accel_lite.optimizers.layer_groups import ModuleGroup, find_groups
 from pytorch_accel_lite.optimizers.moving_averages import ShardedEma
-from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, group_names, is_created, parts_of, schedulers_in
-from pytorch_accel_lite.plotting.pictures import Picture, as_picture
+from pytorch_accel_lite.optimizers.operations import (
+    TrainerOptimizer,
+    group_names,
+    is_created,
+    parts_of_optimizer,
+    schedulers_in,
+)
 from pytorch_accel_lite.run.attributes import evaluating_optimizers
 from pytorch_accel_lite.run.events import Failure, Phase, set_listening
 from pytorch_accel_lite.run.expected_metrics import ExpectedMetrics
@@ -71,25 +73,23 @@ __all__ = [
     # Arguments of events, and values in states.
     "BatchData", "BatchOutput", "Count", "Failure", "Index", "JsonObject", "MetricValue", "Phase", "StateDict", "Tree",
     # Runs: what is due, recorded, listened to, shown.
-    "CountedRun", "ExpectedMetrics", "Interval", "NewMetrics", "Ranks", "ShowOutputsCallback", "TimeBudget",
+    "CountedRun", "ExpectedMetrics", "Interval", "ModelEmaCallback", "NewMetrics", "Ranks", "TimeBudget",
     "describe_fractions", "parse_interval", "set_listening", "sync_ddp_buffers",
     # Checks of arguments.
     "add_note", "check_choice", "check_positive_number", "did_you_mean", "is_not_there", "optional",
     "suggest_arguments",
     # Models, their outputs and gradients.
-    "Classification", "ModuleGroup", "NamedMetric", "OperationWatch", "ShardedEma", "TrainerOptimizer", "are_finite",
-    "are_sharded", "class_of", "dataset_of", "evaluating_optimizers", "find_groups", "find_length", "group_names",
-    "inference", "is_created", "is_list_of_samples", "is_number", "mix", "parts_of", "preserving_generators",
-    "preserving_modes", "schedulers_in", "seed_all", "slice_batch", "summarise", "to_cpu", "total_norm",
-    "try_counting_flops",
-    # Devices without waiting, and processes that wait for each other.
-    "AsyncCopy", "DeviceTimer", "HangWatch", "Moment", "Progressed", "accumulation_dtype", "is_asynchronous",
-    "mixed_precision", "to_float",
+    "Classification", "ModuleGroup", "NamedMetric", "ShardedEma", "TrainerOptimizer", "are_sharded", "class_of",
+    "dataset_of", "default_transform", "evaluating_optimizers", "find_groups", "find_length", "group_names",
+    "inference", "is_created", "is_list_of_samples", "is_number", "mix", "parts_of_optimizer", "preserving_generators",
+    "preserving_modes", "schedulers_in", "seed_all", "slice_batch", "to_cpu", "total_norm",
+    # Devices without waiting.
+    "AsyncCopy", "DeviceTimer", "Moment", "accumulation_dtype", "is_asynchronous", "mixed_precision", "to_float",
     # Files.
-    "BackgroundWriter", "FROZEN", "PredictionFolder", "StrPath", "check_has_trainable", "check_states_are_possible",
-    "fingerprints", "is_quantised_by", "leave_out_frozen", "load_plain", "model_fingerprints", "open_store",
-    "parse_location", "plain_parts", "quantised_entries", "refuse_engines", "refuse_fsdp1", "sharded_like",
-    "state_name", "without_compile", "write_bytes",
+    "BackgroundWriter", "FROZEN", "StrPath", "check_has_trainable", "check_states_are_possible", "weight_checksums",
+    "is_quantised_by", "leave_out_frozen", "load_plain", "model_checksums", "open_store", "parse_location",
+    "plain_parts", "quantised_entries", "refuse_engines", "refuse_fsdp1", "sharded_like", "state_name",
+    "without_compile", "write_bytes",
     # Terminals and notebooks.
     "Bar", "HeldOutput", "NotebookBar", "NotebookOutput", "Picture", "TerminalBar", "align", "as_picture",
     "format_duration", "html_table", "in_notebook", "is_terminal", "short", "to_number", "visible", "wrapped",

@@ -1,9 +1,26 @@
 """Names for extensions of ``data``, besides the names for users. This is below the run, which is not here."""
 
 from pytorch_accel_lite.base.modules import evaluation_mode
-from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.base.validation import check_positive_int
+from pytorch_accel_lite.base.randomness import draw_seed, generator_with, mix, preserving_generators
+from pytorch_accel_lite.base.text import did_you_mean
+from pytorch_accel_lite.base.types import StateDict, Tree
+from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.data.batches import first_label, tensors_in
-from pytorch_accel_lite.data.sources import IndexedData, Sample
+from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.named_datasets import check_are_named, sizes_of
+from pytorch_accel_lite.data.position import can_return, open_stream
+from pytorch_accel_lite.data.shares import ended
+from pytorch_accel_lite.data.sources import IndexedData, Sample, Source, SourceState, TrainingOrder
+from pytorch_accel_lite.data.stream_shards import part_of
 
-__all__ = ["IndexedData", "Sample", "Tree", "check_positive_int", "evaluation_mode", "first_label", "tensors_in"]
+__all__ = [
+    # Sources, samples and batches.
+    "IndexedData", "LoaderKwargs", "Sample", "Source", "TrainingOrder", "Tree", "first_label", "tensors_in",
+    # Several datasets by name.
+    "check_are_named", "sizes_of",
+    # Streams, and their positions.
+    "SourceState", "StateDict", "can_return", "ended", "open_stream", "part_of",
+    # Random numbers, and arguments.
+    "check_positive_int", "check_range", "did_you_mean", "draw_seed", "evaluation_mode", "generator_with", "mix",
+    "preserving_generators",
+]  # fmt: skip

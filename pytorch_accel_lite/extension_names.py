@@ -11,12 +11,21 @@ C = TypeVar("C", bound=type)
 OFFERED = {
     "blocks": (),  # Trainer(activation_checkpointing=...), Trainer(compile_model="blocks")
     "checking": ("Trainer.check",),
+    "compiled_step": (),  # Trainer(compile_step=True)
     "energy": ("callbacks.EnergyCallback",),
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
+    "gradient_spikes": ("callbacks.GradientSpikeCallback",),
+    "hang_watch": ("callbacks.HangWatchCallback",),
+    "idle_gpus": ("utils.use_idle_gpus",),
     "logical": ("Trainer.logical",),
     "memory_estimate": ("Trainer.estimate_memory",),
-    "mixture_schedule": ("callbacks.MixtureScheduleCallback",),
+    "mixtures": ("callbacks.MixtureScheduleCallback", "data.Mixture", "data.MixtureSampler", "data.MixtureStream"),
+    "model_summary": ("Trainer.summary", "callbacks.ModelSummaryCallback"),
+    "momentum_teacher": ("callbacks.MomentumTeacherCallback",),
+    "muon": ("optimizers.ParameterKinds", "optimizers.muon_with_adamw", "optimizers.split_parameters"),
+    "nan_report": ("callbacks.NaNReportCallback",),
     "optuna": ("integrations.OptunaPruningCallback",),
+    "other_libraries": (),  # errors that know the names of others
     "packing": (
         "data.PackSequences",
         "data.TokenBatchSampler",
@@ -25,17 +34,43 @@ OFFERED = {
         "data.packed_mask_function",
         "data.unpack",
     ),
+    "plots": (  # and the methods plot()
+        "plotting.NothingToPlotError",
+        "plotting.new_figure",
+        "plotting.overlay_style",
+        "plotting.plot_curves",
+        "plotting.plot_range_test",
+        "plotting.plot_schedule",
+        "plotting.plot_sheet",
+        "plotting.svg_overlays",
+        "plotting.svg_panels",
+    ),
+    "predictions": (
+        "callbacks.PredictionWriterCallback",
+        "callbacks.iterate_predictions",
+        "callbacks.read_predictions",
+    ),
+    "profiling": ("callbacks.ProfilerCallback", "callbacks.TimingCallback"),
     "ray": ("integrations.RayReportCallback",),
     "remote": (),  # states and models at URLs
-    "reports": ("callbacks.PlotMetricsCallback", "callbacks.RunLogCallback"),  # and the card of save_model()
+    "reports": (  # and the card of save_model()
+        "callbacks.PlotMetricsCallback",
+        "callbacks.RunLogCallback",
+        "callbacks.ShowOutputsCallback",
+    ),
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
+    "sync_batch_norm": ("callbacks.ConvertSyncBatchNormCallback",),
     "takeover": (),  # the command launch
+    "throughput": ("callbacks.ThroughputCallback",),
     "tuning": ("Trainer.find_lr", "Trainer.find_batch_size", "Trainer.diagnose"),
+    "unfreezing": ("callbacks.GradualUnfreezingCallback",),
+    "worst_samples": ("callbacks.WorstSample", "callbacks.WorstSamplesCallback"),
+    "wsd_checkpoints": ("callbacks.WSDCheckpointCallback",),
 }
 #: The extensions that have arguments of a trainer.
 ARGUMENTS = {"logical_processes": "logical"}
 #: The extensions that another one needs: it uses their public names, and is deleted with them.
-NEEDED = {"takeover": ("logical",)}
+NEEDED = {"experiment": ("plots", "predictions", "worst_samples"), "reports": ("plots",), "takeover": ("logical",)}
 
 
 def missing(name: str, prefix: str = "") -> Exception:

@@ -26,6 +26,7 @@ MODULES = (
     ".extending_callbacks",
     ".extending_data",
     ".integrations",
+    ".plotting",
 )
 #: Not public by their names, but the ancestor's users override or read them.
 PROMISED = {

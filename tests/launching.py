@@ -55,9 +55,9 @@ def two_are_enough(test: T) -> T:
     return marked
 
 
-def some_of(states: Iterable[T]) -> list[T]:
-    """Every third of the states of a run, in order, the last among them; all with SOAK."""
-    return [*states][:: 1 if SOAK else -3][:: 1 if SOAK else -1]
+def some_of(cases: Iterable[T]) -> list[T]:
+    """Every third of the cases, or states of a run, in order, the last among them; all with SOAK."""
+    return [*cases][:: 1 if SOAK else -3][:: 1 if SOAK else -1]
 
 
 def environment(**changes: str) -> dict[str, str]:

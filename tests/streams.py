@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.data import MixtureStream, OwnShard, ShuffledStream
+from pytorch_accel_lite import Trainer, TrainerCallback, data
+from pytorch_accel_lite.data import OwnShard, ShuffledStream
 from tests.ranks import rank as own_rank
 from tests.ranks import world_size
 from tests.tasks import regression_data, weights
@@ -97,6 +97,11 @@ def rows_or_tensors(samples: list[Any]) -> torch.Tensor:
     return rows(samples) if isinstance(samples[0], dict) else torch.stack(samples)
 
 
+def mixed(streams: Any, *args: Any, **kwargs: Any) -> Any:
+    """A mixture of streams. Tests of the core that have one are marked with its extension, ``mixtures``."""
+    return data.MixtureStream(streams, *args, **kwargs)
+
+
 def source(kind: str, size: int, read: list[int]) -> tuple[Any, dict[str, Any]]:
     """A stream, and the arguments of its loader."""
     if kind in SHELVES:
@@ -107,7 +112,7 @@ def source(kind: str, size: int, read: list[int]) -> tuple[Any, dict[str, Any]]:
     if kind == "mixture of cut":
         streams = {"a": Cut(range(size)), "b": ForgetfulCut(range(100, 100 + size))}
         streams["a"].read = streams["b"].read = read
-        return MixtureStream(streams, repeat=False), {}
+        return mixed(streams, repeat=False), {}
     if kind.startswith("blocks of "):
         return ShuffledStream(source(kind.removeprefix("blocks of "), size, read)[0], 7), {
             "collate_fn": rows_or_tensors
@@ -115,12 +120,12 @@ def source(kind: str, size: int, read: list[int]) -> tuple[Any, dict[str, Any]]:
     if kind == "mixture":
         streams = {"shelf": Shelf(range(size)), "forgetful": Forgetful(range(100, 105))}
         streams["shelf"].read = streams["forgetful"].read = read
-        return MixtureStream(streams, {"shelf": 2, "forgetful": 1}), {}
+        return mixed(streams, {"shelf": 2, "forgetful": 1}), {}
     if kind == "mixture of others":
-        return MixtureStream({"a": Shelf(range(size))}, repeat=False), {}
+        return mixed({"a": Shelf(range(size))}, repeat=False), {}
     if kind == "mixture of shuffled":
         streams = {name: hugging_face(size, read).shuffle(seed=1, buffer_size=4) for name in "ab"}
-        return MixtureStream(streams, repeat=False), {"collate_fn": rows}
+        return mixed(streams, repeat=False), {"collate_fn": rows}
     stream = hugging_face(size, read)
     if kind == "shuffled":
         stream = stream.shuffle(seed=1, buffer_size=4)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import print_contents
 from tests.adapters import bert, rows, with_lora
 from tests.launching import CAN_SHARD
@@ -111,8 +111,6 @@ def test_saving_trainable_weights_requires_some(tmp_path):
     best = SaveBestModelCallback(tmp_path / "best.pt", "train_loss_epoch", trainable_only=True)
     with pytest.raises(ValueError, match="no parameter of Net requires a gradient"):  # before it is trained
         train(make_trainer([best], Net().requires_grad_(False)))
-    with pytest.raises(ValueError, match="GradualUnfreezingCallback trains them later"):
-        train(make_trainer([GradualUnfreezingCallback, best], Net()))
     assert not list(tmp_path.iterdir())
 
 

@@ -14,7 +14,21 @@ from torch.utils.data import TensorDataset
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import AdviceCallback, LogMetricsCallback
 from pytorch_accel_lite.schedulers import CosineLrScheduler
-from tests.tasks import CountsReads, Overflows, Rows, listener, make_data, make_model, make_trainer, train
+from tests.ranks import rank, world_size
+from tests.tasks import (
+    CountsReads,
+    Overflows,
+    Rows,
+    listener,
+    make_data,
+    make_model,
+    make_trainer,
+    own_clock,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    train,
+)
 
 NAP = 0.01
 
@@ -116,7 +130,7 @@ def test_updates_that_are_nearly_all_clipped(capsys):
     assert said.startswith("100% of the updates were clipped: gradient_clip_norm=1e-06 is below the average")
 
 
-def test_updates_that_are_skipped(capsys):
+def test_updates_that_callbacks_skip(capsys):
     skip = listener(on_optimizer_step_start=lambda t: t.skip_update() if t.progress.update == 1 else None)
     train(make_trainer([skip, AdviceCallback]), epochs=2)
     assert advice(capsys.readouterr().out) == ["1 of 3 updates were skipped by callbacks."]
@@ -226,6 +240,24 @@ def test_weights_are_the_same_with_advice():
 
 
 @pytest.mark.parametrize("seconds", [-1, float("nan")])
-def test_a_bad_limit_is_named(seconds):
-    with pytest.raises(ValueError, match="min_seconds"):
+def test_advice_refuses_bad_limits_of_time(seconds):
+    with pytest.raises(ValueError, match=f"min_seconds={seconds} must be at least 0"):
         AdviceCallback(min_seconds=seconds)
+
+
+def slow_to_read() -> None:
+    """Train while each sample takes 10 ms on rank 1."""
+
+    class Slow(Rows):
+        def __getitem__(self, index: int) -> Any:
+            spend(0.01 if rank() == 1 else 0.0)
+            return super().__getitem__(index)
+
+    trainer = quiet_trainer(small_model(), callbacks=[AdviceCallback(min_seconds=0.05)])
+    data = Slow(regression_data(30 * world_size()))
+    with own_clock() as spend:
+        trainer.train(data, 1, per_device_batch_size=2, train_dataloader_kwargs={"num_workers": 0})
+
+
+def test_a_process_that_reads_more_slowly_is_named_in_the_advice(two_ranks):
+    assert "Rank 1 waited for data for" in two_ranks(slow_to_read).output

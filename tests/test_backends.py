@@ -129,6 +129,6 @@ def test_settings_of_kernels_are_recorded_and_a_change_reported(tmp_path, capsys
     assert "precision of float32 products high (now highest), deterministic kernels False (now True)" in printed
 
 
-def test_another_value_is_refused():
+def test_deterministic_refuses_what_is_no_boolean():
     with pytest.raises(TypeError, match="deterministic='warn' must be True, False, or None"):
         make_trainer(deterministic="warn")

@@ -159,7 +159,7 @@ class ReturnsDataclass(nn.Module):
         return Output(values, None if y is None else nn.functional.mse_loss(values, y))
 
 
-def test_models_that_return_dataclasses():
+def test_outputs_that_are_dataclasses_are_trained_and_predicted():
     model = ReturnsDataclass()
     trainer = Trainer(model, lambda out, y: nn.functional.mse_loss(out.values, y), None, callbacks=[])
     data = regression_data(9)

@@ -402,7 +402,7 @@ def test_custom_numbers_can_be_put_after_the_bar(capfd):
 
 @pytest.mark.parametrize("value", [-1, math.nan])
 def test_a_progress_bar_with_a_negative_refresh_is_refused(value):
-    with pytest.raises(ValueError, match="refresh_seconds"):
+    with pytest.raises(ValueError, match=f"refresh_seconds={value} must be at least 0"):
         ProgressBarCallback(refresh_seconds=value)
 
 
@@ -821,7 +821,7 @@ def test_the_best_model_is_saved_in_the_current_folder(here):
 @pytest.mark.parametrize("callback_class", [SaveBestModelCallback, EarlyStoppingCallback])
 def test_a_watched_metric_that_was_never_recorded_is_an_error(callback_class, here):
     trainer = make_trainer([callback_class(watch_metric="eval_los_epoch")])
-    with pytest.raises(ValueError, match="'eval_los_epoch'") as caught:
+    with pytest.raises(ValueError, match=r"'eval_los_epoch'.: the run will not record it") as caught:
         train(trainer, eval_dataset=True)
     message = str(caught.value)
     assert "Did you mean 'eval_loss_epoch'?" in message
@@ -1022,7 +1022,7 @@ def test_a_run_within_its_limit_of_time_is_not_stopped():
     ("limit", "error"), [(0, ValueError), (timedelta(0), ValueError), ("1h", TypeError), (math.nan, ValueError)]
 )
 def test_a_limit_of_time_must_be_positive(limit, error):
-    with pytest.raises(error, match="limit="):
+    with pytest.raises(error, match=r"^limit=\S+ must be (greater than 0|a number)"):
         TimeLimitCallback(limit)
 
 
@@ -1057,10 +1057,10 @@ def test_a_stop_after_a_step_saves_no_model_for_an_older_value(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"early_stopping_patience": 0}, ValueError, "early_stopping_patience=0"),
-        ({"early_stopping_patience": 1.5}, TypeError, r"early_stopping_patience=1\.5"),
-        ({"early_stopping_threshold": -1}, ValueError, "early_stopping_threshold=-1"),
-        ({"early_stopping_threshold": math.nan}, ValueError, "early_stopping_threshold=nan"),
+        ({"early_stopping_patience": 0}, ValueError, "patience=0 must be at least 1"),
+        ({"early_stopping_patience": 1.5}, TypeError, r"patience=1\.5 must be an integer"),
+        ({"early_stopping_threshold": -1}, ValueError, "threshold=-1 must be 0 or more"),
+        ({"early_stopping_threshold": math.nan}, ValueError, "threshold=nan must be 0 or more"),
         ({"patience_in": "updates"}, ValueError, "patience_in='updates' must be 'epochs' or 'evaluations'"),
     ],
 )

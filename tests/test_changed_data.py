@@ -12,6 +12,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.base.reachable import marks_of
+from tests.launching import some_of
 
 
 class Crop:
@@ -90,7 +91,8 @@ def train(data, change, workers, seed=None, epochs=3):
     return {epoch: torch.cat(rows) for epoch, rows in trainer.seen.items()}
 
 
-@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.soak
+@pytest.mark.parametrize("how", some_of(CHANGES))
 def test_kept_workers_read_what_a_callback_has_changed(how):
     column, change = CHANGES[how]
     wrap = [*WRAPPERS.values()][[*CHANGES].index(how) % len(WRAPPERS)]

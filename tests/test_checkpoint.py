@@ -279,7 +279,7 @@ def test_prefixes_that_wrappers_left_in_a_file_do_not_matter(tmp_path, make, pre
 # ------------------------------------------------------------------------------ what does not fit
 
 
-def refuse(path: Path, error: type[Exception], match: str, trainer: Trainer | None = None, **kwargs: Any) -> str:
+def refuse_file(path: Path, error: type[Exception], match: str, trainer: Trainer | None = None, **kwargs: Any) -> str:
     """Expect a file to be refused with an error that names it, and the trainer to be left as it was."""
     trainer = trainer or trained()
     before = weights(trainer.model), copy.deepcopy(trainer.optimizer.state_dict()) if trainer.optimizer else None
@@ -296,7 +296,7 @@ def test_keys_and_shapes_that_do_not_fit_are_all_listed(tmp_path):
     state["4.gamma"] = torch.zeros(1)
     del state["2.bias"]
     torch.save({"model_state_dict": state}, tmp_path / "model.pt")
-    message = refuse(tmp_path / "model.pt", ValueError, "does not fit the model Sequential")
+    message = refuse_file(tmp_path / "model.pt", ValueError, "does not fit the model Sequential")
     assert str(tmp_path / "model.pt") in message
     assert "missing in the checkpoint: 2.bias" in message
     assert "not in the model: 4.gamma" in message
@@ -307,14 +307,14 @@ def test_a_prefix_hides_no_other_reason_why_a_file_does_not_fit(tmp_path):
     state = {f"module.{key}": value for key, value in Holder(1).state_dict().items()}
     del state["module.module.2.bias"]
     torch.save({"model_state_dict": state}, tmp_path / "model.pt")
-    message = refuse(tmp_path / "model.pt", ValueError, "missing in the checkpoint", make_trainer(model=Holder(0)))
+    message = refuse_file(tmp_path / "model.pt", ValueError, "missing in the checkpoint", make_trainer(model=Holder(0)))
     assert "missing in the checkpoint: module.2.bias. " in message
     assert "not in the model" not in message
 
 
 def test_a_long_list_of_keys_is_cut(tmp_path):
     path = save_file(tmp_path / "model.pt", nn.ModuleList(nn.Linear(1, 1) for _ in range(50)))
-    message = refuse(path, ValueError, "and [0-9]+ more")
+    message = refuse_file(path, ValueError, "and [0-9]+ more")
     assert len(message) < 1000
 
 
@@ -337,11 +337,11 @@ def test_a_module_that_needs_its_version_loads_what_it_has_saved(tmp_path, name)
 
 
 def test_a_missing_file_is_named(tmp_path):
-    refuse(tmp_path / "model.pt", FileNotFoundError, r"no checkpoint at '.*model\.pt'")
+    refuse_file(tmp_path / "model.pt", FileNotFoundError, r"no checkpoint at '.*model\.pt'")
 
 
 def test_a_folder_is_no_checkpoint(tmp_path):
-    refuse(tmp_path, FileNotFoundError, "no checkpoint at")
+    refuse_file(tmp_path, FileNotFoundError, "no checkpoint at")
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
@@ -350,7 +350,7 @@ def test_a_folder_is_no_checkpoint(tmp_path):
 )
 def test_a_file_that_is_no_checkpoint_is_named(tmp_path, content):
     (tmp_path / "model.pt").write_bytes(content)
-    refuse(tmp_path / "model.pt", ValueError, r"model\.pt'")
+    refuse_file(tmp_path / "model.pt", ValueError, r"model\.pt' cannot be loaded as plain tensors and values")
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path, content):
 def test_a_torch_file_without_weights_under_their_name_is_named(tmp_path, content, holds):
     torch.save(content, tmp_path / "model.pt")
     message = rf"model\.pt' is not a checkpoint: it has no 'model_state_dict'\. It holds {holds}\. Load what"
-    refuse(tmp_path / "model.pt", ValueError, message)
+    refuse_file(tmp_path / "model.pt", ValueError, message)
 
 
 def test_weights_that_torch_has_saved_are_loaded(tmp_path):
@@ -375,7 +375,7 @@ def test_a_file_that_was_cut_short_is_named(tmp_path, keep):
     trained().save_checkpoint(tmp_path / "model.pt")
     content = (tmp_path / "model.pt").read_bytes()
     (tmp_path / "model.pt").write_bytes(content[: int(len(content) * keep)])
-    refuse(tmp_path / "model.pt", ValueError, r"model\.pt'")
+    refuse_file(tmp_path / "model.pt", ValueError, r"model\.pt' cannot be loaded as plain tensors and values")
 
 
 class Malicious:
@@ -394,14 +394,14 @@ def test_code_in_a_file_is_not_run(tmp_path):
     assert trace.exists()  # the program really runs when nothing prevents it
     trace.unlink()
     save_file(tmp_path / "model.pt", make_model(1), extra=Malicious(trace))
-    refuse(tmp_path / "model.pt", ValueError, r"model\.pt' cannot be loaded")
+    refuse_file(tmp_path / "model.pt", ValueError, r"model\.pt' cannot be loaded")
     assert not trace.exists()
 
 
 def test_loading_a_checkpoint_with_an_optimizer_needs_one(tmp_path):
     trained().save_checkpoint(tmp_path / "model.pt")
     trainer = make_trainer(model=make_model(1), optimizer=None)
-    refuse(tmp_path / "model.pt", ValueError, "no optimizer.*load_optimizer=False", trainer)
+    refuse_file(tmp_path / "model.pt", ValueError, "no optimizer.*load_optimizer=False", trainer)
     trainer.load_checkpoint(tmp_path / "model.pt", load_optimizer=False)
 
 
@@ -410,7 +410,7 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path):
     model = make_model(1)
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
     trainer = make_trainer(model=model, optimizer=torch.optim.Adam(groups))
-    refuse(tmp_path / "model.pt", ValueError, "parameter group", trainer)
+    refuse_file(tmp_path / "model.pt", ValueError, "parameter group", trainer)
 
 
 # ------------------------------------------------------------------------------------- failing writes
@@ -668,7 +668,7 @@ def test_a_damaged_open_file_is_named_and_not_loaded(tmp_path):
     with open(tmp_path / "model.pt", "rb") as opened, pytest.raises(ValueError, match=r"model\.pt' is damaged"):
         read_checkpoint(opened)
     for cut in (0, 100, len(content) // 2):
-        with pytest.raises(ValueError, match="<BytesIO>"):
+        with pytest.raises(ValueError, match="'<BytesIO>' cannot be loaded as plain tensors"):
             read_checkpoint(io.BytesIO(content[:cut]))
     assert equal(weights(other.model), before)
 

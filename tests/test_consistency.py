@@ -33,9 +33,9 @@ from torch.utils.data import (
 )
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.data import MixtureStream, OwnShard, ShuffledStream
+from pytorch_accel_lite.data import OwnShard, ShuffledStream
 from tests.ranks import OrderedStream, rank, world_size
-from tests.streams import SavesEachUpdate
+from tests.streams import SavesEachUpdate, mixed
 from tests.tasks import Rows, changed_manifest, make_trainer
 
 
@@ -513,7 +513,11 @@ def test_epochs_are_counted_from_zero_as_in_loops_by_hand():
 
 
 @pytest.mark.parametrize(
-    "kind", ["sampler", "in a batch sampler", "stream", "shuffled", "mixed", "batches", "own batches"]
+    "kind",
+    [
+        *("sampler", "in a batch sampler", "stream", "shuffled", "batches", "own batches"),
+        pytest.param("mixed", marks=pytest.mark.extension("mixtures")),
+    ],
 )
 def test_set_epoch_of_every_data_source_is_called_with_0_and_1(kind):
     told = {"batches": ToldBatches, "own batches": ToldBatches}.get(kind, ToldStream)()
@@ -524,7 +528,7 @@ def test_set_epoch_of_every_data_source_is_called_with_0_and_1(kind):
         "sampler": lambda: DataLoader(data, 4, sampler=told),
         "in a batch sampler": lambda: DataLoader(data, batch_sampler=Grouped(told)),
         "shuffled": lambda: DataLoader(ShuffledStream(told), 4),
-        "mixed": lambda: DataLoader(MixtureStream({"all": told}, repeat=False), 4),
+        "mixed": lambda: DataLoader(mixed({"all": told}, repeat=False), 4),
         "batches": lambda: told,
         "own batches": lambda: OwnShard(told),
     }.get(kind, lambda: DataLoader(told, 4))

@@ -68,7 +68,7 @@ def test_a_method_that_its_event_cannot_call_is_refused_early(event, method, mat
     assigned = TrainerCallback()
     setattr(assigned, event, partial(method, None))
     if event != "configure_run":  # that is a method of the class
-        with pytest.raises(TypeError, match=rf"\.{event}\("):
+        with pytest.raises(TypeError, match=rf"\.{event}\(.* does not accept the event's arguments"):
             CallbackHandler([assigned])
 
 
@@ -208,7 +208,7 @@ def test_a_logger_that_overrides_a_runs_start_loses_no_epoch():
     ("name", "event"),
     [
         ("AdviceCallback", "on_train_step_end"),
-        ("HangWatchCallback", "on_update_end"),
+        pytest.param("HangWatchCallback", "on_update_end", marks=pytest.mark.extension("hang_watch")),
         ("LogMetricsCallback", "on_train_step_checkpoint"),
         pytest.param("PlotMetricsCallback", "on_train_step_checkpoint", marks=pytest.mark.extension("reports")),
         ("ProgressTableCallback", "on_update_end"),

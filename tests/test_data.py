@@ -749,7 +749,7 @@ def test_a_dataloader_of_the_users(seed, accumulation):
     assert trainer.progress.update == -(-5 // accumulation)
 
 
-def test_any_iterable_of_batches():
+def test_any_iterable_of_batches_is_read():
     x, y = regression_data(9).tensors
 
     class Own(Trainer):
@@ -905,7 +905,7 @@ def test_data_without_an_end_need_a_limit_of_updates():
         trainer.train(Endless(), 1, create_scheduler_fn=factory)
 
 
-def test_hugging_face_datasets():
+def test_hugging_face_datasets_train_as_tensors_do():
     datasets = pytest.importorskip("datasets")
     x, y = regression_data(10, dtype=torch.float32).tensors
     data = datasets.Dataset.from_dict({"x": x.tolist(), "y": y.tolist()})
@@ -1128,7 +1128,7 @@ class Lengths(TrainerCallback):
 
 
 @pytest.mark.parametrize("how", ["callback", "context", "variable"])
-def test_limited_batches(how, monkeypatch):
+def test_loaders_end_at_a_limit_of_batches(how, monkeypatch):
     lengths = Lengths()
     if how == "callback":
         trainer = quiet_trainer(small_model(), callbacks=[LimitBatchesCallback(3), lengths])
@@ -1227,7 +1227,7 @@ BAD_INPUT = [
 
 
 @pytest.mark.parametrize(("provoke", "message"), BAD_INPUT)
-def test_bad_input_is_refused_with_what_to_do(provoke, message):
+def test_data_that_cannot_be_trained_on_are_refused(provoke, message):
     class AnyBatch(Trainer):
         def calculate_eval_batch_loss(self, batch):
             return {"loss": torch.zeros(())}
@@ -1634,7 +1634,7 @@ def test_stop_iteration_in_a_dataset_does_not_end_the_epoch(workers):
             return super().__getitem__(index)
 
     trainer = make_trainer()
-    with pytest.raises(RuntimeError, match="StopIteration") as caught:
+    with pytest.raises(RuntimeError, match=r"^generator raised StopIteration") as caught:
         train(trainer, train_dataset=Ending(make_data(8)), train_dataloader_kwargs={"num_workers": workers})
     assert isinstance(caught.value.__cause__, StopIteration)
 

@@ -22,7 +22,6 @@ from torch.utils.data import (
 )
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predictions
 from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.utils import DataLoaderSlice
 from tests.ranks import OrderedStream, Recorder, rank, shared_folder, world_size
@@ -156,14 +155,6 @@ def test_an_overridden_method_wraps_the_loader():
     trainer = make_trainer(model=small_model(), trainer_class=Short)
     trainer.train(DataLoader(DATA, 4, sampler=SubsetRandomSampler(range(5))), 2)
     assert trainer.progress.samples == 8
-
-
-def test_predictions_of_a_loader_are_written(tmp_path):
-    trainer = quiet_trainer(small_model(), callbacks=[PredictionWriterCallback(tmp_path)])
-    loader = DataLoader(OTHER, 4)
-    outputs = trainer.predict(loader)
-    assert torch.equal(read_predictions(tmp_path), outputs)
-    assert len(outputs) == 11
 
 
 @pytest.mark.extension("memory_estimate")

@@ -122,6 +122,7 @@ def test_the_peak_of_each_epoch_is_that_of_the_device():
     assert history["memory_reserved_mib"] == [2 * first, 2 * second]
 
 
+@pytest.mark.extension("throughput")
 def test_flops_are_compared_with_the_devices_peak():
     found = on_device("flops")
     (flops,), (utilisation,) = (found["history"][f"{name}_epoch"] for name in ("flops_per_second", "mfu"))
@@ -130,6 +131,7 @@ def test_flops_are_compared_with_the_devices_peak():
     assert flops == pytest.approx(2 * (40 + 40 + 8) * found["history"]["samples_per_second_epoch"][0])
 
 
+@pytest.mark.extension("throughput")
 def test_a_devices_peak_follows_from_its_name_and_the_precision():
     found = on_device("peaks")
     peaks = {name: (found[name, "torch.bfloat16"], found[name, "torch.float32"]) for name, _ in found}
@@ -198,6 +200,7 @@ def test_settings_are_found_and_nothing_is_changed():
     assert found["seconds"] > 0
 
 
+@pytest.mark.extension("profiling")
 def test_phases_of_a_step_are_timed_by_the_device():
     totals = on_device("timing")
     assert totals["forward"] > 0

@@ -242,7 +242,7 @@ class SaysHow(StepsItself):
             self.scheduler.step()
 
 
-def refuse(folder: Path, create: Any, update: int, message: str, trainer_class: type[Trainer] = Trainer) -> None:
+def refuse_resume(folder: Path, create: Any, update: int, message: str, trainer_class: type[Trainer] = Trainer) -> None:
     first = trained_with(create, 4, 1, folder / "first", trainer_class, save_every=update)
     before = sorted(folder.rglob("*"))
     with pytest.raises(ValueError, match=message):
@@ -253,14 +253,14 @@ def refuse(folder: Path, create: Any, update: int, message: str, trainer_class: 
 
 def test_a_schedule_of_a_fixed_length_that_jumps_is_an_error(tmp_path):
     create = partial(StepLR, step_size=20)
-    refuse(
+    refuse_resume(
         tmp_path, create, 50, r"But StepLR has learning rates from .* near there, and the run had 0\.001.*NUM_UPDATE"
     )
 
 
 def test_a_one_cycle_schedule_of_a_fixed_length_is_an_error(tmp_path):
     create = partial(OneCycleLR, max_lr=0.5, total_steps=60)
-    refuse(tmp_path, create, 17, "OneCycleLR has total_steps=60, but the run steps it 120 times")
+    refuse_resume(tmp_path, create, 17, "OneCycleLR has total_steps=60, but the run steps it 120 times")
 
 
 def test_an_ended_one_cycle_schedule_says_how_to_train_longer(tmp_path):
@@ -278,11 +278,13 @@ def test_a_scheduler_that_fails_when_it_is_stepped_is_an_error(tmp_path):
     def rate(update: int) -> float:
         return ([1.0] * 61)[update]
 
-    refuse(tmp_path, partial(LambdaLR, lr_lambda=rate), 40, "which failed: list index out of range")
+    refuse_resume(tmp_path, partial(LambdaLR, lr_lambda=rate), 40, "which failed: list index out of range")
 
 
 def test_an_overridden_scheduler_step_must_say_how_to_advance(tmp_path):
-    refuse(tmp_path, TORCH["cosine"], 17, "StepsItself.scheduler_step is overridden, so how to advance", StepsItself)
+    refuse_resume(
+        tmp_path, TORCH["cosine"], 17, "StepsItself.scheduler_step is overridden, so how to advance", StepsItself
+    )
     expected = trained_with(TORCH["cosine"], 2, 1, tmp_path / "whole")
     first = trained_with(TORCH["cosine"], 4, 1, tmp_path / "other", SaysHow, save_every=15)
     state = first.states / "update-000000015"

@@ -12,13 +12,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import (
-    ModelEmaCallback,
-    SaveBestModelCallback,
-    SaveTrainingStateCallback,
-    WorstSamplesCallback,
-)
-from pytorch_accel_lite.callbacks.sync_batch_norm import synchronised
+from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.ema import ModelEma
 from tests.scripts.resumable import CopyStates, run
 from tests.tasks import (
@@ -183,7 +177,7 @@ def test_averages_work_made_before_or_after_model_preparation(order, change):
     prepare = {
         "compile": lambda: model.compile(backend="eager") or model,
         "channels last": lambda: model.to(memory_format=torch.channels_last),
-        "synchronised batch norm": lambda: synchronised(model),
+        "synchronised batch norm": lambda: nn.SyncBatchNorm.convert_sync_batchnorm(model),
     }[change]
     if order == "average first":
         average = ModelEma(model, decay=0.75)
@@ -373,7 +367,7 @@ def test_the_average_is_the_same_on_all_processes(ranks, two_ranks):
         ({"update_every": "step"}, "update_every='step' must be 'update' or 'epoch'"),
     ],
 )
-def test_bad_arguments_are_named(kwargs, message):
+def test_averages_refuse_bad_decays_and_prefixes(kwargs, message):
     with pytest.raises((TypeError, ValueError), match=message):
         ModelEmaCallback(**kwargs)
 
@@ -403,16 +397,6 @@ def test_the_best_average_is_not_saved_without_evaluation_data(tmp_path):
     unsaved = ModelEmaCallback(save_path=None)
     quiet_trainer(small_model(), callbacks=[unsaved]).train(regression_data(8), 1)
     assert unsaved.ema_model is unsaved.ema is not None
-
-
-def test_a_callback_of_the_average_learns_of_the_dataloaders():
-    worst = WorstSamplesCallback(3)
-    ema = ModelEmaCallback(0.5, save_path=None, callbacks=[worst])
-    data = regression_data(9)
-    quiet_trainer(small_model(), callbacks=[ema]).train(regression_data(22), 1, data)
-    x, y = data.tensors
-    losses = (ema.ema.module(x) - y).square().squeeze(1)
-    assert [sample.index for sample in worst.samples] == losses.topk(3).indices.tolist()
 
 
 def test_a_metric_that_is_not_recorded_is_named(tmp_path):

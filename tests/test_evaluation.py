@@ -327,7 +327,7 @@ def test_nothing_watches_evaluations_that_are_not_made():
         only_within_epochs([SaveBestModelCallback(watch_metric="intermediate_eval_loss")])
 
 
-def test_bad_input():
+def test_evaluations_refuse_bad_intervals_and_missing_data():
     with pytest.raises(ValueError, match="eval_every_n_steps=0 must be at least 1"):
         StepBasedEvaluationCallback(0)
     with pytest.raises(ValueError, match="eval_every_n_epochs=0 must be at least 1"):
@@ -339,6 +339,7 @@ def test_bad_input():
 
 
 @pytest.mark.processes
+@pytest.mark.extension("gradient_spikes", "nan_report", "unfreezing")
 def test_all_callbacks_resume_the_same_bits_on_two_processes(tmp_path, job):
     for folder in ("whole", "killed"):
         (tmp_path / folder).mkdir()

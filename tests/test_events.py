@@ -570,7 +570,7 @@ def test_an_error_in_any_event_is_raised_after_the_ending_events(event):
 def test_an_error_before_a_run_starts_is_raised_and_none_starts(run):
     recorder = recording_callback()
     trainer = make_trainer([recorder, raising("on_dataloaders_created", CustomError("boom"))])
-    with pytest.raises(CustomError, match="boom"):
+    with pytest.raises(CustomError, match=r"^boom"):
         run(trainer)
     assert set(after(recorder, "on_dataloaders_created")) <= {"on_exception"}
     run(trainer)
@@ -596,7 +596,7 @@ def test_an_attribute_error_inside_a_callback_propagates():
         def on_train_epoch_start(self, trainer, **kwargs):
             trainer.modell.train()
 
-    with pytest.raises(AttributeError, match="modell") as caught:
+    with pytest.raises(AttributeError, match="no attribute 'modell'") as caught:
         train(make_trainer([Faulty]))
     assert "trainer.modell.train()" in "".join(traceback.format_exception(caught.value))
 
@@ -607,7 +607,7 @@ def test_an_attribute_error_in_a_property_is_no_missing_event():
         def on_train_epoch_start(self):
             return self.missing
 
-    with pytest.raises(AttributeError, match="missing"):
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
         train(make_trainer([Faulty]))
 
 
@@ -658,7 +658,7 @@ def test_an_error_at_a_runs_end_still_notifies_later_callbacks(tmp_path, capsys)
     failing = [raising("on_training_run_end", CustomError(text)) for text in ("first", "second")]
     recorder = recording_callback()
     best = SaveBestModelCallback(tmp_path / "best.pt")
-    with pytest.raises(CustomError, match="first"):
+    with pytest.raises(CustomError, match=r"^first"):
         train(make_trainer([recorder, *failing, best, recording_callback()]), epochs=2, eval_dataset=True)
     assert [name for name, _ in recorder.calls][-2:] == ["on_training_run_end", "on_exception"]
     said = capsys.readouterr().out
@@ -868,7 +868,7 @@ def check_kind(kind: Kind) -> set[str]:
     fired = check_calls(recorder, "Trainer(...)")
     data = kind.how.get("train_dataset", make_data(8))
     train(trainer, 2, **{"train_dataset": data, "eval_dataset": data, "batch_size": 2} | kind.how)
-    assert type(trainer.current_run.step) is kind.step
+    assert type(trainer.current_run.stepper) is kind.step
     fired |= check_calls(recorder, "train(...)", kind.documented)
     trainer.evaluate(data, 2, {"num_workers": 0})
     fired |= check_calls(recorder, "evaluate(...)")
@@ -876,7 +876,14 @@ def check_kind(kind: Kind) -> set[str]:
     return fired | check_calls(recorder, "predict(...)")
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "sharded"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.extension("compiled_step") if name == "compiled" else ())
+        for name in KINDS
+        if name != "sharded"
+    ],
+)
 def test_each_kind_of_step_fires_the_events_in_documented_order(name):
     check_kind(KINDS[name])
 

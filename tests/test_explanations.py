@@ -23,6 +23,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 from pytorch_accel_lite import CallbackHandler, Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import MetricsCallback, SkipFailedBatchesCallback, StepBasedEvaluationCallback
 from pytorch_accel_lite.data import OwnShard
+from tests.launching import some_of
 from tests.ranks import IN_ORDER, rank
 from tests.tasks import (
     equal,
@@ -287,7 +288,8 @@ NAMES = ["map-style", "subset", "many at once", "stream", "collate_fn", "shapes"
 
 @pytest.mark.parametrize(("data", "collate_fn", "sample", "lines"), READING, ids=NAMES)
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("phase", ["training", "training with a seed", "evaluation", "evaluate", "prediction"])
+@pytest.mark.soak
+@pytest.mark.parametrize("phase", some_of(["training", "training with a seed", "evaluation", "evaluate", "prediction"]))
 def test_an_error_in_reading_names_the_samples(data, collate_fn, sample, lines, workers, phase):
     trainer = make_trainer(seed=1 if phase == "training with a seed" else None)
     kwargs = {"num_workers": workers, **({"collate_fn": collate_fn} if collate_fn else {})}

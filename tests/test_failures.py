@@ -903,7 +903,7 @@ def test_what_processes_compute_together_is_not_left_out():
 
 
 @pytest.mark.parametrize("phases", [(), "evaluation", ["test"]])
-def test_phases_must_be_known(phases):
+def test_skipping_refuses_unknown_phases(phases):
     with pytest.raises(ValueError, match=r"phases=.* must be a tuple of one or more of 'training'"):
         SkipFailedBatchesCallback(phases=phases)
 

@@ -227,6 +227,6 @@ def test_processes_save_together_at_the_pace_of_the_slowest(two_ranks):
         ({"save_every": "often"}, "save_every='often' must be a positive number and one of updates"),
     ],
 )
-def test_bad_input(arguments, words):
+def test_the_saving_interval_refuses_bad_overheads(arguments, words):
     with pytest.raises(ValueError, match=words):
         SaveTrainingStateCallback(**arguments)

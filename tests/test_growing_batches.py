@@ -195,7 +195,7 @@ def test_growing_batches_refuse_updates_per_epoch_in_schedules(name):
         ({0: 1, 5: 1.5}, TypeError, "gradient_accumulation_steps[5]=1.5 must be an integer"),
     ],
 )
-def test_bad_input(growth, error, words):
+def test_growing_accumulation_refuses_bad_updates_and_counts(growth, error, words):
     with pytest.raises(error, match=re.escape(words)):
         run(growth)
 

@@ -23,6 +23,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     TrackerCallback,
 )
+from tests.launching import some_of
 from tests.ranks import global_batch, world_size
 from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model, weights
 
@@ -179,7 +180,8 @@ def test_the_best_of_several_evaluations_in_an_epoch_is_kept(tmp_path):
     assert kept == set(sorted(losses, key=lambda update: losses[update])[:3])
 
 
-@pytest.mark.parametrize("update", range(1, 18))
+@pytest.mark.soak
+@pytest.mark.parametrize("update", some_of(range(1, 18)))
 def test_a_run_resumed_within_an_epoch_has_the_same_best_models(update, tmp_path):
     """Also from a state saved between an evaluation and the callbacks that look at it."""
 
@@ -209,7 +211,8 @@ def test_an_epoch_improves_if_any_of_its_evaluations_does():
     assert stopping.best_metric == 3.0
 
 
-@pytest.mark.parametrize("update", range(1, 18))
+@pytest.mark.soak
+@pytest.mark.parametrize("update", some_of(range(1, 18)))
 def test_a_run_resumed_within_an_epoch_has_the_same_patience(update, tmp_path):
     values = {2: 1.0, 8: 2.0}
 
@@ -316,7 +319,7 @@ def test_what_is_no_interval_is_an_error(every, error, words):
 
 
 @pytest.mark.parametrize("callback", [SaveTrainingStateCallback, MetricsFileCallback])
-def test_callbacks_name_their_argument(callback):
+def test_callbacks_name_the_argument_that_is_no_interval(callback):
     argument = "save_every" if callback is SaveTrainingStateCallback else "every"
     with pytest.raises(ValueError, match=f"^{argument}='often' must be"):
         callback(**{argument: "often"})

@@ -23,7 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pytorch_accel_lite import callbacks
 from pytorch_accel_lite.callbacks import MetricsFileCallback, SaveTrainingStateCallback, TrackerCallback
-from tests.launching import PATIENCE, SOAK, EarlyFork, run_code
+from tests.launching import PATIENCE, SOAK, EarlyFork, run_code, some_of
 from tests.scripts.logged import EPOCHS, UPDATES, run, run_with_mlflow
 from tests.tasks import listener, make_data, make_trainer, train
 
@@ -118,7 +118,7 @@ def test_the_losses_of_rows_are_means_since_the_row_before(uninterrupted):
 
 @pytest.mark.soak
 @pytest.mark.programs
-@pytest.mark.parametrize("saver_first", [False, True])
+@pytest.mark.parametrize("saver_first", some_of([False, True]))
 @pytest.mark.extension("reports")  # whose page the script writes
 def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, saver_first):
     """SIGKILL at random times after a start; ``make soak`` for more of them."""
@@ -319,10 +319,10 @@ def test_accelerate_knows_the_tracker_while_the_run_lasts(tmp_path):
 def test_what_was_logged_before_an_error_stays(tmp_path):
     def fail(trainer: Any) -> None:
         if trainer.progress.epoch == 3:
-            raise ValueError("no")
+            raise ValueError("enough of this")
 
     tracker = TrackerCallback("tensorboard", "run", tmp_path, every_n_updates=2)
-    with pytest.raises(ValueError, match="no"):
+    with pytest.raises(ValueError, match=r"^enough of this"):
         train(make_trainer([tracker, listener(on_train_epoch_end=fail)]), epochs=4)
     logged = scalars(tmp_path / "run")
     assert [step for step, _ in logged["loss"]] == [2, 4, 6, 8]
@@ -392,10 +392,10 @@ def test_no_state_is_saved_without_its_rows(tmp_path):
 def test_all_rows_are_written_when_another_callback_fails(tmp_path, event):
     def fail(trainer: Any) -> None:
         threading.Timer(0.2, slow.may_answer.set).start()
-        raise ValueError("no")
+        raise ValueError("enough of this")
 
     slow = Slow(tmp_path)
-    with pytest.raises(ValueError, match="no"):
+    with pytest.raises(ValueError, match=r"^enough of this"):
         train(make_trainer([listener(**{event: fail}), slow]))
     assert slow.updates == [1, 2, 3]
 
@@ -496,11 +496,11 @@ def test_a_tracker_without_an_account_says_how_to_do_without(tmp_path):
             r"'aim' \(installed: .*'mlflow'.*\) needs aim. Install it with: pip install aim",
         ),
         (lambda: TrackerCallback(3), TypeError, "tracker=3 must be the name"),
-        (lambda: TrackerCallback(every_n_updates=0), ValueError, "every_n_updates=0"),
+        (lambda: TrackerCallback(every_n_updates=0), ValueError, "every_n_updates=0 must be at least 1"),
         (lambda: MetricsFileCallback("metrics.txt"), ValueError, r"path='metrics.txt' must end in .jsonl"),
     ],
 )
-def test_bad_arguments_are_named(make, error, message):
+def test_trackers_and_metrics_files_refuse_bad_arguments(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
@@ -516,7 +516,7 @@ def test_bad_arguments_are_named(make, error, message):
 def test_an_unwritable_folder_is_an_error_before_training(make, tmp_path):
     (tmp_path / "file").touch()
     steps: list[int] = []
-    with pytest.raises((OSError, ValueError), match="file"):
+    with pytest.raises((OSError, ValueError), match=r"(?i)not a (folder|directory)"):
         train(make_trainer([make(tmp_path / "file"), listener(on_train_step_start=lambda t: steps.append(1))]))
     assert not steps
 

@@ -15,11 +15,10 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import TensorDataset
 
-from pytorch_accel_lite import Trainer
+from pytorch_accel_lite import Trainer, callbacks
 from pytorch_accel_lite.callbacks import (
     AdviceCallback,
     GradientNormCallback,
-    GradientSpikeCallback,
     ModelEmaCallback,
     SaveTrainingStateCallback,
 )
@@ -374,6 +373,7 @@ def test_manual_steps_train_in_bfloat16(no_accelerator):
     assert types == {torch.bfloat16}
 
 
+@pytest.mark.extension("gradient_spikes")
 def test_spikes_are_those_of_each_optimizer(capsys):
     class Spikes(GAN):
         """The generator's gradients are always larger than the critic's, one of which spikes."""
@@ -382,18 +382,19 @@ def test_spikes_are_those_of_each_optimizer(capsys):
             factor = 100.0 if optimizer == "generator" else 50.0 if self.progress.step == 4 else 1.0
             super().update(loss * factor, optimizer)
 
-    trainer = Spikes(callbacks=[GradientSpikeCallback(factor=5.0, warm_up_updates=2)])
+    trainer = Spikes(callbacks=[callbacks.GradientSpikeCallback(factor=5.0, warm_up_updates=2)])
     trainer.train(FULL, 1, per_device_batch_size=4)
     assert re.findall("Update .* skipped", capsys.readouterr().out) == ["Update 5 of 'critic' skipped"]
 
 
+@pytest.mark.extension("gradient_spikes")
 def test_gradients_of_an_optimizer_that_begins_late_are_used():
     class Late(GAN):
         def update(self, loss, optimizer):
             if optimizer == "critic" or self.progress.step >= 3:
                 super().update(loss, optimizer)
 
-    trainer = Late(callbacks=[GradientSpikeCallback(warm_up_updates=2)])
+    trainer = Late(callbacks=[callbacks.GradientSpikeCallback(warm_up_updates=2)])
     before = trainer.networks()
     trainer.train(FULL, 1, max_num_train_steps=4, per_device_batch_size=6)  # the generator is updated once
     now = trainer.networks()
@@ -408,7 +409,7 @@ def test_each_optimizer_has_its_gradient_norms(clip):
     class Norms(GAN):
         def clip_gradients(self):
             gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
-            norms[self.current_run.step.updating].append(float(nn.utils.get_total_norm(gradients)))
+            norms[self.current_run.stepper.updating].append(float(nn.utils.get_total_norm(gradients)))
             super().clip_gradients()
 
     trainer = Norms(callbacks=[GradientNormCallback])
@@ -515,7 +516,7 @@ def test_an_update_that_overflows_is_skipped_alone(scaled_accelerator):
 
 def test_callbacks_skip_updates_of_scaled_gradients(scaled_accelerator):
     def skip(trainer: Trainer) -> None:
-        if trainer.current_run.step.updating == "critic":
+        if trainer.current_run.stepper.updating == "critic":
             trainer.skip_update()
 
     trainer = GAN(callbacks=[listener(on_optimizer_step_start=skip)], accelerator=scaled_accelerator)
@@ -533,7 +534,7 @@ def test_an_overflow_lowers_the_scale_beside_a_skipped_update(scaled_accelerator
             super().update(loss * 1e200 * 1e200 if optimizer == "critic" else loss, optimizer)
 
     def skip(trainer: Trainer) -> None:
-        if trainer.current_run.step.updating == "generator":  # which comes after the critic
+        if trainer.current_run.stepper.updating == "generator":  # which comes after the critic
             trainer.skip_update()
 
     trainer = Overflowing(callbacks=[listener(on_optimizer_step_start=skip)], accelerator=scaled_accelerator)

@@ -187,7 +187,7 @@ def test_a_metric_with_many_values_is_kept_as_lists():
     assert sum(map(sum, matrix)) == 25
 
 
-def test_it_may_come_after_a_callback_that_watches_its_metric():
+def test_metrics_may_come_after_a_callback_that_watches_them():
     stop = EarlyStoppingCallback(watch_metric="mae", early_stopping_patience=50)
     trainer = quiet_trainer(small_model(), callbacks=[stop, MetricsCallback({"mae": MeanAbsoluteError()})])
     trainer.train(regression_data(20), 2, regression_data(9))
@@ -369,7 +369,7 @@ def test_metrics_of_several_processes_are_those_of_the_whole_set(ranks):
         ),
     ],
 )
-def test_bad_metrics_are_named(metrics, error, message):
+def test_metrics_refuse_what_is_no_metric(metrics, error, message):
     with pytest.raises(error, match=message):
         MetricsCallback(metrics)
 

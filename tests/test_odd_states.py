@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import PredictionWriterCallback, SaveTrainingStateCallback, read_predictions
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents
-from tests.tasks import changed_manifest, make_data, make_trainer, train
+from tests.tasks import changed_manifest, make_trainer, train
 
 FIELDS = ["format_version", "saved_at", "progress", "world_size", "seed", "data_seed", "run_config", "files"]
 ODD: list[Any] = [..., "odd", [1], float("nan"), True, -(10**30)]
@@ -71,18 +71,3 @@ def test_if_all_states_are_odd_each_is_named(tmp_path):
             del manifest["world_size"]
     with pytest.raises(DamagedStateError, match=r"All training states .* are damaged: .*has no 'world_size'"):
         resume(tmp_path)
-
-
-OTHER = ["[]", "5", "{", '{"length": "x", "attempts": 5}', '{"attempts": [5]}', '{"attempts": [{}]}']
-
-
-@pytest.mark.parametrize("content", OTHER)
-def test_a_description_of_predictions_of_another_shape_is_named(tmp_path, content):
-    (tmp_path / "predictions.json").write_text(content)
-    message = r"predictions.json' is not the description of predictions"
-    with pytest.raises(ValueError, match=message):
-        make_trainer([PredictionWriterCallback(tmp_path)]).predict(make_data())
-    with pytest.raises(ValueError, match=message):
-        read_predictions(tmp_path)
-    make_trainer([PredictionWriterCallback(tmp_path, overwrite=True)]).predict(make_data())
-    assert len(read_predictions(tmp_path)) == 6

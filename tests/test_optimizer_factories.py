@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LinearLR, StepLR
 
 from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
-from pytorch_accel_lite.callbacks import EarlyStoppingCallback, GradualUnfreezingCallback, LearningRateMonitorCallback
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback, LearningRateMonitorCallback
 from pytorch_accel_lite.finetuning import ModelFreezer
 from tests.launching import CAN_SHARD
 from tests.ranks import check_processes, every_state, final_weights, world_size
@@ -237,22 +237,6 @@ def test_rates_are_recorded_and_watched_for_any_groups():
     trainer.train(DATA, 2, DATA)
     assert trainer.run_history.get_metric_values("lr_0") == [0.5, 0.5]
     assert trainer.run_history.get_metric_values("lr_1") == [0.1, 0.1]
-
-
-def test_gradual_unfreezing_has_all_groups():
-    def trained(make):
-        model = small_model()
-        seen = []
-        note = listener(on_train_epoch_end=lambda t: seen.append([p.requires_grad for p in t.get_model().parameters()]))
-        quiet_trainer(model, optimizer=make(model), callbacks=[GradualUnfreezingCallback(), note]).train(
-            DATA, 2, **HERE
-        )
-        return weights(model), seen
-
-    found, seen = trained(factory)
-    expected, _ = trained(made)
-    assert equal(found, expected)
-    assert seen == [[False, False, True, True], [True] * 4]
 
 
 @pytest.mark.parametrize("tool", ["find_lr", "find_batch_size", "diagnose"])

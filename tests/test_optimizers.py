@@ -459,7 +459,7 @@ def test_what_is_saved_in_training_are_weights_for_evaluation(tmp_path):
     assert equal(weights(trainer.model), weights(model))
 
 
-def test_it_is_resumed_to_the_same_bits(tmp_path):
+def test_schedule_free_optimizers_resume_to_the_same_bits(tmp_path):
     states = SaveTrainingStateCallback(tmp_path, save_every_n_steps=1, max_checkpoints=None)
     whole = train_schedule_free(2, [states])
     folders = [state for state in sorted(tmp_path.iterdir()) if state.is_dir()]

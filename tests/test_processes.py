@@ -12,21 +12,35 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import verify_state
+from pytorch_accel_lite.distributed.ranks import timeout_of
 from pytorch_accel_lite.utils import local_process_zero_first, local_process_zero_only, world_process_zero_only
-from tests.launching import SOAK, TORCHRUN, launch, launch_together, run_elastic_script, run_script, two_are_enough
+from tests.launching import (
+    SOAK,
+    TORCHRUN,
+    in_forks,
+    launch,
+    launch_together,
+    run_elastic_script,
+    run_script,
+    two_are_enough,
+)
 from tests.ranks import rank as own_rank
 from tests.ranks import shared_folder, world_size
+from tests.sharded import create_model, fit, shard
 from tests.tasks import largest_difference, quiet_trainer, regression_data, small_model, weights
 
 
@@ -234,7 +248,7 @@ def process_helpers() -> Any:
     return results
 
 
-def test_process_helpers(ranks):
+def test_processes_gather_broadcast_and_wait(ranks):
     n = ranks.world_size
     everyone = [f"rank{rank}" for rank in range(n)]
     for rank, result in enumerate(ranks(process_helpers)):
@@ -440,9 +454,9 @@ ALONE = {
 }
 
 
-# Those of a group wait for the limit together; every second case without SOAK.
+# Those of a group wait for the limit together; every fourth case without SOAK.
 @pytest.mark.soak
-@pytest.mark.parametrize("cases", [[*ALONE][:4], [*ALONE][4:]] if SOAK else [[*ALONE][::2]])
+@pytest.mark.parametrize("cases", [[*ALONE][:4], [*ALONE][4:]] if SOAK else [[*ALONE][::4]])
 def test_a_call_on_one_rank_alone_is_named(cases):
     commands = [[*TORCHRUN, "2", "tests/scripts/unlike_ranks.py", case] for case in cases]
     for case, done in zip(cases, launch_together(commands, warm=True), strict=True):
@@ -494,3 +508,24 @@ def test_the_first_example_runs_unchanged_on_two_processes(tmp_path, job):
     done = job(2).run(run_as_script, "examples/digits.py", "--epochs", "1", "--output", str(tmp_path))
     assert done.output.count("Test accuracy") == 1
     assert {file.name for file in tmp_path.iterdir()} == {"best_model.pt", "curves.png"}
+
+
+def timeouts_of_own_groups(folder: Path, timeout: timedelta) -> list[timedelta]:
+    """How long a collective may take in each group that a trainer has made, in a job with such a timeout."""
+    given = InitProcessGroupKwargs(backend="gloo", timeout=timeout)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[given])
+    model = shard(create_model(), "tp")  # which makes groups of its own
+    before = [*dist.distributed_c10d._world.pg_map]
+    saving = SaveTrainingStateCallback(folder, asynchronous=True)
+    fit(quiet_trainer(model, callbacks=[saving], accelerator=accelerator), "tp", epochs=1)
+    return [timeout_of(group) for group in dist.distributed_c10d._world.pg_map if group not in before]
+
+
+@pytest.mark.processes
+def test_custom_process_groups_take_the_timeout_of_the_job(tmp_path):
+    def fork(rank):
+        found = timeouts_of_own_groups(tmp_path / "states", timedelta(seconds=77))
+        # For control and in the background; of those that share batches, and two of those that do not.
+        assert found == [timedelta(seconds=77)] * 5, found
+
+    assert in_forks(fork, tmp_path / "output", 2) == [0, 0], (tmp_path / "output").read_text()

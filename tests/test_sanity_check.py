@@ -66,7 +66,7 @@ def trained(sanity_check: bool, **kwargs: Any) -> tuple[Trainer, Rows]:
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"seed": 3}], ids=["", "seed"])
-def test_it_leaves_no_trace(kwargs):
+def test_the_sanity_check_leaves_no_trace(kwargs):
     (tried, read), (plain, read_plain) = trained(True, **kwargs), trained(False, **kwargs)
     assert equal(weights(tried.model), weights(plain.model))
     assert tried.run_history.to_dict() == plain.run_history.to_dict()
@@ -77,7 +77,7 @@ def test_it_leaves_no_trace(kwargs):
     assert tried.progress == plain.progress
 
 
-def test_it_reads_one_batch_of_each_dataset_in_this_process():
+def test_the_sanity_check_reads_one_batch_of_each_dataset_here():
     seen = []
 
     class Noting(Rows):
@@ -93,7 +93,7 @@ def test_it_reads_one_batch_of_each_dataset_in_this_process():
         (DataLoader(Noting(9), batch_sampler=[[1, 2], [3, 4]]), {}, []),
     ):
         seen.clear()
-        with pytest.raises(KeyError, match="here"):
+        with pytest.raises(KeyError, match=r"^'here'"):
             quiet_trainer(small_model(), callbacks=[stop]).train(
                 regression_data(8), 1, data, per_device_batch_size=4, **kwargs
             )
@@ -191,5 +191,5 @@ def failures_of_ranks() -> list[Any]:
     return []
 
 
-def test_all_processes_try_it(two_ranks):
+def test_all_processes_make_the_sanity_check(two_ranks):
     assert two_ranks(failures_of_ranks) == [[0, "The evaluation was tried on on"]] * 2

@@ -20,7 +20,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents, verify_state
 from pytorch_accel_lite.checkpoint.shards import find_tensors
-from tests.launching import CAN_SHARD, SOAK, die_at_file_operation, in_forks
+from tests.launching import CAN_SHARD, SOAK, die_at_file_operation, in_forks, some_of
 from tests.ranks import world_size
 from tests.sharded import (
     DATA,
@@ -46,9 +46,10 @@ def saved(how: str, folder: Path, **options: Any) -> dict[str, Any]:
 pytestmark = [pytest.mark.processes, CAN_SHARD]
 
 
-@pytest.mark.parametrize(("how", "processes", "asynchronous"), [
-    ("fsdp", 2, True), ("hsdp", 4, False), ("tp_fsdp", 4, False),
-])  # fmt: skip
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("how", "processes", "asynchronous"), some_of([("tp_fsdp", 4, False), ("hsdp", 4, False), ("fsdp", 2, True)])
+)
 def test_runs_resume_from_shards_to_the_same_bits(tmp_path, job, how, processes, asynchronous):
     options = {"sharded": True, "asynchronous": asynchronous}
     for uninterrupted, *resumed in job(processes).run(train_and_resume, how, tmp_path, **options):

@@ -205,7 +205,13 @@ def require_datasets() -> None:
         pytest.skip("datasets before 5.0 skips samples when it returns to a position")
 
 
-@pytest.mark.parametrize("kind", ["cut", "forgetful cut", "blocks of cut", "mixture of cut"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("cut", "forgetful cut", "blocks of cut"),
+        pytest.param("mixture of cut", marks=pytest.mark.extension("mixtures")),
+    ],
+)
 def test_each_process_reads_its_part_of_a_divisible_stream(two_ranks, tmp_path, kind):
     """31 numbers are 16 and 15: after five steps of three, the second process has none left."""
     whole = two_ranks.run(train_on, kind, tmp_path, size=31)

@@ -26,6 +26,7 @@ def run(*callbacks: Any, epochs: int = 1) -> Any:
     return train(make_trainer([listener(on_train_epoch_end=record), *callbacks]), epochs)
 
 
+@pytest.mark.extension("plots")
 def test_any_name_is_drawn(tmp_path):
     run().run_history.plot(tmp_path / "metrics.svg")
     drawn = (tmp_path / "metrics.svg").read_text()

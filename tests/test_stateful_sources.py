@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import StepBasedEvaluationCallback
-from pytorch_accel_lite.data import MixtureStream, ShuffledStream
-from tests.streams import Forgetful, Keeps, SavesEachUpdate, Shelf, Sums, hugging_face, rows, train_on
+from pytorch_accel_lite.data import ShuffledStream
+from tests.streams import Forgetful, Keeps, SavesEachUpdate, Shelf, Sums, hugging_face, mixed, rows, train_on
 from tests.tasks import equal, listener, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torchdata
@@ -105,16 +105,17 @@ def test_a_stream_shuffled_in_blocks_rereads_one_block_at_most(tmp_path, kind):
         assert len(resumed["read"]) == 26 * (2 - epoch) - before
 
 
+@pytest.mark.extension("mixtures")
 def test_a_resumed_stream_is_whole_in_its_next_pass():
     """Hugging Face's streams return to a loaded state whenever they are read in the same epoch."""
     require("hugging face")
-    stream = MixtureStream({"rows": hugging_face(8, [])})
+    stream = mixed({"rows": hugging_face(8, [])})
     reader = iter(stream)
     for _ in islice(reader, 12):
         pass
     state = copy.deepcopy(stream.state_dict())
     rest = [row["x"] for row in islice(reader, 12)]
-    again = MixtureStream({"rows": hugging_face(8, [])})
+    again = mixed({"rows": hugging_face(8, [])})
     again.load_state_dict(state)
     assert [row["x"] for row in islice(again, 12)] == rest
     again.set_epoch(2)
@@ -136,11 +137,11 @@ def test_an_evaluation_of_the_resumed_stream_counts_all_samples(tmp_path):
     assert counts == [16, 16]
 
 
-@pytest.mark.parametrize("kind", ["blocks", "mixture"])
+@pytest.mark.parametrize("kind", ["blocks", pytest.param("mixture", marks=pytest.mark.extension("mixtures"))])
 def test_streams_that_have_become_shorter_are_reported(kind):
     def make(size: int) -> Any:
         stream = Forgetful(range(size))
-        return ShuffledStream(stream, 3) if kind == "blocks" else MixtureStream({"all": stream}, repeat=False)
+        return ShuffledStream(stream, 3) if kind == "blocks" else mixed({"all": stream}, repeat=False)
 
     whole = make(20)
     for _ in islice(whole, 14):
@@ -193,7 +194,11 @@ def test_a_stateful_stream_continues_with_another_batch_size(tmp_path):
 
 @pytest.mark.parametrize(
     "wrap",
-    [lambda stream: stream, lambda stream: ShuffledStream(stream, 4), lambda stream: MixtureStream({"a": stream})],
+    [
+        lambda stream: stream,
+        lambda stream: ShuffledStream(stream, 4),
+        pytest.param(lambda stream: mixed({"a": stream}), marks=pytest.mark.extension("mixtures")),
+    ],
     ids=["alone", "shuffled", "mixture"],
 )
 def test_a_source_that_something_else_began_to_read_is_reread(tmp_path, capsys, wrap):

@@ -7,18 +7,17 @@ import math
 from contextlib import suppress
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from pytorch_accel_lite import NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback
+from pytorch_accel_lite import NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback, callbacks
 from pytorch_accel_lite.callbacks import (
     MetricsFileCallback,
     SaveTrainingStateCallback,
     TerminateOnNaNCallback,
-    ThroughputCallback,
     TimeLimitCallback,
-    TimingCallback,
 )
 from tests.cases import NaNOnOneRank, StopsAt, nan_on_one_rank
 from tests.launching import two_are_enough
@@ -114,12 +113,15 @@ def test_a_limit_of_time_pauses_all_ranks_at_the_same_update(ranks):
 
 def stop_before_communicating_callbacks() -> Any:
     """The others of the event still run on the rank that asks for a stop: they talk to the other ranks."""
-    timing = TimingCallback(show=False)
-    trainer = quiet_trainer(small_model(), callbacks=[StopsAt("on_train_epoch_end"), ThroughputCallback(), timing])
+    timing = callbacks.TimingCallback(show=False)
+    trainer = quiet_trainer(
+        small_model(), callbacks=[StopsAt("on_train_epoch_end"), callbacks.ThroughputCallback(), timing]
+    )
     trainer.train(regression_data(16), num_epochs=3, per_device_batch_size=4)
     return {"reason": trainer.stop_reason, "epoch": trainer.progress.epoch, "run": timing.totals["run"]}
 
 
+@pytest.mark.extension("profiling", "throughput")
 @two_are_enough
 def test_a_stop_in_an_event_leaves_no_rank_waiting_for_another(ranks):
     results = ranks(stop_before_communicating_callbacks)

@@ -23,10 +23,11 @@ FACADE = {
     "pytorch_accel_lite.trainer",
     "pytorch_accel_lite.callbacks",
     "pytorch_accel_lite.data",
+    "pytorch_accel_lite.optimizers",
 }
 #: From the bottom up: each imports only those before it. Other files of the package only re-export.
 LAYERS = (
-    "extension_names", "base", "distributed", "optimizers", "schedulers", "plotting", "data", "run", "checkpoint",
+    "extension_names", "base", "distributed", "optimizers", "schedulers", "data", "run", "checkpoint",
     "loop", "steps", "callbacks", "trainer",
 )  # fmt: skip
 #: So that editors know what an event is passed.
@@ -41,6 +42,7 @@ PUBLIC_PATHS = {
     "finetuning",
     "integrations",
     "placeholders",
+    "plotting",
     "run_config",
     "tracking",
     "utils",
@@ -115,7 +117,7 @@ def test_extensions_use_only_what_users_can_import():
 
     Of each other, they import nothing, unless an extension is written with the public names of another one.
     """
-    public = {*PUBLIC_PATHS, "callbacks", "checkpoint", "data", "optimizers", "plotting", "schedulers"}
+    public = {*PUBLIC_PATHS, "callbacks", "checkpoint", "data", "optimizers", "schedulers"}
     public -= {"checking", "experiment"}  # of extensions
     for name, path in FILES.items():
         if not extension(name):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torchmetrics import MeanAbsoluteError
 
-from pytorch_accel_lite import StopTrainingError, Trainer
+from pytorch_accel_lite import StopTrainingError, Trainer, callbacks
 from pytorch_accel_lite.base.text import format_duration
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
@@ -28,8 +28,6 @@ from pytorch_accel_lite.callbacks import (
     SaveBestModelCallback,
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
-    ThroughputCallback,
-    TimingCallback,
 )
 from tests.launching import two_are_enough
 from tests.ranks import rank
@@ -225,8 +223,9 @@ def test_a_metric_that_comes_later_is_a_column_at_the_right(capsys):
     assert [line.endswith("     0.2500") for line in body] == [True, True]
 
 
+@pytest.mark.extension("throughput")
 def test_a_metric_that_is_not_recorded_has_no_column(capsys):
-    train(make_trainer(table(ThroughputCallback())), epochs=2)
+    train(make_trainer(table(callbacks.ThroughputCallback())), epochs=2)
     head = re.split(" {2,}", printed(capsys)[0])
     assert head == ["epoch", "train loss", "samples_per_second", "lr", "time"]
 
@@ -277,12 +276,13 @@ def test_rows_within_an_epoch_can_be_requested(capsys):
 # ----------------------------------------------------------------------------------------------- width
 
 
+@pytest.mark.extension("profiling")
 def test_a_table_fits_its_terminal_and_says_where_the_rest_is(capsys, monkeypatch):
     def follow(trainer: Trainer) -> None:
         monkeypatch.setenv("COLUMNS", {1: "45", 2: "160"}.get(trainer.progress.epoch, "80"))
 
     metrics = MetricsCallback({"mae": MeanAbsoluteError()})
-    others = [metrics, GradientNormCallback(), TimingCallback(), listener(on_train_epoch_start=follow)]
+    others = [metrics, GradientNormCallback(), callbacks.TimingCallback(), listener(on_train_epoch_start=follow)]
     trainer = train(make_trainer(table(*others)), epochs=3, eval_dataset=True)
     lines = printed(capsys)
     notes = [line for line in lines if "more metric" in line]

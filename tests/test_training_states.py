@@ -33,16 +33,12 @@ from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
-    GradualUnfreezingCallback,
     LimitBatchesCallback,
     ModelEmaCallback,
-    PredictionWriterCallback,
     RunPausedError,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
     SkipFailedBatchesCallback,
-    WorstSamplesCallback,
-    read_predictions,
 )
 from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents, verify_state
 from pytorch_accel_lite.checkpoint.checksums import checksum
@@ -233,7 +229,8 @@ def final(folder: Path) -> dict[str, Any]:
 @pytest.mark.soak
 @pytest.mark.programs
 @pytest.mark.parametrize(
-    ("workers", "asynchronous", "evaluate_every"), [(0, False, "0.4 epochs"), (2, False, None), (0, True, "10 samples")]
+    ("workers", "asynchronous", "evaluate_every"),
+    some_of([(0, False, "0.4 epochs"), (0, True, "10 samples"), (2, False, None)]),
 )
 @pytest.mark.timeout(7200 if SOAK else 3600)
 def test_sigkill_at_random_instants_leads_to_the_same_bits(tmp_path, workers, asynchronous, evaluate_every):
@@ -403,7 +400,7 @@ train(trainer, 9, train_dataset=Rows(make_data()), train_dataloader_kwargs={"num
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("number", "saves", "code"),
-    [(signal.SIGINT, True, -2), (signal.SIGTERM, True, 143), *([(signal.SIGINT, False, -2)] if SOAK else [])],
+    some_of([(signal.SIGINT, False, -2), (signal.SIGINT, True, -2), (signal.SIGTERM, True, 143)]),
 )
 def test_a_program_ended_by_a_signal_says_last_how_to_resume(tmp_path, number, saves, code):
     done = subprocess.run(
@@ -944,47 +941,31 @@ def test_sharded_weights_are_saved_whole_and_resumed(tmp_path, job):
     assert resumed.run_history.to_dict() == history
 
 
-def of_seven_samples(folder: Path) -> Any:
+def of_seven_samples() -> Any:
     """A process takes part in a step in which it has no sample."""
     accelerator, data = sharding_accelerator(), regression_data(7)
-    worst, writer = WorstSamplesCallback(7), PredictionWriterCallback(folder / "predictions")
-    trainer = _trained(accelerator, [worst])
+    trainer = _trained(accelerator, [])
     weights = gathered(trainer.model.state_dict())
     loss = trainer.evaluate(data, per_device_batch_size=3)["evaluation_loss"]
-    _trained(accelerator, [writer]).predict(data, per_device_batch_size=3)
-    return weights, loss, {sample.index: sample.loss for sample in worst.samples}, read_predictions(writer.directory)
+    return weights, loss, trainer.predict(data, per_device_batch_size=3)
 
 
 @CAN_SHARD
 @pytest.mark.processes
-def test_a_sample_that_keeps_sharded_ranks_in_step_counts_zero(tmp_path, two_ranks):
+def test_a_sample_that_keeps_sharded_ranks_in_step_counts_zero(two_ranks):
     data, model = regression_data(7), large_model().eval()
-    for weights, loss, worst, predictions in two_ranks.run(of_seven_samples, tmp_path):
+    for weights, loss, predictions in two_ranks.run(of_seven_samples):
         model.load_state_dict(weights)
         outputs = model(data.tensors[0]).detach()
         torch.testing.assert_close(predictions, outputs)
         expected = (outputs - data.tensors[1]).square()[:, 0].tolist()
-        assert worst == pytest.approx(dict(enumerate(expected)))
         assert loss == pytest.approx(sum(expected) / 7)
-
-
-@CAN_SHARD
-@pytest.mark.processes
-def test_one_process_knows_the_predictions_of_sharded_weights(tmp_path, two_ranks, capsys):
-    data, model = regression_data(7), large_model()
-    weights = two_ranks.run(of_seven_samples, tmp_path)[0][0]
-    for has_same, number in ((True, 0), (False, 7)):
-        model.load_state_dict({name: value if has_same else value + 1 for name, value in weights.items()})
-        trainer = Trainer(model, None, None, [PredictionWriterCallback(tmp_path / "predictions")])
-        assert sum(map(len, trainer.predict_iter(data))) == number
-        assert ("unknown weights" in capsys.readouterr().out) != has_same
 
 
 def refusals() -> dict[str, str]:
     """What cannot be done with sharded weights, and what is said of it."""
     accelerator, said = sharding_accelerator(), {}
     for name, callback in {
-        "unfreeze": GradualUnfreezingCallback(),
         "rewrap": listener(on_train_epoch_start=Trainer.rewrap_model),
         "skip": SkipFailedBatchesCallback(),
     }.items():
@@ -1010,7 +991,6 @@ def state_of_fsdp1(folder: Path) -> str | None:
 @pytest.mark.processes
 def test_what_cannot_be_done_with_sharded_weights_is_refused(tmp_path, two_ranks):
     for said in two_ranks(refusals):
-        assert "cannot change which parameters are trained: the model is sharded (FSDP)" in said["unfreeze"]
         assert "cannot change in the middle of this run: the model is sharded (FSDP)" in said["rewrap"]
         assert "SkipFailedBatchesCallback does not work with sharded weights" in said["skip"]
     for message in two_ranks.run(state_of_fsdp1, tmp_path):
@@ -1019,7 +999,7 @@ def test_what_cannot_be_done_with_sharded_weights_is_refused(tmp_path, two_ranks
 
 
 def saving_in_local_folders() -> list[str]:
-    """What is said of relative folders for states and predictions, where each process works in a folder of its own."""
+    """What is said of relative folders for states, where each process works in a folder of its own."""
     with shared_folder() as folder, contextlib.chdir(folder):
         os.mkdir(str(own_rank()))
         with contextlib.chdir(str(own_rank())):
@@ -1028,24 +1008,17 @@ def saving_in_local_folders() -> list[str]:
                 train(trainer)
             except OSError as error:
                 said = [f"{error} {trainer.progress.update} updates, {os.listdir()}"]
-            for write in (lambda: trainer.save_training_state("state"), lambda: _predict_into("predictions")):
-                try:
-                    write()
-                except OSError as error:
-                    said.append(str(error))
+            try:
+                trainer.save_training_state("state")
+            except OSError as error:
+                said.append(str(error))
     return said
-
-
-def _predict_into(directory: str) -> None:
-    trainer = quiet_trainer(small_model(), callbacks=[PredictionWriterCallback(directory)])
-    trainer.predict(regression_data(4))
 
 
 @pytest.mark.processes
 def test_a_folder_not_shared_by_the_processes_is_an_error(two_ranks):
     for rank, said in enumerate(two_ranks(saving_in_local_folders)):
-        assert len(said) == 3
-        for message, name in zip(said, ("save_dir='states'", "'.'", "directory='predictions'"), strict=True):
+        for message, name in zip(said, ("save_dir='states'", "'.'"), strict=True):
             assert message.startswith("Rank 1 failed: FileNotFoundError: ") == (rank == 0)
             assert f"{name} is not the directory of the first process on " in message
             assert "Pass the absolute path of a directory that all processes share" in message
@@ -1264,7 +1237,7 @@ def test_callbacks_that_are_gone_or_new_are_named(tmp_path):
         ({"save_every_n_minutes": 0}, "save_every_n_minutes=0 must be greater than 0"),
     ],
 )
-def test_bad_arguments_are_named(kwargs, message):
+def test_saving_states_refuses_bad_intervals(kwargs, message):
     with pytest.raises(ValueError, match=message):
         SaveTrainingStateCallback(**kwargs)
 

@@ -18,7 +18,7 @@ import torchmetrics
 from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import ModelSummaryCallback, SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.finetuning import ModelFreezer
 from tests import shipped
 from tests.launching import two_are_enough
@@ -512,8 +512,6 @@ def test_the_best_model_has_the_teacher_that_it_was_trained_with(tmp_path):
 def test_a_shipped_callback_has_no_attributes_like_a_users(kind, tmp_path, monkeypatch):
     """Its constructor creates all of them, so those of a user's subclass can be told from ours."""
     monkeypatch.chdir(tmp_path)
-    if kind is ModelSummaryCallback:
-        pytest.importorskip("torchinfo")
     callback = shipped.build(type(kind.__name__, (kind,), {}))
     callback.of_the_user = 1
     trainer = Holder([callback])

@@ -38,7 +38,7 @@ def test_a_slice_of_a_dataloader_restarts_each_time():
     assert [batch.tolist() for batch in first] == [batch.tolist() for batch in first] == [[0, 1], [2, 3], [4, 5]]
     assert len(DataLoaderSlice(loader, 9)) == len(list(DataLoaderSlice(loader, 9))) == 5
     assert len(DataLoaderSlice(iter([1]), 2)) == 2
-    with pytest.raises(ValueError, match="slice_size=0"):
+    with pytest.raises(ValueError, match="slice_size=0 must be at least 1"):
         DataLoaderSlice(loader, 0)
 
 
@@ -89,7 +89,7 @@ def test_tensor_to_numeric_reduces_all_elements():
     for wrong, reduce in ((torch.ones(0), "max"), (2.0, None), ([torch.ones(2), "x"], None)):
         with pytest.raises(ValueError, match="must be a tensor with elements"):
             to_numeric(wrong, reduce)
-    with pytest.raises(ValueError, match="reduce='median'"):
+    with pytest.raises(ValueError, match="reduce='median' must be None, 'sum'"):
         to_numeric(elements, "median")
 
 

@@ -23,7 +23,7 @@ from pytorch_accel_lite.callbacks import (
     SaveBestModelCallback,
     SaveTrainingStateCallback,
 )
-from tests.launching import in_forks
+from tests.launching import in_forks, some_of
 from tests.ranks import rank, shared_folder
 from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model, weights
 
@@ -152,7 +152,8 @@ HANGS: dict[str, Callable[[], None]] = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", HANGS)
+@pytest.mark.soak
+@pytest.mark.parametrize("case", some_of(HANGS))
 def test_processes_in_different_calls_say_where_they_are_and_end(tmp_path, monkeypatch, case):
     monkeypatch.setenv("PT_ACC_HANG_SECONDS", "1")
     output = tmp_path / "output"

@@ -330,7 +330,7 @@ def test_one_process_warns_of_watched_metrics_on_behalf_of_all(ranks):
 def test_a_metric_that_nothing_records_is_named_at_once(where, here):
     trainer = make_trainer([scores([1.0]), WATCHERS[where]("scroe", True)])
     expected = f"{where}'scroe'): the run will not record it. Did you mean 'score'? It records: train_loss_epoch, score"
-    with pytest.raises(ValueError, match="scroe") as caught:
+    with pytest.raises(ValueError, match=r"watch_metric='scroe'.: the run will not record it") as caught:
         train(trainer, eval_dataset=True)
     assert str(caught.value).startswith(expected)
     assert trainer.progress.step == 0

@@ -8,14 +8,10 @@ from pytorch_accel_lite.base.validation import check_bool
 from pytorch_accel_lite.callbacks.advice import AdviceCallback
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
 from pytorch_accel_lite.callbacks.failures import SkipFailedBatchesCallback
-from pytorch_accel_lite.callbacks.gradient_spikes import GradientSpikeCallback
-from pytorch_accel_lite.callbacks.hang_watch import HangWatchCallback
 from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback, LimitEvalStepsCallback
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback
 from pytorch_accel_lite.callbacks.metrics_file import MetricsFileCallback
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
-from pytorch_accel_lite.callbacks.model_summary import ModelSummaryCallback
-from pytorch_accel_lite.callbacks.momentum_teacher import MomentumTeacherCallback
 from pytorch_accel_lite.callbacks.monitoring import (
     DeviceMemoryCallback,
     GradientNormCallback,
@@ -23,29 +19,31 @@ from pytorch_accel_lite.callbacks.monitoring import (
     LossScaleCallback,
 )
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback
-from pytorch_accel_lite.callbacks.nan_report import NaNReportCallback
-from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback
-from pytorch_accel_lite.callbacks.prediction_writer import PredictionWriterCallback
 from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, PrintProgressCallback
 from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
 from pytorch_accel_lite.callbacks.step_evaluation import StepBasedEvaluationCallback
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TimeLimitCallback
-from pytorch_accel_lite.callbacks.sync_batch_norm import ConvertSyncBatchNormCallback
 from pytorch_accel_lite.callbacks.table import ProgressTableCallback
 from pytorch_accel_lite.callbacks.terminate_on_nan import TerminateOnNaNCallback
-from pytorch_accel_lite.callbacks.throughput import ThroughputCallback
-from pytorch_accel_lite.callbacks.timing import ProfilerCallback, TimingCallback
 from pytorch_accel_lite.callbacks.trackers import TrackerCallback
 from pytorch_accel_lite.callbacks.training_states import SaveTrainingStateCallback
-from pytorch_accel_lite.callbacks.unfreezing import GradualUnfreezingCallback
-from pytorch_accel_lite.callbacks.worst_samples import WorstSamplesCallback
-from pytorch_accel_lite.callbacks.wsd import WSDCheckpointCallback
-from pytorch_accel_lite.checkpoint.predictions import iterate_predictions, read_predictions
 from pytorch_accel_lite.extension_names import missing
 from pytorch_accel_lite.extensions import slurm as slurm  # adds to JOB_QUEUES
 from pytorch_accel_lite.extensions.energy import EnergyCallback
-from pytorch_accel_lite.extensions.mixture_schedule import MixtureScheduleCallback
-from pytorch_accel_lite.extensions.reports import PlotMetricsCallback, RunLogCallback
+from pytorch_accel_lite.extensions.gradient_spikes import GradientSpikeCallback
+from pytorch_accel_lite.extensions.hang_watch import HangWatchCallback
+from pytorch_accel_lite.extensions.mixtures.mixture_schedule import MixtureScheduleCallback
+from pytorch_accel_lite.extensions.model_summary import ModelSummaryCallback
+from pytorch_accel_lite.extensions.momentum_teacher import MomentumTeacherCallback
+from pytorch_accel_lite.extensions.nan_report import NaNReportCallback
+from pytorch_accel_lite.extensions.predictions import PredictionWriterCallback, iterate_predictions, read_predictions
+from pytorch_accel_lite.extensions.profiling import ProfilerCallback, TimingCallback
+from pytorch_accel_lite.extensions.reports import PlotMetricsCallback, RunLogCallback, ShowOutputsCallback
+from pytorch_accel_lite.extensions.sync_batch_norm import ConvertSyncBatchNormCallback
+from pytorch_accel_lite.extensions.throughput import ThroughputCallback
+from pytorch_accel_lite.extensions.unfreezing import GradualUnfreezingCallback
+from pytorch_accel_lite.extensions.worst_samples import WorstSample, WorstSamplesCallback
+from pytorch_accel_lite.extensions.wsd_checkpoints import WSDCheckpointCallback
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma as ModelEma  # as in pytorch-accelerated
 from pytorch_accel_lite.run.events import (
     CallbackHandler,
@@ -108,6 +106,7 @@ __all__ = [
     "TrackerCallback",
     "SaveTrainingStateCallback",
     "GradualUnfreezingCallback",
+    "WorstSample",
     "WorstSamplesCallback",
     "WSDCheckpointCallback",
     "get_default_callbacks",

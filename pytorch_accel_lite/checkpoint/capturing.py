@@ -27,10 +27,10 @@ from pytorch_accel_lite.checkpoint.attribute_states import (
 )
 from pytorch_accel_lite.checkpoint.files import FROZEN, storable, untie
 from pytorch_accel_lite.checkpoint.locations import read_state
-from pytorch_accel_lite.checkpoint.machine import describe_changes, fingerprint
+from pytorch_accel_lite.checkpoint.machine import describe_changes, machine_facts
 from pytorch_accel_lite.checkpoint.pretrained import base_of
 from pytorch_accel_lite.checkpoint.recorded_settings import saved_optimizers, settings_text
-from pytorch_accel_lite.checkpoint.shards import extract_tensors, fits_safetensors, is_sharded, local_parts
+from pytorch_accel_lite.checkpoint.shards import extract_tensors, fits_safetensors, is_sharded_tensor, local_parts
 from pytorch_accel_lite.checkpoint.trainability import (
     add_missing_groups,
     capture_trainability,
@@ -97,7 +97,7 @@ def capture(
     """Return the part of a trainer's state that this rank writes, without copying it. Call it on every process.
 
     Args:
-        created: fingerprints of weights; frozen weights that match them are left out
+        created: checksums of weights; frozen weights that match them are left out
         sharded: whether each rank keeps its shards; by default they are gathered
 
     Raises:
@@ -111,8 +111,8 @@ def capture(
         left_out = leave_out_frozen(model, weights, created, only_quantised=created is None)
         if left_out or created is not None:
             shared |= {FROZEN: left_out, "base": base_of(model)}
-    shards = {f"{SHARD_OF_MODEL}{name}": value for name, value in weights.items() if is_sharded(value)}
-    full = {name: value for name, value in weights.items() if not is_sharded(value)}
+    shards = {f"{SHARD_OF_MODEL}{name}": value for name, value in weights.items() if is_sharded_tensor(value)}
+    full = {name: value for name, value in weights.items() if not is_sharded_tensor(value)}
     tensors = {name: value for name, value in full.items() if fits_safetensors(value)}
     shared["model_extra"] = {name: value for name, value in full.items() if name not in tensors}
     run = trainer.current_run
@@ -155,7 +155,7 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
         "objects": {name: obj.state_dict() for name, obj in attributes.registered_objects(trainer).items()},
         "trainability": capture_trainability(trainer),
         "losses": run.loss_trackers.summed(trainer.data_ranks),
-        **run.step.state_dict(),
+        **run.stepper.state_dict(),
         "schedule_shift": run.schedule.shift,
         "items_per_batch": run.window.items_per_batch,
         "evaluations": None if run.loop.evaluations is None else run.loop.evaluations.state_dict(run),
@@ -244,7 +244,7 @@ def _collect_metadata(trainer: TrainerLike) -> StateDict:
         "data_seed": run.data.seed,
         "first_epoch": run.data.first_epoch,
         **numbers_of_shares(trainer.division),
-        "machine": fingerprint(trainer),
+        "machine": machine_facts(trainer),
         "run_config": {k: v if isinstance(v, (int, float, str, type(None))) else repr(v) for k, v in config.items()},
     }
 
@@ -309,7 +309,7 @@ def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = T
     run.epoch_phase = EpochPhase(state.metadata.get("epoch_phase", 0))
     _restore_history(trainer, shared)
     load_each("registered object", attributes.registered_objects(trainer), shared["objects"], is_final=False)
-    run.step.load_state_dict(shared)
+    run.stepper.load_state_dict(shared)
     run.schedule.shift = shared.get("schedule_shift", 0)
     run.window.items_per_batch = shared["items_per_batch"]
 
@@ -349,7 +349,7 @@ def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
     load_each("callback", callbacks_with("load_state_dict", trainer.callback_handler), state.shared["callbacks"])
     _restore_user_attributes(trainer, state, is_final=True)
     restore_trainability(trainer, state.shared.get("trainability", {}))
-    if state.local is not None and not trainer.division.is_fixed:
+    if state.local is not None and not trainer.division.has_fixed_shares:
         losses = send_to_device(state.local["losses"], trainer.device)
         restore_generators(state.local["generators"])
     else:
@@ -361,7 +361,7 @@ def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
         seed_generators(mix(int(state.metadata["data_seed"] or 0), trainer.progress.update, trainer.data_ranks.rank))
     run = trainer.current_run
     loader = run.data.train_loader
-    has_epoch_left = trainer.progress.is_mid_epoch and not run.epoch_phase
+    has_epoch_left = trainer.progress.is_mid_epoch and not run.epoch_is_trained
     saved = state.local or {} if getattr(loader, "has_own_position", False) else state.shared
     if loader is not None and hasattr(loader, "has_own_position"):
         loader.recall(saved.get("epoch_read"))

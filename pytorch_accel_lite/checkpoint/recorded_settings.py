@@ -34,7 +34,7 @@ from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.data.fingerprint import difference, fingerprint_of
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.data.sources import Source
-from pytorch_accel_lite.optimizers.operations import TrainerScheduler, is_created, parts_of, schedulers_in
+from pytorch_accel_lite.optimizers.operations import TrainerScheduler, is_created, parts_of_optimizer, schedulers_in
 from pytorch_accel_lite.optimizers.rates import Options, initial_options
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import TrainerCallback
@@ -118,7 +118,7 @@ def settings_text(trainer: TrainerLike) -> str:
     """Return the settings for a training state of the current run. A run that saves states has recorded them."""
     if not trainer.accelerator.is_main_process:  # the main process writes the state
         return ""
-    recorded = trainer.current_run.settings
+    recorded = trainer.current_run.recorded_settings
     return json.dumps(record_settings(trainer, reads_data=False) if recorded is None else recorded)
 
 
@@ -136,7 +136,9 @@ def describe_optimizers(trainer: TrainerLike, initial: Options | None = None) ->
     result = {}
     for name, optimizer in saved_optimizers(trainer).items() if is_created(trainer.optimizer) else ():
         known = initial if initial and name == "optimizer" else initial_options(optimizer)
-        running = {option for part in parts_of(optimizer).values() or [optimizer] for option in _running(part)}
+        running = {
+            option for part in parts_of_optimizer(optimizer).values() or [optimizer] for option in _running(part)
+        }
         for number, (group, rates) in enumerate(zip(optimizer.param_groups, known, strict=False)):
             label = name if len(optimizer.param_groups) == 1 else f"{name}.param_groups[{number}]"
             for option, value in {**group, **rates}.items():
@@ -331,12 +333,12 @@ def compare_settings(trainer: TrainerLike, state: TrainingState) -> str:
         state: the state that the run has loaded
     """
     run = trainer.current_run
-    now: JsonObject = run.settings or {}
+    now: JsonObject = run.recorded_settings or {}
     before: JsonObject = json.loads(state.shared.get("settings") or "{}")
     if not before or not now:
         return ""
     changed = _changed(before, now, is_elastic=state.metadata["world_size"] != trainer.ranks.world_size)
-    run.created.compared |= {argument for key in changed if (argument := _argument_of_callback(key))}
+    run.created_attributes.compared |= {argument for key in changed if (argument := _argument_of_callback(key))}
     held = _held(state)
     loaded = describe_optimizers(trainer)
     restored: list[str] = []

@@ -13,7 +13,7 @@ from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.weights import without_compile
 from pytorch_accel_lite.optimizers.freezing import keep_in_eval, release_from_eval, stays_in_eval
-from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, is_created, parts_of
+from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, is_created, parts_of_optimizer
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.state import TrainerLike
 
@@ -28,7 +28,7 @@ def trainability(trainer: TrainerLike) -> dict[str, dict[str, bool]]:
 
 def capture_trainability(trainer: TrainerLike) -> StateDict:
     """Return the changes of ``trainability()`` in the run, its original values, and the parameters of each group."""
-    now, before = trainability(trainer), trainer.current_run.created.trainability
+    now, before = trainability(trainer), trainer.current_run.created_attributes.trainability
     changed = {
         kind: {name: value for name, value in values.items() if value != before.get(kind, {}).get(name, value)}
         for kind, values in now.items()
@@ -71,7 +71,8 @@ def restore_trainability(trainer: TrainerLike, saved: StateDict) -> None:
     """Restore which parameters are trained, as far as the saved run had changed it. Call it on every process."""
     if "changed" not in saved:  # saved by an earlier version
         return
-    before, started, changed = trainability(trainer), trainer.current_run.created.trainability, saved["changed"]
+    started = trainer.current_run.created_attributes.trainability
+    before, changed = trainability(trainer), saved["changed"]
     # The rest is as after the starting events, even if the events of the epoch have changed it.
     target = {kind: {**values, **started.get(kind, {}), **changed.get(kind, {})} for kind, values in before.items()}
     for name, parameter in _parameters(trainer):
@@ -122,4 +123,4 @@ def _optimizers(trainer: TrainerLike) -> dict[str, TrainerOptimizer]:
 
 
 def _parts(optimizer: TrainerOptimizer) -> dict[str, TrainerOptimizer]:
-    return parts_of(optimizer) or {"": optimizer}
+    return parts_of_optimizer(optimizer) or {"": optimizer}

@@ -29,7 +29,7 @@ from pytorch_accel_lite.checkpoint.plain_objects import (
     digest,
     holds_nothing,
     is_setting,
-    tensors_in,
+    tensors_of_node,
 )
 from pytorch_accel_lite.checkpoint.recorded_settings import tells_where
 from pytorch_accel_lite.checkpoint.trainability import trainability
@@ -59,7 +59,9 @@ def note_created(trainer: TrainerLike) -> CreatedAttributes:
             node = Encoder(is_saved, _MOST_PARTS).encode(value, key[1])
         except TooManyPartsError:
             continue
-        is_large = sum(tensor.nbytes for tensor in tensors_in(node)) > _MOST_BYTES and not isinstance(value, nn.Module)
+        is_large = sum(tensor.nbytes for tensor in tensors_of_node(node)) > _MOST_BYTES and not isinstance(
+            value, nn.Module
+        )
         found = None if is_large else digest(node)
         if found is not None:
             created.digests[key] = found
@@ -70,12 +72,12 @@ def note_created(trainer: TrainerLike) -> CreatedAttributes:
 
 def note_started(trainer: TrainerLike) -> None:
     """Note which parameters are trained once the starting events, which a resumed run repeats, are over."""
-    trainer.current_run.created.trainability = trainability(trainer)
+    trainer.current_run.created_attributes.trainability = trainability(trainer)
 
 
 def capture_attributes(trainer: TrainerLike) -> tuple[StateDict, StateDict]:
     """Return the states of the users' attributes: those of all processes, and this process's own. A collective."""
-    created: CreatedAttributes = trainer.current_run.created
+    created: CreatedAttributes = trainer.current_run.created_attributes
     nodes: dict[Key, Node] = {}
     digests: dict[Key, str | None] = {}
     kept: set[Key] = set()
@@ -153,7 +155,7 @@ def restore_attributes(
 
 def _restore_settings(trainer: TrainerLike, saved: StateDict, owners: Mapping[str, object]) -> None:
     """Reset attributes that the saved run had not changed to their created values, as events may have changed them."""
-    settings = trainer.current_run.created.settings
+    settings = trainer.current_run.created_attributes.settings
     for owner, digests in saved.get("unchanged", {}).items():
         for name in digests:
             if owner in owners and (owner, name) in settings:
@@ -180,7 +182,7 @@ def _say_what_is_lost(saved: StateDict, own: StateDict | None, lost: list[str], 
 
 def _say_what_differs(trainer: TrainerLike, saved: StateDict) -> None:
     """Report attributes that the program creates differently from the saved run, which had not changed them."""
-    created: CreatedAttributes = trainer.current_run.created
+    created: CreatedAttributes = trainer.current_run.created_attributes
     kept = {(owner, name) for owner, states in saved.get("kept", {}).items() for name in states}
     others = [
         (owner, name)
@@ -206,7 +208,7 @@ def _say_what_differs(trainer: TrainerLike, saved: StateDict) -> None:
 
 def _is_moved(trainer: TrainerLike, saved: StateDict, key: Key) -> bool:
     """Whether a setting differs only in a place or a device."""
-    before, now = _setting_before(saved, key), trainer.current_run.created.settings[key]
+    before, now = _setting_before(saved, key), trainer.current_run.created_attributes.settings[key]
     return before is not NoPlaceError and _without_places(before, key[1]) == _without_places(now, key[1])
 
 
@@ -239,7 +241,7 @@ def _shown(node: Node) -> str:
 
 def describe_left_out(trainer: TrainerLike) -> str:
     """Return a description of the parts of users' attributes that states cannot hold; empty if there are none."""
-    created: CreatedAttributes = trainer.current_run.created
+    created: CreatedAttributes = trainer.current_run.created_attributes
     left_out: dict[str, str] = {}
     is_saved = _saved_elsewhere(trainer)
     for key, value in _attributes(trainer):
@@ -272,7 +274,7 @@ def _tell_size(trainer: TrainerLike, created: CreatedAttributes, kept: Mapping[s
     """Print once which attributes make states large."""
     for owner, states in kept.items():
         for name, node in states.items():
-            size = sum(tensor.nbytes for tensor in tensors_in(node))
+            size = sum(tensor.nbytes for tensor in tensors_of_node(node))
             path = _path((owner, name))
             if size >= _LARGE and f"{path}: size" not in created.warned_of:
                 created.warned_of.add(f"{path}: size")
@@ -281,7 +283,7 @@ def _tell_size(trainer: TrainerLike, created: CreatedAttributes, kept: Mapping[s
 
 def changed_modules(trainer: TrainerLike) -> dict[str, nn.Module]:
     """Return the modules in attributes of the trainer that nothing trains, but that the run has changed."""
-    created: CreatedAttributes = trainer.current_run.created
+    created: CreatedAttributes = trainer.current_run.created_attributes
     changed = {}
     for key, value in _attributes(trainer):
         before = created.digests.get(key)
@@ -352,7 +354,7 @@ def _saved_elsewhere(trainer: TrainerLike) -> Callable[[object], bool]:
 
 def _is_kept_anyway(node: Node) -> bool:
     """Whether a node has tensors (the program may have drawn them at random) and is small enough to be stored."""
-    sizes = [tensor.nbytes for tensor in tensors_in(node)]
+    sizes = [tensor.nbytes for tensor in tensors_of_node(node)]
     return not is_setting(node) and sum(sizes) <= _KEPT_ANYWAY
 
 

@@ -3,13 +3,14 @@
 from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.data.batches import Batch
-from pytorch_accel_lite.data.composed_streams import MixtureStream, ShuffledStream
 from pytorch_accel_lite.data.iterables import OwnShard
 from pytorch_accel_lite.data.loader import FailedRead, LoaderKwargs, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.loader_choice import Data, NamedData, shard
-from pytorch_accel_lite.data.mixtures import Mixture, MixtureSampler, NamedDatasets, NamedSampler
+from pytorch_accel_lite.data.named_datasets import NamedDatasets, NamedSampler
+from pytorch_accel_lite.data.shuffled_streams import ShuffledStream
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, IndexedData, Sample, Source
 from pytorch_accel_lite.extension_names import missing
+from pytorch_accel_lite.extensions.mixtures import Mixture, MixtureSampler, MixtureStream
 from pytorch_accel_lite.extensions.packing import (
     PackSequences,
     TokenBatchSampler,

@@ -9,13 +9,13 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from pytorch_accel_lite.base.environment import cores_per_process
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loader_choice import is_loader, options_of
-from pytorch_accel_lite.data.mixtures import Mixture, MixtureSampler, NamedDatasets
+from pytorch_accel_lite.data.named_datasets import NamedDatasets
 from pytorch_accel_lite.data.reading import inner_datasets, reads_batches, tensors_in_memory
-from pytorch_accel_lite.data.sources import CollateFunction, Source
+from pytorch_accel_lite.data.sources import CollateFunction, Source, TrainingOrder
 from pytorch_accel_lite.data.workers import start_method
 
 #: Arguments with a user-defined order.
-_ORDER_ARGUMENTS = ("sampler", "batch_sampler")
+_ORDER_ARGUMENTS = {"sampler", "batch_sampler"}
 
 
 def default_num_workers(dataset: Source, processes: int) -> int:
@@ -78,10 +78,10 @@ def _merged(dataset: Source, defaults: LoaderKwargs, arguments: LoaderKwargs | N
     arguments = dict(arguments or {})
     if isinstance(dataset, NamedDatasets) and "shuffle" in arguments:
         arguments["sampler"] = dataset.create_sampler(arguments.pop("shuffle"))
-    elif isinstance(dataset, Mixture) and defaults.get("shuffle") and arguments.keys().isdisjoint(_ORDER_ARGUMENTS):
-        arguments["sampler"] = MixtureSampler(dataset, arguments.pop("shuffle", True))
+    elif isinstance(dataset, TrainingOrder) and defaults.get("shuffle") and not arguments.keys() & _ORDER_ARGUMENTS:
+        arguments["sampler"] = dataset.create_training_sampler(arguments.pop("shuffle", True))
     excluded = set()
-    if not arguments.keys().isdisjoint(_ORDER_ARGUMENTS):
+    if arguments.keys() & _ORDER_ARGUMENTS:
         excluded = {"shuffle"}
     if "batch_sampler" in arguments:
         excluded |= {"batch_size", "drop_last", "sampler"}

@@ -64,12 +64,12 @@ class _EpochShares:
     """
 
     def __init__(self, source: DataLoader[Sample], ranks: Ranks, options: LoaderOptions, rows: int | None) -> None:
-        self._division = options.shares or Shares(ranks.world_size, range(ranks.rank, ranks.rank + 1))
+        self._shares = options.shares or Shares(ranks.world_size, range(ranks.rank, ranks.rank + 1))
         self.is_batched = source.batch_size is None  # the user's batch sampler
         self.sampler: SamplerLike = source.batch_sampler if self.is_batched else source.sampler
         if type(self.sampler) not in _OF_TORCH:
-            self.sampler = of_all_processes(self.sampler, self._division.total)
-        self.per_step = (source.batch_size or 1) * self._division.total  # samples, or the user's batches
+            self.sampler = of_all_processes(self.sampler, self._shares.total)
+        self.per_step = (source.batch_size or 1) * self._shares.total  # samples, or the user's batches
         self.drop_last = source.drop_last
         self._ranks = ranks
         self._options = options
@@ -89,7 +89,7 @@ class _EpochShares:
     def __iter__(self) -> Iterator[Any]:
         """Yield the indices to read in each step; with a seed, as a ``SeededShare`` unless data are in memory."""
         epoch, position, limit, min_share, planned = self._next
-        num_shares = self._division.total
+        num_shares = self._shares.total
         least = min(min_share, self.per_step // num_shares)
         run_seed = self._options.seed
         epoch_seed = None if run_seed is None else mix(run_seed, epoch)
@@ -118,10 +118,10 @@ class _EpochShares:
 
     def _local_shares(self, size: int, least: int, lengths: list[int]) -> list[tuple[int, int, int]]:
         """Return the numbers and bounds of this process's shares of a step. The bounds of a filler enclose nothing."""
-        division, options = self._division, self._options
-        shares = [(number, *split(size, number, division.total, least, lengths)) for number in division.local]
+        every, options = self._shares, self._options
+        shares = [(number, *split(size, number, every.total, least, lengths)) for number in every.local]
         if options.evens_shares:  # a missing share gets the number of the last one
-            return shares + [(division.local[-1], size, size)] * division.lacking(self._ranks.world_size)
+            return shares + [(every.local[-1], size, size)] * every.lacking(self._ranks.world_size)
         has_first = shares[:1] if options.fill else []
         return has_first + [share for share in shares[len(has_first) :] if share[2] > share[1]]
 
@@ -139,7 +139,7 @@ class _EpochShares:
             return grouped(islice(order, start, None), self.per_step)
         if isinstance(order, (list, torch.Tensor)) and len(order) != size:
             raise length_error(self.sampler, size, len(order))
-        min_last = 1 if self._options.fill else self._division.total
+        min_last = 1 if self._options.fill else self._shares.total
         bounds = global_batches(size, self.per_step, start, self.drop_last, min_last)
         if isinstance(order, list):
             return map(order.__getitem__, starmap(slice, bounds))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
@@ -29,3 +30,11 @@ class IndexedData(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: Index, /) -> Sample: ...
+
+
+class TrainingOrder(ABC):
+    """Base of datasets that a trainer reads in an order of their own in training, but as usual otherwise."""
+
+    @abstractmethod
+    def create_training_sampler(self, shuffle: bool = True) -> SamplerLike:
+        """Return the sampler of a training epoch."""

@@ -321,7 +321,7 @@ _stores: Any = dist  # its type stubs lack the stores
 _STORE_TIMEOUT = timedelta(seconds=10)
 
 
-def connect(name: str) -> Store | None:
+def connect_to_store(name: str) -> Store | None:
     """Return a store of short texts by key, which all processes of the job share; ``None`` if there is none.
 
     It has a separate connection to the store of the default process group, whose own connection cannot be shared: a

@@ -23,7 +23,7 @@ from pytorch_accel_lite.base.environment import HANG_VARIABLE
 from pytorch_accel_lite.distributed import exchange, positions
 from pytorch_accel_lite.distributed.exchange import OtherCallError, ProcessLostError
 from pytorch_accel_lite.distributed.participant import Participant
-from pytorch_accel_lite.distributed.ranks import Ranks, connect
+from pytorch_accel_lite.distributed.ranks import Ranks, connect_to_store
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -62,7 +62,7 @@ class _Place(NamedTuple):
     begun: int
 
 
-class Watch(threading.Thread):
+class JobWatch(threading.Thread):
     """Checks regularly whether this process waits for others, and reports where it is if another asks.
 
     Uses no collectives, and nothing of a step. A process that has waited long enough asks the others for their places
@@ -230,7 +230,7 @@ class Watch(threading.Thread):
         self._store.set(f"{self._answered}/end", json.dumps([ending, self._verdict]))
         if self._rank in ending:
             self._is_over.wait(self._interval + 1)  # lets the others read that
-            end()
+            end_process()
 
     def _silence(self, rank: int) -> str:
         if self._store is None:
@@ -269,7 +269,7 @@ class Watch(threading.Thread):
         if self._answered and self._store.check([key]):
             ending, self._verdict = json.loads(self._store.get(key))
             if self._rank in ending:
-                end()
+                end_process()
 
     def _has_ended(self, rank: int) -> bool:
         """Whether the process of a rank has certainly ended."""
@@ -319,7 +319,7 @@ def _print(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def end() -> None:
+def end_process() -> None:
     """End this process at once: its other threads hang."""
     with suppress(Exception):
         sys.stdout.flush()
@@ -345,7 +345,7 @@ def _bytes_transferred() -> int:
 
 # ------------------------------------------------------------------------------------------- of this job
 
-_watch: Watch | None = None
+_watch: JobWatch | None = None
 _job: dist.ProcessGroup | None = None
 
 
@@ -359,8 +359,8 @@ def begin(ranks: Ranks) -> None:
     namespace = os.readlink("/proc/self/ns/pid") if os.path.islink("/proc/self/ns/pid") else ""
     gathered = ranks.all_gather_object((uuid.uuid4().hex, (socket.gethostname(), namespace, os.getpid())))
     _job = dist.group.WORLD
-    store = connect(f"watch/{gathered[0][0]}")
-    _watch = Watch(ranks.rank, [process for _, process in gathered], store, seconds or _SECONDS)
+    store = connect_to_store(f"watch/{gathered[0][0]}")
+    _watch = JobWatch(ranks.rank, [process for _, process in gathered], store, seconds or _SECONDS)
     if seconds:
         _watch.start()
 
@@ -397,7 +397,7 @@ def watching(trainer: Participant) -> Iterator[None]:
     number = int(trainer.ranks.max([watch.begun])[0]) + 1
     watch.enter(number, trainer)
     try:
-        with naming(trainer.ranks):
+        with naming_call(trainer.ranks):
             yield
     except ProcessLostError:
         watch.leave(number, failed=True)
@@ -410,7 +410,7 @@ def watching(trainer: Participant) -> Iterator[None]:
 
 
 @contextmanager
-def naming(ranks: Ranks, call: str = "") -> Iterator[None]:
+def naming_call(ranks: Ranks, call: str = "") -> Iterator[None]:
     """In a block, replace an error about a lost connection by one that names the other process and the reason.
 
     Args:

@@ -51,7 +51,7 @@ def begin_epoch(trainer: TrainerLike, run: Run) -> None:
 
 def _complete_epoch(trainer: TrainerLike, run: Run) -> None:
     """Complete an epoch of a user's loop, which itself only counts it in the history."""
-    if run.epoch_phase:
+    if run.epoch_is_trained:
         trainer._step_after_epoch()
         training.complete_epoch(trainer, run)
 

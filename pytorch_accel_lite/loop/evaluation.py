@@ -17,12 +17,12 @@ from pytorch_accel_lite.data import Batch, NamedData
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.loop.guards.arguments import check_data
+from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.guards.modes import call_start
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.left_out import OMITTED, report_left_out
-from pytorch_accel_lite.loop.lifecycle import create_loader, ending, entering
+from pytorch_accel_lite.loop.lifecycle import ending, entering, sharded_loader
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.run.events import CallbackHandler
 from pytorch_accel_lite.run.history import MetricValue, RunHistory, count_values
@@ -157,11 +157,11 @@ def evaluation_epoch(trainer: TrainerLike, run: Run, source: Source, is_training
     trainer.eval_epoch_start()
     run.loss_trackers = trainer.division.create_trackers()
     call_start(trainer, "on_eval_epoch_start", "evaluation", is_intermediate=is_intermediate)
-    loader = create_loader(trainer, run, source, training=False)
+    loader = sharded_loader(trainer, run, source, training=False)
     sync_ddp_buffers(trainer.model, run.ranks)
     run.data.has_fillers = loader.options.fill
     run.left_out = None if run.left_out is None else LeftOut("evaluation")
-    with inference(trainer), preserving_generators() if trainer.division.is_fixed else nullcontext():
+    with inference(trainer), preserving_generators() if trainer.division.has_fixed_shares else nullcontext():
         last = _add_losses(trainer, run, loader.steps(run.progress.epoch))
         if run.data.has_fillers:
             _add_losses(trainer, run, _fillers(run, last))
@@ -218,7 +218,7 @@ def evaluate(
     auto_microbatch: bool,
 ) -> dict[str, MetricValue]:
     """Evaluate the model, counting every sample exactly once on any number of processes."""
-    check_data(trainer, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
+    check_dataset(trainer, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     if auto_microbatch and (what := "sharded weights" if trainer.is_sharded else trainer.division.argument):
         raise ValueError(f"evaluate(auto_microbatch=True) does not work with {what}: pass a smaller batch size.")
     request = RunRequest("evaluation", num_epochs=1, auto_microbatch=auto_microbatch)

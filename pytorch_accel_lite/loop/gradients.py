@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from pytorch_accel_lite.base.modules import are_sharded, local
+from pytorch_accel_lite.base.modules import are_sharded, local_shard
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
 from pytorch_accel_lite.run.settings import TrainerRunConfig
 from pytorch_accel_lite.run.state import TrainerLike
@@ -41,7 +41,7 @@ def updated_parameters(trainer: TrainerLike) -> list[torch.nn.Parameter]:
     optimized = optimized_parameters(trainer.optimizer)
     ids = set(map(id, optimized))
     has_model = any(id(parameter) in ids for parameter in trainer.model.parameters())
-    if has_model or trainer.current_run.step.updates_one_by_one:  # it may be for another module
+    if has_model or trainer.current_run.stepper.updates_one_by_one:  # it may be for another module
         return optimized
     return [*trainer.model.parameters(), *optimized]
 
@@ -58,14 +58,14 @@ def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
         if run.window.clipped_ids != ids:
             run.window.clipped_ids, run.window.clipped = ids, _in_model_order(clipped, trainer.model)
         clipped = run.window.clipped
-    if are_sharded(clipped) or trainer.division.is_fixed:
-        run.step.gradient_norm = clip_shards(accelerator, clipped, value, norm, _norm_function(trainer, clipped))
+    if are_sharded(clipped) or trainer.division.has_fixed_shares:
+        run.stepper.gradient_norm = clip_shards(accelerator, clipped, value, norm, _norm_function(trainer, clipped))
         return
     if value is not None:
         accelerator.clip_grad_value_(clipped, value)
     if norm is not None:
         is_plain = trainer.prepared_model is not None and trainer.prepared_model.is_plain
-        run.step.gradient_norm = (_clip_norm if is_plain else accelerator.clip_grad_norm_)(clipped, norm)
+        run.stepper.gradient_norm = (_clip_norm if is_plain else accelerator.clip_grad_norm_)(clipped, norm)
 
 
 def _in_model_order(parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -93,21 +93,21 @@ def _clip_norm(parameters: list[torch.nn.Parameter], limit: float) -> torch.Tens
 def total_norm(trainer: TrainerLike) -> torch.Tensor:
     """Return the total norm of the gradients of an update, before clipping by norm; computed once per update."""
     run = trainer.current_run
-    if run.step.gradient_norm is None:
-        updates_all = not run.step.updates_one_by_one  # otherwise the gradients being used are already unscaled
+    if run.stepper.gradient_norm is None:
+        updates_all = not run.stepper.updates_one_by_one  # otherwise the gradients being used are already unscaled
         has_scaler = trainer.accelerator.scaler is not None
         if updates_all and has_scaler and run.required_config.gradient_clip_value is None:
             trainer.accelerator.unscale_gradients(trainer.optimizer)
-        optimized = optimized_parameters(run.step.optimizer_to_update(trainer))
+        optimized = optimized_parameters(run.stepper.optimizer_to_update(trainer))
         gradients = [parameter.grad for parameter in optimized if parameter.grad is not None]
-        run.step.gradient_norm = _norm_function(trainer, optimized)(gradients)
-    norm: torch.Tensor = run.step.gradient_norm
+        run.stepper.gradient_norm = _norm_function(trainer, optimized)(gradients)
+    norm: torch.Tensor = run.stepper.gradient_norm
     return norm
 
 
 def _norm_function(trainer: TrainerLike, parameters: list[torch.nn.Parameter]) -> NormFunction:
     """Return the function that computes the total norm of the gradients of some parameters."""
-    if trainer.division.is_fixed:
+    if trainer.division.has_fixed_shares:
         return norm_by_rows
     return total_norm_of_shards if are_sharded(parameters) else torch.nn.utils.get_total_norm
 
@@ -148,7 +148,7 @@ def norm_by_rows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 def _sums_of_rows(gradient: torch.Tensor) -> tuple[torch.Tensor, dist.ProcessGroup | None]:
     """Return the sum of the squares in each row, zero in rows of other processes, and the group of these processes."""
-    shard = local(gradient.detach())
+    shard = local_shard(gradient.detach())
     shard = torch.view_as_real(shard) if shard.is_complex() else shard
     dtype = torch.float32 if shard.dtype.itemsize < 4 else shard.dtype
     squares = shard.to(dtype).square()
@@ -179,7 +179,7 @@ def clip_shards(
     # Accelerate compares the parameters with those of every model it prepared, which fails if there are several.
     accelerator.unscale_gradients()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    shards = [local(gradient) for gradient in gradients]
+    shards = [local_shard(gradient) for gradient in gradients]
     if value is not None:
         torch._foreach_clamp_min_(shards, -value)
         torch._foreach_clamp_max_(shards, value)

@@ -17,7 +17,7 @@ from pytorch_accel_lite.base.origins import overridden_methods
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data import Batch, FailedRead
-from pytorch_accel_lite.data.batches import BatchOutput, complete_output, find_batch_size
+from pytorch_accel_lite.data.batches import BatchOutput, complete_output, infer_batch_size
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Source
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
@@ -58,7 +58,7 @@ def inference_run(
         if run.outer is None:
             run.data.train_loader = run.data.train_loader_kwargs = run.end.reason = None
             run.control = StopCoordinator(trainer.ranks)
-            run.step.num_eval_parts = 1
+            run.stepper.num_eval_parts = 1
         trainer.callback_handler.configure_run(trainer, request)
         splits = run.request.auto_microbatch or request.auto_microbatch
         requested = replace(
@@ -84,7 +84,7 @@ def compute_batches(
     batches = leaving_as_found(trainer, run, batches, "evaluation" if is_evaluation else "prediction")
     for number, batch in enumerate(batches, start=1):
         run.batch = batch
-        if trainer.division.is_fixed:
+        if trainer.division.has_fixed_shares:
             trainer.division.begin_share(batch)
         if is_evaluation and listeners["on_eval_step_start"]:
             trainer.call_event("on_eval_step_start")
@@ -137,7 +137,7 @@ def _compute_in_parts(trainer: TrainerLike, run: Run, batch: Batch, compute: Com
     """
     outputs: list[BatchOutput] = []
     whole = batch._replace(num_samples=None) if batch.is_filler else batch
-    left = split_into_parts(whole, run.step.num_eval_parts)
+    left = split_into_parts(whole, run.stepper.num_eval_parts)
     while left:
         part = left.pop(0)
         # The parts of a filler batch are fillers, too.
@@ -148,11 +148,11 @@ def _compute_in_parts(trainer: TrainerLike, run: Run, batch: Batch, compute: Com
             continue
         clear_device_cache(garbage_collection=True)
         left = [half for larger in (part, *left) for half in split_into_parts(larger, 2)]
-        samples, size = (find_batch_size(each.data, each.num_samples) for each in (part, whole))
-        run.step.num_eval_parts = max(run.step.num_eval_parts, -(-size // -(-samples // 2)))
+        samples, size = (infer_batch_size(each.data, each.num_samples) for each in (part, whole))
+        run.stepper.num_eval_parts = max(run.stepper.num_eval_parts, -(-size // -(-samples // 2)))
         trainer.print(
             f"Out of memory with {samples} samples in evaluation: from now on each evaluation batch is split into "
-            f"{run.step.num_eval_parts} parts. Losses and metrics are still those of the whole batch."
+            f"{run.stepper.num_eval_parts} parts. Losses and metrics are still those of the whole batch."
         )
     return merge_outputs(outputs)
 
@@ -167,7 +167,7 @@ def _compute_if_it_fits(trainer: TrainerLike, run: Run, compute: Compute) -> Bat
     try:
         output: BatchOutput = _compute(trainer, batch, compute)
     except Exception as error:
-        if find_batch_size(batch.data, batch.num_samples or None) < 2 or not is_out_of_memory(error):
+        if infer_batch_size(batch.data, batch.num_samples or None) < 2 or not is_out_of_memory(error):
             raise
         traceback.clear_frames(error.__traceback__)  # they hold the tensors of the attempt
         before.close()
@@ -203,6 +203,6 @@ def unwrapped_model(trainer: TrainerLike) -> Iterator[None]:
 
 def preserving_randomness(trainer: TrainerLike, run: Run) -> AbstractContextManager[None]:
     """Preserve the generators of an outer run; without one, only the generators that seeded reading of data changes."""
-    if run.outer is not None or trainer.division.is_fixed:
+    if run.outer is not None or trainer.division.has_fixed_shares:
         return preserving_generators()
     return nullcontext() if run.data.seed is None else preserving_generators("python", "numpy")

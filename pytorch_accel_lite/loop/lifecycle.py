@@ -24,7 +24,7 @@ from pytorch_accel_lite.checkpoint.user_attributes import note_created
 from pytorch_accel_lite.data import ShardedLoader, shard
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loader_choice import dataset_of
-from pytorch_accel_lite.data.mixtures import NamedSampler, describe_lengths
+from pytorch_accel_lite.data.named_datasets import NamedSampler, describe_lengths
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed import shutdown, watch
 from pytorch_accel_lite.distributed.accelerators import in_effect
@@ -35,7 +35,7 @@ from pytorch_accel_lite.loop.guards.arguments import (
     check_same_call,
     check_same_on_all_ranks,
     check_training,
-    settings_of,
+    settings_of_optimizer,
 )
 from pytorch_accel_lite.loop.guards.epoch_comparisons import warn_of_comparisons
 from pytorch_accel_lite.loop.guards.explanations import explain
@@ -66,7 +66,7 @@ def configure(trainer: TrainerLike, run: Run) -> None:
     if request.skips_in_evaluation:
         begin_leaving_out(trainer, run, request)
     _lock_paths(trainer, run)
-    check_training(trainer.optimizer, trainer.accelerator, request)
+    check_training(trainer.optimizer, trainer.accelerator, request)  # again, as callbacks may have changed it
     _check_metrics(trainer, run)
 
 
@@ -92,7 +92,7 @@ def prepare_data(
     if request.saves_training_states or resume_from is not None:
         check_history(trainer.run_history)
     if request.saves_training_states or resume_from is not None or request.paths:
-        run.created = note_created(trainer)
+        run.created_attributes = note_created(trainer)
     if resume_from is not None:
         run.resumed = find_state(trainer, request.state_sources, resume_from)
     _seed(trainer, run)
@@ -108,7 +108,7 @@ def _seed(trainer: TrainerLike, run: Run) -> None:
     """Seed the generators, and find the seed of the order of the data, which a resumed run takes from its state."""
     run.data.seed = trainer.seed
     if trainer.seed is not None:
-        seed_run(trainer.seed, alike=trainer.division.is_fixed)
+        seed_run(trainer.seed, alike=trainer.division.has_fixed_shares)
     state = run.resumed
     if state is not None:
         run.data.seed = state.metadata["data_seed"]
@@ -147,7 +147,7 @@ def _check_metrics(trainer: TrainerLike, run: Run) -> None:
 def create_train_loader(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: LoaderKwargs | None) -> None:
     """Create the loader of the training batches."""
     source = trainer.create_train_dataloader(batch_size, loader_kwargs)
-    run.data.train_loader = create_loader(trainer, run, source, training=True)
+    run.data.train_loader = sharded_loader(trainer, run, source, training=True)
     run.data.train_dataset = dataset_of(run.data.train_dataset)
     sampler = getattr(run.data.train_loader, "sampler", None)
     if isinstance(sampler, NamedSampler) and (lengths := describe_lengths(sampler)):
@@ -164,7 +164,7 @@ def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_
             raise ValueError(f"eval_dataset has the key {name!r}, but keys name the metrics: use non-empty strings.")
         run.data.eval_dataset = part  # read by overrides of create_eval_dataloader
         source = trainer.create_eval_dataloader(batch_size, loader_kwargs)
-        run.data.eval_loader = create_loader(trainer, run, source, training=False)
+        run.data.eval_loader = sharded_loader(trainer, run, source, training=False)
         if find_length(run.data.eval_loader) == 0:
             raise ValueError(
                 "eval_dataset gives no batch: with drop_last=True it must hold at least one batch for every process."
@@ -177,15 +177,18 @@ def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_
         run.data.eval_dataset = dataset_of(dataset)
 
 
-def create_loader(trainer: TrainerLike, run: Run, source: Source, training: bool) -> ShardedLoader:
-    """Return a loader that gives this process its share of a source of batches, with the options of the run."""
-    evens_shares = trainer.is_sharded and trainer.division.is_fixed and run.ranks.world_size > 1
+def sharded_loader(trainer: TrainerLike, run: Run, source: Source, training: bool) -> ShardedLoader:
+    """Return a loader that gives this process its share of a source of batches, with the options of the run.
+
+    A source that is such a loader already is returned as it is.
+    """
+    evens_shares = trainer.is_sharded and trainer.division.has_fixed_shares and run.ranks.world_size > 1
     loader = shard(
         source,
         run.data.ranks,
         run.device,
         run.data.seed,
-        training=training or (trainer.is_sharded and not trainer.division.is_fixed),
+        training=training or (trainer.is_sharded and not trainer.division.has_fixed_shares),
         limit=run.request.max_batches,
         channels_last=trainer.channels_last,
         shares=trainer.division.shares,
@@ -222,7 +225,7 @@ def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     run.config = create_config(trainer, run, batch_size)
     run.latest.training = Training(run.config, run.end, run.data.eval_dataset)
     if run.ranks.world_size > 1:
-        options = settings_of(trainer.optimizer) if trainer.check_replicas else {}
+        options = settings_of_optimizer(trainer.optimizer) if trainer.check_replicas else {}
         check_same_on_all_ranks(run.config.to_dict() | options, run.ranks)
     run.accumulation = Accumulation(run.request.gradient_accumulation_steps)
     nominal_size = run.config.train_per_device_batch_size
@@ -235,7 +238,7 @@ def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
         )
     clear_gradients(trainer.optimizer)  # a run that failed within a window may have left some
     trainer.accelerator.sync_gradients = True
-    run.step = trainer._create_step(run)
+    run.stepper = trainer._create_step(run)
 
 
 def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRunConfig:
@@ -322,12 +325,12 @@ def start_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> 
         trainer.run_history._increment_epoch()
     state = run.resumed
     if trainer.accelerator.is_main_process and (state is not None or run.request.saves_training_states):
-        run.settings = record_settings(trainer)
+        run.recorded_settings = record_settings(trainer)
     if state is not None:
         warn_of_other_schedule(trainer, state)
         run.schedule.is_recreated = must_recreate(trainer, run, state)
         trainer.load_training_state(state.directory)
-        run.step.set_accumulation(run, run.accumulation.after(run.progress.update))
+        run.stepper.set_accumulation(run, run.accumulation.after(run.progress.update))
         run.goodput.resume(state.metadata.get("goodput", {}), state.metadata["saved_at"])
     if trainer.scheduler is not None:
         check_length(trainer, run)
@@ -335,9 +338,9 @@ def start_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> 
         resume_schedule(trainer, run, state)
     if state is not None and trainer.accelerator.is_main_process and (changes := compare_settings(trainer, state)):
         trainer.print(changes)
-    run.step.must_compare_replicas = trainer.check_replicas and run.ranks.world_size > 1
+    run.stepper.must_compare_replicas = trainer.check_replicas and run.ranks.world_size > 1
     reorders = isinstance(trainer.model, DistributedDataParallel) and run.ranks.world_size > 2
-    run.step.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0
+    run.stepper.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0
 
 
 # ------------------------------------------------------------------------------------------ its scope and end
@@ -417,7 +420,7 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
     ended = kind == "evaluation"  # errors do not fire its ending events
     try:
         try:
-            with watch.naming(run.ranks) if run.ranks.world_size > 1 else nullcontext():
+            with watch.naming_call(run.ranks) if run.ranks.world_size > 1 else nullcontext():
                 yield
         except StopTrainingError as stop:
             stopped = stop
@@ -426,7 +429,7 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
         ended = True
         if kind == "training":
             set_optimizer_modes(trainer, training=False)
-            run.step.end(trainer)
+            run.stepper.end(trainer)
             trainer.training_run_end()
             _call_ending_event(trainer, run, "on_training_run_end")
         else:
@@ -474,7 +477,7 @@ def close_failed(trainer: TrainerLike, run: Run, error: BaseException, ended: bo
     """
     if run.outer is not None:
         return
-    explain(error, trainer, run, run.request.kind)
+    explain(error, trainer, run, run.kind)
     run.end.has_failed = True
     run.control.forget()
     together = run.ranks.world_size == 1 or isinstance(error, NonFiniteLossError)

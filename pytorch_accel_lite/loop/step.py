@@ -54,7 +54,8 @@ class PlainStep(Step):
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the forward and backward pass on a batch and track its losses."""
         output = self.forward(trainer, run, batch)
-        backward(trainer, batch, output, *run.track_step(output, batch), run.window, trainer.backward_step)
+        samples, total = run.count_step(output, batch)  # before the backward pass, in which users may change the loss
+        backward(trainer, batch, output, samples, total, run.window, trainer.backward_step)
         return output
 
     def forward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput:
@@ -179,6 +180,6 @@ def warm_up_ddp(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     The wrapper rearranges gradients after its first backward pass. With three or more processes, the order of their
     sums, and so the last bits, depend on it: a resumed run must have had that first pass, too.
     """
-    run.step.must_warm_up_ddp = False
+    run.stepper.must_warm_up_ddp = False
     with StepSnapshot(trainer):
         trainer.backward_step(loss_of(trainer, batch))

@@ -27,7 +27,7 @@ from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.guards.modes import call_start, check_global_modes, leaving_as_found
 from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.guards.sanity_check import check_evaluation
-from pytorch_accel_lite.loop.lifecycle import create_loader, ending
+from pytorch_accel_lite.loop.lifecycle import ending, sharded_loader
 from pytorch_accel_lite.loop.step import warm_up_ddp
 from pytorch_accel_lite.optimizers.freezing import stays_in_eval
 from pytorch_accel_lite.run import attributes
@@ -44,7 +44,7 @@ def begin(trainer: TrainerLike, run: Run) -> None:
     if run.data.eval_loader is not None or run.request.evaluate_every is not None:
         start_evaluations(run)
     run.loop.has_update_schedules = run.evaluates_within_epochs or run.accumulation.changes
-    run.step.begin(trainer)
+    run.stepper.begin(trainer)
 
 
 def train(trainer: TrainerLike, run: Run) -> None:
@@ -59,10 +59,10 @@ def train(trainer: TrainerLike, run: Run) -> None:
             _describe_states(trainer, run)
             if run.data.eval_loader is not None:
                 check_evaluation(trainer, run)
-            over = run.resumed is not None and _end_if_complete(trainer, run, run.resumed)
-            if over or run.epoch_phase or not run.progress.is_mid_epoch:
-                _finish_resuming(trainer, run)
-            while not over and (run.progress.is_mid_epoch or not run.is_finished):
+            is_over = run.resumed is not None and _end_if_complete(trainer, run, run.resumed)
+            if is_over or run.epoch_is_trained or not run.progress.is_mid_epoch:
+                _finish_resuming(trainer, run)  # within an epoch, its starting events come first
+            while not is_over and (run.progress.is_mid_epoch or not run.is_finished):
                 _train_and_evaluate(trainer, run)
         except StopTrainingError:
             _finish_resuming(trainer, run)  # a starting event stopped the run, which keeps the callbacks' states
@@ -133,14 +133,14 @@ def _train_epoch(trainer: TrainerLike, run: Run) -> None:
     _finish_resuming(trainer, run)
     progress = run.progress
     limit = run.request.max_num_train_steps or math.inf
-    # A callback may have replaced it.
-    run.data.train_loader = loader = create_loader(trainer, run, run.data.train_loader, training=True)
+    # A callback may have set trainer.train_dataloader.
+    run.data.train_loader = loader = sharded_loader(trainer, run, run.data.train_loader, training=True)
     set_optimizer_modes(trainer, training=True)
     least = share_for_batch_norm(trainer, run)
     run.batch_number = progress.step
     length = find_length(loader) if not progress.step else None  # a resumed run may count other steps
     while not _train_steps(trainer, run, _batches_left(trainer, run, least), limit):
-        pass
+        pass  # the batches are read again: the step repeats an update, or the data have changed
     run.batch_number = None
     _check_length(run, loader, length if progress.update < limit else None)
     if trainer.check_replicas and run.ranks.world_size > 1:
@@ -177,16 +177,16 @@ def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit
             evaluate_if_due(trainer, run)  # the resumed run was stopped before or within it
         is_outdated = loader.is_outdated  # by that evaluation
         while batch is not None and not is_outdated:
-            if run.step.must_warm_up_ddp:
+            if run.stepper.must_warm_up_ddp:
                 warm_up_ddp(trainer, run, batch)
             try:
                 train_step(trainer, run, batch)
             except Exception as error:
-                if not run.step.recover(trainer, run, error):
+                if not run.stepper.recover(trainer, run, error):
                     raise
                 return False
-            if run.step.must_compare_replicas and progress.update:
-                run.step.must_compare_replicas = False
+            if run.stepper.must_compare_replicas and progress.update:
+                run.stepper.must_compare_replicas = False
                 trainer.compare_replicas()
             is_outdated = loader.is_outdated
             if not is_outdated:
@@ -198,7 +198,7 @@ def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit
 
 def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     """Accumulate the gradients of a batch; at the end of an accumulation window, update the weights."""
-    step, window = run.progress.step, run.window
+    step, window = run.progress.step, run.window  # a number of batches; what trains on them is run.stepper
     listeners = trainer.callback_handler.listeners
     window.filled = window.filled % window.steps + 1
     window.is_ending = batch.is_last or window.filled == window.steps
@@ -206,13 +206,13 @@ def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     if listeners["on_train_step_start"]:
         trainer.call_event("on_train_step_start")
     window.is_in_step = True
-    forward_backward = run.step.forward_backward if window.steps == 1 else _accumulate
+    forward_backward = run.stepper.forward_backward if window.steps == 1 else _accumulate
     output = forward_backward(trainer, run, batch)
     updates = window.is_ending and window.has_gradients  # no gradients if all batches were skipped
     if updates:
-        if run.step.must_compare_replicas:
+        if run.stepper.must_compare_replicas:
             note_missing_gradients(trainer, run)
-        run.step.update(trainer, run)
+        run.stepper.update(trainer, run)
     run.progress.step += 1
     window.is_in_step = False
     if output is not None and listeners["on_train_step_end"]:
@@ -233,12 +233,12 @@ def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
 def _accumulate(trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
     """Compute the gradients of a batch, and average them over the processes if it is the last of a window."""
     with gradient_sync(trainer.accelerator, trainer.model, run.window.is_ending):
-        return run.step.forward_backward(trainer, run, batch)
+        return run.stepper.forward_backward(trainer, run, batch)
 
 
 def _follow_schedules(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     """Set the size of the next window, and evaluate within the epoch if that is due, but not at its end."""
-    run.step.set_accumulation(run, run.accumulation.after(run.progress.update))
+    run.stepper.set_accumulation(run, run.accumulation.after(run.progress.update))
     if run.evaluates_within_epochs:
         evaluate_if_due(trainer, run, ends_epoch=batch.is_last)
 

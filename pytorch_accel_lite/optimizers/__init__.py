@@ -1,6 +1,14 @@
 """Optimizers (one, or several as one), their learning rates and gradients, groups of layers, averages of weights."""
 
+from typing import TYPE_CHECKING
+
+from pytorch_accel_lite.extension_names import missing
+from pytorch_accel_lite.extensions.muon import ParameterKinds, muon_with_adamw, split_parameters
 from pytorch_accel_lite.optimizers.combined import CombinedOptimizer, CombinedScheduler
-from pytorch_accel_lite.optimizers.muon import ParameterKinds, muon_with_adamw, split_parameters
 
 __all__ = ["CombinedOptimizer", "CombinedScheduler", "ParameterKinds", "muon_with_adamw", "split_parameters"]
+
+if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
+
+    def __getattr__(name: str) -> object:
+        raise missing(name, "optimizers")

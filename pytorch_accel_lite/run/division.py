@@ -24,8 +24,8 @@ class Division:
     and so of the run, then does not depend on the number of processes.
 
     Attributes:
-        is_fixed: whether the number of shares is fixed. Between steps, all processes then have the same random numbers,
-            and the step adds up the gradients.
+        has_fixed_shares: whether the number of shares is fixed. Between steps, all processes then have the same random
+            numbers, and the step adds up the gradients.
         argument: the argument of a trainer that asks for it, for messages; empty if none does
         shares: the shares that this process reads and computes; ``None`` for the batch of this process
         current: number of the share that is being computed
@@ -33,7 +33,7 @@ class Division:
             step; empty without shares
     """
 
-    is_fixed = False
+    has_fixed_shares = False
     argument = ""
     shares: Shares | None = None
 

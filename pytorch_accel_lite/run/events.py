@@ -11,6 +11,7 @@ from functools import update_wrapper, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict, TypeVar
 
 from pytorch_accel_lite.base.origins import checked_by, is_from_this_package, is_overridden, warn_outside
+from pytorch_accel_lite.base.pictures import Picture
 from pytorch_accel_lite.base.reprs import constructor_call
 from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.base.types import Tree
@@ -18,7 +19,6 @@ from pytorch_accel_lite.base.unknown_names import events_meant, suggest
 from pytorch_accel_lite.base.validation import check_booleans
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import BatchData, Index
-from pytorch_accel_lite.plotting.pictures import Picture
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run.settings import RunRequest

@@ -15,16 +15,15 @@ from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.reprs import join_wrapped, table
 from pytorch_accel_lite.base.text import did_you_mean, format_metric
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.plotting import plot_curves
-from pytorch_accel_lite.plotting.panels import best_of, panels_by_metric
+from pytorch_accel_lite.run.metric_panels import MetricValue as MetricValue
+from pytorch_accel_lite.run.metric_panels import best_of, panels_by_metric
+from pytorch_accel_lite.run.plots import plots_for
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
 
-#: The value of a metric: usually a number, but a program may record anything.
-MetricValue: TypeAlias = Any
 #: The values of metrics by name, and ``epoch``.
 Row: TypeAlias = dict[str, MetricValue]
 
@@ -170,7 +169,7 @@ class RunHistory(ABC):
         Raises:
             ValueError: if nothing has been recorded
         """
-        return plot_curves(self.curves(metrics), path, self.directions)
+        return plots_for("RunHistory.plot").plot_curves(self.curves(metrics), path, self.directions)
 
     def __getitem__(self, metric_name: str) -> Sequence[MetricValue]:
         if metric_name not in self:

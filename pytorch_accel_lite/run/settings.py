@@ -48,6 +48,7 @@ class RunRequest:
         locked_paths: paths to which no other run may write, each with the name of its argument
         state_sources: where to look for ``resume_from="latest"``: objects with ``find_latest(trainer)`` and
             ``save_dir``
+        unfreezes: train parameters later that are frozen at the start, so that they must be saved, too
     """
 
     kind: Literal["training", "evaluation", "prediction"] = "training"
@@ -73,6 +74,7 @@ class RunRequest:
     metrics: ExpectedMetrics = field(default_factory=ExpectedMetrics)
     paths: dict[str, str] = field(default_factory=dict)
     locked_paths: dict[str, str] = field(default_factory=dict)
+    unfreezes: bool = False
     _owners: dict[str, tuple[object, str]] = field(default_factory=dict)
 
     def claim_path(

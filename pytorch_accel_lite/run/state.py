@@ -23,7 +23,7 @@ from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loss_shapes import LossFunction
-from pytorch_accel_lite.data.mixtures import NamedDatasets
+from pytorch_accel_lite.data.named_datasets import NamedDatasets
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.operations import SchedulerFactory, TrainerOptimizer, TrainerScheduler
@@ -298,7 +298,7 @@ class LoopState:
 
     Attributes:
         is_ours: whether our own loop has begun, rather than one in an overridden ``_run_training``
-        has_reached_limit: whether an overridden ``_run_train_epoch`` says that it has made all updates
+        has_reached_limit: whether the last epoch made the last requested update
         evaluations: how often the run evaluates, if it does
         has_update_schedules: whether evaluations, or the sizes of windows, are scheduled by updates
         completes_evaluation: whether the evaluation that begins next is the last of an epoch
@@ -325,15 +325,17 @@ class Run:
     to the trainer, and may change with any version.
 
     Attributes:
-        kind: ``"training"``, also in evaluations within it; ``"evaluation"``, by ``evaluate``; or ``"prediction"``
-        ranks: the processes of the job, and their communication
+        kind: ``"training"``, also in its own evaluations; ``"evaluation"``, by ``evaluate``; or ``"prediction"``.
+            ``request.kind`` is that of the outermost run
+        ranks: the processes of the job, for settings, files and errors. ``data.ranks``, for sums and means over samples
+            and gradients, are fewer in tensor parallelism, where several processes compute a batch together
         device: the device of this process
         overridden: names of the methods of a trainer that the user's class overrides
         request: the settings requested for the run
         config: the settings resolved from the request and the data; ``None`` before that
         data: the data and their loaders
         progress: its epoch, update, step and so on
-        step: how the run trains on a batch
+        stepper: how the run trains on a batch
         window: the accumulation window, and how much of it is filled
         accumulation: how many batches there are in an update
         schedule: what is known of the learning rate schedule
@@ -343,7 +345,7 @@ class Run:
         loss_trackers: the running losses of the epoch or evaluation
         recorded_losses: the mean losses of the last epoch or evaluation, by metric name
         step_metrics: values measured in the latest update, by name: numbers, or tensors on the device
-        epoch_phase: how far the epoch has got
+        epoch_phase: how far the epoch has got; ``epoch_is_trained`` if its steps are done
         left_out: the batches that fail in its evaluations or its prediction; ``None`` if such a failure is an error
         outer: the run within which this one was started, if any
         resumed: the training state from which the run starts, until it is restored
@@ -360,7 +362,7 @@ class Run:
     overridden: frozenset[str]
     kind: Phase = "training"
     config: TrainerRunConfig | None = None
-    step: Step = field(default_factory=Step)
+    stepper: Step = field(default_factory=Step)
     schedule: RunSchedule = field(default_factory=RunSchedule)
     end: RunEnd = field(default_factory=RunEnd)
     outer: Run | None = None
@@ -379,10 +381,10 @@ class Run:
 
     # Of the trainer.
     previous: Run | None = None  # the run that is current again when this one ends
-    settings: StateDict | None = None  # that its states hold, on the main process; None if it saves none
+    recorded_settings: StateDict | None = None  # in its states; on the main process, if it saves any
     loop: LoopState = field(default_factory=LoopState)
     latest: Latest = field(default_factory=Latest)
-    created: CreatedAttributes = field(default_factory=CreatedAttributes)  # by the program when it began
+    created_attributes: CreatedAttributes = field(default_factory=CreatedAttributes)  # by the program when it began
     holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)  # of trained parameters, by ids
 
     @classmethod
@@ -414,7 +416,7 @@ class Run:
         )
 
     def __repr__(self) -> str:
-        return f"Run({self.request.kind}, {self.progress})"
+        return f"Run({self.kind}, {self.progress})"
 
     def derive(self) -> Run:
         """Create an evaluation or prediction run within or after this one, with its own batches and losses."""
@@ -446,6 +448,11 @@ class Run:
         if self.config is None:
             raise RuntimeError("There is no run_config before train() or evaluate() has been called.")
         return self.config
+
+    @property
+    def epoch_is_trained(self) -> bool:
+        """Whether the steps of the current epoch are done."""
+        return self.epoch_phase > EpochPhase.TRAINING
 
     @property
     def evaluates_within_epochs(self) -> bool:
@@ -508,8 +515,12 @@ class Run:
         indices = None if self.batch is None else self.batch.indices
         return indices.tolist() if isinstance(indices, torch.Tensor) else None if indices is None else list(indices)
 
-    def track_step(self, output: BatchOutput, batch: Batch) -> tuple[int, int]:
-        """Track the losses of a training batch; return its number of samples on this process and on all processes."""
+    def count_step(self, output: BatchOutput, batch: Batch) -> tuple[int, int]:
+        """Add the losses and the samples of a training batch to the running ones.
+
+        Returns:
+            its number of samples on this process, and on all processes
+        """
         # Inlines Batch.samples() and Progress.add_samples(), as this runs in every step.
         local = batch.num_samples
         progress = self.progress

@@ -15,7 +15,7 @@ from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.loop.gradients import NOTHING, gradient_sync
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.loop.step import PlainStep, backward
-from pytorch_accel_lite.optimizers.operations import needs_closure, parts_of
+from pytorch_accel_lite.optimizers.operations import needs_closure, parts_of_optimizer
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.losses import LossTrackers
 from pytorch_accel_lite.run.state import Run, TrainerLike
@@ -52,7 +52,7 @@ _CONFLICTS = (
 )
 _SEVERAL = Feature(
     "other optimizers, unless optimizer_step is overridden",
-    lambda trainer, run: bool(parts_of(trainer.optimizer)) and "optimizer_step" not in run.overridden,
+    lambda trainer, run: bool(parts_of_optimizer(trainer.optimizer)) and "optimizer_step" not in run.overridden,
 )
 _ONLY_ALONE = Conflict(
     _SEVERAL,
@@ -75,7 +75,7 @@ class ReplayingStep(PlainStep):
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__(trainer, run)
-        if needs_closure(trainer.optimizer) and not parts_of(trainer.optimizer):
+        if needs_closure(trainer.optimizer) and not parts_of_optimizer(trainer.optimizer):
             self.closure = (trainer.recompute_gradients,)
         self._steps: list[tuple[Batch, dict[str, object]]] = []
         self._update = -1  # number of updates before the window
@@ -99,7 +99,7 @@ class ReplayingStep(PlainStep):
             before.keep_generators()
             counts = {"batch": run.batch, "loss_trackers": LossTrackers(), "step_metrics": dict(run.step_metrics)}
             before.enter_context(replaced(run, **counts))
-            before.enter_context(replaced(run.step, gradient_norm=run.step.gradient_norm))
+            before.enter_context(replaced(run.stepper, gradient_norm=run.stepper.gradient_norm))
             for number, (batch, generators) in enumerate(self._steps, 1):
                 restore_generators(generators)
                 run.batch = batch
@@ -108,7 +108,7 @@ class ReplayingStep(PlainStep):
                     loss = loss + self._loss(trainer, run, batch)
             if run.ranks.world_size > 1:
                 if self.averaged:
-                    average_gradients(self.averaged, run.ranks)
+                    average_gradients(self.averaged, run.data.ranks)
                 loss = run.ranks.sum_on_device(loss) / run.ranks.world_size
             loss = loss * run.window.finish(trainer.optimizer)
             trainer.clip_gradients()
@@ -138,8 +138,8 @@ def recompute_gradients(self: TrainerLike) -> torch.Tensor:
             models, ``auto_microbatch``, ``SkipFailedBatchesCallback`` or an overridden ``train_step``
     """
     run = self.current_run
-    if isinstance(run.step, ReplayingStep):
-        return run.step.recompute(self, run)
+    if isinstance(run.stepper, ReplayingStep):
+        return run.stepper.recompute(self, run)
     if run.config is not None and self.is_running and (conflict := RECOMPUTED.find_conflict(self, run)):
         raise _refusal(f"it does not work with {conflict.other.name}")
     raise _refusal(

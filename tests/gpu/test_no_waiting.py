@@ -15,7 +15,7 @@ import pytest
 import torch
 from torchmetrics.classification import MulticlassAccuracy
 
-from pytorch_accel_lite import Trainer, TrainerCallback, get_default_callbacks
+from pytorch_accel_lite import Trainer, TrainerCallback, callbacks, get_default_callbacks
 from pytorch_accel_lite.callbacks import (
     GradientNormCallback,
     LearningRateMonitorCallback,
@@ -24,7 +24,6 @@ from pytorch_accel_lite.callbacks import (
     ModelEmaCallback,
     ProgressBarCallback,
     SaveTrainingStateCallback,
-    ThroughputCallback,
 )
 from tests.gpu.parts import ON_GPU, Task, fit, on_device, plain_loop, sgd, sized, trainer_of
 
@@ -91,7 +90,7 @@ def all_callbacks(folder: Path) -> list[Any]:
         MetricsFileCallback(folder / "rows.jsonl", every_n_updates=5),
         LearningRateMonitorCallback(),
         GradientNormCallback(),
-        ThroughputCallback(),
+        callbacks.ThroughputCallback(),
     ]
 
 

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import ThroughputCallback
+from pytorch_accel_lite import Trainer, callbacks
 from tests.gpu.parts import DEVICE, IN_ORDER, ON_GPU, sized
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.extension("throughput")]
 WIDTH, LAYERS, STEPS = sized((8192, 6, 40), (64, 2, 6))
 BATCH = WIDTH
 #: Of a forward and a backward pass: the first layer needs no gradients of its inputs.
@@ -67,7 +66,7 @@ def seconds_by_hand() -> float:
 
 def test_the_utilisation_is_that_of_a_product_of_known_size(measured):
     """The epochs, each of one update, are many: the last of them are taken, when nothing is new any more."""
-    throughput = ThroughputCallback(count_flops=True, peak_flops=PEAK, window=STEPS)
+    throughput = callbacks.ThroughputCallback(count_flops=True, peak_flops=PEAK, window=STEPS)
     model = products()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
     trainer = Trainer(model, mean_of, optimizer, [throughput])
@@ -94,8 +93,8 @@ def test_the_table_of_peaks_knows_this_device(precision):
     name = torch.cuda.get_device_name(DEVICE)
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    callbacks = [ThroughputCallback(flops_per_sample=100.0)]
-    trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks, mixed_precision=precision)
+    throughput = callbacks.ThroughputCallback(flops_per_sample=100.0)
+    trainer = Trainer(model, nn.MSELoss(), optimizer, [throughput], mixed_precision=precision)
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "error", message="ThroughputCallback"

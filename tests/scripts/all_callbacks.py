@@ -11,15 +11,12 @@ from typing import Any
 import torch
 from torchmetrics import MeanAbsoluteError
 
-from pytorch_accel_lite import TrainerCallback, get_default_callbacks
+from pytorch_accel_lite import TrainerCallback, callbacks, get_default_callbacks
 from pytorch_accel_lite.callbacks import (
-    GradientSpikeCallback,
-    GradualUnfreezingCallback,
     LimitBatchesCallback,
     LimitEvalStepsCallback,
     MetricsCallback,
     ModelEmaCallback,
-    NaNReportCallback,
     ProgressBarCallback,
     SkipFailedBatchesCallback,
     StepBasedEvaluationCallback,
@@ -55,12 +52,12 @@ def run_with_all(folder: Path, update: int = 0) -> dict[str, Any]:
         metrics(train=True),
         StepBasedEvaluationCallback(2),
         ModelEmaCallback(0.9, save_path=folder / "ema.pt", callbacks=[metrics()], warmup=True),
-        GradualUnfreezingCallback(),
+        callbacks.GradualUnfreezingCallback(),
         LimitBatchesCallback(3),
         LimitEvalStepsCallback(2),
         SkipFailedBatchesCallback(),
-        GradientSpikeCallback(warm_up_updates=2),
-        NaNReportCallback(folder / "reports"),
+        callbacks.GradientSpikeCallback(warm_up_updates=2),
+        callbacks.NaNReportCallback(folder / "reports"),
         TimeLimitCallback(3600),
         Dies(folder, update),
     )

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler, Subset, TensorDataset
 from torchmetrics import MeanSquaredError, PearsonCorrCoef
 
-from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback
+from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback, callbacks
 from pytorch_accel_lite.callbacks import (
     AdviceCallback,
     DeviceMemoryCallback,
@@ -39,8 +39,6 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
     TerminateOnNaNCallback,
-    ThroughputCallback,
-    TimingCallback,
 )
 from pytorch_accel_lite.trainer import DEFAULT_CALLBACKS
 from tests.shipped import RUN, SHIPPED, build
@@ -289,7 +287,9 @@ def case_memory() -> Any:
 
 def case_flops() -> Any:
     def run(size: int) -> Trainer:
-        return train(make_trainer([ThroughputCallback(count_flops=True)], trainer_class=CountsItems), size=size)
+        return train(
+            make_trainer([callbacks.ThroughputCallback(count_flops=True)], trainer_class=CountsItems), size=size
+        )
 
     return with_waits(run)
 
@@ -306,7 +306,9 @@ def case_peaks() -> Any:
             data = TensorDataset(*(tensor.to(dtype) for tensor in make_data().tensors))
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
-                trainer = train(make_trainer([ThroughputCallback(flops_per_sample=1)], model), train_dataset=data)
+                trainer = train(
+                    make_trainer([callbacks.ThroughputCallback(flops_per_sample=1)], model), train_dataset=data
+                )
             rate, share = (trainer.step_metrics.get(name, 0) for name in ("flops_per_second", "mfu"))
             asked = any(f"the peak of the device {name!r}" in str(warning.message) for warning in said)
             found[name, str(dtype)] = 0 if asked else round(rate / share / 1e12, 1)
@@ -433,7 +435,7 @@ def case_finding_settings() -> Any:
 
 
 def case_timing() -> Any:
-    timing = TimingCallback(show=False)
+    timing = callbacks.TimingCallback(show=False)
     train(make_trainer([timing]), size=300, epochs=2, eval_dataset=make_data())  # some events are read in the epoch
     return timing.totals
 

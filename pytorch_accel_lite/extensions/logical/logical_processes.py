@@ -43,7 +43,7 @@ class LogicalProcesses(Division):
         ValueError: if they are fewer than the real processes, or the trainer has no seed
     """
 
-    is_fixed = True
+    has_fixed_shares = True
     argument = "logical_processes"
     shares: Shares
 

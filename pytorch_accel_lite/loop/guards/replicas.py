@@ -34,7 +34,7 @@ def compare_replicas(trainer: TrainerLike) -> None:
     if len(set(trainer.ranks.all_gather_object(hash(tuple(sums.values()))))) == 1:
         return
     learning = [name for name, parameter in trained.items() if parameter.requires_grad]
-    found = _Found(sums, learning, [names.get(id(p), "") for p in trainer.current_run.step.without_gradient])
+    found = _Found(sums, learning, [names.get(id(p), "") for p in trainer.current_run.stepper.without_gradient])
     by_rank = trainer.ranks.all_gather_object(found)
     for name in dict.fromkeys(chain.from_iterable(other.sums for other in by_rank)):
         differing = [str(r) for r, other in enumerate(by_rank) if other.sums.get(name) != by_rank[0].sums.get(name)]
@@ -62,7 +62,7 @@ class _Found(NamedTuple):
 
 def note_missing_gradients(trainer: TrainerLike, run: Run) -> None:
     """Note which trained parameters have no gradient in the current update."""
-    run.step.without_gradient = [p for p in updated_parameters(trainer) if p.requires_grad and p.grad is None]
+    run.stepper.without_gradient = [p for p in updated_parameters(trainer) if p.requires_grad and p.grad is None]
 
 
 def _likely_cause(trainer: TrainerLike, name: str, by_rank: list[_Found]) -> str:

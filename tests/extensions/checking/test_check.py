@@ -1201,7 +1201,7 @@ def test_what_is_left_out_for_want_of_time_is_reported():
         ({"epochs": 3}, TypeError, "no argument 'epochs': it is called num_epochs"),
     ],
 )
-def test_wrong_arguments(arguments, error, message):
+def test_check_refuses_unknown_checks_and_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         check(RIGHT["classifier"](), **arguments)
 

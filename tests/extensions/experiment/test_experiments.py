@@ -24,14 +24,13 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
+from pytorch_accel_lite import Trainer, TrainerPlaceholderValues, optimizers
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     ProgressBarCallback,
     SaveTrainingStateCallback,
     read_predictions,
 )
-from pytorch_accel_lite.optimizers import muon_with_adamw
 from tests.extensions.experiment import parts
 from tests.launching import HAS_MUON, ROOT, SOAK, run_code, run_forked, run_module
 from tests.pages import blocks, write_files
@@ -946,19 +945,20 @@ def test_the_command_line_exits_with_1_if_a_check_fails(monkeypatch, tmp_path, c
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.extension("muon")
 @HAS_MUON
 def test_a_file_can_name_muon_with_adamw(tmp_path):
     data = regression_data(24)
     arguments = {"per_device_batch_size": 8, "train_dataloader_kwargs": {"shuffle": False}}
     path = tmp_path / "muon.yaml"
     path.write_text(
-        "model: tests.test_muon.deep_model\nloss_func: MSELoss\n"
+        "model: tests.tasks.deep_model\nloss_func: MSELoss\n"
         "optimizer: {class_path: pytorch_accel_lite.optimizers.muon_with_adamw, init_args: {lr: 0.02}}\n"
     )
     trainer = Experiment.from_file(path).trainer
     trainer.train(data, 2, **arguments)
     model = deep_model()
-    Trainer(model, nn.MSELoss(), muon_with_adamw(model, lr=0.02), []).train(data, 2, **arguments)
+    Trainer(model, nn.MSELoss(), optimizers.muon_with_adamw(model, lr=0.02), []).train(data, 2, **arguments)
     assert equal(model.state_dict(), trainer.model.state_dict())
 
 

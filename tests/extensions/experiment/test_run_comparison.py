@@ -265,10 +265,17 @@ def test_what_cannot_be_compared_is_an_error(write, error, message, tmp_path, ca
     assert re.search(f"^error: .*{message}", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("content", ["[]", '{"metrics": 5}', '{"metrics": [1]}', '{"attempts": [1]}', '{"config": []}'])
-def test_a_record_that_cannot_be_compared_is_named(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("[]", "No runs found in .*: there are no metrics")]
+    + [
+        (f'{{"{key}": {value}}}', rf"run\.json is not the record of a run: '{key}' in it is '{re.escape(value)}'")
+        for key, value in (("metrics", "5"), ("metrics", "[1]"), ("attempts", "[1]"), ("config", "[]"))
+    ],
+)
+def test_a_record_that_cannot_be_compared_is_named(tmp_path, content, message):
     (tmp_path / "run.json").write_text(content)
-    with pytest.raises(ValueError, match=r"run.json|No runs found"):
+    with pytest.raises(ValueError, match=message):
         compare_runs(tmp_path)
 
 

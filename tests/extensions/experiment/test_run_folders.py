@@ -115,7 +115,7 @@ def test_a_run_that_never_begins_leaves_no_folder(file):
     del first
     gc.collect()
     assert folders() == ["small-run2"]
-    with pytest.raises(ValueError, match="num_epochs=0"):
+    with pytest.raises(ValueError, match="num_epochs=0 must be at least 1"):
         Experiment.from_file(file, {"train.num_epochs": 0}).train()
     gc.collect()
     assert folders() == ["small-run2"]

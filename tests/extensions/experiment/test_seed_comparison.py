@@ -198,7 +198,7 @@ def test_the_paired_and_the_unpaired_interval():
         ([(1, 1), (2, 2)], True, "identical", None, "^No difference: .* leaves score exactly as it is"),
     ],
 )
-def test_the_verdict(pairs, greater_is_better, conclusion, better, verdict):
+def test_the_verdict_follows_from_the_interval(pairs, greater_is_better, conclusion, better, verdict):
     found = values_of(*pairs, better=greater_is_better)
     assert (found.conclusion, found.better) == (conclusion, better)
     assert re.search(verdict, found.verdict)

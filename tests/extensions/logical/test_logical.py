@@ -22,19 +22,18 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import Dataset, TensorDataset
 from torchmetrics import MeanMetric, MeanSquaredError
 
-from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback, TrainerPlaceholderValues
+from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback, TrainerPlaceholderValues, callbacks
+from pytorch_accel_lite import data as sources
 from pytorch_accel_lite.callbacks import (
     GradientNormCallback,
-    GradualUnfreezingCallback,
     MetricsCallback,
     ModelEmaCallback,
-    NaNReportCallback,
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
     TerminateOnNaNCallback,
 )
 from pytorch_accel_lite.checkpoint import print_contents
-from pytorch_accel_lite.data import Mixture, OwnShard
+from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.extending import split
 from pytorch_accel_lite.extensions.logical import LogicalStep
 from pytorch_accel_lite.extensions.logical.gradient_sum import Node, TreeSum, blocks_of
@@ -260,9 +259,9 @@ class OwnLosses(Trainer):
     calculate_eval_batch_loss = calculate_train_batch_loss
 
 
-def mixture() -> Mixture:
+def mixture() -> Any:
     datasets = {"small": regression_data(12, dtype=FLOATS), "large": regression_data(40, dtype=FLOATS)}
-    return Mixture(datasets, {"small": 1.0, "large": 2.0})
+    return sources.Mixture(datasets, {"small": 1.0, "large": 2.0})
 
 
 def combined() -> dict[str, Any]:
@@ -293,13 +292,14 @@ def unfreezing() -> dict[str, Any]:
     ModelFreezer(model).freeze()
     factory = partial(torch.optim.AdamW, lr=0.01)
     trainer = quiet_trainer(
-        model, optimizer=factory, callbacks=[GradualUnfreezingCallback(1)], seed=2, logical_processes=4
+        model, optimizer=factory, callbacks=[callbacks.GradualUnfreezingCallback(1)], seed=2, logical_processes=4
     )
     trainer.train(mixture(), 3, per_device_batch_size=3)
     return result_of(trainer)
 
 
 ALL: list[Callable[[], Any]] = [images, with_workers, few_samples, tokens, metrics, combined, unfreezing]
+NEEDED: dict[Callable[[], Any], tuple[str, ...]] = {combined: ("mixtures",), unfreezing: ("mixtures", "unfreezing")}
 
 
 @functools.cache
@@ -353,7 +353,11 @@ def test_the_order_of_a_sum_does_not_depend_on_who_adds(terms):
 # --------------------------------------------------------------------------------------- training and the rest
 
 
-@pytest.mark.parametrize("case", ALL, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.extension(*NEEDED.get(case, ()))) for case in ALL],
+    ids=lambda case: case.__name__,
+)
 def test_any_number_of_processes_gives_the_same_bits(ranks, case):
     for result in ranks(case):
         assert differences(alone(case), result) == []
@@ -429,8 +433,9 @@ def test_a_non_finite_loss_of_any_process_ends_the_run():
     assert trainer.progress.step == 1
 
 
+@pytest.mark.extension("nan_report")
 def test_a_nan_report_has_the_samples_of_each_share(tmp_path):
-    report = NaNReportCallback(tmp_path)
+    report = callbacks.NaNReportCallback(tmp_path)
     trainer = make_trainer([report], trainer_class=Fails, seed=1, logical_processes=3)
     with pytest.raises(NonFiniteLossError):
         train(trainer)
@@ -446,7 +451,7 @@ def test_their_step_fires_every_event_in_the_documented_order():
 
 
 @two_are_enough
-def test_it_fires_every_event_on_each_of_several_processes(ranks):
+def test_logical_processes_fire_every_event_on_each_process(ranks):
     ranks.run(fires_every_event)
 
 

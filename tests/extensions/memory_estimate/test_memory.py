@@ -180,7 +180,7 @@ def test_what_is_shared_shrinks_with_the_processes():
     assert model[0][0].weight.is_meta
 
 
-def test_averages_are_counted():
+def test_averages_of_weights_are_counted():
     alone, averaged = trainer_of_blocks(), trainer_of_blocks()
     averaged.callback_handler.add_callback(ModelEmaCallback(evaluate_during_training=False))
     peaks = [trainer.estimate_memory(rows(), BATCH, **quick).peak for trainer in (alone, averaged)]
@@ -235,6 +235,7 @@ def test_batches_may_be_dataclasses_and_other_objects():
     assert in_object == usual - inputs.nbytes  # which are not seen in it
 
 
+@pytest.mark.extension("compiled_step")
 def test_compiled_steps_are_made_as_usual():
     peaks = []
     for compile_step in (False, {"backend": "eager"}):
@@ -245,7 +246,7 @@ def test_compiled_steps_are_made_as_usual():
     assert peaks[0] == peaks[1]
 
 
-def test_computing_like_a_gpu():
+def test_an_estimate_computes_like_a_gpu():
     """Attention with dropout keeps no weights there."""
 
     class Attention(nn.Module):
@@ -273,7 +274,7 @@ def test_a_state_that_an_optimizer_has_from_the_start_is_counted():
         assert found.parts["parameters"] == NUM_BYTES
 
 
-def test_nothing_is_changed():
+def test_an_estimate_changes_nothing():
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)).double().eval()
     optimizer = torch.optim.AdamW(model.parameters())
     trainer = quiet_trainer(model, optimizer=optimizer)
@@ -308,7 +309,7 @@ class OwnStep(Trainer):
         return {}
 
 
-def test_steps_of_a_user():
+def test_overridden_steps_are_estimated():
     model, critic = small_model(), small_model()
     optimizers = [torch.optim.AdamW(part.parameters()) for part in (model, critic)]
     trainer = OwnStep(model, None, optimizers, callbacks=[])
@@ -345,7 +346,7 @@ def test_a_step_that_needs_values_is_named():
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_bad_input(arguments, error, said):
+def test_estimates_refuse_bad_sizes_and_unknown_arguments(arguments, error, said):
     with pytest.raises(error, match=said):
         trainer_of_blocks().estimate_memory(rows(), **arguments)
 

@@ -55,7 +55,7 @@ def test_a_format_that_cannot_be_drawn_is_refused_at_once():
         PlotMetricsCallback("a.xyz")
 
 
-def test_it_is_drawn_at_intervals(tmp_path):
+def test_metrics_are_drawn_at_intervals(tmp_path):
     drawn: list[bool] = []
     plot = PlotMetricsCallback(tmp_path / "curves.png", every="5 updates")
     look = listener(on_update_end=lambda trainer, **kwargs: drawn.append((tmp_path / "curves.png").exists()))
@@ -63,6 +63,6 @@ def test_it_is_drawn_at_intervals(tmp_path):
     assert drawn == [False] * 5 + [True] * 4  # in the sixth update, it is there
 
 
-def test_an_interval_that_is_none_is_named():
+def test_drawing_refuses_what_is_no_interval():
     with pytest.raises(ValueError, match=r"^every='often' must be"):
         PlotMetricsCallback(every="often")

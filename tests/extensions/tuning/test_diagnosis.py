@@ -212,11 +212,11 @@ def test_diagnosis_works_on_several_processes(ranks):
         assert "Callbacks that could not be measured: Speaks (several processes)." in found["advice"]
 
 
-def test_bad_input():
+def test_diagnose_refuses_bad_limits_and_data_without_batches():
     trainer = quiet_trainer(small_model())
     with pytest.raises(ValueError, match="num_steps=0 must be at least 1"):
         trainer.diagnose(regression_data(8), num_steps=0)
-    with pytest.raises(ValueError, match="train_dataset"):
+    with pytest.raises(ValueError, match="train_dataset is empty"):
         trainer.diagnose(regression_data(0))
     with pytest.raises(ValueError, match="train_dataset gave no batch"):
         trainer.diagnose(Stream(0))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer
-from tests.launching import two_are_enough
+from tests.launching import some_of, two_are_enough
 from tests.ranks import IN_ORDER, global_batch, rank, world_size
 from tests.tasks import (
     Expanded,
@@ -153,6 +153,7 @@ def test_a_run_after_a_trial_is_the_run_without_it():
     assert equal(*results)
 
 
+@pytest.mark.extension("plots")
 def test_the_suggestion_lies_where_the_loss_falls(tmp_path):
     """A quadratic bowl of curvature 2: gradient descent falls fastest near 1/2, and explodes above 1."""
 
@@ -263,7 +264,8 @@ class Hungry(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("limit", "start"), [(1, 2), (5, 2), (8, 8), (9, 64), (21, 4)])
+@pytest.mark.soak
+@pytest.mark.parametrize(("limit", "start"), some_of([(1, 2), (5, 2), (8, 8), (9, 64), (21, 4)]))
 def test_the_largest_batch_that_fits_is_found(limit, start, capsys):
     model = Hungry(limit)
     assert quiet_trainer(model).find_batch_size(regression_data(100), start, num_steps=1) == limit
@@ -293,7 +295,7 @@ def test_a_model_that_is_too_large_for_one_sample_is_an_error():
         quiet_trainer(Hungry(0)).find_batch_size(regression_data(10))
 
 
-def test_other_errors_are_errors():
+def test_an_error_that_is_not_of_memory_is_raised():
     class Broken(nn.Module):
         def __init__(self):
             super().__init__()
@@ -313,20 +315,28 @@ def test_other_errors_are_errors():
         (lambda t, d: t.find_lr(d, min_lr=0), ValueError, "min_lr=0 must be greater than 0"),
         (lambda t, d: t.find_lr(d, num_steps=5), ValueError, "num_steps=5 must be at least 10"),
         (lambda t, d: t.find_lr(d, diverged=1), ValueError, "diverged=1 must be greater than 1"),
-        (lambda t, d: t.find_lr([]), ValueError, "train_dataset"),
+        (lambda t, d: t.find_lr([]), ValueError, "train_dataset is empty"),
         (lambda t, d: t.find_lr(Stream(0)), ValueError, "train_dataset gave no batch"),
         (lambda t, d: t.find_batch_size([]), ValueError, "0 samples, too few for a batch on every process"),
-        (lambda t, d: t.find_batch_size(d, start=0), ValueError, "start=0"),
-        (lambda t, d: t.find_batch_size(d, max_batch_size=0), ValueError, "max_batch_size=0"),
-        (lambda t, d: t.find_batch_size(d, train_dataloader_kwargs={"batch_size": 4}), ValueError, "batch_size"),
+        (lambda t, d: t.find_batch_size(d, start=0), ValueError, "start=0 must be at least 1"),
+        (lambda t, d: t.find_batch_size(d, max_batch_size=0), ValueError, "max_batch_size=0 must be at least 1"),
+        (
+            lambda t, d: t.find_batch_size(d, train_dataloader_kwargs={"batch_size": 4}),
+            ValueError,
+            r"has \['batch_size'\], but find_",
+        ),
         (lambda t, d: t.find_batch_size(iter(d)), TypeError, "has no length"),
         (lambda t, d: t.find_batch_size({}), ValueError, "A dict of datasets must have at least one"),
         (lambda t, d: t.find_batch_size({"a": regression_data(0)}), ValueError, "The dataset 'a' is empty"),
         (lambda t, d: quiet_trainer(nn.LazyLinear(1)).find_lr(d), ValueError, "lazy layers"),
-        (lambda t, d: Trainer(small_model(), nn.MSELoss(), None, callbacks=[]).find_lr(d), ValueError, "optimizer"),
+        (
+            lambda t, d: Trainer(small_model(), nn.MSELoss(), None, callbacks=[]).find_lr(d),
+            ValueError,
+            "needs an optimizer",
+        ),
     ],
 )
-def test_bad_input_is_named(provoke, error, message):
+def test_finders_refuse_bad_ranges_and_data(provoke, error, message):
     with pytest.raises(error, match=message):
         provoke(quiet_trainer(small_model()), regression_data(20))
 

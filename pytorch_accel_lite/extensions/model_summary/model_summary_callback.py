@@ -1,0 +1,38 @@
+"""Printing a summary of the model at the beginning of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytorch_accel_lite.extending import TrainerCallback, TrainerLike, check_positive_int
+from pytorch_accel_lite.extending_callbacks import inference, preserving_generators, set_listening
+from pytorch_accel_lite.extensions.model_summary.layer_summary import summarise
+from pytorch_accel_lite.utils import import_extra
+
+if TYPE_CHECKING:
+    pass
+
+
+class ModelSummaryCallback(TrainerCallback):
+    """Print a summary of the model with the first batch of a run that is not resumed (extra ``summary``).
+
+    The shapes come from an additional forward pass in evaluation mode, which changes nothing. See
+    ``Trainer.summary()``.
+
+    Args:
+        depth: number of levels of nested modules to list
+    """
+
+    def __init__(self, depth: int = 3) -> None:
+        self.depth = check_positive_int("depth", depth)
+        import_extra("torchinfo", "summary", "ModelSummaryCallback")
+
+    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
+        set_listening(trainer, self, not trainer.progress.update, "on_train_step_start")
+
+    def on_train_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
+        set_listening(trainer, self, False, "on_train_step_start")
+        batch = trainer.run.batch
+        if batch is not None:
+            with preserving_generators(), inference(trainer):
+                trainer.print(summarise(trainer, batch.data, self.depth))

@@ -1,0 +1,5 @@
+"""Muon for the matrices of a model, and AdamW for the rest."""
+
+from pytorch_accel_lite.extensions.muon.muon import ParameterKinds, muon_with_adamw, split_parameters
+
+__all__ = ["ParameterKinds", "muon_with_adamw", "split_parameters"]

@@ -1,0 +1,31 @@
+"""Plots of what a run recorded and tried, for the methods ``plot()`` and for pages (extra ``plot``)."""
+
+from pytorch_accel_lite.extending import PLOTS
+from pytorch_accel_lite.extensions.plots.curves import overlay_style, plot_curves, svg_overlays, svg_panels
+from pytorch_accel_lite.extensions.plots.figures import new_figure
+from pytorch_accel_lite.extensions.plots.images import plot_sheet
+from pytorch_accel_lite.extensions.plots.panels import NothingToPlotError
+from pytorch_accel_lite.extensions.plots.schedules import plot_range_test, plot_schedule
+
+__all__ = [
+    "NothingToPlotError",
+    "new_figure",
+    "overlay_style",
+    "plot_curves",
+    "plot_range_test",
+    "plot_schedule",
+    "plot_sheet",
+    "svg_overlays",
+    "svg_panels",
+]
+
+
+class MatplotlibPlots:
+    """The plots of the methods ``plot()``."""
+
+    plot_curves = staticmethod(plot_curves)
+    plot_range_test = staticmethod(plot_range_test)
+    plot_sheet = staticmethod(plot_sheet)
+
+
+PLOTS.append(MatplotlibPlots())

@@ -1,0 +1,129 @@
+"""Writing predictions to disk as they are made, for data that do not fit into memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+
+from pytorch_accel_lite.checkpoint import folder_path
+from pytorch_accel_lite.extending import (
+    RunRequest,
+    TrainerCallback,
+    TrainerLike,
+    check_positive_int,
+    is_overridden,
+    other_modules,
+)
+from pytorch_accel_lite.extending_callbacks import (
+    Tree,
+    dataset_of,
+    evaluating_optimizers,
+    find_length,
+    to_cpu,
+    weight_checksums,
+    without_compile,
+)
+from pytorch_accel_lite.extensions.predictions.prediction_shards import PredictionFolder
+
+
+class PredictionWriterCallback(TrainerCallback):
+    """Write the outputs of ``predict`` and ``predict_iter`` to a directory, in shards, while they run.
+
+    Each process writes its own shards, with the indices of their samples; ``read_predictions()`` puts them in the
+    order of the dataset. Shards are written atomically. If a prediction was killed, the same call resumes it at the
+    first sample that has not been written, on any number of processes, and returns only the remaining outputs; damaged
+    shards are removed, with a warning. Predictions of other weights in the directory, finished or not, are replaced,
+    with a message; ``predictions.json`` has a checksum of the weights. To keep memory use low::
+
+        for _ in trainer.predict_iter(dataset):
+            pass
+
+    Samples of batches that are left out (``SkipFailedBatchesCallback``) count as written, without an output.
+
+    Args:
+        directory: where shards are written; created if missing
+        shard_size: minimum number of samples in a process's shard
+        overwrite: remove the shards of an earlier prediction instead of resuming it
+
+    Raises:
+        ValueError: if the directory contains predictions for a dataset of another length
+        OSError: if the processes do not share the directory
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str] = "predictions", shard_size: int = 1024, overwrite: bool = False
+    ) -> None:
+        self.directory = folder_path("directory", directory)
+        self.shard_size = check_positive_int("shard_size", shard_size)
+        self.overwrite = overwrite
+        self._clear()
+
+    def _clear(self) -> None:
+        self._indices: list[int] = []
+        self._outputs: list[Tree] = []
+        self._left_out: list[int] = []
+
+    def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
+        if request.kind != "prediction":
+            return
+        self._clear()
+        length = find_length(dataset_of(trainer.eval_dataset))
+        if length is None:
+            raise TypeError("PredictionWriterCallback needs a dataset with a length.")
+        weights = _checksum_of_weights(trainer)
+        folder = PredictionFolder(self.directory)
+        folder.check_is_shared(trainer.ranks)
+        start, replaced = trainer.ranks.broadcast_object(
+            lambda: folder.begin(length, weights, self.overwrite, trainer.run.cleanup)
+        )
+        request.first_sample = start
+        if replaced:
+            trainer.print(
+                f"{os.fspath(self.directory)!r} contains predictions of other or unknown weights, which are replaced: "
+                f"predicting all {length} samples."
+            )
+        if start:
+            trainer.print(f"{start} of {length} samples have already been predicted; continuing with the rest.")
+
+    def on_predict_step_end(self, trainer: TrainerLike, batch_output: Tree, **kwargs: object) -> None:
+        indices = _indices_of_batch(trainer)
+        if not indices:  # a filler batch, which only keeps the processes in step
+            return
+        self._indices += indices
+        self._outputs.append(to_cpu(batch_output, len(indices)))
+        if len(self._indices) >= self.shard_size:
+            self._write(trainer)
+
+    def on_predict_batch_skipped(self, trainer: TrainerLike, **kwargs: object) -> None:
+        self._left_out += _indices_of_batch(trainer)
+
+    def on_predict_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
+        self._write(trainer)
+        trainer.barrier()
+
+    def _write(self, trainer: TrainerLike) -> None:
+        if trainer.data_ranks.is_first_sharer:
+            folder = PredictionFolder(self.directory)
+            folder.write(trainer.ranks.rank, self._indices, self._outputs, self._left_out)
+        self._clear()
+
+
+def _indices_of_batch(trainer: TrainerLike) -> list[int]:
+    indices: list[int] | None = trainer.run.batch_indices
+    if indices is None:
+        raise TypeError("PredictionWriterCallback needs a dataset whose samples have indices, not a stream.")
+    return indices
+
+
+def _checksum_of_weights(trainer: TrainerLike) -> str:
+    """Return a hash of the weights and buffers that predictions depend on. A collective operation if they are sharded.
+
+    These are the model's, and those of the trainer's other modules if its class computes the outputs itself.
+    """
+    modules = {"model": trainer.get_model(keep_torch_compile=False)}
+    if is_overridden(trainer, "calculate_predict_batch_output"):
+        modules |= other_modules(trainer)
+    with evaluating_optimizers(trainer):
+        numbers = {name: weight_checksums(without_compile(module.state_dict())) for name, module in modules.items()}
+    return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,6 @@
+"""How the time of a run is spent: by phase and callback, and traces of operations."""
+
+from pytorch_accel_lite.extensions.profiling.profiler_callback import ProfilerCallback
+from pytorch_accel_lite.extensions.profiling.timing_callback import TimingCallback
+
+__all__ = ["ProfilerCallback", "TimingCallback"]

@@ -1,0 +1,223 @@
+"""Finding the samples of an evaluation with the largest losses."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from accelerate.utils import recursively_apply, send_to_device
+from torch import nn
+
+from pytorch_accel_lite.extending import TrainerCallback, TrainerLike, check_positive_int, plots_for
+from pytorch_accel_lite.extending_callbacks import align, default_transform, is_list_of_samples, is_number, slice_batch
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class WorstSample(NamedTuple):
+    """A sample with a large loss.
+
+    Args:
+        index: index in the dataset; ``None`` for a stream
+        loss: loss of this sample alone
+        prediction: the predicted class for a classifier, otherwise the model's output
+        target: the target
+        dataset: name of the dataset if several are evaluated, otherwise empty
+    """
+
+    index: Any
+    loss: float
+    prediction: Any
+    target: Any
+    dataset: str = ""
+
+
+class WorstSamplesCallback(TrainerCallback):
+    """Keep the samples with the largest losses in the latest evaluation, over all processes.
+
+    The losses stay on the device until the evaluation ends.
+
+    Args:
+        k: number of samples to keep
+        loss: called as ``loss(model_outputs, targets)``; returns a loss for each sample, or any metric that is larger
+            for worse samples: a tensor of shape ``(batch_size, ...)``, whose further dimensions are averaged, or a
+            list. Defaults to the trainer's loss function with ``reduction="none"``.
+        transform: called as ``transform(batch, batch_output)``; returns the outputs and the targets: tensors, dicts of
+            tensors, or lists with an element for each sample. Defaults to the model's output (or its ``logits``) and
+            the batch's second element (or its ``labels``).
+        show: print a table after each evaluation
+
+    Attributes:
+        samples: list of ``WorstSample``, largest loss first; a NaN loss counts as the largest
+    """
+
+    def __init__(
+        self,
+        k: int = 10,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        transform: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+        *,
+        show: bool = False,
+    ) -> None:
+        self.k = check_positive_int("k", k)
+        self.loss = loss
+        self.transform = transform or default_transform
+        self.show = show
+        self.samples: list[WorstSample] = []
+        self._kept: tuple[Any, ...] | None = None  # indices, losses, predictions and targets
+        self._gathered: list[WorstSample] = []
+
+    def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: object) -> None:
+        if trainer.eval_dataloader is not None:
+            self._loss = self.loss or _without_reduction(trainer.loss_func)
+
+    def on_eval_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
+        self._kept = None
+        self._name = trainer.run_history.metric_name_prefix.removesuffix("_")
+        if len(trainer.eval_dataloaders) < 2 or trainer.eval_dataloader is trainer.eval_dataloaders[0]:
+            self._gathered = []
+
+    def on_eval_step_end(
+        self, trainer: TrainerLike, batch: Any, batch_output: dict[str, Any], **kwargs: object
+    ) -> None:
+        indices = trainer.run.batch_indices
+        if indices == []:  # a filler batch, which only keeps the processes in step
+            return
+        outputs, targets = self.transform(batch, batch_output)
+        size = len(targets) if isinstance(targets, torch.Tensor) else int(batch_output["batch_size"])
+        with torch.no_grad():
+            losses = _per_sample(self._loss(outputs, targets), size)
+        numbers = [None] * size if indices is None else torch.as_tensor(indices, device=losses.device)
+        columns = numbers, losses, _rows(_predicted(outputs, targets), size), _rows(targets, size)
+        if self._kept is not None:
+            columns = tuple(map(_join, self._kept, columns))
+        ranking = torch.nan_to_num(columns[1], nan=math.inf, posinf=math.inf)
+        largest = ranking.topk(min(self.k, len(ranking))).indices
+        self._kept = tuple(_select(column, largest) for column in columns)
+
+    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
+        local_samples: list[WorstSample] = []
+        if self._kept is not None:
+            columns = send_to_device(self._kept, "cpu")
+            local_samples = [WorstSample._make([*map(_plain, row), self._name]) for row in zip(*columns, strict=True)]
+        for samples in trainer.data_ranks.all_gather_object(local_samples):
+            self._gathered.extend(samples)
+        self._kept = None
+        self.samples = sorted(self._gathered, key=lambda s: math.inf if math.isnan(s.loss) else s.loss, reverse=True)
+        self.samples = self._gathered = self.samples[: self.k]
+        if self.show:
+            trainer.print(self)
+
+    def __str__(self) -> str:
+        """Return the samples as a table."""
+        rows = [
+            (f"{s.dataset} {s.index}".strip(), f"{s.loss:.4g}", _short(s.prediction), _short(s.target))
+            for s in self.samples
+        ]
+        return "\n".join(align([("index", "loss", "prediction", "target"), *rows]))
+
+    def plot(
+        self, dataset: Any, path: str | os.PathLike[str] | None = None, classes: list[str] | None = None
+    ) -> Figure:
+        """Draw the samples, which must be images, as a contact sheet (extra ``plot``).
+
+        Args:
+            dataset: the evaluated dataset, or dict of datasets. Samples are tuples that begin with an image of shape
+                ``(height, width)``, ``(channels, height, width)`` or ``(height, width, channels)``
+            path: where to save the picture; ``None`` does not save it
+            classes: names of the classes
+
+        Raises:
+            ValueError: if there is nothing to draw
+        """
+        if not self.samples or any(sample.index is None for sample in self.samples):
+            raise ValueError("Nothing to draw: no samples with an index have been evaluated yet.")
+
+        def name(value: Any) -> str:
+            return classes[value] if classes is not None and isinstance(value, int) else _short(value)
+
+        titles = [
+            f"predicted {name(s.prediction)}, true {name(s.target)}\nloss {s.loss:.3g}, #{s.index}"
+            for s in self.samples
+        ]
+        images = [_dataset_of(sample, dataset)[sample.index][0] for sample in self.samples]
+        return plots_for("WorstSamplesCallback.plot").plot_sheet(images, titles, path)
+
+
+def _dataset_of(sample: WorstSample, datasets: Any) -> Any:
+    """Return the dataset of a sample, which is ``datasets`` itself unless several were evaluated."""
+    if not sample.dataset or not isinstance(datasets, Mapping):
+        return datasets
+    # An averaged model adds its own prefix to the name.
+    names = [name for name in datasets if f"_{sample.dataset}".endswith(f"_{name}")]
+    return datasets[max(names, key=len, default=sample.dataset)]
+
+
+def _without_reduction(loss_func: Any) -> Callable[[Any, Any], torch.Tensor]:
+    """Return a version of the loss function that gives a value for each sample."""
+    if isinstance(loss_func, nn.Module) and hasattr(loss_func, "reduction"):
+        loss_func = copy.copy(loss_func)
+        loss_func.reduction = "none"
+        return loss_func  # type: ignore[no-any-return]
+    with suppress(TypeError, ValueError):  # not written in Python
+        if "reduction" in inspect.signature(loss_func).parameters:  # like functions of torch.nn.functional
+            return partial(loss_func, reduction="none")
+    raise ValueError(
+        f"WorstSamplesCallback: cannot get per-sample losses from the loss function {loss_func!r}. Pass loss=, a "
+        "function of outputs and targets that returns one value per sample."
+    )
+
+
+def _per_sample(losses: Any, size: int) -> torch.Tensor:
+    if isinstance(losses, (list, tuple)) and all(map(is_number, losses)):
+        losses = torch.tensor([float(loss) for loss in losses])
+    if not isinstance(losses, torch.Tensor) or not losses.ndim or len(losses) != size:
+        shape = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+        raise ValueError(f"WorstSamplesCallback: loss must return one value for each of {size} samples, not {shape}.")
+    return losses.detach().float().flatten(1).mean(1) if losses.ndim > 1 else losses.detach().float()
+
+
+def _predicted(outputs: Any, targets: Any) -> Any:
+    """Return a classifier's predicted classes, or any other model's outputs."""
+    if not isinstance(outputs, torch.Tensor):
+        return recursively_apply(torch.Tensor.detach, outputs)
+    outputs = outputs.detach()
+    if not isinstance(targets, torch.Tensor) or outputs.ndim != targets.ndim + 1 or targets.is_floating_point():
+        return outputs
+    return outputs.argmax(1 if outputs.shape[2:] == targets.shape[1:] else -1)  # torch's class dimension, or the last
+
+
+def _rows(values: Any, size: int) -> Any:
+    """Return values as a tensor, or as a list with an element for each sample."""
+    if isinstance(values, torch.Tensor) or is_list_of_samples(values, size):
+        return values
+    return [slice_batch(values, position, position + 1, size) for position in range(size)]
+
+
+def _join(kept: Any, new: Any) -> Any:
+    is_regular = isinstance(kept, torch.Tensor) and isinstance(new, torch.Tensor) and kept.shape[1:] == new.shape[1:]
+    return torch.cat([kept, new]) if is_regular else [*kept, *new]
+
+
+def _select(values: Any, positions: torch.Tensor) -> Any:
+    return values[positions] if isinstance(values, torch.Tensor) else [values[i] for i in positions.tolist()]
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.item() if value.numel() == 1 else value.clone()
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"tensor {tuple(value.shape)}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,42 @@
+"""Public path of plots of what a run recorded (extra ``plot``). None needs a display."""
+
+from typing import TYPE_CHECKING
+
+from pytorch_accel_lite.base.templates import Column, render
+from pytorch_accel_lite.extension_names import missing
+from pytorch_accel_lite.extensions.plots import (
+    NothingToPlotError,
+    new_figure,
+    overlay_style,
+    plot_curves,
+    plot_range_test,
+    plot_schedule,
+    plot_sheet,
+    svg_overlays,
+    svg_panels,
+)
+from pytorch_accel_lite.run.metric_panels import MetricPanel, best_of, direction_of, is_monitor, panels_by_metric
+
+__all__ = [
+    "Column",
+    "MetricPanel",
+    "NothingToPlotError",
+    "best_of",
+    "direction_of",
+    "is_monitor",
+    "new_figure",
+    "overlay_style",
+    "panels_by_metric",
+    "plot_curves",
+    "plot_range_test",
+    "plot_schedule",
+    "plot_sheet",
+    "render",
+    "svg_overlays",
+    "svg_panels",
+]
+
+if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
+
+    def __getattr__(name: str) -> object:
+        raise missing(name, "plotting")

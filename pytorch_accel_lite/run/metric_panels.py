@@ -1,0 +1,104 @@
+"""Grouping metrics into panels by name: the same quantity in training and evaluation, the same unit."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from pytorch_accel_lite.base.text import visible
+
+#: The value of a metric: usually a number, but a program may record anything.
+MetricValue: TypeAlias = Any
+# Prefix of the monitors' names, title of the panel they share, and its unit.
+_MONITORS = (
+    ("lr", "learning rate", ""),
+    ("gradient_norm", "gradient norm", ""),
+    ("clipped_updates", "clipped updates", "share of updates"),
+    ("skipped_updates", "skipped updates", "updates"),
+    ("loss_scale", "loss scale", ""),
+    ("samples_per_second", "throughput", "samples per second"),
+    ("items_per_second", "throughput of items", "items per second"),
+    ("flops_per_second", "throughput of FLOPs", "FLOPs per second"),
+    ("mfu", "FLOPs utilisation", "share of the peak"),
+    ("memory", "memory", "MiB"),
+    ("time", "time of an epoch", "seconds"),
+)
+#: Titles of the monitors' panels, in the order in which they are shown.
+MONITORS = tuple(title for _, title, _ in _MONITORS)
+_WITH_KIND = re.compile(r"(?:(.+?)_)?(train|eval|evaluation)_(.+)")
+_EVAL_LOSS = re.compile(r"(.+_)eval_loss(?:_epoch)?")
+
+
+class MetricPanel(NamedTuple):
+    """The panel of a metric and its label there.
+
+    Args:
+        is_monitor: whether the metric describes the run, such as a time or a learning rate, rather than the model
+        label: ``"train"``, ``"eval"``, the name of a dataset ...
+    """
+
+    title: str
+    unit: str
+    is_monitor: bool
+    label: str
+
+
+def panels_by_metric(names: Iterable[str]) -> dict[str, MetricPanel]:
+    """Return the panel of each metric.
+
+    Evaluations of an averaged model and of several datasets share the metric's panel; the names of their losses reveal
+    the prefixes.
+    """
+    names = list(names)
+    prefixes = {match[1] for name in names if (match := _EVAL_LOSS.fullmatch(name))}
+    longest_first = sorted(prefixes, key=len, reverse=True)
+    return {name: _monitor(name) or _quality(name, longest_first) for name in names}
+
+
+def is_monitor(name: str) -> bool:
+    """Whether a metric describes the run, such as a time or a learning rate, rather than the model."""
+    return _monitor(name) is not None
+
+
+def _monitor(name: str) -> MetricPanel | None:
+    for start, title, unit in _MONITORS:
+        if name == start or name.startswith(f"{start}_"):
+            label = re.sub("_mib$", "", name.removeprefix(start)).strip("_").replace("_", " ")
+            label = {"data max": "data, slowest process", "": title, "epoch": title}.get(label, label)
+            return MetricPanel(title, unit, True, f"group {label}" if label.isdigit() else visible(label))
+    return None
+
+
+def _quality(name: str, prefixes: Sequence[str]) -> MetricPanel:
+    name = name.removesuffix("_epoch")
+    match = _WITH_KIND.fullmatch(name)
+    if match:
+        prefix, kind, title = match.groups()
+        label = prefix if prefix and kind == "eval" else " ".join(filter(None, (prefix, kind)))
+    else:
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+        title = name.removeprefix(prefix)
+        label = prefix.strip("_") or "eval"
+    return MetricPanel(visible(title.replace("_", " ")), "", False, visible(label.replace("_", " ")))
+
+
+def direction_of(name: str, directions: Mapping[str, bool | None]) -> bool | None:
+    """Return whether larger values of a metric are better; by default smaller ones for losses, ``None`` for others."""
+    direction = directions.get(name)
+    return False if direction is None and "loss" in name else direction
+
+
+def best_of(
+    values: Sequence[MetricValue], name: str, panel: MetricPanel, directions: Mapping[str, bool | None]
+) -> int | None:
+    """Return the index of the best value of a metric, which is marked.
+
+    ``None`` for training metrics, if the direction is unknown, or if no value is a finite number.
+    """
+    greater_is_better = direction_of(name, directions)
+    finite = {i: value for i, value in enumerate(values) if isinstance(value, (int, float)) and math.isfinite(value)}
+    if panel.label.endswith("train") or greater_is_better is None or not finite:
+        return None
+    return (max if greater_is_better else min)(finite, key=lambda index: finite[index])

@@ -1,0 +1,92 @@
+"""Updates whose gradients are unusually large are skipped."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import GradientSpikeCallback, SaveTrainingStateCallback
+from tests.ranks import IN_ORDER
+from tests.tasks import equal, listener, regression_data, weights
+
+
+def fit(callbacks: Any, data: Any, epochs: int = 1, seed: int | None = None, **kwargs: Any) -> Trainer:
+    """Train a small model in batches of five samples, in order."""
+    model = nn.Linear(5, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=callbacks, seed=seed)
+    trainer.train(
+        data, epochs, per_device_batch_size=5, train_dataloader_kwargs=IN_ORDER | {"num_workers": 0}, **kwargs
+    )
+    return trainer
+
+
+def spiky(at: int = 20, size: int = 50, value: float = 1e3) -> Any:
+    """Data of which the fifth batch has enormous targets."""
+    data = regression_data(size)
+    data.tensors[1][at : at + 5] = value
+    return data
+
+
+@pytest.mark.parametrize("value", [1e3, math.nan])
+@pytest.mark.parametrize("clip", [None, 1e9])
+def test_an_update_with_a_spike_is_skipped(value, clip, capsys):
+    kept: list[Any] = []
+    keep = listener(on_train_step_end=lambda t, **_: kept.append(weights(t.model)))
+    guard = GradientSpikeCallback(warm_up_updates=3)
+    trainer = fit([guard, keep], spiky(value=value), gradient_clip_norm=clip)
+    assert guard.skipped == [5]
+    assert equal(kept[4], kept[3])
+    assert not equal(kept[5], kept[4])
+    assert trainer.progress.update == 10
+    assert "Update 5 skipped: the gradient norm is" in capsys.readouterr().out
+
+
+def test_the_schedule_waits_for_an_update_that_is_skipped():
+    guard = GradientSpikeCallback(warm_up_updates=3)
+    create = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)  # noqa: E731
+    trainer = fit([guard], spiky(), create_scheduler_fn=create)
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.01 * 0.5**9
+
+
+def test_spike_after_spike_is_no_spike_but_ends_the_run():
+    data = regression_data(50)
+    data.tensors[1][15:] = 1e3
+    guard = GradientSpikeCallback(warm_up_updates=3, max_skips_in_a_row=4)
+    trainer = fit([guard], data, epochs=2)
+    assert "gradients of 4 updates in a row" in trainer.stop_reason
+    assert guard.skipped == [4, 5, 6, 7]
+
+
+def test_the_guard_continues_in_a_resumed_run(tmp_path):
+    def run(**kwargs: Any) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        guard = GradientSpikeCallback(3, warm_up_updates=3)
+        saving = SaveTrainingStateCallback(tmp_path, save_every_n_steps=1)
+        trainer = fit([guard, saving], spiky(), seed=2, **kwargs)
+        return weights(trainer.model), guard.state_dict()
+
+    whole, state = run()
+    resumed, again = run(resume_from=tmp_path / "update-000000003")
+    assert equal(resumed, whole)
+    assert again == state
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"factor": 1}, ValueError, "factor=1 must be greater than 1"),
+        ({"decay": 1.0}, ValueError, "decay=1.0 must be greater than 0 and less than 1"),
+        ({"decay": "0.9"}, TypeError, "decay='0.9' must be a number"),
+        ({"warm_up_updates": 0}, ValueError, "warm_up_updates=0 must be at least 1"),
+        ({"max_skips_in_a_row": 0}, ValueError, "max_skips_in_a_row=0 must be at least 1"),
+    ],
+)
+def test_gradient_spikes_refuse_bad_factors_and_counts(arguments, error, message):
+    with pytest.raises(error, match=message):
+        GradientSpikeCallback(**arguments)

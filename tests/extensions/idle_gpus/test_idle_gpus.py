@@ -1,0 +1,58 @@
+"""Choosing idle GPUs, as a program of the name nvidia-smi reports them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pytorch_accel_lite.utils import use_idle_gpus
+
+BUSY = "0, GPU-a, 40000, 97\n1, GPU-b, 3, 0\n2, GPU-c, 3, 40\n3, GPU-d, 0, [N/A]\n"
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Four GPUs, of which three are idle."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat {tmp_path}/gpus\n")
+    program.chmod(0o755)
+    (tmp_path / "gpus").write_text(BUSY)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    return program
+
+
+def test_the_gpus_with_the_least_in_use_are_chosen():
+    assert use_idle_gpus(2) == ["GPU-d", "GPU-b"]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-d,GPU-b"
+    assert use_idle_gpus() == ["GPU-d"]
+
+
+@pytest.mark.parametrize("allowed", ["0, 2", "GPU-a,GPU-c"])
+def test_only_gpus_that_are_visible_are_chosen(allowed, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
+    assert use_idle_gpus() == ["GPU-c"]
+
+
+def test_too_few_idle_gpus_are_an_error_that_says_why():
+    with pytest.raises(RuntimeError, match=r"count=4, but 3 of 4 GPUs .*GPU 0: 40000 MiB, 97 % busy"):
+        use_idle_gpus(4)
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    with pytest.raises(RuntimeError, match="count=1, but 0 of 4"):
+        use_idle_gpus(max_used_mib=-1)
+
+
+def test_gpus_are_not_chosen_in_one_of_several_processes(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="one of several processes"):
+        use_idle_gpus()
+
+
+def test_without_nvidia_smi_the_error_names_it(machine, monkeypatch):
+    machine.unlink()
+    monkeypatch.setenv("PATH", str(machine.parent))
+    with pytest.raises(RuntimeError, match=r"asks nvidia-smi for the GPUs, which failed"):
+        use_idle_gpus()
