@@ -7,7 +7,7 @@ trainer besides its model; the parts of batches; and the form of results and err
 from pytorch_accel_lite.base.backends import deterministic_kernels
 from pytorch_accel_lite.base.environment import install_command
 from pytorch_accel_lite.base.inspection import nested_in
-from pytorch_accel_lite.base.modules import local as local_shard
+from pytorch_accel_lite.base.modules import local_shard
 from pytorch_accel_lite.base.origins import is_overridden, warn_outside
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.reports import Report
@@ -21,7 +21,7 @@ from pytorch_accel_lite.checkpoint.locations import STORES, Store, read_state
 from pytorch_accel_lite.checkpoint.locks import lock_path
 from pytorch_accel_lite.checkpoint.manifest import catch_damage, manifest_text, read_manifest
 from pytorch_accel_lite.checkpoint.model_writers import MODEL_WRITERS, ModelWriter, SavedModel
-from pytorch_accel_lite.checkpoint.pretrained import ADAPTERS, has_adapters, is_of_timm
+from pytorch_accel_lite.checkpoint.pretrained import ADAPTERS, is_of_peft, is_of_timm
 from pytorch_accel_lite.checkpoint.store import StateStore
 from pytorch_accel_lite.checkpoint.training_state import CapturedState, read_model, read_verified, write_files
 from pytorch_accel_lite.data import Batch
@@ -30,7 +30,8 @@ from pytorch_accel_lite.data.batches import (
     BatchAdapter,
     BatchOutput,
     Share,
-    find_batch_size,
+    infer_batch_size,
+    is_as_long,
     is_single_sample,
     parts_in,
     tensors_in,
@@ -52,7 +53,7 @@ from pytorch_accel_lite.distributed.ranks import GroupTimeouts, connect_to_store
 from pytorch_accel_lite.distributed.shutdown import open_trainers
 from pytorch_accel_lite.distributed.watch import EXIT_CODE, end_process, is_about_lost_process
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
-from pytorch_accel_lite.loop.guards.arguments import check_data
+from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.guards.held_memory import MEMORY_ADVICE
 from pytorch_accel_lite.loop.inference import inference_run, unwrapped_model
 from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
@@ -118,16 +119,16 @@ __all__ = [
     "CapturedState", "JsonObject", "catch_damage", "check_is_shared", "load_verified", "lock_path", "manifest_text",
     "read_manifest", "read_model", "read_state", "read_verified", "write_files",
     # For files beside a saved model.
-    "ADAPTERS", "LoadedWeights", "SavedModel", "has_adapters", "is_of_timm",
+    "ADAPTERS", "LoadedWeights", "SavedModel", "is_of_peft", "is_of_timm",
     # Trials.
-    "OwnCallbacks", "Snapshot", "StepSnapshot", "Trial", "check_data", "faster_data", "inference_run",
+    "OwnCallbacks", "Snapshot", "StepSnapshot", "Trial", "check_dataset", "faster_data", "inference_run",
     "is_out_of_memory", "loss_of", "preserving_attributes", "replaced", "shard_model", "split_into_parts",
     "unfused_class", "unwrapped_model",
     # The parts of trainers and batches.
     "TARGET_KEYS", "Batch", "BatchAdapter", "BatchOutput", "ListOfSamples", "LossFunction", "LossShapeError",
-    "all_optimized_parameters", "concatenate", "find_batch_size", "is_overridden", "is_single_sample", "layer_scales",
-    "local_shard", "nested_in", "optimized_parameters", "other_modules", "other_optimizers", "parts_in",
-    "registered_objects", "select_samples", "shapes_are_known", "tensors_in",
+    "all_optimized_parameters", "concatenate", "infer_batch_size", "is_as_long", "is_overridden", "is_single_sample",
+    "layer_scales", "local_shard", "nested_in", "optimized_parameters", "other_modules", "other_optimizers",
+    "parts_in", "registered_objects", "select_samples", "shapes_are_known", "tensors_in",
     # Plots and pages.
     "Column", "MONITOR_TITLES", "MetricPanel", "best_of", "direction_of", "is_monitor", "panels_by_metric",
     "plots_for", "render",

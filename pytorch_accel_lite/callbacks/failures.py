@@ -1,4 +1,4 @@
-"""Continuing when a batch fails."""
+"""Skipping batches that fail."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PHASES = {"training", "evaluation", "prediction"}
 
 
 class SkippedBatch(Failure):
-    """A batch that has failed, and where."""
+    """A batch that has failed, with its phase and position."""
 
     phase: Phase
     epoch: int
@@ -24,7 +24,7 @@ class SkippedBatch(Failure):
 
 
 class SkipFailedBatchesCallback(TrainerCallback):
-    """Skip batches that cannot be read or computed, and report them: in training, and elsewhere if you ask for it.
+    """Skip batches that cannot be read or computed, and report them, in training and in other ``phases``.
 
     In training, all processes skip the batch together. The update uses the remaining batches of the accumulation
     window; if none remain, no update is made. Gradients, buffers and generators are as if the batch had never been
@@ -32,9 +32,9 @@ class SkipFailedBatchesCallback(TrainerCallback):
 
     In an evaluation or a prediction, each process leaves out its own batches. Losses and metrics cover the other
     samples; the outputs of ``predict`` lack the rows of failed samples. At the end, a line says which samples were left
-    out, and why; it is an error if no batch is left.
+    out, and why. If all batches fail, an error is raised.
 
-    Batches of a stream or of your own loader must be readable.
+    Errors while reading a stream or your own loader still end the run.
 
     Args:
         max_failures: number of batches that may fail in a run; the next failure ends the run with its error
@@ -98,11 +98,11 @@ class SkipFailedBatchesCallback(TrainerCallback):
     def _end_inference(self, trainer: TrainerLike, **kwargs: object) -> None:
         left_out = trainer.run.left_out
         self._left_out = 0
-        if left_out is None or not left_out.is_gathered:  # of a prediction that was not iterated to its end
+        if left_out is None or not left_out.is_gathered:  # the prediction was not iterated to its end
             return
         name, epoch = trainer.run.data.eval_dataset_name, trainer.progress.epoch
         for batch in left_out.batches:
-            skipped = _at(left_out.phase, epoch, batch.step, batch.as_failure())
+            skipped = _at(left_out.phase, epoch, batch.step, batch.failure)
             if name:
                 skipped["dataset"] = name
             self.failures.append(skipped)

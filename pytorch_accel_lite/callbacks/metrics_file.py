@@ -27,10 +27,10 @@ class MetricsFileCallback(StepLogger):
     """Write the metrics of the run history to a file, one row per epoch, as JSON lines (``.jsonl``) or CSV (``.csv``).
 
     Each epoch appends its row in a single write, so a killed run leaves whole rows; a resumed run replaces the file
-    atomically, so that it has each row once. A metric recorded several times in an epoch, such as by evaluations within
-    it, shows its last value; a ``TrackerCallback`` logs all of them. Non-finite numbers are written as the strings
-    ``NaN``, ``Infinity`` and ``-Infinity``; values that are not numbers are written as strings. In CSV, names and texts
-    that a spreadsheet would take for formulas begin with a quote.
+    atomically, so that it has each row once. If a metric is recorded several times in an epoch, such as by evaluations
+    within it, its row has the last value; a ``TrackerCallback`` logs all values. Non-finite numbers are written as the
+    strings ``NaN``, ``Infinity`` and ``-Infinity``; values that are not numbers are written as strings. In CSV, names
+    and texts that a spreadsheet would take for formulas are prefixed with a quote.
 
     Args:
         path: the file to write; missing directories are created. A run that is not resumed replaces the file.
@@ -83,7 +83,7 @@ class MetricsFileCallback(StepLogger):
             self._updates.replace(rows)
 
     def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:
-        if int(self._updates.last_row.get("update", 0)) != update:  # a killed run may have already written it
+        if int(self._updates.last_row.get("update", 0)) != update:  # a killed run may have written this row already
             self._updates.append([{"update": update, "epoch": epoch, **values}])
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -149,7 +149,7 @@ class _RowFile:
         return [{from_cell(name): from_cell(text) for name, text in row.items()} for row in csv.DictReader(lines)]
 
     def _as_text(self, rows: list[Row], header: bool = False) -> str:
-        rows = [{name: plain(value) for name, value in row.items()} for row in rows]
+        rows = [{name: as_plain(value) for name, value in row.items()} for row in rows]
         if self._path.suffix == ".jsonl":
             return "".join(json.dumps(row) + "\n" for row in rows)
         text = io.StringIO()
@@ -165,7 +165,7 @@ def _is_same(row: Row, other: Row) -> bool:
     return row.keys() == other.keys() and all(value is other[name] for name, value in row.items() if name != "epoch")
 
 
-def plain(value: object) -> str | bool | float | None:
+def as_plain(value: object) -> str | bool | float | None:
     """Return a value in a form for JSON and CSV files."""
     value = None if value is None else as_number_or_text(value)
     if not isinstance(value, float) or math.isfinite(value):
@@ -178,7 +178,7 @@ def as_json(value: object) -> Tree:
     if isinstance(value, Mapping):
         return {str(key): as_json(item) for key, item in value.items()}
     value = value.tolist() if hasattr(value, "tolist") else value
-    return [as_json(item) for item in value] if isinstance(value, (list, tuple)) else plain(value)
+    return [as_json(item) for item in value] if isinstance(value, (list, tuple)) else as_plain(value)
 
 
 def as_number_or_text(value: MetricValue) -> str | bool | float:

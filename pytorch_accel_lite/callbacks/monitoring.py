@@ -1,7 +1,7 @@
 """Monitors of a run: learning rates, gradients, memory.
 
-Each records values per epoch in the run history, and values per update, if any, in ``trainer.step_metrics`` for
-loggers. No step reads from the device.
+Each callback records values per epoch in the run history. Values per update, if it has any, are in
+``trainer.step_metrics`` for loggers. No step reads from the device, except with ``LossScaleCallback``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.devices import accumulation_dtype, to_float
 from pytorch_accel_lite.base.origins import is_overridden
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.loop.gradients import total_norm
-from pytorch_accel_lite.optimizers.operations import group_names, is_created, parts_of
+from pytorch_accel_lite.optimizers.operations import group_names, is_created, parts_of_optimizer
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
@@ -28,7 +28,7 @@ class LearningRateMonitorCallback(TrainerCallback):
     """Record the learning rate of each parameter group at the last update of an epoch.
 
     The metric is named ``lr``; ``lr_0``, ``lr_1`` ... if there are several groups; ``lr_<name>`` if there are several
-    optimizers. Groups of optimizers that choose their rate themselves, such as Adafactor, have none.
+    optimizers. Groups of optimizers that choose their rate themselves, such as Adafactor, have no such metric.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ def _rate_names(trainer: TrainerLike) -> list[str]:
 
 
 def _join(metric: str, part: str) -> str:
-    """Return the name of a metric for an optimizer or a parameter group. Their own name may be empty."""
+    """Return the name of a metric for an optimizer or a parameter group, whose own name may be empty."""
     return f"{metric}_{part}" if part else metric
 
 
@@ -76,14 +76,14 @@ class GradientNormCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        #: By optimizer, with the name "" for a single one, or for several that step together.
+        #: The norms by name of the optimizer; "" for a single optimizer, or for several that step together.
         self._norms: dict[str, GradientNorms] = {}
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         if request.kind != "training":
             return
         is_known = is_created(trainer.optimizer) or not is_overridden(trainer, "train_step")
-        names = (list(parts_of(trainer.optimizer)) if is_overridden(trainer, "train_step") else []) or [""]
+        names = (list(parts_of_optimizer(trainer.optimizer)) if is_overridden(trainer, "train_step") else []) or [""]
         recorded = [f"{_join('gradient_norm', name)}_{kind}" for name in names for kind in ("mean", "max")]
         if request.gradient_clip_norm is not None:
             recorded += [_join("clipped_updates", name) for name in names]
@@ -94,7 +94,7 @@ class GradientNormCallback(TrainerCallback):
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         limit = trainer.run_config.gradient_clip_norm if trainer.run_config is not None else None
-        name = trainer.run.stepper.updating if parts_of(trainer.optimizer) else ""
+        name = trainer.run.stepper.updating if parts_of_optimizer(trainer.optimizer) else ""
         norm = self._norms.setdefault(name, GradientNorms()).add(total_norm(trainer), limit)
         trainer.step_metrics[_join("gradient_norm", name)] = norm
 
@@ -118,10 +118,10 @@ class GradientNormCallback(TrainerCallback):
 
 @dataclass(eq=False, repr=False)
 class GradientNorms:
-    """The norms of an epoch.
+    """The gradient norms of an epoch: their number, sum and maximum.
 
     Args:
-        clipped: how many were above the limit; ``None`` without a limit
+        clipped: the number of norms above the limit; ``None`` without a limit
     """
 
     sum: float | torch.Tensor = 0.0
@@ -149,7 +149,7 @@ class LossScaleCallback(TrainerCallback):
     """Record the loss scale and the skipped updates of the gradient scaler (fp16); without a scaler, record nothing.
 
     Recorded per epoch: ``loss_scale`` at its end, and the number of ``skipped_updates``; per update, ``loss_scale``.
-    Reads the scale from the device after each update, which a scaler waits for anyway.
+    The scale is read from the device after each update, for which a scaler waits anyway.
     """
 
     def __init__(self) -> None:

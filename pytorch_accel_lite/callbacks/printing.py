@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 
 from pytorch_accel_lite.base.text import format_metric, visible
-from pytorch_accel_lite.optimizers.operations import parts_of
+from pytorch_accel_lite.optimizers.operations import parts_of_optimizer
 from pytorch_accel_lite.run.events import TrainerCallback, set_listening
 from pytorch_accel_lite.run.history import MetricValue, NewMetrics
 from pytorch_accel_lite.run.state import TrainerLike
@@ -43,7 +43,7 @@ class LogMetricsCallback(TrainerCallback):
 
     @cached_property
     def _new(self) -> NewMetrics:
-        return NewMetrics()  # created here, as subclasses need not call a constructor
+        return NewMetrics()  # not in a constructor, which subclasses need not call
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._new.skip(trainer.run_history)
@@ -97,13 +97,15 @@ def shown_rates(trainer: TrainerLike) -> dict[str, float]:
 
 
 def rates_of(trainer: TrainerLike) -> dict[str, float | torch.Tensor]:
-    """Return the rates as numbers, or as copies of tensors, without reading them."""
-    parts = {f"lr_{name}": part for name, part in parts_of(trainer.optimizer).items()} or {"lr": trainer.optimizer}
+    """Return the rates as numbers, or as copies of tensors, without reading tensors from the device."""
+    parts = {f"lr_{name}": part for name, part in parts_of_optimizer(trainer.optimizer).items()} or {
+        "lr": trainer.optimizer
+    }
     first = {name: group for name, part in parts.items() for group in part.param_groups[:1]}
     rates = {name: group["lr"] for name, group in first.items() if group.get("lr") is not None}
     return {name: rate.clone() if isinstance(rate, torch.Tensor) else rate for name, rate in rates.items()}
 
 
 def changes_in_each_update(trainer: TrainerLike) -> bool:
-    """Return whether a schedule sets the next rate in each update, so that the used rate must be noted."""
+    """Return whether a schedule sets the next rate in each update, so that the rate in use must be noted before it."""
     return trainer.scheduler is not None and trainer.run.request.scheduler_interval == "update"

@@ -21,7 +21,7 @@ from pytorch_accel_lite.extending import (
     LossFunction,
     Run,
     TrainerLike,
-    find_batch_size,
+    infer_batch_size,
     is_overridden,
     optimized_parameters,
     shapes_are_known,
@@ -85,7 +85,7 @@ class CompiledForward:
         """Return the adapter's output for a batch, so that torch traces only its data."""
         output = self._adapter.outputs_and_loss(model, loss_func, batch, None)
         if self.num_samples:
-            output["batch_size"] = find_batch_size(batch, self.num_samples)
+            output["batch_size"] = infer_batch_size(batch, self.num_samples)
         return output
 
     def __call__(self, batch: BatchData) -> BatchOutput:
@@ -208,7 +208,7 @@ def _has_other_size(run: Run, batch: BatchData) -> bool:
     read = run.batch
     if read is None or not read.is_last or run.progress.step == 0 or run.config is None:
         return False
-    size = find_batch_size(batch) if read.num_samples is None else read.num_samples
+    size = infer_batch_size(batch) if read.num_samples is None else read.num_samples
     return size != run.config.train_per_device_batch_size
 
 

@@ -1,4 +1,4 @@
-"""What ``train FILE --help`` prints: what a file sets, and what else it may contain, group by group."""
+"""What ``train FILE --help`` prints: the values that a file sets and the further keys it may contain, by group."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Option(NamedTuple):
 
     @property
     def group(self) -> str:
-        """The part of the file that it belongs to."""
+        """The part of the file that the option belongs to."""
         return self.key.rpartition(".")[0] or (self.key if self.key == "callbacks" else _OTHERS)
 
     @property
     def name(self) -> str:
-        """Its name within the group."""
+        """The name of the option within its group."""
         return self.key.rpartition(".")[2]
 
 
-class Group(NamedTuple):
-    """A part of the file, and what it may contain."""
+class OptionGroup(NamedTuple):
+    """A part of the file, and the options that it may contain."""
 
     title: str
     text: str
@@ -60,14 +60,14 @@ def read_options(
             continue
         *_, kind = re.findall(r"\((?:required, )?type: (.*?)(?:, default: .*)?\)$", text) or [""]
         text = re.sub(r"\s*\((?:required, )?type: .*\)$", "", text)
-        option = Option(key, _plain_type(kind), plain(text), as_text(values.get(key)), key in set_here)
+        option = Option(key, _plain_type(kind), without_markup(text), as_text(values.get(key)), key in set_here)
         found.append(option)
         titles.setdefault(option.group, title)
     return found, titles
 
 
-def plain(text: str) -> str:
-    """Return a text without the markup of docstrings and the defaults that it repeats."""
+def without_markup(text: str) -> str:
+    """Return the text of a docstring without markup, and without defaults, which the help shows anyway."""
     for pattern, replacement in (
         (r"\s*\(default: [^()]*(?:\([^()]*\))?[^()]*\)|\s*Default: \S+$", ""),
         (r":\w+:`~?(?:[\w.]+\.)?([^`<]+?)(?:\s*<[^`]*>)?`", r"\1"),
@@ -100,9 +100,9 @@ def as_text(value: Any) -> str:
     return re.sub(r"<function (\w+) at 0x\w+>", r"\1", str(value))
 
 
-def overview(groups: Mapping[str, Group], file: str) -> str:
-    """Return what a file sets, and the names of what else it may contain."""
-    text = f"What {file} sets. An option replaces a value, as in --train.num_epochs 5."
+def overview(groups: Mapping[str, OptionGroup], file: str) -> str:
+    """Return the values that a file sets, and the names of the further options that it may contain."""
+    text = f"The values that {file} sets. An option replaces a value, as in --train.num_epochs 5."
     lines = [*_filled(text), ""]
     for name, group in groups.items():
         lines.append(f"{name}: {group.title}" if group.title else name)
@@ -114,11 +114,11 @@ def overview(groups: Mapping[str, Group], file: str) -> str:
     return "\n".join(lines)
 
 
-def describe(groups: Mapping[str, Group], wanted: str) -> str:
+def describe_options(groups: Mapping[str, OptionGroup], wanted: str) -> str:
     """Return the description of a group, or of a single option.
 
     Raises:
-        ExperimentError: if there is neither
+        ExperimentError: if there is no such group or option
     """
     wanted = wanted.lstrip("-")
     chosen = groups.get(wanted)
@@ -145,7 +145,7 @@ def _columns() -> int:
 
 
 def _filled(text: str, indent: str = "") -> list[str]:
-    """Wrap a text; a first indent with a word in it is spaces in the lines below."""
+    """Wrap a text. If the indent contains a word, the lines after the first have as many spaces instead."""
     blank = " " * len(indent)
     if not text:
         return []
@@ -155,30 +155,34 @@ def _filled(text: str, indent: str = "") -> list[str]:
 
 
 def _row(start: str, text: str, column: int = 38) -> list[str]:
-    """Return an option with the beginning of its description, in one line."""
+    """Return one line with an option and the beginning of its description."""
     if len(start) > column - 2:
         return _filled(start.strip(), "  ")
     first = re.split(r"(?<=[^.].)[.;:] ", text, maxsplit=1)[0].removesuffix(".")
     return [f"{start:{column}}{textwrap.shorten(first, _columns() - column, placeholder=' ...')}".rstrip()]
 
 
-def grouped(options: Sequence[Option], titles: Mapping[str, str], classes: Mapping[str, str]) -> dict[str, Group]:
+def group_options(
+    options: Sequence[Option], titles: Mapping[str, str], classes: Mapping[str, str]
+) -> dict[str, OptionGroup]:
     """Return the groups of options by name.
 
     Args:
-        titles: the first sentence about the class or function of each
-        classes: its path
+        titles: for each group, the first sentence of the docstring of its class or function
+        classes: for each group, the path of its class or function
     """
     names = dict.fromkeys([*classes, *(option.group for option in options)])
     return {
-        name: Group(classes.get(name, ""), _sentence(titles.get(name, "")), [o for o in options if o.group == name])
+        name: OptionGroup(
+            classes.get(name, ""), _sentence(titles.get(name, "")), [o for o in options if o.group == name]
+        )
         for name in sorted(names, key=lambda name: name == _OTHERS)
     }
 
 
 def _sentence(text: str) -> str:
     is_text = text and text != "options" and not text.startswith("<")
-    return plain(text).rstrip(".:") + "." if is_text else ""
+    return without_markup(text).rstrip(".:") + "." if is_text else ""
 
 
 def all_keys(content: Mapping[str, Any], under: str = "") -> Iterator[str]:

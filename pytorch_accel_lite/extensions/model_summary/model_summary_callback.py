@@ -1,4 +1,4 @@
-"""Summaries of a model by torchinfo: its layers with the shapes of their outputs, parameters and operations."""
+"""Printing a summary of the model at the beginning of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class ModelSummaryCallback(TrainerCallback):
     """Print a summary of the model with the first batch of a run that is not resumed (extra ``summary``).
 
-    One more forward pass, in evaluation mode, gives the shapes, and changes nothing. See ``Trainer.summary()``.
+    The shapes come from an additional forward pass in evaluation mode, which changes nothing. See
+    ``Trainer.summary()``.
 
     Args:
         depth: number of levels of nested modules to list
