@@ -91,6 +91,50 @@ def refuse_fsdp1(accelerator: Accelerator, what: str) -> None:
         raise ValueError(f"{what} does not work with FSDP1, whose weights are flattened. Use fsdp_version=2.")
 
 
+# What a training state keeps, by key, and what restores it: before the starting events of the resumed run (restore), or
+# after them (finish_restoring), as callbacks may create or reset objects in these events. A state lacks the keys of
+# later versions, so those from 0.2 on are read with a default. The keys never change.
+#
+# | shared by all ranks  | since | restored by                                              | starting events |
+# |----------------------|-------|----------------------------------------------------------|-----------------|
+# | optimizer            | 0.1   | restore; with groups that are added, finish_restoring    | before or after |
+# | scheduler            | 0.1   | restore; with another batch size, loop/scheduling.py     | before          |
+# | scaler               | 0.1   | restore                                                  | before          |
+# | model_extra          | 0.1   | restore: weights that safetensors does not support       | before          |
+# | history              | 0.1   | restore, by _restore_history                             | before          |
+# | microbatches         | 0.1   | restore, by GuardedStep                                  | before          |
+# | items_per_batch      | 0.1   | restore                                                  | before          |
+# | loss_func            | 0.1   | restore, by load_loss_state                              | before          |
+# | objects              | 0.1   | both: registered objects                                 | before, after   |
+# | callbacks            | 0.1   | finish_restoring                                         | after           |
+# | losses               | 0.1   | finish_restoring, if a rank has no file of its own       | after           |
+# | extra                | 0.1   | load_training_state, which returns it                    | -               |
+# | attributes           | 0.2   | both: heads, critics, other optimizers                   | before, after   |
+# | schedule_shift       | 0.2   | restore                                                  | before          |
+# | frozen_weights       | 0.2   | restore: checksums of weights that were left out (FROZEN)| before          |
+# | logical              | 0.2   | finish_restoring, by the division                        | after           |
+# | position             | 0.2   | finish_restoring, by the loader                          | after           |
+# | epoch_read           | 0.3   | finish_restoring, by the loader                          | after           |
+# | source_batch_size    | 0.3   | finish_restoring, by the loader                          | after           |
+# | base                 | 0.3   | read for an error: the name of the pretrained model      | -               |
+# | optimizer_classes    | 0.3   | read for an error, in both                               | before, after   |
+# | settings             | 0.3   | compared by checkpoint/recorded_settings.py              | before          |
+# | own_items_per_batch  | 0.3   | restore, by ManualStep                                   | before          |
+# | set_apart            | 0.3   | restore, as recorded_by_evaluate, with the history       | before          |
+# | evaluations          | 0.3   | loop/evaluation.py, when they begin                      | after           |
+# | trainability         | 0.3   | finish_restoring: which parameters are trained           | after           |
+# | user_attributes      | 0.3   | both                                                     | before, after   |
+#
+# | of each rank         | since | restored by                                              | starting events |
+# |----------------------|-------|----------------------------------------------------------|-----------------|
+# | losses               | 0.1   | finish_restoring, with as many processes as before       | after           |
+# | generators           | 0.1   | finish_restoring, with as many processes as before       | after           |
+# | position             | 0.2   | finish_restoring: of data that a process has for itself  | after           |
+# | epoch_read           | 0.3   | as position                                              | after           |
+# | source_batch_size    | 0.3   | as position                                              | after           |
+# | user_attributes      | 0.3   | both: what differs between ranks                         | before, after   |
+
+
 def capture(
     trainer: TrainerLike, extra: StateDict, created: Mapping[str, int] | None = None, sharded: bool = False
 ) -> CapturedState:
