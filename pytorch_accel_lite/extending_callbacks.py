@@ -29,7 +29,6 @@ from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_positive_number, optional
 from pytorch_accel_lite.callbacks.metrics import default_transform
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
-from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.capturing import check_states_are_possible, refuse_engines, refuse_fsdp1
 from pytorch_accel_lite.checkpoint.files import FROZEN, load_plain, write_bytes
@@ -74,8 +73,8 @@ __all__ = [
     # Arguments of events, and values in states.
     "BatchData", "BatchOutput", "Count", "Failure", "Index", "JsonObject", "MetricValue", "Phase", "StateDict", "Tree",
     # Runs: what is due, recorded, listened to, shown.
-    "CountedRun", "ExpectedMetrics", "Interval", "ModelEmaCallback", "NewMetrics", "Ranks", "ShowOutputsCallback",
-    "TimeBudget", "describe_fractions", "parse_interval", "set_listening", "sync_ddp_buffers",
+    "CountedRun", "ExpectedMetrics", "Interval", "ModelEmaCallback", "NewMetrics", "Ranks", "TimeBudget",
+    "describe_fractions", "parse_interval", "set_listening", "sync_ddp_buffers",
     # Checks of arguments.
     "add_note", "check_choice", "check_positive_number", "did_you_mean", "is_not_there", "optional",
     "suggest_arguments",

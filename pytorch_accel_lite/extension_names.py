@@ -51,7 +51,11 @@ OFFERED = {
     "profiling": ("callbacks.ProfilerCallback", "callbacks.TimingCallback"),
     "ray": ("integrations.RayReportCallback",),
     "remote": (),  # states and models at URLs
-    "reports": ("callbacks.PlotMetricsCallback", "callbacks.RunLogCallback"),  # and the card of save_model()
+    "reports": (  # and the card of save_model()
+        "callbacks.PlotMetricsCallback",
+        "callbacks.RunLogCallback",
+        "callbacks.ShowOutputsCallback",
+    ),
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
     "sync_batch_norm": ("callbacks.ConvertSyncBatchNormCallback",),
     "takeover": (),  # the command launch
