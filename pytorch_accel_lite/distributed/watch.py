@@ -1,4 +1,4 @@
-"""A thread in each process of a job that reports where all are if one waits for others, and ends a stuck job."""
+"""Always on, in a thread of each process: reports calls in which one process waits for others, and ends a stuck job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of a run."""
+"""The settings of a run: those requested, and those that follow from the data and the processes."""
 
 from __future__ import annotations
 
