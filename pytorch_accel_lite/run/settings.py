@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from pytorch_accel_lite.base.reprs import call
 from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.run.expected_metrics import ExpectedMetrics
+from pytorch_accel_lite.run.metric_checks import ExpectedMetrics
 
 
 class StateSource(Protocol):
