@@ -11,6 +11,7 @@ C = TypeVar("C", bound=type)
 OFFERED = {
     "blocks": (),  # Trainer(activation_checkpointing=...), Trainer(compile_model="blocks")
     "checking": ("Trainer.check",),
+    "compiled_step": (),  # Trainer(compile_step=True)
     "energy": ("callbacks.EnergyCallback",),
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
     "gradient_spikes": ("callbacks.GradientSpikeCallback",),
@@ -24,6 +25,7 @@ OFFERED = {
     "muon": ("optimizers.ParameterKinds", "optimizers.muon_with_adamw", "optimizers.split_parameters"),
     "nan_report": ("callbacks.NaNReportCallback",),
     "optuna": ("integrations.OptunaPruningCallback",),
+    "other_libraries": (),  # errors that know the names of others
     "packing": (
         "data.PackSequences",
         "data.TokenBatchSampler",

@@ -46,6 +46,7 @@ from pytorch_accel_lite.distributed import Ranks, accelerators, launch, shutdown
 from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extension_names import with_missing
 from pytorch_accel_lite.extensions import blocks as blocks  # adds to MODEL_CHANGES
+from pytorch_accel_lite.extensions import compiled_step as compiled_step  # adds to STEP_COMPILERS
 from pytorch_accel_lite.extensions.checking import program_check
 from pytorch_accel_lite.extensions.logical import logical_of_trainer
 from pytorch_accel_lite.extensions.memory_estimate import estimate
@@ -90,7 +91,7 @@ from pytorch_accel_lite.schedulers.placeholders import (
 )
 from pytorch_accel_lite.steps import closures, manual
 from pytorch_accel_lite.steps.choice import create_step
-from pytorch_accel_lite.steps.compiled import CompiledForward
+from pytorch_accel_lite.steps.compiled import create_compiled_forward
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -427,7 +428,7 @@ class Trainer:
         self.division = create_division("logical_processes", logical_processes, self.ranks, self.seed)
         self._batch_adapter = BatchAdapter(model)
         self._latest_eval_dataset: NamedData | None = None
-        self.compiled_forward: CompiledForwardLike | None = CompiledForward.create(
+        self.compiled_forward: CompiledForwardLike | None = create_compiled_forward(
             self, compile_step, self._batch_adapter
         )
         preparing.change_blocks(self)

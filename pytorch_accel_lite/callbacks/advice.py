@@ -25,7 +25,7 @@ from pytorch_accel_lite.loop.speed_advice import faster_data
 from pytorch_accel_lite.run.events import TrainerCallback, set_listening
 from pytorch_accel_lite.run.state import TrainerLike
 
-_FIRST_STEPS = 16  # their losses are compared with the losses of the whole epoch
+_FIRST_STEPS = 16  # the mean loss of these steps is compared with that of the epoch
 _LEAST_UPDATES = 48
 _STEP_EVENTS = ("on_train_step_end", "on_optimizer_step_start", "on_optimizer_step_end")
 
@@ -39,13 +39,13 @@ class AdviceCallback(TrainerCallback):
     - one of several processes keeps the others waiting, because it reads more slowly;
     - at least half of the updates were clipped by norm;
     - more than one update in twenty was skipped, by the gradient scaler (fp16) or by other callbacks;
-    - the training loss has not fallen in an epoch of at least 48 updates: it points to
-      ``Trainer.check()``, which looks for mistakes in the program. The loss of an
-      already trained network need not fall when it is tuned further;
+    - the training loss has not fallen in an epoch of at least 48 updates: the advice points to ``Trainer.check()``,
+      which looks for mistakes in the program. The loss of an already trained network need not fall when it is tuned
+      further;
     - an overridden ``train_step`` has never updated one of the optimizers;
     - the learning rate was 0 throughout the epoch, so no weight has changed;
     - the schedule has already lowered the learning rate to less than a hundredth of its peak with more epochs to come,
-      or has not yet raised it to a hundredth of the optimizer's own.
+      or has not yet raised it to a hundredth of the optimizer's own rate.
 
     Only the first epoch of a run is measured. For a closer look at speed before a run, see
     ``Trainer.diagnose()``.
@@ -78,7 +78,7 @@ class AdviceCallback(TrainerCallback):
         set_listening(trainer, self, measures_updates, "on_optimizer_step_start")
         set_listening(trainer, self, trainer.accelerator.scaler is not None, "on_optimizer_step_end")
         self._first_losses: list[torch.Tensor] = []
-        self._by_chance: list[float | torch.Tensor] = []  # the losses of a model that has learned nothing
+        self._by_chance: list[float | torch.Tensor] = []  # the losses that a model without knowledge would have
         begins = not self._has_trained_before and not trainer.progress.update
         set_listening(trainer, self, begins and _is_supervised(trainer), "on_train_step_end")
 
@@ -140,7 +140,7 @@ class AdviceCallback(TrainerCallback):
                 f"{others:.1f}, and every step waits for all of them. Look at the disk, the network and the cores of "
                 "its machine."
             )
-        count = max(self._norms.count, 1)  # several in an update, if train_step updates several optimizers
+        count = max(self._norms.count, 1)  # one for each optimizer that train_step updates
         clipped = float(self._norms.clipped or 0.0) / count
         if clipped >= 0.5:
             yield (
@@ -195,7 +195,7 @@ def _is_supervised(trainer: TrainerLike) -> bool:
 
 
 def _loss_by_chance(loss_func: object, batch: BatchData, batch_output: BatchOutput) -> list[float | torch.Tensor]:
-    """Return the loss of a batch if the model knew nothing of its targets; nothing if unknown."""
+    """Return, in a list, the loss that a batch would have if the model knew nothing; an empty list if it is unknown."""
     try:
         outputs, targets = default_transform(batch, batch_output)
     except ValueError:
@@ -220,7 +220,7 @@ def _check_loss(first: list[float], mean: float) -> Iterator[str]:
 
 
 def _learning_rate(trainer: TrainerLike) -> float:
-    """Return the largest rate of all groups, or NaN, which gives no advice, if there is none or it is on a device."""
+    """Return the largest rate of all groups; NaN, which leads to no advice, if there is none or it is on a device."""
     rates = [group.get("lr") for group in trainer.optimizer.param_groups]
     if not rates or any(rate is None or (isinstance(rate, torch.Tensor) and not rate.is_cpu) for rate in rates):
         return math.nan

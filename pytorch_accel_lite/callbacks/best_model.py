@@ -1,4 +1,4 @@
-"""Keeping the best model of a run."""
+"""Saving the best model of a run, and loading it at the end."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class SaveBestModelCallback(MetricWatcher):
     """Save the model whenever a metric improves, and load the best one at the end of the run.
 
     Metrics of evaluations within an epoch (``intermediate_eval_loss``, or with ``evaluate_every``) are compared after
-    the evaluation, others at the end of the epoch.
+    the evaluation, values of other metrics at the end of the epoch.
 
-    The best model is also loaded when a run is stopped or interrupted. It is not loaded, and a message names its file
-    instead, if the run fails, if the file is missing (a resumed run also warns of this), or if the file holds a better
-    model of an attempt that was killed before the run resumed. Non-finite weights are never saved; they end the run
-    with ``NonFiniteLossError``.
+    The best model is also loaded when a run is stopped or interrupted. If the run fails, or if the file is missing or
+    has a better model from a killed attempt, the best model is not loaded, and a message names the file instead. A
+    resumed run also warns of a missing file. Non-finite weights are never saved; they end the run with
+    ``NonFiniteLossError``.
 
     Args:
         save_path: the checkpoint file, usually ending in ``.pt``; see ``Trainer.save_checkpoint()``
@@ -84,7 +84,7 @@ class SaveBestModelCallback(MetricWatcher):
         """Forget the best models of earlier runs."""
         self.best_metric = None
         self.best_metric_epoch: int | None = None
-        self._kept: dict[str, float] = {}  # values of the models that are kept, by epoch or update, best first
+        self._kept: dict[str, float] = {}  # values of the kept models by epoch or update, best first
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         super().configure_run(trainer, request)
@@ -114,12 +114,12 @@ class SaveBestModelCallback(MetricWatcher):
         self._is_of_earlier_run = self.best_metric is not None
 
     def on_stop_training_error(self, trainer: TrainerLike, **kwargs: object) -> None:
-        """Handle the value for which the run may have been stopped before the end of the epoch."""
+        """Handle the value because of which the run may have been stopped within an epoch."""
         if trainer.train_dataloader is not None and (self._is_due or trainer.run.epoch_is_trained):
             self._handle_new(trainer, mid_epoch=True)
 
     def _handle_value(self, trainer: TrainerLike, metric: float) -> None:
-        """Save the model if the value is the best, or among those to keep."""
+        """Save the model if its value is the best, or among the ``keep`` best."""
         epoch = trainer.run_history.current_epoch
         if self.keep > 1 and not math.isnan(metric):
             within_epochs = trainer.run.evaluates_within_epochs
@@ -183,7 +183,7 @@ class SaveBestModelCallback(MetricWatcher):
             return True
 
     def _describe_best(self, trainer: TrainerLike | None = None) -> str:
-        """Describe the best value, with its epoch counted within the run; the history counts over several runs."""
+        """Describe the best value, with its epoch in the run, although the history counts epochs over several runs."""
         value = f"{visible(self.watch_metric)}: {self.best_metric:.6g} ({self._watched.direction})"
         assert self.best_metric_epoch is not None
         earlier = 0 if trainer is None else trainer.run_history.current_epoch - 1 - trainer.progress.epochs_completed
@@ -218,7 +218,7 @@ class SaveBestModelCallback(MetricWatcher):
         """Load the best model's epoch and the kept models; warn if the file of the best model is missing."""
         self.best_metric_epoch = state["best_metric_epoch"]
         self._is_of_earlier_run = state.get("is_of_earlier_run", False)
-        self._kept = {  # older states have the numbers of epochs
+        self._kept = {  # older states have epoch numbers as labels
             label if isinstance(label, str) else f"epoch{label:04d}": metric for metric, label in state["kept"]
         }
         if self.best_metric is not None and not os.path.exists(self.save_path):
@@ -230,7 +230,7 @@ class SaveBestModelCallback(MetricWatcher):
 
 
 def find_kept_models(save_path: str | os.PathLike[str]) -> dict[str, Path]:
-    """Return the files of kept models next to the best one's, by epoch or update, such as ``epoch0003``."""
+    """Return the files of kept models, which are next to the best model, by labels such as ``epoch0003``."""
     path = Path(save_path)
     name = re.compile(rf"{re.escape(path.stem)}-(epoch\d{{4,}}|update\d{{9,}}){re.escape(path.suffix)}")
     return {match[1]: file for file in path.parent.glob("*") if (match := name.fullmatch(file.name))}

@@ -61,7 +61,7 @@ class LimitEvalStepsCallback(TrainerCallback):
     def _applies(self, is_intermediate: bool) -> bool:
         return is_intermediate or not self.limit_intermediate_only
 
-    # Also positional, as subclasses written for pytorch-accelerated pass it that way.
+    # Subclasses written for pytorch-accelerated pass is_intermediate by position.
     def on_eval_epoch_start(self, trainer: TrainerLike, is_intermediate: bool = False, **kwargs: object) -> None:
         loader = trainer.run.data.required_eval_loader
         if self._applies(is_intermediate):
@@ -71,7 +71,7 @@ class LimitEvalStepsCallback(TrainerCallback):
     def on_eval_epoch_end(self, trainer: TrainerLike, is_intermediate: bool = False, **kwargs: object) -> None:
         loader = trainer.run.data.required_eval_loader
         previous = self._limit_before
-        if self._applies(is_intermediate):  # the first such callback has noted the largest limit, or none
+        if self._applies(is_intermediate):  # the first such callback has noted the limit before all of them
             loader.limit = None if previous is None or loader.limit is None else max(previous, loader.limit)
 
 

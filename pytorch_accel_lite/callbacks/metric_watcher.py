@@ -1,4 +1,4 @@
-"""The base class of callbacks that watch a metric: when its values are handled."""
+"""The base class of callbacks that watch a metric."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pytorch_accel_lite.run.watched_metric import WatchedMetric
 class MetricWatcher(TrainerCallback):
     """Calls ``_handle_value()`` for each new value of a metric.
 
-    Values of evaluations within an epoch are handled right after the update of the evaluation, others at the end of the
-    epoch.
+    Values of evaluations within an epoch are handled right after the update that they follow, other values at the end
+    of the epoch.
     """
 
     _is_due = False  # whether values of an evaluation within the epoch are still to be handled
@@ -54,7 +54,7 @@ class MetricWatcher(TrainerCallback):
         if self._is_due:
             self._handle_new(trainer, mid_epoch=True)
 
-    # A state may be saved before this event. In a resumed run, the value is then due at the start of a step.
+    # A state may be saved before this event. The resumed run then handles the value at the start of a step.
     on_train_step_checkpoint = on_train_step_start
 
     def on_eval_epoch_end(self, trainer: TrainerLike, *, is_intermediate: bool = False, **kwargs: object) -> None:
@@ -82,4 +82,4 @@ class MetricWatcher(TrainerCallback):
             self._load_progress(state)
 
     def _load_progress(self, state: StateDict) -> None:
-        """Load the rest of a subclass's state, if it has more."""
+        """Load the further state of a subclass."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
 
-_UPDATES = "number of updates"  # key in the state of a metric, which lacks this number
+_UPDATES = "number of updates"  # key added to the state of a metric, which has no such number
 
 
 #: Takes the arguments of metrics from a batch and its output.
@@ -48,15 +48,15 @@ class MetricsCallback(TrainerCallback):
         transform: called as ``transform(batch, batch_output)``; returns the arguments for the metric's ``update``:
             predictions and targets. Defaults to the model's output (or its ``logits``) and the batch's second element
             (or its ``labels``).
-        train: also compute the metrics over each training epoch, recorded with the prefix ``train_``
-        only: names of the values to record; by default all, which may be many for metrics that compute several, such as
-            ``MeanAveragePrecision``
+        train: whether to compute the metrics over each training epoch, too, with the prefix ``train_``
+        only: names of the values to record; by default all values; some metrics, such as ``MeanAveragePrecision``,
+            compute many
         num_classes: number of classes of metrics by name, which are then multiclass metrics
         num_labels: number of labels of metrics by name, which are then multilabel metrics
-        task: task of classification metrics by name. Without it, ``num_classes`` and ``num_labels``, the shapes of the
-            first outputs and targets show what the classifier does.
+        task: task of classification metrics by name. Without ``task``, ``num_classes`` and ``num_labels``, the task
+            follows from the shapes of the first outputs and targets.
         arguments: further arguments of metrics by name, such as ``average="macro"``, with the defaults of
-            ``torchmetrics.Accuracy(task=...)`` and the like
+            ``torchmetrics.Accuracy(task=...)`` and similar functions
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class MetricsCallback(TrainerCallback):
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._ranks = trainer.data_ranks
-        if self.train_metrics is not None:  # creates copies for shares, to load a state into
+        if self.train_metrics is not None:  # copies for shares must exist before a state is loaded
             self._reset(trainer, self.train_metrics)
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -134,7 +134,7 @@ class MetricsCallback(TrainerCallback):
     def on_backward_end(
         self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
     ) -> None:
-        """Add a share before the update, so that both are repeated together if a process is lost."""
+        """Add the values of a share before the update, so that takeovers of lost processes repeat both together."""
         if self.train_metrics is None or not trainer.division.has_fixed_shares:
             return
         output: BatchOutput = recursively_apply(torch.Tensor.detach, batch_output)
@@ -166,7 +166,7 @@ class MetricsCallback(TrainerCallback):
         self._update(self._copies_of(self.metrics)[trainer.division.current], batch, batch_output)
 
     def try_on(self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput) -> None:
-        """Update copies of the metrics before training, to find mistakes; an overridden update is not tried."""
+        """Update copies of the metrics before training, to find mistakes. An overridden ``_update`` is not tried."""
         if is_overridden(self, "_update") or is_overridden(self, "on_eval_step_end"):
             return
         copies = self.metrics.clone().to(trainer.device)
@@ -197,7 +197,7 @@ class MetricsCallback(TrainerCallback):
         self._pending = {}
 
     def _agree(self, trainer: TrainerLike) -> None:
-        """Check that all processes have seen the same kind of outputs; processes without samples take it over."""
+        """Check that all processes have seen outputs of one task. Processes without samples adopt it."""
         by_rank = trainer.data_ranks.all_gather_object(self._classification)
         found = {classification for classification in by_rank if classification is not None}
         if len(found) > 1:
@@ -212,7 +212,7 @@ class MetricsCallback(TrainerCallback):
         self._copies[id(metrics)] = {} if trainer.division.has_fixed_shares else {0: metrics}
 
     def _copies_of(self, metrics: MetricCollection) -> dict[int, MetricCollection]:
-        """Return the copies for the shares of this process, which may have changed."""
+        """Return the copies of metrics for the shares that this process has now."""
         copies = self._copies.setdefault(id(metrics), {0: metrics})
         if self._trainer is None or not self._trainer.division.has_fixed_shares:
             return copies
@@ -227,13 +227,13 @@ class MetricsCallback(TrainerCallback):
         return copies[number]
 
     def states_of_shares(self) -> list[StateDict]:
-        """Return the training metrics of the shares of this process, for other processes to keep, too."""
+        """Return the training metrics of this process's shares, of which other processes keep a copy."""
         if self.train_metrics is None or self._trainer is None or not self._trainer.division.has_fixed_shares:
             return []
         return [_state_of(copy) for copy in self._copies_of(self.train_metrics).values()]
 
     def load_states_of_shares(self, states: Sequence[StateDict], first: int) -> None:
-        """Load the training metrics of other shares; the first has this number."""
+        """Load the training metrics of other shares, whose numbers begin with ``first``."""
         for number, state in enumerate(states, first):
             assert self.train_metrics is not None
             _load_state(self._copy_of(self.train_metrics, number), state)
@@ -244,7 +244,7 @@ class MetricsCallback(TrainerCallback):
         with torch.no_grad():
             arguments = self.transform(batch, batch_output)
             members: Iterable[tuple[str, Metric]] = torch.nn.ModuleDict.items(metrics)
-            for name, metric in members:  # the collection's own update() would also filter keywords for each
+            for name, metric in members:  # without the keyword filter of the collection's update()
                 try:
                     metric.update(*arguments)
                 except Exception as error:
@@ -257,7 +257,7 @@ class MetricsCallback(TrainerCallback):
     def _record(self, trainer: TrainerLike, metrics: MetricCollection, prefix: str) -> None:
         if self._must_agree:
             self._agree(trainer)
-        if not len(metrics):  # there was no sample
+        if not len(metrics):  # no process had a sample
             return
         with warnings.catch_warnings():
             # A process without samples has not updated its metrics.
@@ -342,7 +342,7 @@ def _load_state(metrics: MetricCollection, states: StateDict) -> None:
     for name in states.keys() & by_name.keys():
         saved = dict(states[name])
         parts = _metrics_in(by_name[name])
-        counts = saved.pop(_UPDATES, 1)  # without updates, a state would not be merged
+        counts = saved.pop(_UPDATES, 1)  # a state with 0 updates would not be merged
         counts = counts if isinstance(counts, list) else [counts] * len(parts)  # a single number before 0.2
         device = by_name[name].device
         for part, count in zip(parts, counts, strict=True):
@@ -371,7 +371,7 @@ def _merge_over_ranks(metrics: MetricCollection, shares: Callable[[], list[Metri
 
     gathered = chain.from_iterable(ranks.repeatable(lambda: ranks.all_gather_object(local())))
     for part, *states in zip(_metrics_in(metrics), *gathered, strict=True):
-        part.distributed_available_fn = _never  # so that compute() does not merge them again
+        part.distributed_available_fn = _never  # compute() must not merge the states again
         present = [state for state in states if state is not None]
         for name, reduction in part._reductions.items():
             values = [state[name] for state in present]
@@ -379,7 +379,7 @@ def _merge_over_ranks(metrics: MetricCollection, shares: Callable[[], list[Metri
                 merged: Tree = [item.to(part.device) for value in values for item in value]
             elif len(values) > 1:
                 stacked = torch.stack(values).to(part.device)
-                merged = stacked if reduction is None else reduction(stacked)  # without one, compute() gets all
+                merged = stacked if reduction is None else reduction(stacked)  # else compute() gets all values
             else:
                 merged = values[0].to(part.device) if values else part._defaults[name]
             setattr(part, name, merged)
@@ -400,7 +400,7 @@ def default_transform(batch: BatchData, batch_output: Mapping[str, Tree]) -> tup
     """Return the predictions and targets of a batch: the default ``transform`` of ``MetricsCallback``.
 
     Raises:
-        ValueError: if they cannot be determined
+        ValueError: if predictions or targets cannot be determined
     """
     outputs = batch_output.get("model_outputs", batch_output)  # an overridden method may return logits directly
     predictions = outputs if isinstance(outputs, torch.Tensor) else _find(outputs, ("logits", "predictions"))
@@ -425,7 +425,7 @@ def _find(values: Tree, names: tuple[str, ...]) -> Tree:
 
 
 def _is_single(metric: Metric) -> bool:
-    """Whether a metric is known to be recorded under its own name, and not as a dict of several named values."""
+    """Whether a metric certainly has a single value, recorded under its own name, and not a dict of named values."""
     annotation = str(inspect.signature(metric.compute).return_annotation)
     return "Tensor" in annotation and "dict" not in annotation.lower()
 

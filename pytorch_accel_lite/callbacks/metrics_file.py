@@ -27,10 +27,10 @@ class MetricsFileCallback(StepLogger):
     """Write the metrics of the run history to a file, one row per epoch, as JSON lines (``.jsonl``) or CSV (``.csv``).
 
     Each epoch appends its row in a single write, so a killed run leaves whole rows; a resumed run replaces the file
-    atomically, so that it has each row once. A metric recorded several times in an epoch, such as by evaluations within
-    it, shows its last value; a ``TrackerCallback`` logs all of them. Non-finite numbers are written as the strings
-    ``NaN``, ``Infinity`` and ``-Infinity``; values that are not numbers are written as strings. In CSV, names and texts
-    that a spreadsheet would take for formulas begin with a quote.
+    atomically, so that it has each row once. If a metric is recorded several times in an epoch, such as by evaluations
+    within it, its row has the last value; a ``TrackerCallback`` logs all values. Non-finite numbers are written as the
+    strings ``NaN``, ``Infinity`` and ``-Infinity``; values that are not numbers are written as strings. In CSV, names
+    and texts that a spreadsheet would take for formulas are prefixed with a quote.
 
     Args:
         path: the file to write; missing directories are created. A run that is not resumed replaces the file.
@@ -83,7 +83,7 @@ class MetricsFileCallback(StepLogger):
             self._updates.replace(rows)
 
     def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:
-        if int(self._updates.last_row.get("update", 0)) != update:  # a killed run may have already written it
+        if int(self._updates.last_row.get("update", 0)) != update:  # a killed run may have written this row already
             self._updates.append([{"update": update, "epoch": epoch, **values}])
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:

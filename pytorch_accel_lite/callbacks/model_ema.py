@@ -47,7 +47,7 @@ class ModelEmaCallback(MetricWatcher):
         greater_is_better: whether larger values are better; ``None`` uses what the metric declares, see
             ``SaveBestModelCallback``
         model_ema: the averaging class, called as ``model_ema(model, decay=decay)``
-        callbacks: the only callbacks, such as metrics, that take part in evaluating the averaged model
+        callbacks: callbacks, such as metrics, for the evaluation of the averaged model; no others take part in it
         update_every: ``"update"``, or ``"epoch"`` to average once per epoch
         warmup: start with a smaller decay, see ``ModelEma``
         prefix: prefix of the averaged model's metric names; must be unique if there are several averages
@@ -108,7 +108,7 @@ class ModelEmaCallback(MetricWatcher):
     def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: object) -> None:
         if trainer.train_dataloader is None or trainer.run_config is not None:  # an evaluation, alone or within a run
             return
-        # Before Accelerate wraps the model's forward: the copy needs its own.
+        # Copy the model before Accelerate wraps its forward: the copy needs a forward of its own.
         self.ema = None if trainer.is_sharded else self._create(trainer, self.model_ema)
         self._handler.call_event("on_dataloaders_created", trainer)
 
@@ -165,7 +165,7 @@ class ModelEmaCallback(MetricWatcher):
 
     def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self.update_every == "update" and not trainer.update_was_skipped:
-            assert self.ema is not None  # not the property, which would cost a call in each step
+            assert self.ema is not None  # the property would cost a call in each step
             self.ema.update(trainer.get_model(keep_torch_compile=False))
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -206,10 +206,10 @@ class ModelEmaCallback(MetricWatcher):
         module = self._average.module
         trainer.sync_buffers(module)
         weights = model_state(module)
-        left_out = leave_out_frozen(module, weights, only_quantised=True)
+        frozen_left_out = leave_out_frozen(module, weights, only_quantised=True)
         checkpoint = {"model_state_dict": weights, "epoch": trainer.progress.epoch, **metrics}
-        checkpoint |= {FROZEN: left_out} if left_out else {}
-        writes = partial(getattr, trainer.accelerator, "is_local_main_process")  # read late, as it may change
+        checkpoint |= {FROZEN: frozen_left_out} if frozen_left_out else {}
+        writes = partial(getattr, trainer.accelerator, "is_local_main_process")  # read when saving, as it may change
         trainer.ranks.run_together(lambda: write_checkpoint(checkpoint, path) if writes() else None)
 
     def state_dict(self) -> StateDict:
@@ -217,12 +217,12 @@ class ModelEmaCallback(MetricWatcher):
         if self.ema is None:
             return self._loaded
         weights = dict(self.ema.module.state_dict())
-        for name in quantised_entries(self.ema.module, weights):  # those of the model itself
+        for name in quantised_entries(self.ema.module, weights):  # quantised weights of the model, not averaged
             del weights[name]
         return {**super().state_dict(), "module": weights, "num_updates": self.ema.num_updates}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the state returned by ``state_dict()``. Outside a run, it is kept until there is an average."""
+        """Load the state returned by ``state_dict()``. Outside a run, the state is kept until the average exists."""
         self._loaded = state
         if self.ema is not None and state:
             super().load_state_dict(state)

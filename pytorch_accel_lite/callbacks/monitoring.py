@@ -1,7 +1,7 @@
 """Monitors of a run: learning rates, gradients, memory.
 
-Each records values per epoch in the run history, and values per update, if any, in ``trainer.step_metrics`` for
-loggers. No step reads from the device.
+Each callback records values per epoch in the run history. Values per update, if it has any, are in
+``trainer.step_metrics`` for loggers. No step reads from the device, except with ``LossScaleCallback``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LearningRateMonitorCallback(TrainerCallback):
     """Record the learning rate of each parameter group at the last update of an epoch.
 
     The metric is named ``lr``; ``lr_0``, ``lr_1`` ... if there are several groups; ``lr_<name>`` if there are several
-    optimizers. Groups of optimizers that choose their rate themselves, such as Adafactor, have none.
+    optimizers. Groups of optimizers that choose their rate themselves, such as Adafactor, have no such metric.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ def _rate_names(trainer: TrainerLike) -> list[str]:
 
 
 def _join(metric: str, part: str) -> str:
-    """Return the name of a metric for an optimizer or a parameter group. Their own name may be empty."""
+    """Return the name of a metric for an optimizer or a parameter group, whose own name may be empty."""
     return f"{metric}_{part}" if part else metric
 
 
@@ -76,7 +76,7 @@ class GradientNormCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        #: By optimizer, with the name "" for a single one, or for several that step together.
+        #: The norms by name of the optimizer; "" for a single optimizer, or for several that step together.
         self._norms: dict[str, GradientNorms] = {}
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
@@ -118,10 +118,10 @@ class GradientNormCallback(TrainerCallback):
 
 @dataclass(eq=False, repr=False)
 class GradientNorms:
-    """The norms of an epoch.
+    """The gradient norms of an epoch: their number, sum and maximum.
 
     Args:
-        clipped: how many were above the limit; ``None`` without a limit
+        clipped: the number of norms above the limit; ``None`` without a limit
     """
 
     sum: float | torch.Tensor = 0.0
@@ -149,7 +149,7 @@ class LossScaleCallback(TrainerCallback):
     """Record the loss scale and the skipped updates of the gradient scaler (fp16); without a scaler, record nothing.
 
     Recorded per epoch: ``loss_scale`` at its end, and the number of ``skipped_updates``; per update, ``loss_scale``.
-    Reads the scale from the device after each update, which a scaler waits for anyway.
+    The scale is read from the device after each update, for which a scaler waits anyway.
     """
 
     def __init__(self) -> None:

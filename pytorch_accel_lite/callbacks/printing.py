@@ -43,7 +43,7 @@ class LogMetricsCallback(TrainerCallback):
 
     @cached_property
     def _new(self) -> NewMetrics:
-        return NewMetrics()  # created here, as subclasses need not call a constructor
+        return NewMetrics()  # not in a constructor, which subclasses need not call
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._new.skip(trainer.run_history)
@@ -97,7 +97,7 @@ def shown_rates(trainer: TrainerLike) -> dict[str, float]:
 
 
 def rates_of(trainer: TrainerLike) -> dict[str, float | torch.Tensor]:
-    """Return the rates as numbers, or as copies of tensors, without reading them."""
+    """Return the rates as numbers, or as copies of tensors, without reading tensors from the device."""
     parts = {f"lr_{name}": part for name, part in parts_of_optimizer(trainer.optimizer).items()} or {
         "lr": trainer.optimizer
     }
@@ -107,5 +107,5 @@ def rates_of(trainer: TrainerLike) -> dict[str, float | torch.Tensor]:
 
 
 def changes_in_each_update(trainer: TrainerLike) -> bool:
-    """Return whether a schedule sets the next rate in each update, so that the used rate must be noted."""
+    """Return whether a schedule sets the next rate in each update, so that the rate in use must be noted before it."""
     return trainer.scheduler is not None and trainer.run.request.scheduler_interval == "update"

@@ -35,14 +35,14 @@ class _Speed:
         self._last: tuple[int, float] | None = None
 
     def mark(self, samples: int, now: float) -> None:
-        """Leave out the time since the last mark, which was not spent on training."""
+        """Leave out the time since the last mark, because it was not spent on training."""
         self._last = samples, now
 
     def add(self, samples: int, now: float) -> None:
         """Add the samples since the last mark."""
         if self._last is not None and now > self._last[1]:
             seconds = now - self._last[1]
-            decay = max(math.exp(-seconds / 10), 0.8)  # averages over several steps, however long each takes
+            decay = max(math.exp(-seconds / 10), 0.8)  # at least about five steps count, however long they take
             self.samples = decay * self.samples + samples - self._last[0]
             self.seconds = decay * self.seconds + seconds
         self.mark(samples, now)
@@ -55,9 +55,9 @@ class ProgressBarCallback(TrainerCallback):
     samples per second over all processes, averaged over about the last ten seconds of training, the latest evaluation
     loss and the learning rate of each optimizer in the latest update. The bar of an evaluation or a prediction shows
     its own remaining time. The loss is copied from the device only to be shown, a few times per second, and no step
-    waits for the copy. A narrow terminal shows the first of these numbers, beside a bar of at least ten columns;
-    printed text appears above the bar. Only the first process of each machine shows bars, and only if its output is a
-    terminal or a notebook; otherwise, as in a cluster job's log, it prints a line at intervals.
+    waits for the copy. A narrow terminal shows only the first of these numbers that fit beside a bar of at least ten
+    columns; printed text appears above the bar. Only the first process of each machine shows bars, and only if its
+    output is a terminal or a notebook; otherwise, as in a cluster job's log, the process prints a line at intervals.
 
     Args:
         show_always: show bars even if the output is a file or a pipe
@@ -74,7 +74,7 @@ class ProgressBarCallback(TrainerCallback):
         self.show_always = show_always
         self.refresh_seconds = refresh_seconds
         self.line_every_seconds = line_every_seconds
-        #: The bars of the epoch and of the evaluation, once there is one.
+        #: The bars of the epoch and of the evaluation, once they have begun.
         self.pbar: Bar = None  # type: ignore[assignment]
         self.eval_pbar: Bar = None  # type: ignore[assignment]
         self._config: TrainerRunConfig | None = None
@@ -82,7 +82,7 @@ class ProgressBarCallback(TrainerCallback):
         self._updates_before = 0
         self._interval = refresh_seconds
         self._speed = _Speed()
-        self._copy: AsyncCopy | None = None  # of the running loss
+        self._copy: AsyncCopy | None = None  # the copy of the running loss
         self._rates_used: dict[str, float | torch.Tensor] = {}
 
     def _start(self, trainer: TrainerLike, loader: ShardedLoader | None, description: str, previous: Bar | None) -> Bar:
@@ -111,7 +111,7 @@ class ProgressBarCallback(TrainerCallback):
         self.pbar = self._start(trainer, trainer.train_dataloader, f"Epoch {epoch_of(trainer)}", self.pbar)
         self._copy = None
         now = time.monotonic()
-        if trainer.run_config is not self._config:  # a run's first epoch, even if a subclass overrides the start event
+        if trainer.run_config is not self._config:  # the first epoch of a run: a subclass may override the start event
             self._config = trainer.run_config
             self._run_start = now
             self._updates_before = trainer.progress.update
@@ -132,7 +132,7 @@ class ProgressBarCallback(TrainerCallback):
             self._refresh(trainer, self.pbar, trainer.progress.step, self._numbers(trainer, now, loss), now)
 
     def _read_loss(self, trainer: TrainerLike) -> float | None:
-        """Return the running loss; on a device, ``None`` until a copy has arrived. No step waits for it."""
+        """Return the running loss; from a device, ``None`` until its copy has arrived. No step waits for the copy."""
         tracker = trainer.run.loss_trackers["loss"]
         total = tracker.total_loss
         if not isinstance(total, torch.Tensor) or not is_asynchronous(total.device):

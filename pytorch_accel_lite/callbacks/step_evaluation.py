@@ -11,9 +11,9 @@ from pytorch_accel_lite.run.state import TrainerLike
 class StepBasedEvaluationCallback(TrainerCallback):
     """Evaluate every n optimizer updates, in addition to the evaluation after each epoch.
 
-    Losses are recorded as ``intermediate_eval_loss``. To evaluate only at intervals, and record the results as the
-    run's own, pass ``evaluate_every`` to ``train()`` instead. Training is unaffected: the final weights have the same
-    bits as without these evaluations.
+    Losses are recorded as ``intermediate_eval_loss``. To evaluate only at intervals, with losses recorded as
+    ``eval_loss``, pass ``evaluate_every`` to ``train()`` instead. Training is unaffected: the final weights are bitwise
+    the same as without these evaluations.
 
     Args:
         eval_every_n_steps: number of optimizer updates between evaluations

@@ -1,4 +1,4 @@
-"""Base class of loggers: a row of numbers every n updates, averaged over all processes without blocking any step."""
+"""The base class of loggers that write a row of numbers every n updates, averaged without blocking any step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BackgroundWorker:
     def __init__(self) -> None:
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(_MAX_JOBS)
         self._failure: BaseException | None = None
-        # A daemon, so that a failing process can exit without waiting for it.
+        # A daemon thread, so that a failing process can exit without waiting for it.
         threading.Thread(target=self._run, daemon=True, name="logger").start()
 
     def _run(self) -> None:
@@ -77,7 +77,7 @@ class BackgroundWorker:
 
     def close(self) -> None:
         """End the thread once all jobs are done, without waiting for it."""
-        with suppress(queue.Full):  # a tracker does not respond
+        with suppress(queue.Full):  # the queue is full if a tracker does not respond
             self._jobs.put_nowait(None)
 
     def _raise_failure(self) -> None:
@@ -89,7 +89,7 @@ class BackgroundWorker:
 class _Row(NamedTuple):
     update: int
     epoch: int
-    names: list[str]  # of the step metrics
+    names: list[str]  # names of the step metrics
     # Sums of losses and weights, then metrics, of this process; None for numbers in ``copied``.
     numbers: list[float | None]
     copied: AsyncCopy | None
@@ -118,8 +118,9 @@ class StepLogger(TrainerCallback, ABC):
         self._loaded_latest: list[dict[str, float]] = []
         self._pending: deque[_Row] = deque()
         self._background: BackgroundWorker | None = None
-        #: An epoch and its sums of losses and weights at the last row, to subtract for the mean of the next row. They
-        #: are negative if the last row was in an earlier epoch, as the rest of that is then added.
+        #: An epoch, and its sums of losses and weights at the last row, which are subtracted for the mean of the next
+        #: row. The sums are negative if the last row was in an earlier epoch: the remainder of that epoch is then
+        #: added.
         self._sums = (0, 0.0, 0.0)
 
     @abstractmethod
@@ -129,7 +130,8 @@ class StepLogger(TrainerCallback, ABC):
         Args:
             update: number of updates made
             epoch: number of the epoch, from 1
-            values: the mean ``loss`` since the last row, and the step metrics, averaged over the processes with them
+            values: the mean ``loss`` since the last row, and the step metrics, each averaged over the processes that
+                have it
         """
 
     def in_background(self, job: Callable[[], None]) -> None:
@@ -180,7 +182,7 @@ class StepLogger(TrainerCallback, ABC):
     def _averaged(self, row: _Row) -> tuple[float, float, dict[str, float]]:
         """Return the sums of losses and weights over all processes, and the means of the step metrics.
 
-        Each is a mean over the processes that have logged it.
+        The mean of a step metric is over the processes that have logged it.
         """
         assert self._trainer is not None
         ranks = self._trainer.ranks
@@ -189,7 +191,7 @@ class StepLogger(TrainerCallback, ABC):
         local = [next(copied) if number is None else number for number in row.numbers]
 
         def gather() -> list[tuple[list[str], list[float]]]:
-            if row.copied is None:  # averaged at once; this process may have taken over the numbers of others
+            if row.copied is None:  # not copied: this process may have the numbers of others, too
                 local[:2] = float(row.tracker.total_loss), float(row.tracker.running_count)
             return ranks.all_gather_object((row.names, local))
 
@@ -232,7 +234,7 @@ class StepLogger(TrainerCallback, ABC):
         if trainer.ranks.world_size == 1 or isinstance(exception, NonFiniteLossError):
             self._average(keep=0)
             self._end_background()
-        else:  # the other processes may not be there to average the pending rows
+        else:  # other processes may be gone, so pending rows are not averaged
             self._end_background(_TIMEOUT)
 
     def _end_background(self, seconds: float | None = None) -> None:
@@ -256,7 +258,7 @@ class StepLogger(TrainerCallback, ABC):
         return {"sums": list(self._sums), "latest_by_rank": self._latest_by_rank()}
 
     def _latest_by_rank(self) -> list[dict[str, float]]:
-        """Return the step metrics of all processes, as some may not be measured again before the next row."""
+        """Return the step metrics of all processes: some may not be measured again before the next row."""
         trainer = self._trainer
         if trainer is None:
             return self._loaded_latest

@@ -14,15 +14,15 @@ from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.run.events import RunPausedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
-_CLEAR_CHANGE = 0.01  # fraction of the value before; not meant to be ignored in a small loss
+_CLEAR_CHANGE = 0.01  # relative; a small loss that changes this much clearly changes
 
 
 @suggest_arguments
 class EarlyStoppingCallback(MetricWatcher):
     """Stop the run when a metric has stopped improving.
 
-    The defaults are those of pytorch-accelerated: the run stops at the first epoch in which the loss falls by no more
-    than 0.01. For a loss that is itself that small, pass ``early_stopping_threshold=0``, or
+    With the defaults, which are those of pytorch-accelerated, the run stops at the first epoch in which the loss falls
+    by no more than 0.01. For a loss that is itself that small, pass ``early_stopping_threshold=0``, or
     ``threshold_mode="relative"``. The reason for the stop says by how much the metric has improved.
 
     Args:
@@ -39,10 +39,11 @@ class EarlyStoppingCallback(MetricWatcher):
         patience_in: ``"epochs"``, or ``"evaluations"`` to count every new value of the metric, including those within
             an epoch, see ``evaluate_every`` of ``Trainer.train()``. An epoch counts as an improvement if any of its
             values is one.
-        baseline: a value that the first one must improve on, such as an earlier model's; ``None`` for none
+        baseline: a value that the first value must improve on, such as that of an earlier model; ``None`` for no
+            baseline
 
     Attributes:
-        best_metric: the best value so far, also if it was better by less than the threshold
+        best_metric: the best value so far, even if it was better by less than the threshold
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class EarlyStoppingCallback(MetricWatcher):
         self.patience_in = check_choice("patience_in", patience_in, ("epochs", "evaluations"))
         self.baseline = None if baseline is None else float(baseline)
         self._run: Run | None = None
-        self._message = ""  # printed after the metrics of the epoch
+        self._message = ""  # a message to print after the metrics of the epoch
         self._stops_at_once = False  # whether the resumed state was saved just before a stop
         self._reset()
 
@@ -79,7 +80,7 @@ class EarlyStoppingCallback(MetricWatcher):
 
     def _begin_epoch(self) -> None:
         self._has_improved = False  # whether a value of the epoch was an improvement
-        self._without_improvement: float | None = None  # the latest value that was no improvement
+        self._without_improvement: float | None = None  # the latest value of the epoch that was no improvement
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._run = trainer.run
@@ -111,7 +112,7 @@ class EarlyStoppingCallback(MetricWatcher):
             self._use_patience(metric)
 
     def _improvement(self, metric: float, on: float | None) -> float:
-        """Return by how much a value is better than another, if any; negative if it is worse."""
+        """Return by how much a value is better than another one; negative if it is worse."""
         if on is None:
             return math.inf if math.isfinite(metric) else -math.inf
         return metric - on if self._watched.greater_is_better else on - metric
@@ -134,7 +135,7 @@ class EarlyStoppingCallback(MetricWatcher):
         self._message = f"{self.watch_metric}: {metric:.6g} {self._compare(metric)}; {used} of patience used."
 
     def _compare(self, metric: float) -> str:
-        """Compare a value in words with the one that it should have improved on."""
+        """Describe how a value compares with the value that it should have improved on."""
         reference = self._reference
         if reference is None:
             return "is not finite"
@@ -202,7 +203,7 @@ class EarlyStoppingCallback(MetricWatcher):
         self.early_stopping_patience_counter = state["patience_counter"]
         self._has_improved, self._without_improvement = state.get("of_epoch", (False, None))
         best = self.baseline if self.best_metric is None else self.best_metric
-        self._reference = state.get("reference", best)  # older states have no other
+        self._reference = state.get("reference", best)  # older states have only the best value
         if not state.get("stopped"):
             self._stops_at_once = True
         elif self.early_stopping_patience_counter >= self.early_stopping_patience:

@@ -37,7 +37,7 @@ _WIDTH = 9  # minimum of a column, to fit numbers
 _TIME_WIDTH = len("59.9s")
 _NOTEBOOK_WIDTH = 120
 _LONG_RUN = 60  # seconds of a run after which the summary shows how its time was spent
-_NOTEBOOK_ROWS = 100  # limited, as a notebook gets the whole table again after every epoch
+_NOTEBOOK_ROWS = 100  # limited: a notebook gets the whole table after every epoch
 
 Row = dict[str, MetricValue]  # values by column, among them "epoch" and "time"
 
@@ -47,8 +47,8 @@ class ProgressTableCallback(LogMetricsCallback):
 
     A terminal prints the rows; a notebook updates the table in place, and shows the last 100 rows and the best. As many
     metrics are shown as fit; the others are in ``trainer.run_history``. The best value so far is marked for the metric
-    watched by the first callback that watches one, or else for the evaluation loss. A column changes its number format
-    at most once: to powers of ten, when a value is too large or too small for four decimals.
+    of the first callback that watches a metric, or else for the evaluation loss. A column changes its number format at
+    most once: to powers of ten, when a value is too large or too small for four decimals.
 
     If the output is neither a terminal nor a notebook, as in a cluster job's log, it prints the lines of
     ``PrintProgressCallback`` and ``LogMetricsCallback`` instead, a line of times and rates after each epoch,
@@ -78,7 +78,7 @@ class ProgressTableCallback(LogMetricsCallback):
         self._table: _RunTable | None = None  # during a training run
         self._running_means: dict[str, float] = {}
         self._evaluation_start = 0.0
-        self._held: HeldOutput | None = None  # of callbacks at the end of an epoch, until its row is shown
+        self._held: HeldOutput | None = None  # output of callbacks at the end of an epoch, until its row is shown
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         for name in self.metrics or ():
@@ -101,7 +101,7 @@ class ProgressTableCallback(LogMetricsCallback):
         self._running_means = {}
         self._row_every = self.row_every_n_updates or _default_interval(trainer)
         if self._row_every and not trainer.ranks.broadcast_object(lambda: self._shows_table):
-            self._row_every = None  # on all processes, as they add up their losses for a row
+            self._row_every = None  # set on all processes, which add up their losses for a row
         set_listening(trainer, self, self._row_every is not None, "on_update_end")
         set_listening(trainer, self, changes_in_each_update(trainer), "on_optimizer_step_start")
         trainer.run.end.last_calls.append(lambda: self._end(trainer))
@@ -113,7 +113,7 @@ class ProgressTableCallback(LogMetricsCallback):
             self._table.begin_epoch(trainer)
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        if self._table is not None:  # noted now, as the schedule sets the next rate before an epoch ends
+        if self._table is not None:  # now: the schedule sets the next rate before the epoch ends
             self._table.rates_used = rates_of(trainer)
 
     def on_update_end(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -164,7 +164,7 @@ class ProgressTableCallback(LogMetricsCallback):
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         with self._before_what_is_held():
             super().on_training_run_end(trainer)
-            if trainer.run.end.is_regular:  # for an epoch that was stopped in the middle
+            if trainer.run.end.is_regular:  # a row for an epoch that was stopped in the middle
                 self._show_times(trainer)
 
     def _show_times(self, trainer: TrainerLike) -> None:
@@ -198,7 +198,7 @@ class ProgressTableCallback(LogMetricsCallback):
     # ---------------------------------------------------------------------------------------- evaluation
 
     def on_evaluation_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        if self._table is None:  # within a training run, metrics belong to the next row
+        if self._table is None:  # within a training run, its metrics belong to the next row
             super().on_evaluation_run_start(trainer)
             self._choose_form()
             self._announce(trainer, "Starting evaluation run")
@@ -226,11 +226,11 @@ class _RunTable:
         self._best: tuple[float, str] | None = None
         self._best_row: Row | None = None
         self._rows: list[Row] = []
-        #: The rates of the latest update, if the schedule sets a rate after each.
+        #: The rates of the latest update, if the schedule sets another rate after each update.
         self.rates_used: dict[str, float | torch.Tensor] = {}
         self._rates = shown_rates(trainer)
         self._scientific = set(self._rates)  # columns with powers of ten
-        self._names = dict.fromkeys(self._expected.directions)  # of expected or recorded metrics
+        self._names = dict.fromkeys(self._expected.directions)  # names of expected or recorded metrics
         self._recorded: set[str] = set()
         self._layout: dict[str, int] = {}  # widths of the shown columns
         self._terminal_width = 0
@@ -238,9 +238,9 @@ class _RunTable:
         self._start = self._epoch_start = time.monotonic()
         self._first = replace(trainer.progress)
         self._trained_epoch = self._timed_epoch = 0
-        self._speed = ""  # of the training part of the latest epoch
-        self._samples_before = 0  # the current epoch
-        self._sums: dict[str, tuple[float, float]] = {}  # of losses and weights, at the previous row
+        self._speed = ""  # samples per second of the latest epoch's training part
+        self._samples_before = 0  # samples before the current epoch
+        self._sums: dict[str, tuple[float, float]] = {}  # sums of losses and weights at the previous row
         self._times_before = {path: _modification_time(path) for path in trainer.run.request.paths}
         self._output: NotebookOutput | None = None
         if is_drawn and in_notebook() and trainer.accelerator.is_local_main_process:
@@ -256,12 +256,12 @@ class _RunTable:
         losses = (name for name in self._expected.evaluated if re.search(r"(^|_)eval_loss_epoch$", name))
         watched = {metric.name: bool(metric.greater_is_better) for metric in self._expected.watched}
         possible = watched or dict.fromkeys(losses, False)
-        # The best model of a run has its own weights. An averaged model is saved besides.
+        # The best model of a run has trained weights. Averaged weights are saved separately.
         name = min(possible, key=lambda name: name.startswith("ema_"), default="")
         return name, possible.get(name, False)
 
     def _find_earlier_best(self, trainer: TrainerLike) -> None:
-        """Find the best value of the epochs before a resumed run."""
+        """Find the best value in the epochs before the point at which the run resumes."""
         history = trainer.run_history
         offset = history.current_epoch - 1 - trainer.progress.epochs_completed
         for row in history.rows() if hasattr(history, "rows") else ():
@@ -330,7 +330,7 @@ class _RunTable:
     def times_and_rates(self, trainer: TrainerLike) -> str:
         """Return the time of an epoch, the samples per second of its training part, and the learning rates.
 
-        Empty if they have already been returned for the epoch, or if it had no update.
+        The text is empty if it has already been returned for the epoch, or if the epoch had no update.
         """
         epoch, is_trained = trainer.progress.epoch, trainer.progress.samples > self._samples_before
         if self._timed_epoch == epoch or not (is_trained or trainer.progress.epochs_completed == epoch):
@@ -351,11 +351,11 @@ class _RunTable:
         numbers = {name: to_number(value) for name, value in metrics.items() if format_value(value)}
         self._names |= dict.fromkeys(numbers)
         self._recorded |= numbers.keys()
-        if not step:  # a metric that the first epoch lacks can only come from an evaluation
+        if not step:  # later, new metrics can only come from evaluations
             possible = self._recorded | self._expected.evaluated.keys()
             self._names = {name: None for name in self._names if name in possible}
         row: Row = {**(self._current_rates(trainer) if step else self._rates)}
-        row |= {_title(name): value for name, value in numbers.items()}  # may include the rate of the last update
+        row |= {_title(name): value for name, value in numbers.items()}  # a metric may be the rate of the last update
         row["epoch"] = step or epoch_of(trainer)
         row["time"] = format_duration(time.monotonic() - self._epoch_start)
         self._scientific |= {name for name, value in row.items() if _needs_power(value)}
@@ -373,7 +373,7 @@ class _RunTable:
     # ------------------------------------------------------------------------------------ how it is shown
 
     def _fit(self, width: int, previous: dict[str, int]) -> dict[str, int]:
-        """Return the widths of as many columns as fit, with new ones to the right of the previous ones.
+        """Return the widths of as many columns as fit, with new columns to the right of the previous ones.
 
         At least one metric is shown, however narrow the terminal.
         """
@@ -411,10 +411,10 @@ class _RunTable:
         return [*self._omitted(layout), line, "-" * len(line)]
 
     def _update(self, output: NotebookOutput, summary: Sequence[str] = ()) -> None:
-        """Show the latest rows and the best in a notebook."""
+        """Show the latest rows and the best row in a notebook."""
         layout = self._fit(_NOTEBOOK_WIDTH, {})
         rows = self._rows[-_NOTEBOOK_ROWS:]
-        columns = list(layout) if rows or not summary else []  # a run that ends without a row needs no head
+        columns = list(layout) if rows or not summary else []  # a run that ends without a row needs no header
         notes = self._omitted(layout)
         if len(rows) < len(self._rows):
             total = f"{len(self._rows):,} rows; all metrics are in trainer.run_history"
@@ -436,7 +436,7 @@ class _RunTable:
         """Show the summary, unless nothing was trained.
 
         Args:
-            failure: how the run ended, if with an error
+            failure: how the run ended, if an error ended it
         """
         if trainer.progress.update == self._first.update and not failure:
             return
@@ -461,7 +461,7 @@ class _RunTable:
         speed = _speed(progress.samples - self._first.samples, seconds)
         lines = [f"{summary} in {format_duration(seconds)} ({speed} samples/s)."]
         if self._best is not None:
-            value = format_value(self._best[0]) if self._is_drawn else format_metric(self._best[0])  # as it was shown
+            value = format_value(self._best[0]) if self._is_drawn else format_metric(self._best[0])  # as shown before
             lines.append(f"Best: {self._best[1]}, {self._marked_column} {value}.")
         goodput = trainer.run.goodput
         if goodput.is_resumed or sum(goodput.seconds.values()) >= _LONG_RUN:
@@ -493,7 +493,7 @@ def _default_interval(trainer: TrainerLike) -> int | None:
 
 
 def _num_steps(trainer: TrainerLike) -> int:
-    """Return an upper bound of the steps of an epoch if known, or else a typical number."""
+    """Return an upper bound of the steps of an epoch if it is known, or else a typical number."""
     request = trainer.run.request
     limit = (request.max_num_train_steps or 0) * trainer.run.accumulation.largest
     return max(find_length(trainer.train_dataloader) or limit, 100)

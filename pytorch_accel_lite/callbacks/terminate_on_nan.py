@@ -39,7 +39,7 @@ class TerminateOnNaNCallback(TrainerCallback):
     def _clear(self) -> None:
         self._recent: deque[_StepLosses] = deque(maxlen=2 * self.LOOK_EVERY)
         self._copied: list[_StepLosses] = []
-        self._copy: AsyncCopy | None = None  # of the sum of the losses of self._copied
+        self._copy: AsyncCopy | None = None  # the copy of the sum of the losses in self._copied
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self.triggered = False
@@ -49,16 +49,16 @@ class TerminateOnNaNCallback(TrainerCallback):
     def on_train_step_end(
         self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
     ) -> None:
-        run = self._run or trainer.run  # kept, as the property would cost a call in each step
+        run = self._run or trainer.run  # the property would cost a call in each step
         latest = run.loss_trackers["loss"].loss_value
         if isinstance(latest, float) and math.isfinite(latest):
-            return  # the loss is in host memory and has already been read
+            return  # a loss in host memory has already been read
         losses = {"loss": batch_output["loss"], **batch_output.get("losses", {})}
         step = trainer.progress.step - 1
         self._recent.append((step, {name: loss.detach() for name, loss in losses.items()}))
         if isinstance(latest, float):
             self._search(trainer, self._recent)
-        elif step % self.LOOK_EVERY == 0 and is_asynchronous(losses["loss"].device):  # else at the end of the epoch
+        elif step % self.LOOK_EVERY == 0 and is_asynchronous(losses["loss"].device):  # else as the epoch ends
             self._check_copy(trainer)
 
     def _check_copy(self, trainer: TrainerLike) -> None:
@@ -68,7 +68,7 @@ class TerminateOnNaNCallback(TrainerCallback):
                 return
             if not math.isfinite(to_float(self._copy.read())):
                 self._search(trainer, self._copied)
-        # Sums the latest steps: a single non-finite loss makes the sum non-finite.
+        # Copy the sum of the latest losses: a single non-finite loss makes the sum non-finite.
         self._copied = list(self._recent)
         self._copy = AsyncCopy(torch.stack([losses["loss"] for _, losses in self._copied]).float().sum())
 
@@ -78,7 +78,7 @@ class TerminateOnNaNCallback(TrainerCallback):
         self._check_recorded(trainer, "training", "train_{}_epoch")
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
-        if trainer.run.kind == "training":  # evaluate() returns its losses
+        if trainer.run.kind == "training":  # not for evaluate(), which returns its losses
             self._check_recorded(trainer, "evaluation", "eval_{}_epoch", "intermediate_eval_{}")
 
     def _check_recorded(self, trainer: TrainerLike, phase: str, *formats: str) -> None:

@@ -38,9 +38,9 @@ _OFFLINE = {
 class TrackerCallback(StepLogger):
     """Log a run to a tracker: its configuration, metrics every n updates, every evaluation and epoch.
 
-    The step is always the number of updates. A resumed run continues the same curves: TensorBoard discards what was
-    logged after the resumed state, MLflow receives no step twice, and Weights & Biases drops repeated steps itself; the
-    run's id is kept in the training state. Other trackers may show such steps twice. Logging happens in the background,
+    The step is always the number of updates. A resumed run continues the same curves: TensorBoard discards rows from
+    after the resumed state, MLflow receives no step twice, and Weights & Biases drops repeated steps itself. The
+    training state has the run's id. Other trackers may show repeated steps twice. Logging happens in the background,
     except with your own tracker object; if it fails, the run ends with that error at the next row.
 
     During a training run, Accelerate's tracker is in ``trainer.accelerator.trackers``; outside, nothing is logged.
@@ -89,7 +89,7 @@ class TrackerCallback(StepLogger):
         self._is_finished = True
         self._new = NewMetrics()
         self._evaluated = False
-        self._logged_steps: dict[str, set[int]] = {}  # by key
+        self._logged_steps: dict[str, set[int]] = {}  # the logged steps by key
         self._keys: dict[str, str] = {}  # names of metrics by key
         self._first_update = 0
 
@@ -115,7 +115,7 @@ class TrackerCallback(StepLogger):
         else:
             job()
 
-    # Called at first use, as the state of a resumed run is loaded after on_training_run_start.
+    # Called at the first use, because the state of a resumed run is loaded after on_training_run_start.
     def _start(self) -> None:
         trainer = self._trainer
         assert trainer is not None
@@ -148,7 +148,7 @@ class TrackerCallback(StepLogger):
         tracker_class = LOGGER_TYPE_TO_CLASS[self.tracker]
         arguments = dict(self.init_kwargs)
         if self.tracker == "tensorboard":
-            # Readers ignore what an earlier attempt has logged after the state.
+            # Readers then ignore rows that an earlier attempt has logged after the state.
             arguments.setdefault("purge_step", self._first_update + 1 if self._first_update else 0)
         elif self.tracker == "wandb" and self.run_id is not None:
             arguments |= {"id": self.run_id, "resume": "allow"}
@@ -158,7 +158,7 @@ class TrackerCallback(StepLogger):
         return tracker_class(self.project_name, *directory, **arguments)
 
     def _note_run(self) -> None:
-        """Note the run's id and its existing steps."""
+        """Note the run's id, and the steps that have been logged for it."""
         if self.tracker == "wandb":
             self.run_id = self._active.run.id
         elif self.tracker == "mlflow":
@@ -177,7 +177,7 @@ class TrackerCallback(StepLogger):
         key = re.sub(r"[^\w. :/-]", "_", name)
         key = key if posixpath.normpath(key) == key and not key.startswith((".", "/")) else re.sub("[./]", "_", key)
         key = key[:_LONGEST_KEY]
-        while self._keys.setdefault(key, name) != name:  # taken by another name
+        while self._keys.setdefault(key, name) != name:  # the key is taken by another name
             key += "_"
         return key
 
@@ -188,7 +188,7 @@ class TrackerCallback(StepLogger):
         self._evaluated = True
 
     def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
-        if self._evaluated:  # within the epoch
+        if self._evaluated:  # an evaluation within the epoch
             self._log_new(trainer)
 
     def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -198,7 +198,7 @@ class TrackerCallback(StepLogger):
     def on_outputs(
         self, trainer: TrainerLike, *, outputs: Mapping[str, str], pictures: Mapping[str, Picture], **kwargs: object
     ) -> None:
-        """Log the outputs of a ``ShowOutputsCallback``; the texts of pictures are the paths of their files."""
+        """Log the outputs of a ``ShowOutputsCallback``. The text of a picture is the path of its file."""
         self._log_after_rows(trainer, dict(outputs), dict(pictures))
 
     def _log_new(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -217,7 +217,7 @@ class TrackerCallback(StepLogger):
             self.in_background(lambda: self._log(values, update, pictures))
 
     def _log(self, values: dict[str, MetricValue], step: int, pictures: Mapping[str, Picture] = _NO_PICTURES) -> None:
-        """Log values that the tracker does not have yet, not even from an earlier attempt. Runs in the background.
+        """Log values that the tracker does not have yet, also not from an earlier attempt. Runs in the background.
 
         Args:
             pictures: the values that are paths of pictures, by name
@@ -249,7 +249,7 @@ class TrackerCallback(StepLogger):
     def _log_images(self, pictures: Mapping[str, Picture], step: int) -> Mapping[str, Picture]:
         """Log pictures to a tracker that takes images, and return the logged ones."""
         log_images = getattr(self._active, "log_images", None)
-        if not pictures or log_images is None or not find_spec("PIL"):  # they all use it
+        if not pictures or log_images is None or not find_spec("PIL"):  # all these trackers use PIL
             return _NO_PICTURES
         if self.tracker == "aim":
             log_images({name: picture.pixels for name, picture in pictures.items()}, step=step)
@@ -289,12 +289,12 @@ class TrackerCallback(StepLogger):
         """Write pending rows, and return the run's id and the last logged values."""
         trainer = None if self._is_finished else self._trainer
         if trainer is not None and (self._evaluated or not trainer.progress.is_mid_epoch):
-            self._log_new(trainer)  # the state may be taken before this callback has handled the event
+            self._log_new(trainer)  # the state may be saved before this callback handles the event
         state = super().state_dict() | {"logged": dict(self._new.counts)}
         if self._active is not None and self.tracker == "tensorboard":
             self._active.writer.flush()  # buffered records would be lost if the program were killed
         run_id = self.run_id
-        if self._trainer is not None:  # only the first process has it
+        if self._trainer is not None:  # only the first process has a tracker
             run_id = self._trainer.ranks.broadcast_object(lambda: self.run_id)
         return state | {"run_id": run_id}
 
@@ -304,7 +304,7 @@ class TrackerCallback(StepLogger):
         self.run_id = state["run_id"]
         self._new.counts = dict(state["logged"])
         if self._trainer is not None:
-            self._new.follow(self._trainer.run_history)  # the history may not be saved
+            self._new.follow(self._trainer.run_history)  # the state may lack the history
 
 
 def _check_tracker(name: str) -> None:
@@ -312,4 +312,4 @@ def _check_tracker(name: str) -> None:
     if name not in names:
         raise ValueError(f"tracker={name!r} is not known.{did_you_mean(name, names)} Choose from: {', '.join(names)}.")
     installed = ", ".join(repr(other) for other in names if find_spec(other)) or "none"
-    import_extra(name, name.replace("_", "-"), f"tracker={name!r} (installed: {installed})")  # some are extras
+    import_extra(name, name.replace("_", "-"), f"tracker={name!r} (installed: {installed})")  # some have an extra

@@ -43,7 +43,7 @@ class SavingPace(Interval):
 
     def __init__(self, share: float) -> None:
         super().__init__(_FIRST_PAUSE / share, "seconds")
-        self.pauses: list[float] = []  # the latest ones
+        self.pauses: list[float] = []  # seconds, the latest last
         self._share = share
         self._paused = 0.0
 
@@ -85,7 +85,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         save_every_n_steps: save every n optimizer updates
         save_every_n_minutes: save when this many minutes have passed since the last state
         save_every: save at an ``Interval``, such as ``"500 updates"``, ``"0.25 epochs"``, ``"100_000 samples"`` or
-            ``"10 minutes"``; the arguments above are short forms of it. ``"auto"`` saves as often as ``overhead``
+            ``"10 minutes"``; the three arguments above are short forms. ``"auto"`` saves as often as ``overhead``
             allows, and at most once a second.
         overhead: with ``save_every="auto"``, the fraction of the run's time that training may wait for saving
         save_at_end: save when the run ends or is stopped early
@@ -94,15 +94,17 @@ class SaveTrainingStateCallback(TrainerCallback):
             Handlers that the program has installed for them are called afterwards.
         requeue: when SIGUSR1 or SIGUSR2 has ended the run of a Slurm job, return the job to the queue, with ``scontrol
             requeue``. Does nothing after SIGTERM, which ``scancel`` sends, or outside of Slurm.
-        asynchronous: training waits only for a copy in host memory, which is written in the background. Errors are
+        asynchronous: let training wait only for a copy in host memory, which is written in the background. Errors are
             raised at the next save or at the end of the run.
         continue_on_error: report an ``OSError`` while saving, such as a full disk, and continue; by default it ends the
             run. Existing states stay intact either way.
         trainable_only: leave out frozen parameters that have not changed since the start of the run, such as those of a
-            pretrained model. The resumed program must create them with the same values, or an error is raised.
-        sharded: each process writes its own shards of the weights and the optimizer's state, and nothing is gathered;
-            ``"auto"`` if the weights are sharded, ``True`` to also raise an error if they are not. By default, the
-            first process gathers and writes them. Either way, any number of processes can resume, sharded or not.
+            pretrained model. The resumed program must create these parameters with the same values, or an error is
+            raised.
+        sharded: let each process write its own shards of the weights and the optimizer's state, so that nothing is
+            gathered. ``"auto"`` does so if the weights are sharded; ``True`` raises an error if they are not. By
+            default, the first process gathers and writes the whole state. Either way, any number of processes can
+            resume, sharded or not.
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         self._created_weights: dict[str, int] | None = None
         self._store = open_store(self.save_dir)
         self._writer: BackgroundWriter | None = None
-        self._newest_time = 0.0  # of all states in save_dir
+        self._newest_time = 0.0  # of the states in save_dir
         self._clear()
 
     def _clear(self) -> None:
@@ -168,10 +170,10 @@ class SaveTrainingStateCallback(TrainerCallback):
         request.saves_training_states = True
         request.ends_at_signals = request.ends_at_signals or self.save_on_signal
         request.state_sources.append(self)
-        request.claim_path(self, "save_dir", self.save_dir, "training states", locks=False)  # the store does
+        request.claim_path(self, "save_dir", self.save_dir, "training states", locks=False)  # the store locks it
 
     def _claim(self, trainer: TrainerLike) -> None:
-        """Lock the place of the states until the run ends, if it begins at all; check that all processes reach it."""
+        """Lock the place of the states until the run ends, and check that all processes reach it."""
         if trainer.ranks.run_together(self._store.lock, only_first=True)[0]:
             trainer.run.cleanup.callback(self._store.unlock)
             self._store.check_is_shared(trainer.ranks)
@@ -185,7 +187,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         if trainer.train_dataloader is None:
             return
         self._claim(trainer)
-        if self.trainable_only and trainer.run_config is None:  # no state has been restored yet
+        if self.trainable_only and trainer.run_config is None:  # before a state is restored
             self._created_weights = model_checksums(trainer.get_model(keep_torch_compile=False))
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -213,7 +215,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             trainer.ranks.broadcast_object(lambda: self._check_requeue(trainer))
 
     def next_time(self) -> float:
-        """Return the time for the next state: later than that of all others, even if the clock is wrong."""
+        """Return the time for the next state: later than the times of all other states, even if the clock is wrong."""
         self._newest_time = max(time.time(), self._newest_time + 0.001)
         return self._newest_time
 
@@ -240,11 +242,11 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._save(trainer)
 
     def on_stop_training_error(self, trainer: TrainerLike, **kwargs: object) -> None:
-        if trainer.train_dataloader is None:  # an evaluation
+        if trainer.train_dataloader is None:  # an evaluation was stopped
             return
         if not (self.save_at_end or trainer.run.end.pause is not None):
             return
-        if trainer.progress.samples == self._resumed_at:  # the resumed state remains
+        if trainer.progress.samples == self._resumed_at:  # the resumed state is still the newest
             trainer.print("No training state was saved: the run was stopped before it had taken a step of its own.")
             return
         if not trainer.run.window.is_between_updates:
@@ -261,7 +263,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             with self._handling_errors(trainer):
                 if self._writer is not None:
                     self._writer.wait()
-            if trainer.progress.samples == self._resumed_at:  # a run killed after saving may have left old states
+            if trainer.progress.samples == self._resumed_at:  # a killed run may have left old states
                 with self._handling_errors(trainer):
                     trainer.ranks.broadcast_object(lambda: self._rotate(trainer.progress.update))
         finally:
@@ -319,7 +321,7 @@ class SaveTrainingStateCallback(TrainerCallback):
 
     @contextmanager
     def _handling_errors(self, trainer: TrainerLike) -> Iterator[None]:
-        """Handle errors from a lack of disk space or permissions in a block."""
+        """Handle ``OSError`` in a block, such as a full disk or missing permissions."""
         try:
             yield
         except OSError as error:
@@ -352,12 +354,12 @@ def _explain_how_to_resume(trainer: TrainerLike, complete: tuple[StrPath, int] |
         error: the error that ended the run
     """
     is_interrupt = isinstance(error, (RunInterruptedError, KeyboardInterrupt))
-    if complete is None or (is_interrupt and trainer.ranks.rank > 0):  # all end alike, and one reports it
+    if complete is None or (is_interrupt and trainer.ranks.rank > 0):  # rank 0 reports an interrupt of all
         return
     path, update = complete
     is_failure = isinstance(error, Exception) and not isinstance(error, RunPausedError)
     how = "To resume it, call train() with the same arguments and"
-    if is_failure:  # the same arguments may lead to it again
+    if is_failure:  # the same arguments may lead to the same failure
         how = "Correct what has failed, and resume it: call train() with"
     text = f'The run is saved in {os.fspath(path)!r}, after update {update}. {how} resume_from="latest".'
     has_no_traceback = isinstance(error, (RunPausedError, SystemExit)) and getattr(error, "signum", 0) != signal.SIGINT

@@ -152,9 +152,9 @@ def capture(
     model = trainer.get_model(keep_torch_compile=False)
     weights = without_compile(model.state_dict()) if sharded else model_state(model, is_first)
     if is_first or sharded:
-        left_out = leave_out_frozen(model, weights, created, only_quantised=created is None)
-        if left_out or created is not None:
-            shared |= {FROZEN: left_out, "base": base_of(model)}
+        frozen_left_out = leave_out_frozen(model, weights, created, only_quantised=created is None)
+        if frozen_left_out or created is not None:
+            shared |= {FROZEN: frozen_left_out, "base": base_of(model)}
     shards = {f"{SHARD_OF_MODEL}{name}": value for name, value in weights.items() if is_sharded_tensor(value)}
     full = {name: value for name, value in weights.items() if not is_sharded_tensor(value)}
     tensors = {name: value for name, value in full.items() if fits_safetensors(value)}
@@ -242,9 +242,9 @@ def _check_optimizer_classes(trainer: TrainerLike, state: TrainingState) -> None
                 )
 
 
-def _check_left_out(model: nn.Module, state: TrainingState, left_out: Mapping[str, int | None]) -> None:
+def _check_frozen_left_out(model: nn.Module, state: TrainingState, frozen_left_out: Mapping[str, int | None]) -> None:
     """Raise an error if a model does not have the frozen weights that are not in a state."""
-    if left_out and (others := describe_other_weights(model, left_out, state.directory)):
+    if frozen_left_out and (others := describe_other_weights(model, frozen_left_out, state.directory)):
         before, now = state.shared.get("base", ""), base_of(model)
         base = f" The state began with {before!r}, this model with {now!r}." if before != now else ""
         raise ValueError(
@@ -335,16 +335,16 @@ def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = T
 
     read_tensors(state, find_like)
     shared = state.shared
-    left_out = shared.get(FROZEN, {})
-    weights = fit_model_state(model, read_weights(state, current), state.directory, left_out=left_out)
-    _check_left_out(model, state, left_out)
+    frozen_left_out = shared.get(FROZEN, {})
+    weights = fit_model_state(model, read_weights(state, current), state.directory, frozen_left_out=frozen_left_out)
+    _check_frozen_left_out(model, state, frozen_left_out)
     for name, owner in _updated_objects(trainer).items():
         if shared[name] is not None and owner is not None and (with_scheduler or name != "scheduler"):
             if name == "optimizer" and lacks_groups(owner, shared[name]):
                 state.postponed.add(name)  # the starting events may add them
                 continue
             load_state(name, owner, shared[name], state.directory)
-    model.load_state_dict(weights, strict=not left_out)
+    model.load_state_dict(weights, strict=not frozen_left_out)
     load_loss_state(trainer, shared.get("loss_func", {}), state.directory)
     load_attribute_states(trainer, shared.get("attributes", {}), state.directory)
     _restore_user_attributes(trainer, state, is_final=False)

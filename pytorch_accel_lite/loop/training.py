@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.attribute_states import describe_attributes
 from pytorch_accel_lite.checkpoint.capturing import finish_restoring
-from pytorch_accel_lite.checkpoint.user_attributes import describe_left_out, note_started
+from pytorch_accel_lite.checkpoint.user_attributes import describe_unsaved, note_started
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import Source
@@ -295,7 +295,7 @@ def _describe_states(trainer: TrainerLike, run: Run) -> None:
     if not (run.request.saves_training_states or run.resumed is not None):
         return
     note_started(trainer)
-    for described in (describe_attributes(trainer), describe_left_out(trainer)):
+    for described in (describe_attributes(trainer), describe_unsaved(trainer)):
         if described:
             trainer.print(described)
     if obstacle := getattr(run.data.train_loader, "obstacle", ""):

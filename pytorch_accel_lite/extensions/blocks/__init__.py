@@ -13,7 +13,7 @@ __all__ = ["BlockForward", "choose", "repeated_blocks"]
 
 
 def checkpoint_activations(trainer: TrainerLike, chosen: ChosenModules) -> str:
-    """Let modules compute their activations again in the backward pass."""
+    """Make modules recompute their activations in the backward pass."""
     blocks = choose("activation_checkpointing", chosen, trainer.get_model(keep_torch_compile=False))
     for block in blocks.values():
         BlockForward.of(block).checkpoints = True
@@ -21,7 +21,7 @@ def checkpoint_activations(trainer: TrainerLike, chosen: ChosenModules) -> str:
 
 
 def compile_blocks(trainer: TrainerLike, options: str | dict[str, Any]) -> str:
-    """Let modules be compiled, each by itself, when they are first called."""
+    """Compile each of the modules by itself when it is first called."""
     given = {} if isinstance(options, str) else dict(options)
     blocks = choose("compile_model", given.pop("blocks", True), trainer.get_model(keep_torch_compile=False))
     for block in blocks.values():

@@ -1,4 +1,4 @@
-"""The forward pass of a block: with its activations computed again in the backward pass, compiled, or both."""
+"""The forward pass of a block with activation checkpointing, compilation, or both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-#: Arguments with which transformers' layers append to a cache, which they would do again.
+#: Arguments with which layers of transformers append to a cache: recomputation would append a second time.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 #: The states of the generators of python and numpy.
@@ -20,10 +20,10 @@ Generators = tuple[Any, dict[str, Any]]
 
 
 class BlockForward:
-    """Stands in a block's ``__dict__`` as its ``forward``, so no name in the model's state changes.
+    """A block's ``forward``, kept in the block's ``__dict__``, so that no name in the model's state changes.
 
-    The block's hooks stay outside: those of ``fully_shard`` gather its weights before this, in the backward pass, too.
-    A copy of the block has a copy of this, which compiles for itself.
+    The block's hooks are called outside of this. The hooks of ``fully_shard`` therefore gather the weights before it,
+    in the backward pass, too. A copy of the block has its own copy of this object, which compiles separately.
 
     Attributes:
         checkpoints: whether activations within the block are computed again in the backward pass
@@ -34,12 +34,12 @@ class BlockForward:
         self.block = block
         self.checkpoints = False
         self.compile_options: dict[str, Any] | None = None
-        self._own: Callable[..., Any] | None = vars(block).get("forward")  # of another library
+        self._own: Callable[..., Any] | None = vars(block).get("forward")  # another library's forward
         self._compiled: Callable[..., Any] | None = None
 
     @classmethod
     def of(cls, block: nn.Module) -> BlockForward:
-        """Return that of a block, which gets one if it has none."""
+        """Return the ``BlockForward`` of a block, and create it if there is none."""
         found = vars(block).get("forward")
         if not isinstance(found, cls):
             found = vars(block)["forward"] = cls(block)
@@ -48,9 +48,9 @@ class BlockForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the block.
 
-        What is compiled is called as a whole when it is computed again, so that the same kernels give the same bits.
+        Recomputation calls a compiled block as a whole, so that the same kernels give the same bits.
         """
-        if torch.compiler.is_compiling():  # as part of a larger graph, where torch promises no such bits
+        if torch.compiler.is_compiling():  # within a larger graph, torch does not promise the same bits
             return self._own(*args, **kwargs) if self._own else type(self.block).forward(self.block, *args, **kwargs)
         forward = self._own or MethodType(type(self.block).forward, self.block)
         if self.compile_options is not None:
@@ -69,10 +69,10 @@ class BlockForward:
 
 
 class StateBefore:
-    """What a forward pass changes besides its result: buffers, as of batch norm, and generators of python and numpy.
+    """The state that a forward pass changes: buffers, such as those of batch norm, and generators of python and numpy.
 
-    The second pass begins with what the first one found, and leaves what that had left. Torch's own generators are kept
-    by ``checkpoint``.
+    The second pass begins with the state from before the first pass, and leaves the state from after it. ``checkpoint``
+    takes care of torch's own generators.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -86,7 +86,7 @@ class StateBefore:
 
 
 class FirstPass:
-    """The context of the first pass, after which it is known what the pass has changed."""
+    """The context of the first pass, which notes the state before it and what it changes."""
 
     def __init__(self, before: StateBefore, block: nn.Module) -> None:
         self._before = before
@@ -103,7 +103,7 @@ class FirstPass:
 
     def __exit__(self, *_: object) -> None:
         for buffers, name, buffer, version, value in self._found:
-            # F.batch_norm changes its running_mean and running_var without a new version.
+            # F.batch_norm changes running_mean and running_var without raising their version numbers.
             if buffers[name] is not buffer or buffer._version != version or name.startswith("running_"):
                 self._before.buffers.append((buffers, name, value))
         if not are_same(capture_own_generators(), self._generators):
@@ -112,7 +112,7 @@ class FirstPass:
 
 
 class SecondPass:
-    """The context of the second pass, which may be repeated."""
+    """The context of the second pass, which may happen more than once."""
 
     def __init__(self, before: StateBefore) -> None:
         self._before = before

@@ -15,8 +15,8 @@ from pytorch_accel_lite.extending_callbacks import did_you_mean
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks that a model repeats, by name: the layers of a transformer, the residual blocks of a ResNet.
 
-    Those are modules of one class, with modules inside, in a list. Of stages, which differ in their sizes, it is the
-    blocks inside.
+    Blocks are modules of one class in a list, with modules inside. If the modules of a list are stages of different
+    sizes, the blocks are inside these.
     """
     found = set(_blocks_in(model))
     return {name: module for name, module in model.named_modules() if module in found}
@@ -40,7 +40,7 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _kind(module: nn.Module) -> tuple[type, ...]:
-    """Return the class of a module; that of a container says nothing, but those of its modules do."""
+    """Return the class of a module; for a container, also the classes of its modules, which tell containers apart."""
     is_container = type(module) in (nn.Sequential, nn.ModuleList, nn.ModuleDict)
     return (type(module), *map(type, module.children())) if is_container else (type(module),)
 
@@ -58,7 +58,7 @@ def choose(argument: str, chosen: ChosenModules, model: nn.Module) -> dict[str, 
         argument: name of the argument, for errors
 
     Raises:
-        ValueError: if there are none, or one is never called
+        ValueError: if no module is chosen, or a chosen module is never called
     """
     if isinstance(chosen, (bool, float)):
         found = _share_of_blocks(argument, float(chosen), model)
@@ -74,7 +74,7 @@ def choose(argument: str, chosen: ChosenModules, model: nn.Module) -> dict[str, 
 
 
 def _share_of_blocks(argument: str, share: float, model: nn.Module) -> dict[str, nn.Module]:
-    """Return a share of the repeated blocks, spread evenly."""
+    """Return a share of the repeated blocks, spread evenly over the model."""
     if not 0 < share <= 1:
         raise ValueError(f"{argument}={share} must be a fraction of the model's repeated blocks: above 0, at most 1.")
     blocks = repeated_blocks(model)

@@ -1,4 +1,4 @@
-"""What activation checkpointing would save, as a forward pass with tensors without memory shows."""
+"""Estimating the memory that activation checkpointing would save, from a forward pass with fake tensors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pytorch_accel_lite.utils import format_bytes
 
 
 class Saving(NamedTuple):
-    """What the repeated blocks of a model keep for the backward pass, besides their inputs, in bytes.
+    """The bytes that the repeated blocks of a model keep for the backward pass, besides their inputs.
 
     Args:
-        more_computation: the share by which computing them again would add to the operations of a step
+        more_computation: the share by which recomputation would increase the operations of a step
     """
 
     saved: int
@@ -28,7 +28,7 @@ class Saving(NamedTuple):
 
 
 class KeptByBlocks:
-    """Counts what blocks keep for the backward pass while a model is computed, and their operations."""
+    """Counts the bytes that blocks keep for the backward pass during a forward pass, and the operations of blocks."""
 
     def __init__(self, model: nn.Module, counter: Any) -> None:
         self._counter = counter
@@ -57,7 +57,7 @@ class KeptByBlocks:
         self.flops += self._counter.get_total_flops() - self._begin
 
     def note(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count a tensor that is kept."""
+        """Count a tensor that is kept for the backward pass."""
         storage = tensor.untyped_storage()
         if self._depth and id(storage) not in self._known:
             self._kept[id(storage)] = storage
@@ -66,7 +66,7 @@ class KeptByBlocks:
 
 def find_saving(trainer: TrainerLike) -> Saving:
     """Return what checkpointing all repeated blocks would save in a step on the current batch."""
-    from torch.utils.flop_counter import FlopCounterMode  # which imports triton
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton, so not at the top
 
     run = trainer.current_run
     assert run.batch is not None
@@ -79,12 +79,12 @@ def find_saving(trainer: TrainerLike) -> Saving:
     fake = replaced(trainer, model=model, compiled_forward=None, current_run=run.derive())
     with torch.enable_grad(), fake, mode, counter, hooks, trainer.accelerator.autocast():
         trainer.calculate_train_batch_loss(data)
-    total = 3 * counter.get_total_flops()  # a backward pass takes twice as many as a forward pass
+    total = 3 * counter.get_total_flops()  # a backward pass takes twice the operations of a forward pass
     return Saving(kept.bytes, kept.flops / total if total else 0.0)
 
 
 def advise(trainer: TrainerLike) -> str:
-    """Return what checkpointing would bring to a step that did not fit; nothing if the model uses it, or cannot."""
+    """Return advice to use checkpointing for a step that did not fit; an empty text if the model uses it or cannot."""
     model = trainer.get_model(keep_torch_compile=False)
     uses_it = any(isinstance(vars(part).get("forward"), BlockForward) for part in model.modules())
     if uses_it or trainer.is_sharded or not repeated_blocks(model):

@@ -1,4 +1,4 @@
-"""Checking a training program before an expensive run: it is tried in several ways, and what looks wrong reported."""
+"""Checking a training program before an expensive run: ``trainer.check()``, its checks, and what they work with."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from pytorch_accel_lite.utils import listed
 
 
 def independent_copy(dataset: Source) -> Source:
-    """Return a copy of a dataset whose generators are its own, but whose data are not copied; itself if that fails."""
+    """Return a copy of a dataset with its own generators but the same data; the dataset itself if that fails."""
     if not isinstance(dataset, Dataset) or type(dataset) is TensorDataset:
         return dataset
     shared: dict[int, object] = {}
@@ -45,20 +45,20 @@ def independent_copy(dataset: Source) -> Source:
 
 
 def owners_of_generators(data: Iterable[Source]) -> list[object]:
-    """Return loaders, samplers and datasets, which may be nested, and what they have as attributes: transforms."""
+    """Return loaders, samplers and datasets, also nested ones, and objects in their attributes, such as transforms."""
     parts = [part for one in data for part in nested_in(one, lambda v: isinstance(v, (Dataset, DataLoader, Sampler)))]
     return [*parts, *(value for part in parts for value in getattr(part, "__dict__", {}).values())]
 
 
 def _datasets(probe: Probe) -> dict[str, Source]:
-    """Return the training and the evaluation dataset, or those of the loaders passed in their place."""
+    """Return the training and the evaluation dataset, also if loaders were passed in place of datasets."""
     data = probe.run.data
     datasets = {"train_dataset": data.train_dataset, "eval_dataset": data.eval_dataset}
     return {name: one.dataset if isinstance(one, DataLoader) else one for name, one in datasets.items()}
 
 
 def _seed_generators(seed: int) -> None:
-    """Seed the generators of the CPU, which takes little time, as it is done for each sample."""
+    """Seed only the generators of the CPU, because this is done for each sample and must be fast."""
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
@@ -70,7 +70,7 @@ def _is_indexed(dataset: Source) -> bool:
 
 
 def _read(dataset: Source, most: int, seconds: float = math.inf, seed: int = 0) -> dict[int, Sample]:
-    """Read samples of a dataset, chosen at random, with the same random numbers for each; a few of a stream."""
+    """Read random samples of a dataset, or the first few of a stream. Each is read with the same random numbers."""
     end = time.monotonic() + seconds
     _seed_generators(seed)
     if not _is_indexed(dataset):
@@ -86,7 +86,7 @@ def _read(dataset: Source, most: int, seconds: float = math.inf, seed: int = 0) 
 
 
 def _divide(sample: Sample) -> tuple[Sample, Sample]:
-    """Return the inputs and the target of a sample, as far as they can be told apart."""
+    """Return the inputs and the target of a sample, if they can be told apart."""
     if isinstance(sample, Mapping):
         target = next((sample[key] for key in TARGET_KEYS if key in sample), None)
         return {key: value for key, value in sample.items() if key not in TARGET_KEYS}, target
@@ -96,7 +96,7 @@ def _divide(sample: Sample) -> tuple[Sample, Sample]:
 
 
 def _numbers(value: object) -> NDArray[Any] | None:
-    """Return the numbers in an input, in a row."""
+    """Return the numbers in an input as a one-dimensional array."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         value = value.float().numpy() if value.dtype is torch.bfloat16 else value.numpy()
@@ -115,13 +115,13 @@ def _tensor(value: object) -> torch.Tensor:
 
 
 def check_data(probe: Probe) -> Iterator[Finding]:
-    """Read samples of both datasets and look at their values, labels and order, and at what the first layer is given.
+    """Read samples of both datasets and look at their values, labels and order, and at the input of the first layer.
 
-    A single NaN ends a run, and what the model cannot see it cannot learn.
+    A single NaN ends a run, and a model cannot learn from information that its inputs lack.
     """
     try:
         watch = probe.watch_step(probe.batch)
-    except Exception:  # such as an error of the loss about labels; the first check reports it
+    except Exception:  # the first check reports it, such as wrong labels
         watch = probe.latest_watch
     inputs = torch.empty(0) if watch.first_input is None else watch.first_input.float()
     if inputs.numel() > 1 and float(inputs.abs().max()) >= 100 and float(inputs.std()) > 20:
@@ -160,7 +160,7 @@ def _look_for_nan(probe: Probe, name: str, samples: Mapping[int, Sample]) -> Ite
             bad[index] = sample
     few = [*islice(bad.values(), 2), *islice(samples.values(), 6)]
     is_finite = False
-    with suppress(Exception):  # NaN may stand for targets that are missing, which the loss leaves out
+    with suppress(Exception):  # the loss may leave out NaN as missing targets
         data = probe.run.data.required_train_loader.source.collate_fn(few)
         is_finite = math.isfinite(probe.train(probe.batch._replace(data=data, num_samples=len(few)), quiet=True).loss)
     if bad and not is_finite:
@@ -169,7 +169,7 @@ def _look_for_nan(probe: Probe, name: str, samples: Mapping[int, Sample]) -> Ite
 
 
 def _look_at_labels(name: str, labels: Mapping[int, int], classes: int, are_all: bool) -> Iterator[Finding]:
-    """Look for labels outside of the classes, classes that are missing, and a single class."""
+    """Look for labels outside of the classes, for missing classes, and for a class that most samples have."""
     counts = Counter(labels.values())
     wrong = {index: label for index, label in labels.items() if not 0 <= label < classes}
     missing = [label for label in range(min(classes, 1000)) if label not in counts]
@@ -200,7 +200,7 @@ def _look_at_order(probe: Probe, labels: list[int]) -> Iterator[Finding]:
 
 
 def _look_at_inputs(pairs: list[tuple[Sample, Sample]]) -> Iterator[Finding]:
-    """Look for samples that are all the same, and for a target that is among the inputs."""
+    """Look for inputs that are the same in all samples, and for a target that is among the inputs."""
     digests = {_digest(inputs) for inputs, _ in pairs}
     if len(pairs) >= 8 and len(digests) == 1 and None not in digests:
         yield mistake(f"All {len(pairs)} training samples that were read have the same inputs.", "Look at __getitem__.")
@@ -221,7 +221,7 @@ def _look_at_inputs(pairs: list[tuple[Sample, Sample]]) -> Iterator[Finding]:
 
 
 def _encoding_columns(inputs: NDArray[np.float64], labels: NDArray[np.float64]) -> list[int]:
-    """Return the columns that have one value for each label, and not the same for all."""
+    """Return the columns that have a single value for each label, but not the same value for all labels."""
     kinds, counts = np.unique(labels, return_counts=True)
     if not 2 <= len(kinds) <= 100 or counts.min() < 5:
         return []
@@ -248,7 +248,7 @@ def _compare_ranges(probe: Probe) -> Iterator[Finding]:
 
 
 def check_leakage(probe: Probe) -> Iterator[Finding]:
-    """Compare the inputs of samples by their content, within the training data and with the evaluation data.
+    """Look for samples with the same inputs, within the training data and between training and evaluation data.
 
     A model that has seen the evaluation data looks better than it is.
     """
@@ -259,7 +259,7 @@ def check_leakage(probe: Probe) -> Iterator[Finding]:
     if not all(digests):
         raise NotApplicableError("Samples have too few values, or no tensors, to tell whether they are the same.")
     first = [_numbers(part) for part in parts_in([_divide(datasets[0][0])[0]])]
-    are_tokens = all(numbers is None or numbers.dtype.kind != "f" for numbers in first)  # some texts are the same
+    are_tokens = all(numbers is None or numbers.dtype.kind != "f" for numbers in first)  # short texts may repeat
     train = set(digests[0].values())
     repeated = len(digests[0]) - len(train)
     if repeated > 0.3 * len(digests[0]) and not are_tokens:
@@ -274,7 +274,7 @@ def check_leakage(probe: Probe) -> Iterator[Finding]:
 
 
 def _digests(dataset: Source, seconds: float) -> dict[int, str]:
-    """Return what identifies the inputs of samples, by index, if they hold so much that two are hardly the same."""
+    """Return a digest of the inputs of each sample, by index, if inputs are too long to be the same by chance."""
     digests = {}
     for index, sample in _read(dataset, 50_000, seconds).items():
         inputs, _ = _divide(sample)
@@ -289,7 +289,7 @@ def _digests(dataset: Source, seconds: float) -> dict[int, str]:
 
 
 def _digest(inputs: object) -> str | None:
-    """Return what identifies inputs; ``None`` if they hold something that cannot be compared."""
+    """Return a digest of inputs; ``None`` if they hold something that cannot be compared."""
     digest = hashlib.sha1(usedforsecurity=False)
     for part in parts_in([inputs]):
         numbers = _numbers(part)
@@ -304,7 +304,7 @@ def _digest(inputs: object) -> str | None:
 
 
 def check_augmentation(probe: Probe) -> Iterator[Finding]:
-    """Read samples twice with other random numbers, and from two copies of the dataset, as workers have.
+    """Read samples twice with different random numbers, and from two copies of the dataset, as two workers have them.
 
     Evaluation data must stay as they are. Augmentation that draws the same numbers in each worker, or in each epoch,
     augments less than it seems.
@@ -335,5 +335,5 @@ def check_augmentation(probe: Probe) -> Iterator[Finding]:
 
 
 def _digest_of_first(dataset: Source, seed: int) -> str | None:
-    """Return what identifies a few samples, read with these random numbers."""
+    """Return a digest of a few samples, read after the generators were seeded with ``seed``."""
     return _digest([*_read(dataset, 3, seed=seed).values()])

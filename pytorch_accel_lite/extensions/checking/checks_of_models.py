@@ -45,9 +45,9 @@ from pytorch_accel_lite.utils import listed
 
 
 def check_runs(probe: Probe) -> Iterator[Finding]:
-    """Make an update, with your own callbacks, and evaluate a batch.
+    """Make an update, which calls your own callbacks, and evaluate a batch.
 
-    What fails on the first batch fails in the run.
+    An error on the first batch would end the run.
 
     Correct the step, the model or the data. A loss that is not finite may come from a logarithm or a square root of 0,
     a division by 0, a mean over nothing, or NaN in the data.
@@ -79,9 +79,9 @@ def check_runs(probe: Probe) -> Iterator[Finding]:
 
 
 def check_determinism(probe: Probe) -> Iterator[Finding]:
-    """Evaluate a batch twice with other random numbers, and after another batch; look at what is active in each mode.
+    """Evaluate a batch twice with different random numbers, and after another batch; look at which modules are active.
 
-    An evaluation with dropout, or with batch norm that follows the batch, is worse than the model, and never the same.
+    An evaluation with dropout, or with the batch statistics of batch norm, is worse than the model and never the same.
     """
     batch = probe.eval_batch
     first, second = probe.evaluate(batch), probe.evaluate(batch, seed=1)
@@ -130,7 +130,7 @@ def _look_at_modes(probe: Probe, evaluation: Watch) -> Iterator[Finding]:
 
 
 def check_batch_independence(probe: Probe) -> Iterator[Finding]:
-    """Evaluate a batch, and its second half together with other samples.
+    """Evaluate a batch, then its second half together with other samples.
 
     A prediction must not depend on which other samples happen to be in the batch, or before it in a packed row.
 
@@ -154,13 +154,13 @@ def check_batch_independence(probe: Probe) -> Iterator[Finding]:
 
 
 def _is_packed(data: object) -> bool:
-    """Whether a batch is a single row of several sequences, whose positions restart with each."""
+    """Whether a batch is a single row of several sequences, with positions that restart at each sequence."""
     positions = data.get("position_ids") if isinstance(data, Mapping) else None
     return isinstance(positions, torch.Tensor) and positions.ndim == 2 and len(positions) == 1
 
 
 def _depends_on_first_sequence(probe: Probe, batch: Batch) -> Iterator[Finding]:
-    """Evaluate a row of packed sequences, and the same with other tokens in the first of them."""
+    """Evaluate a row of packed sequences, and the same row with other tokens in its first sequence."""
     tokens, positions = batch.data.get("input_ids"), batch.data["position_ids"]
     starts = (positions[0].diff() != 1).nonzero()[:, 0].tolist()
     if not starts or not isinstance(tokens, torch.Tensor) or tokens.shape != positions.shape:
@@ -190,7 +190,8 @@ def check_permutation(probe: Probe) -> Iterator[Finding]:
     order = [*range(size)][::-1]
     first, second = probe.evaluate(batch).without_randomness(), probe.evaluate(select(batch, order))
     if isinstance(getattr(probe.run.data.train_loader, "sampler", None), RandomSampler):
-        # Batches of pairs or triplets, one after another or in two halves, are the same if these are moved as a whole.
+        # Pairs or triplets lie one after another, or in two halves of the batch. The loss is the same if they stay
+        # together.
         half = size // 2
         keys: list[Callable[[int], int | tuple[int, int]]] = [lambda row: -(row // 2), lambda row: -(row // 3)]
         keys.append(lambda row: (row // half, -row))
@@ -209,7 +210,7 @@ def check_inputs_matter(probe: Probe) -> Iterator[Finding]:
 
     A model whose outputs do not depend on its inputs can only learn the mean of the targets.
 
-    Look whether forward() uses it, for units that are never active, and for inputs that are overwritten.
+    Look whether forward() uses the input, for units that are never active, and for inputs that are overwritten.
     """
     batch = probe.eval_batch
     size = probe.require_samples(batch, 4)
@@ -230,9 +231,10 @@ def check_inputs_matter(probe: Probe) -> Iterator[Finding]:
 
 
 def _ignored(probe: Probe, inputs: Mapping[Part, torch.Tensor]) -> dict[Part, torch.Tensor]:
-    """Return the inputs that change neither outputs nor loss when they are shuffled, in an evaluation or in training.
+    """Return the inputs that change neither outputs nor loss when shuffled, in an evaluation or in training.
 
-    A deep network whose batch norm has seen little has nearly the same outputs for all inputs in an evaluation.
+    Training counts because, in an evaluation, a deep network whose batch norm has seen few batches gives nearly the
+    same outputs for all inputs.
     """
     batch = probe.eval_batch
     order = [*range(1, batch.num_samples or 0), 0]
@@ -253,7 +255,7 @@ _STEPS = {-1: "the input before", 0: "the input itself", 1: "the next input", 2:
 def check_causality(probe: Probe) -> Iterator[Finding]:
     """Find out which input each output must predict, and change the later half of the sequences.
 
-    A model that sees what it must predict learns to copy it, and is worth nothing where that is missing.
+    A model that sees the tokens it must predict learns to copy them, and is useless where they are not given.
 
     Shift the targets once, to predict inputs[:, 1:] from inputs[:, :-1]; models of transformers shift labels. Use a
     causal mask (is_causal=True with a mask), causal padding of convolutions, and no bidirectional RNN.
@@ -283,7 +285,7 @@ def check_causality(probe: Probe) -> Iterator[Finding]:
 
 
 def _steps_ahead(inputs: torch.Tensor, targets: torch.Tensor, ignored: int, size: int) -> int | None:
-    """Return by how many steps targets are ahead of inputs; ``None`` if they are no such sequence."""
+    """Return by how many steps targets are ahead of inputs; ``None`` if targets are not a sequence of the inputs."""
     if inputs.ndim < 2 or len(inputs) != size or targets.is_floating_point() != inputs.is_floating_point():
         return None
     length, width = inputs.shape[1], inputs[0, 0].numel()
@@ -303,7 +305,7 @@ def _steps_ahead(inputs: torch.Tensor, targets: torch.Tensor, ignored: int, size
 
 
 def _change_of_early_outputs(probe: Probe, length: int) -> float:
-    """Return how much the outputs for the first half of sequences change with the second half of the batch."""
+    """Return how much the outputs for the first half of the sequences change if their second half changes."""
     batch, middle = probe.batch, length // 2
     size = batch.num_samples or 0
     parts = {n: part for n, part in tensors_by_name(batch.data).items() if part.ndim > 1 and part.shape[1] >= length}
@@ -312,7 +314,7 @@ def _change_of_early_outputs(probe: Probe, length: int) -> float:
     inputs = [[t for t in tensors_in(one.watch.calls[0][:2]) if t.shape[1:2] == (length,)] for one in passes]
     pairs = zip(*inputs, strict=True)
     differing = torch.stack([(a != b).transpose(0, 1).flatten(1).any(1) for a, b in pairs]).any(0)
-    seen = int(differing.long().argmax()) if bool(differing.any()) else 0  # elements that are the same in both
+    seen = int(differing.long().argmax()) if bool(differing.any()) else 0  # where the inputs begin to differ
     outputs = [[t for t in one.rows(size) if t.ndim > 2 and length in t.shape[1:3]] for one in passes]
     early = [[t.movedim(1 if t.shape[1] == length else 2, 1)[:, :seen] for t in tensors] for tensors in outputs]
     if not early[0] or not seen:
@@ -328,7 +330,7 @@ _LONGER = 3  # positions of padding to add
 def check_padding(probe: Probe) -> Iterator[Finding]:
     """Make the sequences of a batch longer by padding, as if a longer sample were in it.
 
-    Otherwise predictions depend on the other samples of the batch, and longer padding means another loss.
+    If padding matters, predictions depend on the other samples of the batch, and the loss on the longest of them.
 
     Leave padding out of means and maxima (mask them), of attention (a padding mask), of recurrent layers
     (pack_padded_sequence) and of the loss (ignore_index, or a mask).
@@ -359,10 +361,10 @@ def check_padding(probe: Probe) -> Iterator[Finding]:
 
 
 def _find_padding(probe: Probe, parts: Mapping[Part, torch.Tensor], ignored: int) -> tuple[str, torch.Tensor]:
-    """Return what marks padding in a batch, and which positions are none.
+    """Return what marks padding in a batch, and a mask of the positions that are not padding.
 
     Raises:
-        NotApplicableError: if nothing does
+        NotApplicableError: if nothing marks padding
     """
     rows = {name: part for name, part in parts.items() if part.ndim > 1 and part.shape[1] >= 2}
     masks = {str(name): part for name, part in rows.items() if part.ndim == 2 and "mask" in str(name).lower()}
@@ -385,7 +387,7 @@ def _find_padding(probe: Probe, parts: Mapping[Part, torch.Tensor], ignored: int
 
 
 def _pad(name: str, part: torch.Tensor, real: torch.Tensor, ignored: int) -> torch.Tensor:
-    """Add padding to a part of a batch, of the kind that it has."""
+    """Add padding to a part of a batch, with the values that its padding has."""
     existing = part[~real].flatten()
     value: float = 1 - int(part.flatten()[0]) if "mask" in name.lower() else 0
     if existing.numel():
@@ -399,12 +401,12 @@ def _pad(name: str, part: torch.Tensor, real: torch.Tensor, ignored: int) -> tor
 
 
 def check_reload(probe: Probe) -> Iterator[Finding]:
-    """Load a training state of the second update into the program as it was, compare the outputs, and train further.
+    """Load a training state of the second update into the program as it was before, compare the outputs, and train on.
 
-    What is not in the state is lost when a model is loaded or a run resumed.
+    Anything that is not in the state is lost when a model is loaded or a run is resumed.
 
-    Register what training changes: tensors with register_buffer(), modules as attributes or in an nn.ModuleList, and
-    what belongs to the trainer with register_for_checkpointing().
+    Register everything that training changes: tensors with register_buffer(), modules as attributes or in an
+    nn.ModuleList, and objects of the trainer with register_for_checkpointing().
     """
     before = _plain_tensors(probe)
     with tempfile.TemporaryDirectory() as folder:
@@ -437,14 +439,14 @@ def check_reload(probe: Probe) -> Iterator[Finding]:
 
 
 def _update(probe: Probe, update: Update, numbers: Iterable[int]) -> dict[str, torch.Tensor]:
-    """Make updates with batches of these numbers, and return copies of the parameters."""
+    """Make updates with the batches that have these numbers, and return copies of the parameters."""
     for number in numbers:
         update(probe.batches[number % len(probe.batches)], number)
     return {name: parameter.detach().clone() for parameter, name in probe.names.items()}
 
 
 def _outputs(probe: Probe) -> list[torch.Tensor]:
-    """Return what an evaluation gives, or nothing if there is none, or one that draws random numbers."""
+    """Return the results of an evaluation; an empty list if it is not possible, or draws random numbers."""
     if probe.has_own_step:
         return []
     result = probe.evaluate(probe.eval_batch)
@@ -452,7 +454,7 @@ def _outputs(probe: Probe) -> list[torch.Tensor]:
 
 
 def _plain_tensors(probe: Probe) -> dict[str, torch.Tensor]:
-    """Return copies of the tensors that are plain attributes, and in no state, by name."""
+    """Return copies of the tensors, by name, that are plain attributes and therefore in no state."""
     owners = probe.modules if probe.trainer.saves_attributes else {"trainer": probe.trainer, **probe.modules}
     values = {
         f"{name}.{key}".lstrip("."): value for name, owner in owners.items() for key, value in vars(owner).items()

@@ -45,7 +45,7 @@ from pytorch_accel_lite.utils import listed
 
 
 def check_broadcast(probe: Probe) -> Iterator[Finding]:
-    """Make a training step and note the shapes of what it compares.
+    """Make a training step and note the shapes of the tensors that it compares.
 
     Outputs of shape (N, 1) and targets of shape (N,) are broadcast to (N, N): each output is compared with the targets
     of all samples, and the model learns their mean.
@@ -64,7 +64,7 @@ def check_broadcast(probe: Probe) -> Iterator[Finding]:
             both = np.broadcast_shapes(outputs, targets)
             text = f"{call.name} broadcasts outputs of shape {outputs} and targets of shape {targets} to {both}."
             yield (doubt if both in shapes else mistake)(text, shapes=shapes)
-    # A layer that is as wide as the batch is large is no mistake.
+    # A square of the batch size is no mistake if it comes from a layer whose width happens to be the batch size.
     if size > 2 and size in watch.squares and probe.watch_step(select(probe.batch, range(size - 1))).squares:
         shapes = (size, 1), (size,)
         text = f"The step combines values of shapes {shapes[0]} and {shapes[1]}: those of each sample with every other."
@@ -72,7 +72,7 @@ def check_broadcast(probe: Probe) -> Iterator[Finding]:
 
 
 def check_initial_loss(probe: Probe) -> Iterator[Finding]:
-    """Look at the first loss, and at the outputs that torch's loss functions are given.
+    """Look at the first loss, and at the outputs that are passed to torch's loss functions.
 
     A new classifier knows nothing: its cross-entropy is about ln(classes). Probabilities where a loss function expects
     logits, or the reverse, slow learning down or prevent it.
@@ -85,7 +85,7 @@ def check_initial_loss(probe: Probe) -> Iterator[Finding]:
             yield from _look_at_loss(call)
 
 
-#: The values that the last function of a model can give.
+#: The range of values of each function that may be the last of a model.
 _RANGES = {"relu": (0.0, math.inf), "sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0), "softmax": (0.0, 1.0)}
 
 
@@ -95,7 +95,7 @@ def _look_at_loss(call: LossCall) -> Iterator[Finding]:
     are_probabilities = classes > 1 and bool(((outputs.sum(1) - 1).abs() < 1e-3).all() and (outputs >= 0).all())
     are_logarithms = classes > 1 and bool(((outputs.exp().sum(1) - 1).abs() < 1e-2).all())
     takes_logits = name in ("cross_entropy", "binary_cross_entropy_with_logits")
-    usual, mean = math.log(max(classes, 2)), 0.0  # of logits, however the program has reduced it or weighted classes
+    usual, mean = math.log(max(classes, 2)), 0.0  # the mean loss, without the program's own reduction or weights
     if name == "cross_entropy":
         mean = float(functional.cross_entropy(outputs, call.targets, ignore_index=call.ignored))
     elif takes_logits:
@@ -103,7 +103,7 @@ def _look_at_loss(call: LossCall) -> Iterator[Finding]:
     if takes_logits and (are_probabilities or (classes == 1 and last in ("sigmoid", "softmax"))):
         text = f"{name} is given probabilities, and applies a softmax or a sigmoid to them again."
         yield mistake(text, "Give it logits: remove the last function of the model.")
-    elif takes_logits and mean > 4 * usual + 3:  # a small one is that of a trained model, or of a few odd samples
+    elif takes_logits and mean > 4 * usual + 3:  # a small loss may be that of a trained model
         text = f"The first {name} is {mean:.4g}; that of a model that knows nothing is {usual:.3g}."
         advice = "Look at the scale of the inputs, and of the initial weights of the last layer."
         yield doubt(text, advice, loss=mean, usual=usual)
@@ -123,8 +123,8 @@ def check_mean_loss(probe: Probe) -> Iterator[Finding]:
 
     The trainer takes a loss for a mean. With a sum, batch size, accumulation and processes change the training.
 
-    Take the mean over the batch: reduction='mean', and no further division. If it is one over something else, such as
-    tokens, return their number as num_items_in_batch.
+    Take the mean over the batch: reduction='mean', and no further division. If the loss is a mean over other items,
+    such as tokens, return their number as num_items_in_batch.
     """
     batch = probe.batch
     rows = [*range(probe.require_samples(batch, 4))]
@@ -150,13 +150,13 @@ def check_mean_loss(probe: Probe) -> Iterator[Finding]:
 
 
 def _halves(batch: Batch) -> list[Batch]:
-    """Return two halves of a batch, and what they have together."""
+    """Return the two halves of a batch, and both together."""
     middle = (batch.num_samples or 0) // 2
     return [select(batch, rows) for rows in (range(middle), range(middle, 2 * middle), range(2 * middle))]
 
 
 def _compare_halves(probe: Probe) -> tuple[Pass, list[Pass], float]:
-    """Return a batch, its halves, and how far its gradients are from theirs, weighted as the trainer does."""
+    """Return the passes of a batch and of its halves, and how far the gradients of both are apart."""
     *parts, whole = (probe.train(part, quiet=True, gradients=True) for part in _halves(probe.batch))
     counts = [float(part.output.get("num_items_in_batch", 1)) for part in parts]
     return whole, parts, distance(whole.gradients, _mean_of(parts, counts))
@@ -172,11 +172,11 @@ def _mean_of(passes: list[Pass], weights: Sequence[float]) -> dict[str, torch.Te
 
 
 def check_processes(probe: Probe) -> Iterator[Finding]:
-    """Compare the gradients of an update of two logical processes, with half of the batch each, with those of one.
+    """Compare the gradients of two logical processes, with half of the batch each, with those of one process.
 
-    Otherwise the number of processes changes the training.
+    If they differ, the number of processes changes the training.
 
-    Look at what the program overrides of the backward pass and the update, and at what its callbacks do.
+    Look at overridden methods of the backward pass and the update, and at callbacks that change gradients.
     """
     probe.require_samples(probe.batch, 4)
     whole, _, off = _compare_halves(probe)
@@ -198,10 +198,10 @@ def check_processes(probe: Probe) -> Iterator[Finding]:
 def check_precision(probe: Probe) -> Iterator[Finding]:
     """Compare the loss and the gradients in mixed precision with those in float32, and look for float16 parameters.
 
-    What overflows or loses its digits trains badly or not at all.
+    Numbers that overflow or lose their digits make training bad or impossible.
 
-    Keep the weights in float32. Use bf16, or compute what overflows or is sensitive, such as sums, exponentials and
-    norms, in float32: with torch.autocast(..., enabled=False).
+    Keep the weights in float32. Use bf16, or compute sensitive operations, such as sums, exponentials and norms, in
+    float32: with torch.autocast(..., enabled=False).
     """
     accelerator, model = probe.trainer.accelerator, probe.trainer.get_model()
     halves = [name for parameter, name in probe.optimized.items() if parameter.dtype is torch.float16]
@@ -211,7 +211,7 @@ def check_precision(probe: Probe) -> Iterator[Finding]:
     if not accelerator.native_amp:
         raise NotApplicableError("The program does not use mixed precision.")
     mixed = probe.train(probe.batch, quiet=True, gradients=True)
-    original = getattr(model, "_original_forward", model.forward)  # which Accelerate has wrapped
+    original = getattr(model, "_original_forward", model.forward)  # Accelerate has wrapped the forward pass
     with replaced(accelerator, native_amp=False), replaced(model, forward=original):
         full = probe.train(probe.batch, quiet=True, gradients=True)
     off = distance(full.gradients, mixed.gradients)
@@ -226,7 +226,7 @@ def check_precision(probe: Probe) -> Iterator[Finding]:
 
 
 def check_gradients(probe: Probe) -> Iterator[Finding]:
-    """Make four updates and look at the gradient of each parameter, and for parameters that no optimizer has.
+    """Make four updates, look at the gradient of each parameter, and look for parameters that no optimizer has.
 
     A parameter without a gradient, or in no optimizer, stays as it is.
     """
@@ -238,7 +238,7 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
             called |= result.watch.modes.keys()
             for name, gradient in result.gradients.items():
                 value = float(gradient.abs().max()) if gradient.numel() else 0.0
-                largest[name] = max(value, largest.get(name, 0.0))  # NaN if the value is
+                largest[name] = max(value, largest.get(name, 0.0))  # stays NaN if the value is NaN
             if not all(map(math.isfinite, largest.values())):
                 break
         kept = [name for p, name in probe.optimized.items() if p.grad is not None and bool(p.grad.any())]
@@ -257,14 +257,14 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
 def _find_idle(probe: Probe, largest: Mapping[str, float], called: set[str]) -> Iterator[Finding]:
     """Look for parameters of the optimizer that are not trained."""
     optimized = probe.optimized
-    # Parameters of the user's own modules may be used without calling these, unlike those of a layer of torch.
+    # The user's own modules may use parameters without being called, unlike the layers of torch.
     layers = {name for name, part in probe.modules.items() if type(part).__module__.startswith("torch.nn.modules")}
     layers -= {n for n, part in probe.modules.items() if isinstance(part, (nn.ParameterList, nn.ParameterDict))}
     without = [name for name in optimized.values() if name not in largest]
     unused = [name for name in without if name.rpartition(".")[0] in layers - called]
     lost = [name for name in without if name not in unused]
     is_all_zero = not any(largest.get(name, 1.0) for name in optimized.values())
-    # Those of a bias may cancel, and detectors leave out what no target matches.
+    # The gradients of a bias may cancel out, and detectors leave out outputs that no target matches.
     is_plain = all(isinstance(part, torch.Tensor) for part in parts_by_name(probe.batch.data).values())
     zero = [name for p, name in optimized.items() if largest.get(name) == 0.0 and (p.ndim > 1 or is_all_zero)]
     if lost:
@@ -280,7 +280,7 @@ def _find_idle(probe: Probe, largest: Mapping[str, float], called: set[str]) -> 
 
 
 def _find_forgotten(probe: Probe, largest: Mapping[str, float]) -> Iterator[Finding]:
-    """Look for parameters that should be in an optimizer, and for those that the model does not know of."""
+    """Look for parameters that should be in an optimizer, and for parameters that the model does not know of."""
     loss, of_model = probe.trainer.loss_func, set(probe.trainer.get_model().parameters())
     of_loss = set(loss.parameters() if isinstance(loss, nn.Module) else ()) - of_model
     others = {p: name for p, name in probe.names.items() if p in of_model | of_loss and p not in probe.optimized}
@@ -297,7 +297,7 @@ def _find_forgotten(probe: Probe, largest: Mapping[str, float]) -> Iterator[Find
 
 
 def _hidden_parameters(probe: Probe) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of modules in plain lists and dicts of modules."""
+    """Yield the parameters of modules that are in plain lists and dicts."""
     for name, part in probe.modules.items():
         for attribute, value in vars(part).items():
             values = value if isinstance(value, dict) else dict(enumerate(value if isinstance(value, list) else ()))
@@ -312,10 +312,10 @@ def _hidden_parameters(probe: Probe) -> Iterator[tuple[str, nn.Parameter]]:
 def check_targets_matter(probe: Probe) -> Iterator[Finding]:
     """Compute the loss of a batch, after another batch, with its targets shuffled among the samples.
 
-    From a loss that does not depend on the targets, the model learns something else, or nothing.
+    If the loss does not depend on the targets, the model cannot learn them.
 
-    Compare the outputs with the targets of the same batch, rather than with predictions, with inputs, or with what an
-    earlier step has kept.
+    Compare the outputs with the targets of the same batch, rather than with predictions, with inputs, or with targets
+    kept from an earlier step.
     """
     batch, other = probe.batch, probe.batches[1] if len(probe.batches) > 1 else None
     shuffled = _with_other_targets(probe, batch)
@@ -347,7 +347,7 @@ def _with_other_targets(probe: Probe, batch: Batch) -> Batch:
 
 
 def _loss_depends(probe: Probe, batch: Batch, shuffled: Batch, after: Batch | None) -> bool:
-    """Whether the loss of a batch, or a bit of its gradients, changes with other targets."""
+    """Whether other targets change the loss of a batch, or any bit of its gradients."""
     first, second = (probe.train(one, quiet=True, gradients=True, after=after) for one in (batch, shuffled))
     return first.loss != second.loss or distance(first.gradients, second.gradients) > 0.0
 
@@ -368,17 +368,17 @@ def _loss_of_predictions(probe: Probe, batch: Batch) -> str:
     rows = [*range(1, batch.num_samples or 0), 0]
     first, second = (probe.train(one, quiet=True).watch.losses for one in (batch, select(batch, rows)))
     with probe.training(quiet=True) as update:
-        for number in range(5):  # a teacher that begins as a copy of the model differs from it afterwards
+        for number in range(5):  # a teacher may begin as a copy of the model
             third = update(batch, number).watch.losses
     for calls in zip(first, second, third, strict=False):
-        follow_samples = not torch.equal(calls[0].targets, calls[1].targets)  # unlike numbers of rows
+        follow_samples = not torch.equal(calls[0].targets, calls[1].targets)  # row numbers do not
         if follow_samples and all(map(_are_predictions, calls)):
             return calls[0].name
     return ""
 
 
 def _are_predictions(call: LossCall) -> bool:
-    """Whether a loss function is given what it is given as outputs, or their most likely classes, as targets, too."""
+    """Whether the targets of a loss function are its own outputs, or the most likely classes of these."""
     outputs, targets = call.outputs, call.targets
     candidates = [outputs, outputs > 0, outputs > 0.5, outputs.round()]
     if outputs.ndim > 1:
@@ -394,10 +394,10 @@ def _are_predictions(call: LossCall) -> bool:
 def check_schedule(probe: Probe) -> Iterator[Finding]:
     """Compute the learning rate of every update of the run.
 
-    A schedule whose length is in epochs, but which is stepped after every update, ends long before the run; one that is
-    too long never gets where it should.
+    A schedule whose length is in epochs, but which is stepped after every update, ends long before the run. A schedule
+    that is too long never reaches its end.
 
-    Give its length in updates, with TrainerPlaceholderValues, or pass scheduler_interval='epoch'.
+    Give the length of the schedule in updates, with TrainerPlaceholderValues, or pass scheduler_interval='epoch'.
     """
     try:
         curve = max(probe.curves, key=max)
@@ -436,18 +436,19 @@ def check_schedule(probe: Probe) -> Iterator[Finding]:
 
 # ---------------------------------------------------------------------------------------------------- learning
 
-#: By how much of itself the loss of a single batch has fallen after a number of updates, if no more are needed.
+#: After each of these numbers of updates, the share of its first value by which the loss of a single batch must have
+#: fallen for the check to end early.
 _ENOUGH = {20: 0.5, 50: 0.1, 100: 0.01, 200: 0.005}
-#: What distributions call when they are sampled from.
+#: The functions that distributions call to draw samples.
 _SAMPLING = {"multinomial", "bernoulli", "normal"}
 
 
 def check_learns(probe: Probe) -> Iterator[Finding]:
-    """Train on a single small batch, for up to 300 updates, with the rates of the optimizer or the schedule's highest.
+    """Train on a single small batch for up to 300 updates, with the highest learning rates of the run.
 
     A program that cannot fit a few samples cannot fit many.
     """
-    optimizer = getattr(probe.trainer.optimizer, "optimizer", probe.trainer.optimizer)  # Accelerate wraps it
+    optimizer = getattr(probe.trainer.optimizer, "optimizer", probe.trainer.optimizer)  # without Accelerate's wrapper
     if probe.run.stepper.updates_one_by_one and isinstance(optimizer, CombinedOptimizer) and len(optimizer.parts) > 1:
         raise NotApplicableError("The program has several optimizers, whose losses need not fall.")
     losses, of_torch = _fit(probe)
@@ -460,7 +461,8 @@ def check_learns(probe: Probe) -> Iterator[Finding]:
         text = f"{text}, but torch's loss functions give {last:.4g}, from {first:.4g}."
         yield mistake(text, "Look at the sign of the loss.", **details)
     elif before - after > 5e-3 * scale or abs(before) < 1e-4:
-        # Targets that belong to other samples in each update cannot be learnt, unless a program does not use them.
+        # Targets that are shuffled in each update cannot be learnt. If the loss falls anyway, the program does not use
+        # them.
         shuffled, _ = _fit(probe, len(losses), order=torch.Generator().manual_seed(0))
         is_told = shuffled != losses[: len(shuffled)]
         more = f", and {_ends(shuffled)[1]:.4g} with targets that are shuffled in each" if is_told else ""
@@ -486,19 +488,19 @@ def _try_other_rates(probe: Probe, text: str, diverged: bool, details: Mapping[s
 
 
 def _ends(losses: list[float]) -> tuple[float, float]:
-    """Return the mean losses of the first and of the last updates, as a single one may depend on random numbers."""
+    """Return the mean losses of the first and of the last updates: a single loss may depend on random numbers."""
     first, before, after = losses[0], sum(losses[:3]) / len(losses[:3]), sum(losses[-5:]) / len(losses[-5:])
-    return first if before > 3 * abs(first) else before, after  # the first update may have made it large
+    return first if before > 3 * abs(first) else before, after  # the first update may have made the loss large
 
 
 def _fit(
     probe: Probe, most: int = 300, factor: float = 1.0, order: torch.Generator | None = None
 ) -> tuple[list[float], list[float]]:
-    """Train on one batch; return the losses of the updates, and what torch's loss functions gave.
+    """Train on one batch; return the losses of the updates, and the results of torch's loss functions in them.
 
     Args:
-        factor: what to multiply the learning rates with
-        order: shuffles the targets before each update
+        factor: the factor for the learning rates
+        order: a generator with which the targets are shuffled before each update
     """
     limit = probe.seconds_left - min(10.0, 0.3 * probe.seconds_left)
     losses: list[float] = []
@@ -517,13 +519,13 @@ def _fit(
 
 
 def _shuffled(batch: Batch, order: torch.Generator) -> Batch:
-    """Return a batch with its targets shuffled among the samples, as far as it is known which these are."""
+    """Return a batch with its targets shuffled among the samples, if it is known which parts are targets."""
     rows = torch.randperm(batch.num_samples or 0, generator=order)
     return batch._replace(data=with_parts(batch.data, _targets(batch, rows.tolist())))
 
 
 def _targets(batch: Batch, rows: list[int]) -> dict[Part, BatchData]:
-    """Return the targets of some samples of a batch, by name, as far as it is known which parts are targets."""
+    """Return the targets of some samples of a batch, by name; an empty dict if targets cannot be told apart."""
     size = batch.num_samples or 0
     targets = {name: part for name, part in parts_by_name(batch.data).items() if name in (*TARGET_KEYS, 1)}
     return {name: select_samples(part, rows, size) for name, part in targets.items() if is_as_long(part, size)}

@@ -1,4 +1,4 @@
-"""Trying a training program without leaving a trace: what the checks of ``trainer.check()`` work with."""
+"""Trying a training program without leaving a trace: the ``Probe`` that checks use, and how they compare results."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ _RANDOM = {"rand", "randn", "randint", "rand_like", "randn_like", "randperm", "n
 _RANDOM |= {"multinomial", "poisson", "exponential", "standard_gamma", "sample_dirichlet", "binomial", "random"}
 _ARITHMETIC = {"sub", "rsub", "mul", "add", "div", "truediv"}
 _ACTIVATIONS = {"relu", "sigmoid", "softmax", "tanh"}
-#: Relative differences up to this are those of float32, computed in another order.
+#: Relative differences up to this come from computing in float32 in another order.
 TOLERANCE = 2e-4
 
 
 class NotApplicableError(Exception):
-    """Raised by a check that cannot tell; its text is the reason."""
+    """Raised by a check that does not apply to a program; its text is the reason."""
 
 
 #: The name of a part of a batch: its key in a dict, its number in a list or tuple.
 Part = Hashable
-#: Makes an update from a batch, or one for each logical process in a list, with a seed as its second argument.
+#: Makes an update from a batch, or from a list with a batch for each logical process. The second argument is a seed.
 Update = Callable[..., "Pass"]
-#: What came of a check, the worst first.
+#: The outcome of a check, the worst first.
 Status = Literal["failed", "warned", "passed", "not applicable"]
 
 
@@ -69,8 +69,8 @@ class Finding:
         status: ``"failed"`` for a mistake, ``"warned"`` for what may be one, ``"passed"`` for a remark, or ``"not
             applicable"`` with the reason
         message: what was seen, with numbers and names
-        advice: what to change; by default what the docstring of the check says
-        details: the same for programs, by name
+        advice: what to change; by default the advice in the docstring of the check
+        details: the numbers and names of the message, for programs, by name
     """
 
     status: Status
@@ -85,12 +85,12 @@ def mistake(message: str, advice: str = "", **details: object) -> Finding:
 
 
 def doubt(message: str, advice: str = "", **details: object) -> Finding:
-    """Return a finding that may be a mistake, of which the check warns."""
+    """Return a finding that may be a mistake, so that the check warns."""
     return Finding("warned", message, advice, details)
 
 
 def remark(message: str, **details: object) -> Finding:
-    """Return something worth knowing of a check that passes."""
+    """Return a finding that is worth knowing, although the check passes."""
     return Finding("passed", message, "", details)
 
 
@@ -114,17 +114,17 @@ class LossCall:
 
 
 class Watch(TorchFunctionMode):
-    """Notes what a step calls, within a ``with`` block; the calls of modules by hooks.
+    """Notes the functions and modules that a step calls within a ``with`` block.
 
     Attributes:
         calls: positional and named arguments, and the outputs, of each call of the model
         modes: whether each part of the model was in training mode when it was called, by name
-        first_input: what the first layer with weights was given
+        first_input: the input of the first layer with weights
         losses: the calls of torch's loss functions
         dropouts: the functions that dropped out units
         drawn: the functions that drew other random numbers, outside of the model
-        drawn_by_model: those within it
-        squares: the sizes of a column and a row, one of them outputs, that arithmetic has expanded to a square
+        drawn_by_model: the functions that drew other random numbers within the model
+        squares: the sizes of squares to which arithmetic has expanded a column and a row, one of them outputs
     """
 
     def __init__(self, model: nn.Module, names: Mapping[nn.Module, str]) -> None:
@@ -176,7 +176,7 @@ class Watch(TorchFunctionMode):
             self.losses.append(LossCall(name, outputs.detach(), targets.detach(), ignored, activation))
         result = func(*args, **kwargs)
         if name in _ACTIVATIONS and isinstance(result, torch.Tensor):
-            self._activations[result.data_ptr()] = name, result  # whose memory is used again without a reference
+            self._activations[result.data_ptr()] = name, result  # the reference keeps its memory from being reused
         if name in _LOSSES and isinstance(result, torch.Tensor):
             self.losses[-1].mean = float(result.detach().float().mean())
         return result
@@ -191,12 +191,12 @@ class Watch(TorchFunctionMode):
 
 @dataclass(eq=False)
 class Pass:
-    """What a forward pass, its backward pass if there was one, or an update gave.
+    """The results of a forward pass, with or without a backward pass, or of an update.
 
     Args:
         output: what the step returned
-        watch: what it called
-        gradients: by name of the parameter
+        watch: the calls of the step
+        gradients: the gradients by name of the parameter
     """
 
     output: dict[str, Any]
@@ -205,12 +205,12 @@ class Pass:
 
     @property
     def outputs(self) -> BatchData:
-        """The outputs of the model, in the order of its calls, or else those that the step returned."""
+        """The outputs of the model in the order of its calls; without a call, the outputs that the step returned."""
         return [output for *_, output in self.watch.calls] or self.output.get("model_outputs")
 
     @property
     def loss(self) -> float:
-        """The loss, in an evaluation the mean over the samples."""
+        """The loss, which in an evaluation is the mean over the samples."""
         if self.output.get("loss") is None:
             raise NotApplicableError("The evaluation has no loss.")
         return float(self.output["loss"].detach().float().mean())
@@ -235,17 +235,17 @@ class Pass:
         return bool(self.watch.drawn or self.watch.drawn_by_model or self.watch.dropouts)
 
     def without_randomness(self) -> Pass:
-        """Return the pass itself, unless it has drawn random numbers, which is an error."""
+        """Return the pass itself, or raise an error if it has drawn random numbers."""
         if self.is_random:
             raise NotApplicableError("The step draws random numbers of its own.")
         return self
 
 
 class _GradientRecorder(TrainerCallback):
-    """Notes the gradients of an update, and what the step has returned.
+    """Notes the gradients of an update, and the output of the step.
 
     Attributes:
-        result: where to note them
+        result: the pass in which they are noted
     """
 
     result: Pass
@@ -271,14 +271,14 @@ def gradients_of(names: Mapping[nn.Parameter, str], scale: float = 1.0) -> dict[
 
 
 class Probe:
-    """A training program that a check tries. What a check changes is restored after it.
+    """A training program that a check tries. Whatever a check changes is restored after it.
 
     Attributes:
         trainer: the trainer, prepared for training
         run: a run that exists only for the checks
-        create_scheduler_fn: that argument of ``train()``
-        latest_watch: what the latest pass has called, even if it failed
-        failed_callbacks: what the user's own callbacks raised in updates, by class
+        create_scheduler_fn: the argument of ``train()`` with this name
+        latest_watch: the calls of the latest pass, even if it failed
+        failed_callbacks: the errors that the user's own callbacks raised in updates, by class
     """
 
     def __init__(
@@ -299,11 +299,11 @@ class Probe:
 
     @property
     def has_own_step(self) -> bool:
-        """Whether the program makes its own updates, so that a batch has no loss without them."""
+        """Whether the program makes its own updates, so that it cannot compute the loss of a batch alone."""
         return is_overridden(self.trainer, "train_step")
 
     def refuse_own_step(self) -> None:
-        """Raise an error if a batch has no loss without updates."""
+        """Raise an error if the program makes its own updates, so that it cannot compute the loss of a batch alone."""
         if self.has_own_step:
             raise NotApplicableError(f"{type(self.trainer).__name__}.train_step makes its own updates.")
 
@@ -325,12 +325,12 @@ class Probe:
 
     @cached_property
     def batch(self) -> Batch:
-        """A few samples of a training batch, as many as no other dimension has; or all if it cannot be divided."""
+        """A few samples of a training batch, as many as no other dimension has; all if it cannot be divided."""
         return self._few(self.batches[0])
 
     @cached_property
     def eval_batch(self) -> Batch:
-        """Such a batch of the evaluation dataset, or of the training dataset if there is no other."""
+        """A few samples of an evaluation batch, or of a training batch if there is no evaluation dataset."""
         return self._few(self.eval_batches[0]) if self.eval_batches else self.batch
 
     def _few(self, batch: Batch) -> Batch:
@@ -341,7 +341,7 @@ class Probe:
         others = {length for tensor in tensors_in(batch.data) for length in tensor.shape[1:]}
         few = next((number for number in (8, 7, 6, 5, 4) if number <= size and number not in others), min(size, 8))
         selected = select(batch, range(few))
-        whole = batch._replace(num_samples=None)  # such as the nodes of a graph, which belong together
+        whole = batch._replace(num_samples=None)  # nodes of a graph, say, belong together
         for candidate in (selected, whole) if few < size else ():
             with suppress(Exception):
                 self.watch_step(candidate)
@@ -349,7 +349,7 @@ class Probe:
         return selected
 
     def require_samples(self, batch: Batch, least: int = 2) -> int:
-        """Return the number of samples of a batch, which must have enough, and be divisible into them."""
+        """Return the number of samples of a batch, after checking that it has at least ``least`` and can be divided."""
         if not batch.num_samples or not is_divisible(batch) or batch.num_samples < least:
             raise NotApplicableError(f"The batch cannot be divided into at least {least} samples.")
         return batch.num_samples
@@ -366,7 +366,7 @@ class Probe:
 
     @cached_property
     def names(self) -> dict[nn.Parameter, str]:
-        """The names of their parameters."""
+        """The names of the parameters of all ``modules``, and of further parameters of the optimizer."""
         names: dict[nn.Parameter, str] = {}
         for name, part in self.modules.items():
             for key, parameter in part.named_parameters(recurse=False):
@@ -384,7 +384,7 @@ class Probe:
     # forward and backward passes
 
     def train(self, batch: Batch, quiet: bool = False, gradients: bool = False, after: Batch | None = None) -> Pass:
-        """Compute the loss of a training batch, as a training step does, and its gradients if wanted.
+        """Compute the loss of a training batch as a training step does, and optionally its gradients.
 
         Args:
             quiet: whether to compute in evaluation mode, without dropout and with the statistics of batch norm
@@ -394,7 +394,7 @@ class Probe:
         return self._pass("quiet" if quiet else "training", batch, gradients, after=after)
 
     def evaluate(self, batch: Batch, seed: int = 0, after: Batch | None = None) -> Pass:
-        """Compute the loss of a batch as an evaluation does, or without an evaluation dataset as a training step does.
+        """Compute the loss of a batch as an evaluation does; without an evaluation dataset, as a training step does.
 
         Args:
             after: a batch to compute just before
@@ -407,12 +407,12 @@ class Probe:
 
     @cached_property
     def change_after_another_batch(self) -> float:
-        """How far the outputs of a batch are from those that it gives just after a training batch."""
+        """How far the outputs for a batch move if a training batch is computed just before it."""
         first, second = (self.evaluate(self.eval_batch, after=after) for after in (None, self.batch))
         return largest_difference(first.numbers, second.numbers)
 
     def watch_step(self, batch: Batch) -> Watch:
-        """Return what a training step calls, also one that makes its own updates."""
+        """Return the calls of a training step, which may make its own updates."""
         if not self.has_own_step:
             return self.train(batch).watch
         with self.training() as update:
@@ -462,7 +462,7 @@ class Probe:
 
     @cached_property
     def curves(self) -> list[list[float]]:
-        """The learning rates that the run will use, by parameter group and update; a single one if they are unknown."""
+        """The learning rates of the run by parameter group and update; a single rate per group if they are unknown."""
         groups = self.trainer.optimizer.param_groups
         known = [{"lr": float(g.get("lr", 0.0)), "lr_scale": float(g.get("lr_scale", 1.0))} for g in groups]
         create, config = self.create_scheduler_fn, self.run.required_config
@@ -477,7 +477,7 @@ class Probe:
         """The highest learning rate of each parameter group."""
         try:
             return [max(curve) for curve in self.curves]
-        except Exception:  # the check of the schedule reports it
+        except Exception:  # the check of the schedule reports the error
             return [float(group.get("lr", 0.0)) for group in self.trainer.optimizer.param_groups]
 
     @contextmanager
@@ -488,7 +488,7 @@ class Probe:
 
         Args:
             quiet: whether to train in evaluation mode, without dropout and with the statistics of batch norm
-            logical_processes: number of processes, of which each has a batch of its own, in a list
+            logical_processes: number of logical processes; updates then take a list with a batch for each
         """
         trainer, trial = self.trainer, self._trial
         if logical_processes is not None and "logical_processes" not in DIVISIONS:
@@ -533,7 +533,7 @@ def is_divisible(batch: Batch) -> bool:
 
 
 def joined_shares(batches: Sequence[Batch]) -> Batch:
-    """Return the last step of an epoch, on a single process, whose shares are batches."""
+    """Return the last batch of an epoch on a single process, whose shares are the given batches."""
     last = len(batches) - 1
     total = sum(batch.num_samples or 0 for batch in batches)
     shares = [b._replace(total_samples=total, share=Share(n, 0, n == last)) for n, b in enumerate(batches)]
@@ -550,19 +550,19 @@ def select(batch: Batch, rows: Sequence[int]) -> Batch:
 
 
 def parts_by_name(data: BatchData) -> dict[Part, BatchData]:
-    """Return the parts of a batch by key, or by number; that of a tensor is 0."""
+    """Return the parts of a batch by key, or by number; a batch that is a tensor is part 0."""
     if isinstance(data, (list, tuple)):
         return dict(enumerate(data))
     return dict(data) if isinstance(data, Mapping) else {0: data}
 
 
 def tensors_by_name(data: BatchData) -> dict[Part, torch.Tensor]:
-    """Return the parts of a batch that are tensors with dimensions."""
+    """Return the parts of a batch that are tensors with at least one dimension."""
     return {name: part for name, part in parts_by_name(data).items() if isinstance(part, torch.Tensor) and part.ndim}
 
 
 def with_parts(data: BatchData, changed: Mapping[Part, BatchData]) -> BatchData:
-    """Return a batch with other parts, by their names in ``parts_by_name()``."""
+    """Return a batch in which some parts are replaced, by their names in ``parts_by_name()``."""
     parts = parts_by_name(data) | dict(changed)
     if isinstance(data, Mapping):
         return parts

@@ -1,4 +1,4 @@
-"""A test suite for a training program: tries it in several ways before the run, and reports what looks wrong."""
+"""``trainer.check()``: runs the checks of a training program, and reports what looks wrong."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from pytorch_accel_lite.extensions.checking import checks_of_data, checks_of_mod
 from pytorch_accel_lite.extensions.checking.probing import Finding, NotApplicableError, Probe, Status
 from pytorch_accel_lite.schedulers import resolve_names
 
-#: A function that tries a program and yields what it finds. Reports have its name, without ``check_``, and its
-#: docstring: the first paragraph says what it does, the second why that matters, the third what to change.
+#: A function that tries a program and yields findings. Reports show its name, without ``check_``, and its docstring:
+#: the first paragraph says what the check does, the second why that matters, the third what to change.
 Check = Callable[[Probe], Iterable[Finding]]
 
 #: All checks, the cheapest first.
@@ -56,7 +56,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-# Colours that can be read on light and on dark pages, and marks for whoever sees none.
+# Colours that can be read on light and on dark pages, and marks for people who cannot tell colours apart.
 _COLOURS = {"failed": "#d1453b", "warned": "#b7791f", "passed": "#2f9e57"}
 _MARKS = {"failed": "\u2717", "warned": "!", "passed": "\u2713"}
 
@@ -69,7 +69,7 @@ class CheckResult:
         name: name of the check
         status: ``"passed"``, ``"failed"``, ``"warned"`` or ``"not applicable"``
         message: what was seen, or the reason why the check is not applicable
-        details: the same for programs: numbers, names of parameters, indices of samples
+        details: the contents of the message for programs: numbers, names of parameters, indices of samples
         advice: what to change
         tried: what the check does
         why: why that matters
@@ -117,7 +117,7 @@ class CheckReport(Report):
 
     @property
     def warnings(self) -> list[CheckResult]:
-        """The checks that found what may be a mistake."""
+        """The checks that found a possible mistake."""
         return self._with("warned")
 
     @property
@@ -127,7 +127,7 @@ class CheckReport(Report):
 
     @property
     def not_applicable(self) -> list[CheckResult]:
-        """The checks that cannot tell, with the reason in ``message``."""
+        """The checks that do not apply to the program, with the reason in ``message``."""
         return self._with("not applicable")
 
     def __getitem__(self, name: str) -> CheckResult:
@@ -149,7 +149,7 @@ class CheckReport(Report):
         ]
 
     def _repr_html_(self) -> str:
-        """Return a table of the checks with colours, the mistakes first; those that do not apply are folded."""
+        """Return a table of the checks with colours, the mistakes first; checks that do not apply are folded."""
         shown = [*self.failures, *self.warnings, *self.passed]
         return render(
             Path(__file__).parent / "templates" / "check.html",
@@ -193,17 +193,18 @@ def check(
     """Try the program on a few batches, and report what looks like a mistake, before an expensive run.
 
     The model, the loss, the step and the data are tried in several ways whose results must agree: a batch twice, in
-    parts, in another order, with more padding, and so on. The page "Checking your program" lists the checks. What does
-    not apply or cannot be decided is reported. Model, optimizer, generators and history are restored afterwards. Your
-    own callbacks are called in steps, and their attributes restored; built-in ones are not involved.
+    parts, in another order, with more padding, and so on. The page "Checking your program" lists the checks. Checks
+    that do not apply or cannot decide are reported as such. Model, optimizer, generators and history are restored
+    afterwards. Your own callbacks are called in steps, and their attributes are restored; built-in callbacks are not
+    called.
 
     Args:
-        seconds: when to leave out the remaining checks
+        seconds: time limit in seconds, after which the remaining checks are left out
         strict: whether to raise an error if a check fails
         only: names of the checks to make; all by default
         skip: names of checks to leave out
         extra: your own checks: functions that are passed a ``Probe``, and yield each ``Finding``
-        arguments: arguments of ``train()`` by name, of which some, such as ``resume_from``, make no difference
+        arguments: arguments of ``train()`` by name; some of them, such as ``resume_from``, have no effect
 
     Returns:
         the report, to be printed in a script; consoles and notebooks show it

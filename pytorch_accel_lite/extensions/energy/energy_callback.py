@@ -12,21 +12,22 @@ from pytorch_accel_lite.extending_callbacks import BatchData, BatchOutput, State
 from pytorch_accel_lite.extensions.energy.meters import Meter, find_meters
 
 _JOULES = 3.6e6  # in a kilowatt-hour
-_SECONDS = 60.0  # between readings: the counters of processors begin again after many minutes
+_SECONDS = 60.0  # between readings: processor counters wrap around after many minutes
 
 
 class EnergyCallback(TrainerCallback):
     """Measure the energy of the processors and GPUs of a job, and what it costs.
 
-    After each epoch, ``energy_kwh`` is what the job has taken so far, its restarts included, up to the last complete
-    epoch of each. ``trainer.goodput.used`` has it, too, and the last line of a run. Processors are read from Linux's
-    powercap, where often only root may, and all they do counts; GPUs by NVML, with the package nvidia-ml-py. Where
-    neither can be read, a line says so, and nothing is recorded.
+    After each epoch, ``energy_kwh`` is the energy that the job has taken so far, including its restarts, each up to its
+    last complete epoch. It is also in ``trainer.goodput.used``, and in the last line that a run prints. The energy of
+    processors comes from Linux's powercap, which often only root may read, and includes that of other programs. The
+    energy of GPUs comes from NVML, with the package nvidia-ml-py. If neither can be read, a line says so, and nothing
+    is recorded.
 
     Args:
         price: price of a kilowatt-hour
         currency: its currency
-        overhead: factor for what the machine room takes, such as cooling (its PUE)
+        overhead: factor for the energy of the machine room, such as cooling (its PUE)
         powercap: folder with the counters of the processors
     """
 
@@ -46,8 +47,8 @@ class EnergyCallback(TrainerCallback):
         self._clear()
 
     def _clear(self) -> None:
-        self._joules: Counter[str] = Counter()  # of the job
-        self._own: Counter[str] = Counter()  # of this process, not counted yet
+        self._joules: Counter[str] = Counter()  # the energy of the job
+        self._own: Counter[str] = Counter()  # the energy of this process that is not in _joules yet
         self._epochs = 0
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -65,7 +66,7 @@ class EnergyCallback(TrainerCallback):
     def on_train_step_end(
         self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
     ) -> None:
-        """Read the counters now and then."""
+        """Read the counters once a minute."""
         if time.monotonic() - self._read_at >= _SECONDS:
             self._read()
 
@@ -75,7 +76,7 @@ class EnergyCallback(TrainerCallback):
             self._own[kind] += self.overhead * sum(meter() for meter in meters)  # type: ignore[assignment]
 
     def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
-        """Add up what the processes have measured."""
+        """Add up the energy that the processes have measured."""
         self._epochs = trainer.progress.epoch
         self._read()
         for own in trainer.all_gather_object(dict(self._own)):

@@ -13,10 +13,10 @@ Meter = Callable[[], float]
 
 
 class RaplMeter:
-    """A counter of the processors' energy, as Linux shows those of Intel and AMD in a folder.
+    """An energy counter of Intel or AMD processors, which Linux shows as a folder.
 
     Args:
-        folder: one of /sys/class/powercap, for a package or its memory
+        folder: a folder in /sys/class/powercap, for a processor package or its memory
     """
 
     def __init__(self, folder: Path) -> None:
@@ -25,13 +25,13 @@ class RaplMeter:
         self._last = int(self._path.read_text())
 
     def __call__(self) -> float:
-        """Return the joules; the counter begins again at 0 after a while."""
+        """Return the joules since the last call. The counter wraps around to 0 after a while."""
         last, self._last = self._last, int(self._path.read_text())
         return ((self._last - last) % (self._range + 1)) / 1e6
 
 
 class NvmlMeter:
-    """The counter of a GPU's driver.
+    """The energy counter of a GPU, read from its driver.
 
     Args:
         device: the GPU of this process
@@ -47,25 +47,26 @@ class NvmlMeter:
         self._last = self._read()
 
     def __call__(self) -> float:
-        """Return the joules."""
+        """Return the joules since the last call."""
         last, self._last = self._last, self._read()
         return (self._last - last) / 1e3
 
 
 def find_meters(device: torch.device, powercap: Path | None) -> dict[str, list[Meter]]:
-    """Return the counters that can be read, by what they are of.
+    """Return the counters that can be read, by the kind of hardware.
 
     Args:
-        powercap: the folder of the processors' counters; ``None`` on processes that leave them to another one
+        powercap: the folder of the processors' counters; ``None`` on processes that leave these counters to another
+            process
     """
     meters: dict[str, list[Meter]] = {"processors": [], "GPUs": []}
     for folder in sorted(powercap.glob("*:*")) if powercap is not None else ():
         try:
             if (folder / "name").read_text().strip().startswith(("package", "dram")):
                 meters["processors"].append(RaplMeter(folder))
-        except (OSError, ValueError):  # often only root may read it
+        except (OSError, ValueError):  # often only root may read a counter
             continue
     if device.type == "cuda":
-        with suppress(Exception):  # no package, no driver, or a GPU without a counter: each has errors of its own
+        with suppress(Exception):  # no package, driver or counter: the errors differ
             meters["GPUs"].append(NvmlMeter(device))
     return {kind: found for kind, found in meters.items() if found}

@@ -29,7 +29,7 @@ from pytorch_accel_lite.utils import as_json, format_metric, record_error, sugge
 _EPILOG = """\
 Every value of the file can be overridden by an option, such as --train.num_epochs 5
 or --callbacks+ EarlyStoppingCallback; "train FILE --help" lists them,
-and "train FILE --help optimizer" says what those of a group mean.
+and "train FILE --help optimizer" explains the options of a group.
 To begin, "train --print_config > experiment.yaml" writes a file to fill in."""
 _TRAINER_COMMANDS = {
     "find_lr": "find a learning rate by a range test",
@@ -38,9 +38,9 @@ _TRAINER_COMMANDS = {
     "estimate_memory": "estimate the memory that training takes, on any number of devices",
 }
 _STARTING_FILE = """\
-# python -m pytorch_accel_lite train THIS_FILE. Add --help for what all of this means.
-# Classes and functions are given by their path; those of torch and of this package
-# by name alone. Remove what you leave at its default.
+# python -m pytorch_accel_lite train THIS_FILE. Add --help to see what the keys mean.
+# Name a class or function by its path, or if torch or this package has it,
+# by its name alone. Remove keys that you leave at their defaults.
 model: {class_path: my_module.MyModel, init_args: {width: 64}}
 loss_func: CrossEntropyLoss
 optimizer: {class_path: AdamW, init_args: {lr: 1e-3}}
@@ -56,12 +56,12 @@ def main(
     """Run the command line.
 
     Args:
-        arguments: by default those of this process
-        others: the parsers of other commands, by their names, for the help and for completion
+        arguments: the command line; by default that of this process
+        others: the parsers of further commands by name, which the help and the completion list
 
     Returns:
-        the exit code: 0; 1 if a check has failed; 2 for what is wrong in the file or in the arguments, and 130 after
-        Ctrl-C, both without a traceback
+        the exit code: 0 for success; 1 if a check has failed; 2 for an error in the file or the arguments; 130 after
+        Ctrl-C. Codes 2 and 130 come without a traceback.
     """
     if os.getcwd() not in sys.path and "" not in sys.path:  # the console script does not add it
         sys.path.insert(0, os.getcwd())
@@ -79,7 +79,7 @@ def main(
     except Exception as error:
         if not _is_user_error(error):
             raise
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher shows it
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher prints the traceback
             record_error(error)
         else:
             _print_error(f"error: {error}", *_notes_of(error))
@@ -96,7 +96,7 @@ def _check_command(arguments: Sequence[str], commands: Collection[str]) -> None:
     """Check the first argument, which is the command.
 
     Raises:
-        ExperimentError: if there is no such command; says which one may have been meant
+        ExperimentError: if there is no such command; suggests a similar one
     """
     command = next(iter(arguments), "-")
     if command in commands or command.startswith("-"):
@@ -106,7 +106,7 @@ def _check_command(arguments: Sequence[str], commands: Collection[str]) -> None:
 
 
 def _check_options(options: argparse.Namespace, rest: Sequence[str]) -> None:
-    """Check that none of the options that are left for the experiment is a misspelled one of the command."""
+    """Check that no option left for the experiment is a misspelled option of the command."""
     own = {"print_config", "weights", "on"} & vars(options).keys()
     for word in rest:
         name = word.removeprefix("--").partition("=")[0]
@@ -124,7 +124,7 @@ def _print_error(*lines: str) -> None:
 
 
 def _is_user_error(error: Exception) -> bool:
-    """Whether the message of an error suffices: it is from a check of ours, and not from within a step."""
+    """Whether an error needs no traceback, because a check of this package raised it outside of a step."""
     if isinstance(error, ExperimentError) or "Install it with: pip" in str(error):
         return True
     return was_raised_by_us(error) and not any(note.startswith("In ") for note in _notes_of(error))
@@ -149,7 +149,7 @@ def _parser(others: Mapping[str, argparse.ArgumentParser]) -> tuple[argparse.Arg
             command.add_argument(
                 "file", nargs="?", metavar="FILE", help="an experiment in YAML, or the folder of a run"
             )
-            text = "with FILE, its values and all options; with a group of them, what they mean"
+            text = "with FILE, its values and all options; with a group of options, what they mean"
             command.add_argument("-h", "--help", nargs="?", const="", metavar="GROUP", help=text)
         return command
 
@@ -161,12 +161,12 @@ def _parser(others: Mapping[str, argparse.ArgumentParser]) -> tuple[argparse.Arg
         add("predict", _predict, "write the outputs for a dataset"),
     ):
         command.add_argument("--weights", metavar="best|last|PATH", help=weights_help)
-        command.add_argument("--on", choices=["train", "eval", "test"], help="the dataset, one of those under data")
+        command.add_argument("--on", choices=["train", "eval", "test"], help="the dataset, by its key under data")
     add("test", _test, "test every checkpoint by every inference setting by every dataset")
     add("check", _check, "try the program on a few batches and report mistakes; exit with 1 if there are any")
     for name, text in _TRAINER_COMMANDS.items():
         add(name, _tool, text)
-    text = "compare runs: what differs, best metrics, curves on a page"
+    text = "compare the settings and best metrics of runs, and plot their curves on a page"
     _add_arguments_of_comparison(add("compare", _compare, text, file=False))
     text = "tell whether the difference between two experiments is real"
     _add_arguments_of_seeds(add("compare-seeds", _compare_seeds, text, file=False))
@@ -182,11 +182,11 @@ def _parser(others: Mapping[str, argparse.ArgumentParser]) -> tuple[argparse.Arg
 
 
 def _add_arguments_of_comparison(command: argparse.ArgumentParser) -> None:
-    command.add_argument("runs", nargs="+", help="folders of runs, or folders that contain some")
+    command.add_argument("runs", nargs="+", help="folders of runs, or folders that contain runs")
     command.add_argument("--page", type=Path, metavar="PATH", help="by default comparison.html beside the runs")
     command.add_argument("--sort", metavar="METRIC", help="a metric, for the best run first")
     for name, which in (("maximize", "greater"), ("minimize", "smaller")):
-        text = f"a metric of which {which} values are better, if the runs do not tell"
+        text = f"a metric of which {which} values are better, if the runs have no record of that"
         command.add_argument(f"--{name}", action="append", default=[], metavar="METRIC", help=text)
 
 
@@ -210,7 +210,7 @@ bash: {PROGRAM} completion bash > ~/.{PROGRAM}, and in ~/.bashrc:
 zsh:  {PROGRAM} completion zsh > DIR/_{PROGRAM}, where DIR is in your fpath"""
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     command.add_argument("shell", choices=SHELLS)
-    text = "an experiment, whose options are completed besides those that all have"
+    text = "an experiment whose own options are completed, too"
     command.add_argument("experiment", nargs="?", metavar="FILE", help=text)
 
 
@@ -261,7 +261,7 @@ def _predict(experiment: Experiment, options: argparse.Namespace) -> None:
 
 
 def _described(experiment: Experiment) -> dict[str, Any]:
-    """Return the settings on which results depend besides the weights."""
+    """Return the settings, besides the weights, on which results depend."""
     parts = ("model", "loss_func", "data", "trainer", "accelerator", "callbacks")
     reading = {name: experiment.config["train"].get(name) for name in ("collate_fn", "eval_dataloader_kwargs")}
     return {name: experiment.config.get(name) for name in parts} | reading
@@ -274,7 +274,7 @@ def _source(experiment: Experiment, options: argparse.Namespace, first: str) -> 
 
 
 def _load(experiment: Experiment, options: argparse.Namespace, first: str) -> tuple[Trainer, list[Path], str]:
-    """Return the trainer with the requested weights, their paths, and the name of the dataset, which is read."""
+    """Return the trainer with the requested weights, the paths of the weights, and the name of the dataset to read."""
     trainer = experiment.trainer
     name = _source(experiment, options, first)
     experiment.dataset(name)
@@ -289,7 +289,7 @@ def _tool(experiment: Experiment, options: argparse.Namespace) -> None:
     trainer = experiment.trainer
     arguments = experiment.tool_arguments(options.command)
     result = getattr(trainer, options.command)(experiment.train_dataset, **arguments)
-    if options.command != "find_batch_size":  # prints its result itself
+    if options.command != "find_batch_size":  # find_batch_size() prints its own result
         trainer.print(result)
     if options.command == "find_lr":
         path = experiment.output_dir / "find_lr.png"
@@ -324,7 +324,7 @@ def _inspect(options: argparse.Namespace) -> None:
     except (NoRunsError, FileNotFoundError):
         print_contents(options.path)
     else:
-        with suppress(DamagedStateError):  # it has no states
+        with suppress(DamagedStateError):  # the folder has no states
             print_contents(options.path)
 
 

@@ -18,10 +18,10 @@ from pytorch_accel_lite.extensions.experiment.importing import known_classes
 from pytorch_accel_lite.schedulers import ScheduleName, SchedulerBase
 from pytorch_accel_lite.utils import import_extra
 
-#: What is completed: the command that is installed with the package.
+#: The name of the installed command, which the script completes.
 PROGRAM = "pytorch-accel-lite"
 SHELLS = ("bash", "zsh")
-# Words of a value that may also be a path.
+# Words that may stand in place of a path.
 _WEIGHTS = ("best", "last")
 _STATES = ("latest",)
 _PATHS: dict[str, Sequence[str]] = {
@@ -41,10 +41,11 @@ def completion_script(
     """Return a script for a shell that completes commands, their options, and values that can be known.
 
     Args:
-        parser: that of the command line
-        commands: those of its commands, to which this adds the options of experiments
+        parser: the parser of the command line
+        commands: the parsers of its commands; this function adds the options of experiments to them
         shell: one of ``SHELLS``
-        file: an experiment, whose options are completed, too; without one, only those that all have
+        file: an experiment whose own options are completed, too; without a file, only the options that all experiments
+            have
 
     Raises:
         ImportError: if shtab is not installed
@@ -63,7 +64,7 @@ def completion_script(
     script = str(shtab.complete(parser, shell))
     return (
         script.replace("--callbacks+[", r"--callbacks\+[") if shell == "zsh" else script
-    )  # a plus has a meaning there
+    )  # a plus is special in regular expressions
 
 
 def _add_options(command: argparse.ArgumentParser, options: Sequence[Option]) -> None:
@@ -72,7 +73,7 @@ def _add_options(command: argparse.ArgumentParser, options: Sequence[Option]) ->
     for key, names in _named_classes().items():
         add(f"--{key}", choices=names, help="a class or a function")
     add("--callbacks+", choices=known_classes("callbacks", TrainerCallback), action="append", help="add a callback")
-    add("--resume", help="go on from a training state")
+    add("--resume", help="resume from a training state")
     for option in options:
         if option.key == "overwrite":
             add("--overwrite", action="store_true", help=option.text)
@@ -81,7 +82,7 @@ def _add_options(command: argparse.ArgumentParser, options: Sequence[Option]) ->
 
 
 def _named_classes() -> dict[str, list[str]]:
-    """Return the parts that may be given by name alone, and their names."""
+    """Return the parts of an experiment whose classes may be given by name alone, and these names."""
     return {
         "model": [],
         "loss_func": [name for name in known_classes("loss_func", nn.Module) if name.endswith("Loss")],
@@ -91,13 +92,13 @@ def _named_classes() -> dict[str, list[str]]:
 
 
 def _values(kind: str) -> list[str]:
-    """Return the values of a type that can be listed."""
+    """Return the possible values of a type, or an empty list if they cannot be listed."""
     literals = re.findall(r"'([^']+)'", "".join(re.findall(r"Literal\[(.*?)\]", kind)))
     return literals + (["true", "false"] if "bool" in kind.split(" | ") else [])
 
 
 def _paths(words: Sequence[str]) -> dict[str, str | dict[str, str]]:
-    """Return what shtab takes for a path, or one of some words."""
+    """Return the completion of a value that is a path or one of some words, as shtab expects it."""
     name, listed = "_".join(["", *words, "or", "files"]), " ".join(words)
     bash = f'{name}() {{ compgen -W "{listed}" -- "$1"; compgen -f -- "$1"; }}'
     zsh = f"{name}() {{ compadd -- {listed}; _files; }}"

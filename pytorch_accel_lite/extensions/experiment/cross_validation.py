@@ -38,7 +38,7 @@ from pytorch_accel_lite.extensions.predictions import PredictionWriterCallback, 
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import format_value, result_of_first
 
-#: The indices of a fold's samples to train on and to test.
+#: The indices of the samples that a fold trains on, and of those that it tests.
 Split = tuple[list[int], list[int]]
 
 _SPLITS = "splits.json"
@@ -53,8 +53,8 @@ class Fold:
         name: ``fold-1``, ``fold-2`` and so on, which is also the name of its folder
         train_indices: indices of the samples that its model was trained on
         test_indices: indices of the samples that its model was tested on
-        metrics: what ``evaluate`` returned for them, by name
-        folder: its folder, with everything that was written
+        metrics: the metrics of the test samples by name, as ``evaluate`` returned them
+        folder: the folder of the fold, with all its files
     """
 
     name: str
@@ -74,7 +74,7 @@ class CrossValidation(Results):
     """The results of ``cross_validate()``. Printing it shows a table.
 
     Args:
-        splitter: what divided the dataset, in words
+        splitter: a description of the splitter
         size: number of samples in the dataset
         folds: the folds, in order
     """
@@ -90,7 +90,7 @@ class CrossValidation(Results):
 
     @property
     def deviation(self) -> dict[str, float]:
-        """The standard deviation over the folds of each metric (that of a sample: divided by ``n - 1``)."""
+        """The sample standard deviation (with ``n - 1``) over the folds of each metric."""
         return self._summarised_by(_deviation)
 
     def _summarised_by(self, summary: Callable[[list[float]], float]) -> dict[str, float]:
@@ -99,7 +99,7 @@ class CrossValidation(Results):
 
     @property
     def predictions(self) -> Any:
-        """The outputs for all samples in the order of the dataset, each of the model that was not trained on it.
+        """The outputs for all samples in the order of the dataset, each from the model that was not trained on it.
 
         Raises:
             ValueError: if the folds do not test each sample once, as with repeated or random splits
@@ -154,8 +154,9 @@ def cross_validate(
 ) -> CrossValidation:
     """Train a model on each fold of a dataset, and test it on the samples that were held out.
 
-    They are also the ``eval_dataset`` of its training. What is tested are the weights at the end of the training: the
-    best ones with a ``SaveBestModelCallback``. With several processes, call it on each.
+    The held-out samples are also the ``eval_dataset`` of the training. The weights at the end of the training are
+    tested, which with a ``SaveBestModelCallback`` are the best ones. With several processes, call this function on
+    each.
 
     Args:
         make_trainer: called with the folder of each fold, returns a new trainer with a new model; its callbacks write
@@ -164,12 +165,12 @@ def cross_validate(
         splitter: a splitter of scikit-learn, such as ``KFold(5)``, or pairs of training and test indices
         y: for splitters that need them, such as ``StratifiedKFold``: the label of each sample
         groups: for splitters that need them, such as ``GroupKFold``: the group of each sample
-        save_dir: where the results are written, with a folder for each fold; those of an earlier cross-validation are
+        save_dir: where the results are written, with a folder for each fold; results of an earlier cross-validation are
             removed
-        resume: continue a cross-validation that was killed: its split and its finished folds are read, and a fold that
-            was being trained resumes from its training state, if its trainer saves any
-        seed: with it, all generators are seeded before each trainer is created, so that its initial weights do not
-            depend on the folds before it; give the trainer a seed, too
+        resume: whether to continue a cross-validation that was killed: its split and its finished folds are read, and
+            the interrupted fold resumes from its training state if its trainer saves training states
+        seed: seeds all generators before each trainer is created, so that the initial weights of a fold do not depend
+            on the folds before it; give the trainer a seed, too
         predictions: whether to predict the samples that were held out
         train_arguments: arguments of ``Trainer.train()``, such as ``num_epochs``
 
@@ -211,17 +212,17 @@ def cross_validate(
 
 
 def _checksum_of_values(values: Any) -> str | None:
-    """Return a text that differs for other labels or groups."""
+    """Return a checksum of labels or groups as text."""
     return None if values is None else hashlib.sha256(repr(np.asarray(values).tolist()).encode()).hexdigest()[:8]
 
 
 def _find_splits(
     folder: Path, settings: dict[str, Any], resume: bool, splitter: Any, create: Callable[[], list[Split]]
 ) -> list[Split]:
-    """Return the split of a cross-validation that is resumed, or create and write one.
+    """Return the split of the cross-validation that is resumed, or create and write a new split.
 
     Args:
-        settings: settings that must be the same if it is resumed
+        settings: settings that a resumed cross-validation must share with the original
     """
     path = folder / _SPLITS
     if resume and path.exists():
@@ -237,7 +238,7 @@ def _find_splits(
     splits = create()
     if path.exists():
         for old in folder.glob("fold-*"):
-            if re.fullmatch(r"fold-\d+", old.name) and old.is_dir():  # not a plot of them, say
+            if re.fullmatch(r"fold-\d+", old.name) and old.is_dir():  # not a plot of the folds, say
                 shutil.rmtree(old)
     write_json(path, {"about": settings, "splits": splits})
     return splits
@@ -267,7 +268,7 @@ def _indices(values: Any) -> list[int]:
 
 
 def _finished(folder: Path, needs_predictions: bool) -> dict[str, Any] | None:
-    """Return the metrics of a fold that is finished."""
+    """Return the metrics of a fold; ``None`` if it is not finished."""
     lacks_predictions = needs_predictions and not (folder / "predictions").is_dir()
     metrics: dict[str, Any] | None = None if lacks_predictions else read_finished(folder / _RESULT)
     return metrics

@@ -61,7 +61,7 @@ class Experiment:
 
     Attributes:
         config: the resolved contents of the file, including all defaults
-        text: the same as YAML, from which the same experiment can be read again
+        text: ``config`` as YAML, from which the same experiment can be read again
     """
 
     def __init__(self, parser: Parser, tool: str | None = None, folder: Path | None = None) -> None:
@@ -70,7 +70,7 @@ class Experiment:
         self.config = parser.to_config(self._parsed)
         self._resume_from = self.config["train"].get("resume_from")
         self._is_new = tool is None and not self.config.pop("overwrite") and self._resume_from is None
-        if self._resume_from == "latest":  # not a setting of the run itself
+        if self._resume_from == "latest":  # "latest" is not a setting of the run itself
             self.config["train"]["resume_from"] = None
         self.text = dump_yaml(self.config)
         self._folder = folder
@@ -88,12 +88,12 @@ class Experiment:
         """Read an experiment from a YAML file. Modules beside the file can be imported from then on.
 
         Args:
-            path: the file; the folder of a run, which is used again and has its file; or ``None`` if everything is in
-                ``overrides``
+            path: the file; or the folder of a run, whose resolved file is read and whose folder is used again; or
+                ``None`` if everything is in ``overrides``
             overrides: values by key, such as ``{"optimizer.lr": 3e-4}``, or the arguments of a command line, such as
                 ``["--optimizer.lr", "3e-4"]``
-            tool: the command if it is not training, such as ``"find_lr"`` or ``"evaluate"``: the experiment then has
-                the arguments of that command, too, and the folder of the newest run
+            tool: the command, if it is not ``train``, such as ``"find_lr"`` or ``"evaluate"``: the experiment then also
+                has the arguments of that command, and uses the folder of the newest run
 
         Raises:
             ExperimentError: if anything is missing, unknown, or of the wrong type; names the file and line, or key
@@ -107,8 +107,9 @@ class Experiment:
     def output_dir(self) -> Path:
         """Where the run writes its files. With several processes, access it on each.
 
-        The ``output_dir`` of the file, or if a run has that already, a new folder beside it: ``runs/sine-run2``. A run
-        that resumes or overwrites has the folder of the newest run, or that of the state it resumes from.
+        This is the ``output_dir`` of the file, or if another run has that folder already, a new folder beside it, such
+        as ``runs/sine-run2``. A run that resumes or overwrites uses the folder of the newest run, or the folder of the
+        state that it resumes from.
         """
         return Path(result_of_first(lambda: os.fspath(self._folder or self._find_folder())))
 
@@ -122,7 +123,8 @@ class Experiment:
         if not is_new:
             return runs[-1] if runs else base
         folder = new_folder(base, self.text)
-        # Detached when training begins. Absolute, as the program may work in another directory by then.
+        # Training detaches this. The path is absolute because the program may have changed its working directory by
+        # then.
         self._claim = weakref.finalize(self, _release_folder, folder.absolute())
         return folder
 
@@ -145,7 +147,7 @@ class Experiment:
             raise ExperimentError("model: there is none. Name its class, or a function that returns it.")
         if "accelerator" in self._parser.parts:
             arguments["accelerator"] = self._build_accelerator()
-        elif self._arguments_of("trainer.init_args").get("mixed_precision") is None:  # which the trainer checks
+        elif self._arguments_of("trainer.init_args").get("mixed_precision") is None:  # the trainer checks a given one
             _check_precision()
         trainer: Trainer = self._create("trainer", arguments | {"callbacks": self._callbacks()})
         return trainer
@@ -193,7 +195,7 @@ class Experiment:
         return shared | {"dataloader_kwargs": arguments["eval_dataloader_kwargs"]}
 
     def tool_arguments(self, tool: str) -> dict[str, Any]:
-        """Return the arguments of ``trainer.find_lr`` and the like besides the data, including those of ``train``."""
+        """Return the arguments of a tool such as ``trainer.find_lr`` besides the data, including those of ``train``."""
         if tool == "test":
             return self.eval_arguments | self._arguments_of(tool)
         parameters = inspect.signature(getattr(self.trainer, tool)).parameters
@@ -217,7 +219,8 @@ class Experiment:
     def describe_unused_rate(self) -> str:
         """Return a message if the command line sets a learning rate that the scheduler replaces; or an empty text.
 
-        The trainer itself names those that the optimizer would not have by default, from which it could not tell this.
+        The trainer itself warns of a rate that is not the optimizer's default. It cannot know that a default rate was
+        set on purpose.
         """
         optimizer, scheduler = (self._parser.parts.get(key) for key in ("optimizer", "scheduler"))
         name = getattr(scheduler, "__name__", "")
@@ -242,7 +245,7 @@ class Experiment:
     def _instances(self) -> Any:
         """The contents with nested classes instantiated, without callbacks."""
         contents = self._parsed.clone()
-        del contents["callbacks"]  # they need the folder of the run
+        del contents["callbacks"]  # callbacks are created later, as they need the folder of the run
         self._seed()
         return self._parser.instantiate(contents, _instantiate)
 
@@ -273,7 +276,7 @@ class Experiment:
         changed = {name: value for name, value in arguments.items() if name not in defaults or value != defaults[name]}
         if key == "scheduler":
             changed = self._parser.with_placeholders(arguments, changed)
-        if key == "loss_func":  # its errors are those of a step
+        if key == "loss_func":  # an error of the loss function is an error of a step
             return partial(function, **changed) if changed else function
 
         @wraps(function, updated=())
@@ -289,11 +292,11 @@ class Experiment:
         if "mixed_precision" not in arguments:
             _check_precision()
         is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        on_cpus = is_launched and not torch.accelerator.is_available()  # Accelerate must be told
+        on_cpus = is_launched and not torch.accelerator.is_available()  # Accelerate must be told to use CPUs
         return create(cpu=True) if on_cpus and "cpu" not in arguments else create()
 
     def _callbacks(self) -> list[Any]:
-        """Return the callbacks of the file after the default ones, except defaults of which the file has its own."""
+        """Return the default callbacks followed by those of the file, which replace defaults of the same kind."""
         contents = self._parsed.clone()
         for item in contents["callbacks"]:
             _move_outputs(import_path(Document(), "callbacks", item["class_path"]), item, self.output_dir)
@@ -309,7 +312,7 @@ class Experiment:
 def create_parser(
     path: str | os.PathLike[str] | None, overrides: Mapping[str, Any] | Sequence[str] = (), tool: str | None = None
 ) -> Parser:
-    """Read a file and what overrides it, and return a parser for what it names."""
+    """Read a file and its overrides, and return a parser for the classes and functions that it names."""
     file = None if path is None else Path(path, RESOLVED) if Path(path).is_dir() else Path(path)
     document = Document() if file is None else read(file)
     if file is not None:
@@ -328,7 +331,7 @@ def create_parser(
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield the keys and values in the arguments of a command line.
 
-    The value of an argument stays text, which is read as its type says; what is within one is read as YAML.
+    The value of an argument stays text until its type is known. A value within an argument is read as YAML.
     """
     rest = iter(arguments)
     for argument in rest:
@@ -350,14 +353,14 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _release_folder(folder: Path) -> None:
-    """Release a folder for the next run, as no run has begun in it."""
+    """Release a folder in which no run has begun, so that the next run can use it."""
     (folder / RESOLVED).unlink(missing_ok=True)
-    with suppress(OSError):  # not empty
+    with suppress(OSError):  # the folder is not empty
         folder.rmdir()
 
 
 def _check_precision() -> None:
-    """Refuse to take over the mixed precision of an earlier experiment, as that of a process cannot change."""
+    """Refuse to take over the mixed precision of an earlier experiment: the precision of a process cannot change."""
     mode = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if is_initialized() and (existing := AcceleratorState().mixed_precision) != mode:
         raise ExperimentError(
@@ -387,12 +390,13 @@ def _instantiate(kind: Any, *args: Any, **kwargs: Any) -> Any:
 def _naming_part(part: str) -> Iterator[None]:
     """Add to an error the part of the experiment that was being created.
 
-    If only libraries were involved, the arguments are wrong, and the message suffices; not in the user's code.
+    If the error comes from a library, the arguments are wrong and the message suffices. If it comes from the user's
+    code, the error itself is raised again, with its traceback.
     """
     try:
         yield
     except ExperimentError:
-        raise  # already names the part
+        raise  # the error already names the part
     except Exception as error:
         if was_raised_by_us(error):
             raise ExperimentError(f"{part}: {error}") from error

@@ -39,11 +39,11 @@ def parse(text: str) -> Any:
     """Return a number, or a placeholder that a run resolves. Nothing is ever passed to ``eval``.
 
     Raises:
-        ValueError: if the text is anything but an expression; names what is wrong in it
+        ValueError: if the text is not such an expression; names the wrong part
     """
     try:
         return _value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, RecursionError, MemoryError) as error:  # the last two if it is nested too deeply
+    except (SyntaxError, RecursionError, MemoryError) as error:  # the last two if the text is nested too deeply
         raise ValueError(f"{text!r} is not an expression") from error
     except ArithmeticError as error:
         raise ValueError(f"{text!r} has no value: {error}") from error

@@ -1,4 +1,4 @@
-"""What ``train FILE --help`` prints: what a file sets, and what else it may contain, group by group."""
+"""What ``train FILE --help`` prints: the values that a file sets and the further keys it may contain, by group."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Option(NamedTuple):
 
     @property
     def group(self) -> str:
-        """The part of the file that it belongs to."""
+        """The part of the file that the option belongs to."""
         return self.key.rpartition(".")[0] or (self.key if self.key == "callbacks" else _OTHERS)
 
     @property
     def name(self) -> str:
-        """Its name within the group."""
+        """The name of the option within its group."""
         return self.key.rpartition(".")[2]
 
 
 class OptionGroup(NamedTuple):
-    """A part of the file, and what it may contain."""
+    """A part of the file, and the options that it may contain."""
 
     title: str
     text: str
@@ -67,7 +67,7 @@ def read_options(
 
 
 def without_markup(text: str) -> str:
-    """Return a text without the markup of docstrings and the defaults that it repeats."""
+    """Return the text of a docstring without markup, and without defaults, which the help shows anyway."""
     for pattern, replacement in (
         (r"\s*\(default: [^()]*(?:\([^()]*\))?[^()]*\)|\s*Default: \S+$", ""),
         (r":\w+:`~?(?:[\w.]+\.)?([^`<]+?)(?:\s*<[^`]*>)?`", r"\1"),
@@ -101,8 +101,8 @@ def as_text(value: Any) -> str:
 
 
 def overview(groups: Mapping[str, OptionGroup], file: str) -> str:
-    """Return what a file sets, and the names of what else it may contain."""
-    text = f"What {file} sets. An option replaces a value, as in --train.num_epochs 5."
+    """Return the values that a file sets, and the names of the further options that it may contain."""
+    text = f"The values that {file} sets. An option replaces a value, as in --train.num_epochs 5."
     lines = [*_filled(text), ""]
     for name, group in groups.items():
         lines.append(f"{name}: {group.title}" if group.title else name)
@@ -118,7 +118,7 @@ def describe_options(groups: Mapping[str, OptionGroup], wanted: str) -> str:
     """Return the description of a group, or of a single option.
 
     Raises:
-        ExperimentError: if there is neither
+        ExperimentError: if there is no such group or option
     """
     wanted = wanted.lstrip("-")
     chosen = groups.get(wanted)
@@ -145,7 +145,7 @@ def _columns() -> int:
 
 
 def _filled(text: str, indent: str = "") -> list[str]:
-    """Wrap a text; a first indent with a word in it is spaces in the lines below."""
+    """Wrap a text. If the indent contains a word, the lines after the first have as many spaces instead."""
     blank = " " * len(indent)
     if not text:
         return []
@@ -155,7 +155,7 @@ def _filled(text: str, indent: str = "") -> list[str]:
 
 
 def _row(start: str, text: str, column: int = 38) -> list[str]:
-    """Return an option with the beginning of its description, in one line."""
+    """Return one line with an option and the beginning of its description."""
     if len(start) > column - 2:
         return _filled(start.strip(), "  ")
     first = re.split(r"(?<=[^.].)[.;:] ", text, maxsplit=1)[0].removesuffix(".")
@@ -168,8 +168,8 @@ def group_options(
     """Return the groups of options by name.
 
     Args:
-        titles: the first sentence about the class or function of each
-        classes: its path
+        titles: for each group, the first sentence of the docstring of its class or function
+        classes: for each group, the path of its class or function
     """
     names = dict.fromkeys([*classes, *(option.group for option in options)])
     return {

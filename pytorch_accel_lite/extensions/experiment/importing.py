@@ -21,7 +21,7 @@ from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import suggest
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-# Modules in which a class is looked up that is named without its module.
+# For each key, the modules in which a class is looked up if it is named without its module.
 _MODULES = {
     "loss_func": ("torch.nn", "torch.nn.functional"),
     "optimizer": ("torch.optim",),
@@ -33,10 +33,10 @@ _MODULES = {
 
 
 def import_path(document: Document, key: str, path: Any) -> Any:
-    """Return the class or function that a key names by its dotted path, or by name alone for torch's and ours.
+    """Return the class or function that a key names by dotted path, or by name alone if torch or this package has it.
 
     Raises:
-        ExperimentError: if there is none
+        ExperimentError: if there is no such class or function
     """
     where = document.locate(key)
     if not isinstance(path, str) or not _PATH.fullmatch(path):
@@ -49,13 +49,13 @@ def import_path(document: Document, key: str, path: Any) -> Any:
         hint = suggest(name, dir(module))
         raise ExperimentError(f"{where}={path!r}: the module {module_name!r} has no {name!r}.{hint}")
     thing = getattr(module, name)
-    if not callable(thing) or not hasattr(thing, "__qualname__"):  # instances lack it, for example a partial
+    if not callable(thing) or not hasattr(thing, "__qualname__"):  # instances, such as a partial, have no __qualname__
         raise ExperimentError(f"{where}={path!r} must be a class or a function, not {type(thing).__name__}.")
     return thing
 
 
 def known_classes(key: str, *kinds: type) -> list[str]:
-    """Return the names of the classes of some kinds that need no module as the value of a key."""
+    """Return the names of classes that may be the value of a key without their module, of given base classes."""
     modules = [importlib.import_module(name) for name in _MODULES[key]]
     things = {name: getattr(module, name) for module in modules for name in _public_names(module)}
     classes = {name: thing for name, thing in things.items() if inspect.isclass(thing) and thing not in kinds}
@@ -83,7 +83,7 @@ def _module(where: str, name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module itself failed to import another one
+            raise  # the module exists, but an import within it failed
         raise ExperimentError(
             f"{where}: there is no module {error.name!r}. Modules of your own are looked for beside the file, in the "
             f"folder that you are in, {os.getcwd()}, and in PYTHONPATH."
@@ -91,7 +91,7 @@ def _module(where: str, name: str) -> Any:
 
 
 def full_name(thing: Any) -> str:
-    """Return the path of a class or a function: in a module where names are looked up, or else the shortest."""
+    """Return the path of a class or function: through a module where names are looked up, or else the shortest path."""
     name: str = thing.__qualname__
     for known in chain.from_iterable(_MODULES.values()):
         if known in sys.modules and vars(sys.modules[known]).get(name) is thing:
@@ -115,10 +115,10 @@ _KINDS: dict[str, Any] = {
 
 
 def check_kinds(document: Document, parts: Mapping[str, Any]) -> None:
-    """Check that the classes of all parts have the required base class. What functions return is unknown.
+    """Check that the classes of all parts have the required base class. Functions pass: what they return is unknown.
 
     Raises:
-        ExperimentError: if one is not
+        ExperimentError: if a class has another base class
     """
     for key, thing in parts.items():
         kind = _KINDS.get(key.partition(".")[0], object)

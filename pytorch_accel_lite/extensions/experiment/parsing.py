@@ -36,17 +36,17 @@ from pytorch_accel_lite.schedulers import ScheduleName
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import import_extra, suggest
 
-#: Commands with their own arguments in addition to some of those of ``train``: trainer methods, and ``run_tests``.
+#: Commands with arguments of their own besides some arguments of ``train``: trainer methods, and ``run_tests``.
 TOOLS = ("check", "find_lr", "find_batch_size", "diagnose", "estimate_memory", "test")
 _DEFAULT_CLASSES = {"trainer": "Trainer", "accelerator": "Accelerator"}
-# Arguments that come from parts, data and commands.
+# Arguments of the trainer and its methods that other keys of the file, or the command, provide.
 _TRAINER_ARGUMENTS = {"model", "loss_func", "optimizer", "callbacks", "run_history", "accelerator"}
 _TRAIN_ARGUMENTS = {"train_dataset", "eval_dataset", "create_scheduler_fn"}
 _TEST_ARGUMENTS = {"trainer", "datasets", "save_dir", "dataloader_kwargs"}
-_CALLED_LATER = {"optimizer": 1, "scheduler": 1, "loss_func": 2}  # number of arguments before those of the file
+_CALLED_LATER = {"optimizer": 1, "scheduler": 1, "loss_func": 2}  # how many arguments the trainer passes first
 # The beginning of the text that the parser writes for an object that cannot be serialized.
 _UNWRITABLE = "Unable to serialize instance"
-_NAMES_OF_RUNS = ("name", "run_name", "experiment_name", "exp_name")  # of others, as options without a section
+_NAMES_OF_RUNS = ("name", "run_name", "experiment_name", "exp_name")  # other libraries' keys for output_dir
 _UNWRAPPED = 1_000_000  # columns
 _UNWANTED_HELP = {
     r"  --print_config .*?(?=\n  -)\n": "",
@@ -61,11 +61,11 @@ class Parser:
     """The parser of one experiment, with an option for each argument of each part.
 
     Args:
-        document: the contents of the file, and what overrides them
+        document: the contents of the file with their overrides
         tool: the command, one of ``TOOLS``, whose arguments the experiment has, too
 
     Raises:
-        ExperimentError: if a class does not exist, or a key is not known
+        ExperimentError: if a class does not exist, or a key is unknown
     """
 
     def __init__(self, document: Document, tool: str | None = None) -> None:
@@ -156,7 +156,7 @@ class Parser:
         """Replace each expression in the arguments of the scheduler by a number.
 
         Returns:
-            the text and the placeholder of each
+            the text and the placeholder of each expression, by its path
         """
         arguments = self._arguments("scheduler")
         expressions: dict[tuple[Any, ...], tuple[str, Any]] = {}
@@ -183,7 +183,7 @@ class Parser:
             parameters = _parameters(thing) or {}
             if key == "trainer":
                 skip = _TRAINER_ARGUMENTS & parameters.keys()
-            skip |= {name for name, value in parameters.items() if type(value.default) is object}  # without a meaning
+            skip |= {name for name, value in parameters.items() if type(value.default) is object}  # sentinels
             if not inspect.isclass(thing):
                 parser.add_function_arguments(thing, f"{key}.init_args", skip=skip, fail_untyped=False)
                 continue
@@ -217,7 +217,7 @@ class Parser:
                     self._keys.add(f"{prefix}{name}")
 
     def _check_keys(self, content: dict[str, Any], under: str = "") -> None:
-        """Raise an error for unknown keys, and drop those of a class that has been replaced."""
+        """Raise an error for unknown keys, and drop the keys of a class that has been replaced."""
         for name, value in list(content.items()):
             key = f"{under}.{name}" if under else str(name)
             if key in self._keys or key.endswith(".class_path"):
@@ -229,7 +229,7 @@ class Parser:
             elif isinstance(value, dict) and value:
                 self._check_keys(value, key)
             elif isinstance(value, str) and f"{key}.class_path" in self._keys:
-                content[name] = {"class_path": value}  # an argument whose default is a class, which it returns
+                content[name] = {"class_path": value}  # an argument whose default is a class
             elif value:
                 raise ExperimentError(f"{self.locate(key)}={value!r} must have keys and values.")
             if not content.get(name):
@@ -240,7 +240,7 @@ class Parser:
         return is_part or any(name.startswith(f"{key}.") for name in self._keys)
 
     def _unknown(self, key: str) -> str:
-        """Return why a key is unknown, and which one may have been meant."""
+        """Return why a key is unknown, with the key that may have been meant."""
         part = next((part for part in self.parts if key.startswith(f"{part}.init_args.")), None)
         section = key.partition(".")[0]
         owner, prefix = "an experiment", ""
@@ -280,7 +280,7 @@ class Parser:
             raise ExperimentError(self._explain(str(error))) from None
 
     def _explain(self, message: str) -> str:
-        """Return an error of jsonargparse's in terms of the file."""
+        """Return an error message of jsonargparse in terms of the file."""
         if missing := re.search(r"arguments are required: (.*)", message):
             keys = missing[1].split(", ")
             owner = keys[0].partition(".init_args.")[0]
@@ -292,13 +292,13 @@ class Parser:
             hint = suggest(option[1], names, 0.5) or f" There are: {', '.join(names)}."
             return f"{location} is not an argument of {path}.{hint}"
         value = re.search(r"(?:Got|Given) value: (.*?)(?=\n +(?:- |Given value)|\Z)", message, re.DOTALL)
-        message = message[: value.end()] if value else message  # of an item in a list, what follows is about the list
+        message = message[: value.end()] if value else message  # the text after it is about the list around it
         kinds = [kind.rpartition(".")[2] for kind in re.findall(r"Expected an? <class '([^']+)'>", message)]
         if choices := re.search(r"Expected a typing\.Literal\[(.*)\]", message):
             kinds = [*choices[1].split(", "), *kinds]
         must_be = f" must be {' or '.join(dict.fromkeys(kinds))}".replace("NoneType", "null") if kinds else " is wrong"
         reasons = re.findall(r"^ *- (?!Expected an? |Does not validate)(.*?)\.?$", message, re.MULTILINE)
-        if kinds == ["str"]:  # what YAML has read as something else
+        if kinds == ["str"]:  # YAML has read the text as another type
             reasons.append("Put it in quotes")
         text = ". ".join([must_be, *reasons])
         if not value:
@@ -306,7 +306,7 @@ class Parser:
         return f"{self._innermost(keys)}={value[1]!r}{text if text.endswith('?') else f'{text}.'}"
 
     def _innermost(self, keys: list[str]) -> str:
-        """Return the location of the last key, which may belong to an item of the first."""
+        """Return the location of the last key, which may be within a list item of the first key."""
         inside = (key for key in self._document.locations if key.startswith(keys[0]) and key.endswith(f".{keys[-1]}"))
         return self.locate(next(inside, ".".join(dict.fromkeys(keys))) if len(keys) > 1 else keys[0])
 
@@ -332,7 +332,7 @@ class Parser:
             return self._parser.instantiate(contents, instantiators=[(create_and_note, object, True)])
         except Exception:
             if failures:
-                raise failures[-1] from None  # the parser hides it if None is also allowed
+                raise failures[-1] from None  # the parser hides the error if None is also allowed
             raise
 
     def with_placeholders(self, schedule: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
@@ -348,13 +348,14 @@ class Parser:
     def to_config(self, contents: Any) -> dict[str, Any]:
         """Return checked contents as nested dicts of types that a file can hold, with all defaults.
 
-        Defaults that cannot be written, such as ``nn.Tanh()``, are omitted, and apply again when the file is read.
+        Defaults that cannot be written, such as ``nn.Tanh()``, are omitted. They apply again when the file is read.
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", rf"\s*{_UNWRITABLE}")
             config = json.loads(self._parser.dump(contents, "json", skip_unset=False))
         for key, value in contents.items():
-            if isinstance(value, list) and value and all(map(callable, value)):  # the parser writes only single ones
+            # The parser can write a callable, but not a list of callables.
+            if isinstance(value, list) and value and all(map(callable, value)):
                 config = with_value_at(config, key.split("."), [*map(full_name, value)])
         config = _without_unwritable(config)
         for path, (text, _) in self._expressions.items():
@@ -362,7 +363,7 @@ class Parser:
         return config  # type: ignore[no-any-return]
 
     def help(self, file: str, wanted: str = "") -> str:
-        """Return the values of this experiment and the names of all options; or the description of some.
+        """Return the values of this experiment and the names of all options, or the description of the ``wanted`` ones.
 
         Args:
             file: the name of the experiment's file
@@ -390,7 +391,7 @@ class Parser:
 
 
 def _parameters(thing: Any) -> dict[str, inspect.Parameter] | None:
-    """Return the parameters of a class or a function; what is not written in Python has no signature."""
+    """Return the parameters of a class or function; ``None`` if it is not written in Python and has no signature."""
     try:
         return dict(inspect.signature(thing).parameters)
     except ValueError:

@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 
 class Results:
-    """Results that are a table, with a row for each run, whose name is in the first column."""
+    """Results as a table, with a row for each run. The first column has the name of the run."""
 
     def rows(self) -> list[Row]:
         """Return a dict for each row."""
@@ -38,7 +38,7 @@ class Results:
 
 
 def text_table(columns: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table. Columns that do not fit into the terminal follow below, with the first one repeated.
+    """Return the lines of a table. Columns too many for the terminal follow below, after the first column again.
 
     Args:
         columns: the cells of each column, the first of which is its name. The first column is left-aligned, the others
@@ -61,13 +61,13 @@ def write_json(path: Path, content: Any, indent: int | None = None) -> None:
 
 
 def as_one_line(value: Any) -> Any:
-    """Return an argument in a JSON type and in one line, equal for arguments that were created identically."""
+    """Return an argument as one line of JSON, which is the same for arguments that were created identically."""
     text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
     return value if isinstance(value, (int, float, type(None))) else " ".join(text.split())
 
 
 def as_number(value: Any) -> float | str:
-    """Return a metric as a float, or as text if it is no single number."""
+    """Return a metric as a float, or as text if it is not a single number."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -78,12 +78,12 @@ def check_is_new(trainer: Trainer, seen: weakref.WeakSet[Any], source: str, cons
     """Check that an earlier run has not already trained a trainer or its model.
 
     Args:
-        seen: the trainers and models of earlier runs, to which these are added
+        seen: the trainers and models of earlier runs; this trainer and its model are added
         source: the call that returned the trainer
-        consequence: the earlier run, and what would be wrong
+        consequence: which run had it, and what would go wrong, for the message
 
     Raises:
-        ValueError: if it has; names the call
+        ValueError: if an earlier run has; names the call
     """
     for part in (trainer, trainer.get_model(keep_torch_compile=False)):
         if part in seen:
@@ -94,10 +94,10 @@ def check_is_new(trainer: Trainer, seen: weakref.WeakSet[Any], source: str, cons
 
 
 def check_is_same(folder: Path, before: Row, now: Row, kind: str) -> None:
-    """Refuse to continue in a folder what was begun with other settings.
+    """Check that results in a folder were begun with the same settings.
 
     Args:
-        kind: what the folder has, in a word or two
+        kind: what the folder contains, in a word or two
 
     Raises:
         ValueError: names the first setting that differs, and both values
@@ -111,7 +111,7 @@ def check_is_same(folder: Path, before: Row, now: Row, kind: str) -> None:
 
 
 def read_finished(path: Path) -> Any:
-    """Return what a run has written at its end; ``None`` if it is not finished."""
+    """Return the results that a run has written at its end; ``None`` if the run is not finished."""
     if not path.exists():
         return None
     print(f"{path.parent} is finished: skipped")
@@ -122,7 +122,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a file that ``write_json()`` has written.
 
     Raises:
-        ValueError: if it is something else; names the file
+        ValueError: if the file has other contents; names the file
     """
     try:
         content = json.loads(path.read_bytes())
@@ -134,13 +134,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def train_to_end(trainer: Trainer, folder: Path, again: str, resume: bool = True, **arguments: Any) -> None:
-    """Train, from the newest training state if the trainer saves any.
+    """Train, from the newest training state if there is one.
 
     Args:
         folder: the folder of the run
-        again: how to continue
+        again: how to continue, for the message
         resume: ``False`` to start over
-        arguments: those of ``Trainer.train()``
+        arguments: arguments of ``Trainer.train()``
 
     Raises:
         RunPausedError: if a callback pauses the training; says how to continue
@@ -153,7 +153,7 @@ def train_to_end(trainer: Trainer, folder: Path, again: str, resume: bool = True
 
 @contextmanager
 def added_callbacks(trainer: Trainer, *callbacks: TrainerCallback | None) -> Iterator[None]:
-    """Add callbacks to a trainer within a block; ``None`` is ignored."""
+    """Add callbacks to a trainer for the duration of a ``with`` block; ``None`` is ignored."""
     handler = trainer.callback_handler
     before = trainer.callbacks
     handler.add_callbacks([callback for callback in callbacks if callback is not None])

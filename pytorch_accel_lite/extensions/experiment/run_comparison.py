@@ -1,4 +1,4 @@
-"""Comparing runs: what differs in their settings, their best metrics, and their curves laid over each other."""
+"""Comparing runs: the settings that differ, the best metrics, and the curves in common plots."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class RunComparison(Results):
     def rows(self) -> list[dict[str, Any]]:
         """Return a dict for each run: ``run``, ``epochs``, the settings that differ, and its best metrics.
 
-        A metric that is called like one of the others is given as in the tables, such as ``"epochs (max)"``.
+        A metric with the same name as another key gets the name that it has in the tables, such as ``"epochs (max)"``.
         """
         rows = []
         for run in self.runs:
@@ -81,19 +81,19 @@ class RunComparison(Results):
         return rows
 
     def save(self, path: str | os.PathLike[str] = "comparison.html") -> Path:
-        """Write a page with the tables, and the curves of all runs laid over each other. It is a single file.
+        """Write a page, in a single file, with the tables, and with plots of the curves of all runs.
 
         The curves need the extra ``plot``.
 
         Returns:
-            its path
+            the path of the page
         """
         target = file_path("path", path)
         write_text(target, self._page())
         return target
 
     def _metric_columns(self) -> list[Column]:
-        """Return a table of the metrics, in which the best run of each is marked."""
+        """Return a table of the metrics, in which the best value of each metric is marked."""
         columns = [
             Column("run", [run.name for run in self.runs]),
             Column("outcome", [run.outcome for run in self.runs]),
@@ -105,7 +105,7 @@ class RunComparison(Results):
             best = self.runs.index(min(self.runs, key=metric.rank)) if is_ranked else None
             texts = [format_value(value) or _MISSING for value in values]
             columns.append(Column(str(metric), texts, True, best))
-        return [column for column in columns if any(column.texts)]  # without outcomes if there are none
+        return [column for column in columns if any(column.texts)]  # outcomes may all be unknown
 
     def _setting_columns(self) -> list[Column]:
         """Return a table of the settings that differ."""
@@ -158,21 +158,21 @@ def compare_runs(
     directions: Mapping[str, bool] | None = None,
     sort_by: str | None = None,
 ) -> RunComparison:
-    """Compare runs by the files in their folders.
+    """Compare the settings and metrics that runs have written into their folders.
 
     A run is found by its metrics: the file of a ``MetricsFileCallback``, which runs from files have by default, or the
     ``run.json`` of a ``RunLogCallback``. Its settings are those in ``experiment.yaml``, or else in ``run.json``.
 
     Args:
-        paths: folders of runs, or folders that contain some
-        directions: whether greater values are better, by metric name, where the runs do not tell; losses are better the
-            smaller they are
+        paths: folders of runs, or folders that contain runs
+        directions: whether greater values are better, by metric name, for metrics of which the runs have no record;
+            smaller losses are always better
         sort_by: a metric of evaluations, to have the best run first; by default they are in the given order
 
     Raises:
         FileNotFoundError: if a path does not exist
-        ValueError: if there are no runs, or a file cannot be read, or ``sort_by`` is unknown, or a metric of which it
-            is unknown which values are better, or if no run has a metric in ``directions``
+        ValueError: if there are no runs, or a file cannot be read; if ``sort_by`` is not a metric, or it is unknown
+            which of its values are better; if no run has a metric in ``directions``
     """
     runs, left_out = find_runs([paths] if isinstance(paths, (str, os.PathLike)) else paths)
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
@@ -205,9 +205,9 @@ def compare_runs(
 
 
 def _differences(runs: Sequence[RecordedRun]) -> list[str]:
-    """Return the settings that differ: those with several values, and those that only some of similar runs have.
+    """Return the settings that have several values, or that only some of the similar runs have.
 
-    Arguments of a class are not listed if they are missing only because a run has another class.
+    Arguments of a class that not all runs use are left out: the class itself is listed.
     """
     differences: list[str] = []
     settings = [(run.source, run.effective_settings) for run in runs]
@@ -223,7 +223,7 @@ def _differences(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def _as_text(columns: Sequence[Column]) -> list[str]:
-    """Return a table for a terminal; the best of a column are marked."""
+    """Return a table for a terminal, in which the best value of each column is marked."""
     cells = []
     for column in columns:
         marks = [" " if column.is_number and "(" in column.name else ""] * len(column.texts)
@@ -234,7 +234,7 @@ def _as_text(columns: Sequence[Column]) -> list[str]:
 
 
 def _brief(value: Any, longest: int | None) -> str:
-    """Return a setting as text; of the path of a class, its name."""
+    """Return a setting as text: of a class, its name without the module."""
     text = value.rpartition(".")[2] if isinstance(value, ClassPath) else format_metric(value)
     is_short = longest is None or len(text) <= longest
     return text if is_short else f"{text[: _LONGEST // 2 - 1]}…{text[-_LONGEST // 2 :]}"

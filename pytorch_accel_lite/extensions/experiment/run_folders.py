@@ -24,7 +24,7 @@ _OBSERVERS = (
     "|PredictionWriter|PrintProgress|ProgressBar|ProgressTable|RunLog|SaveTrainingState|Throughput|Timing|Tracker"
     "|WorstSamples"
 )
-#: Settings for where a run wrote or what it resumed from, and those that follow from others.
+#: Settings that are not compared: where a run wrote or what it resumed from, and values derived from other settings.
 _IGNORED_SETTINGS = re.compile(
     r"output_dir|train\.resume_from|is_(distributed|local_process_zero|world_process_zero)|num_processes"
     r"|(num_local|num)_update_steps_per_epoch|(train|eval)_total_batch_size|eval_per_device_batch_size"
@@ -40,10 +40,10 @@ def folders_of(base: Path) -> dict[int, Path]:
 
 
 def new_folder(base: Path, text: str) -> Path:
-    """Create and return the folder of the next run with an ``output_dir``, which no other run can claim.
+    """Create and return the folder of the next run with an ``output_dir``. No other run can claim the same folder.
 
     Args:
-        text: the resolved experiment, which is written there
+        text: the resolved experiment, which is written into the folder
     """
     number = max(folders_of(base), default=0)
     while True:
@@ -66,10 +66,10 @@ class RecordedRun:
     Args:
         folder: its folder
         rows: the metrics of each epoch, with ``epoch``
-        settings: its configuration, by key, such as ``optimizer.lr``
-        source: the file that the configuration is from; those of different kinds have different keys
-        directions: whether greater values are better, as far as known, by metric name
-        outcome: how it ended, if it kept a record of that
+        settings: its configuration by key, such as ``optimizer.lr``
+        source: the file that the settings come from; ``experiment.yaml`` and ``run.json`` have different keys
+        directions: whether greater values are better, by metric name, for metrics of which this is known
+        outcome: how the run ended, if that was recorded
         name: its folder, relative to the common parent of all compared runs
     """
 
@@ -107,14 +107,14 @@ class RecordedRun:
 
 
 def find_runs(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[RecordedRun], list[str]]:
-    """Return the runs in folders, and the folders that have none.
+    """Return the runs in folders, and the folders that contain no runs.
 
     Args:
         paths: folders of runs, or folders that contain some
 
     Raises:
         FileNotFoundError: if a path does not exist
-        ValueError: if there is no run, or a file cannot be read
+        ValueError: if there are no runs, or a file cannot be read
     """
     by_path = {path: _runs_at(path) for path in map(Path, paths)}
     runs = {run.folder.resolve(): run for runs_in_path in by_path.values() for run in runs_in_path}
@@ -138,7 +138,7 @@ def natural_order(text: object) -> list[Any]:
 
 
 def _runs_at(path: Path) -> list[RecordedRun]:
-    """Return the run in a folder, or else those in its subfolders."""
+    """Return the run in a folder, or else the runs in its subfolders."""
     if not path.exists():
         raise FileNotFoundError(f"There is no {os.fspath(path)!r}.")
     if (run := _run_in(path)) is not None:
@@ -149,7 +149,7 @@ def _runs_at(path: Path) -> list[RecordedRun]:
 
 
 def _run_in(folder: Path) -> RecordedRun | None:
-    """Return the run whose metrics are in a folder, if there are any."""
+    """Return the run whose metrics are in a folder; ``None`` if it has no metrics."""
     record = _read_record(folder)
     rows: list[Row] = []
     for path in (folder / "metrics.jsonl", folder / "metrics.csv"):
@@ -183,7 +183,7 @@ def _read_rows(path: Path) -> list[Row]:
 
 
 def _as_numbers(row: Mapping[str, Any]) -> Row:
-    """Return a row with floats in place of all that can be read as such, and without empty cells."""
+    """Return a row without empty cells, in which every text that is a number is a float."""
     numbers: Row = {}
     for name, value in row.items():
         try:
@@ -205,10 +205,10 @@ def _read_record(folder: Path) -> dict[str, Any]:
 
 
 def _check_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Check what is read of a ``run.json``.
+    """Check the entries of a ``run.json`` that are used.
 
     Raises:
-        ValueError: if something in it has another type; names the file and the entry
+        ValueError: if an entry has the wrong type; names the file and the entry
     """
     kinds = {"metrics": list, "attempts": list, "config": dict, "directions": dict, "versions": dict, "git": dict}
     for name, kind in kinds.items():
@@ -219,7 +219,7 @@ def _check_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def _parsed(path: Path, parse: Callable[[str], Any], kind: str) -> dict[str, Any]:
-    """Return the contents of a file, which is empty if there is none."""
+    """Return the contents of a file; an empty dict if it does not exist."""
     try:
         content = (path.is_file() and parse(path.read_text())) or {}
     except (ValueError, yaml.YAMLError) as error:
@@ -242,7 +242,7 @@ def settings_of_run(experiment: Mapping[str, Any], record: Mapping[str, Any]) ->
     config = {name: record[name] for name in ("model", "loss", "optimizer", "schedule") if name in record}
     config |= record.get("config") or {}
     epochs, updates = (config.get(name) or 0 for name in ("num_epochs", "num_update_steps_per_epoch"))
-    if config.get("max_num_train_steps") == epochs * updates:  # it follows from the number of epochs
+    if config.get("max_num_train_steps") == epochs * updates:  # the number of steps follows from the number of epochs
         del config["max_num_train_steps"]
     settings = dict(flat(experiment or config))
     settings |= {name: record[name] for name in ("processes", "device") if name in record}

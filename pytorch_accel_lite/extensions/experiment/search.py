@@ -1,4 +1,4 @@
-"""Searching for settings with Optuna: values from a search space, and trials that were killed."""
+"""Searching for settings with Optuna: suggesting values from a search space, and repeating trials that were killed."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def suggest_overrides(
 ) -> dict[str, Any]:
     """Return overrides for ``Experiment.from_file()``, with values that an Optuna trial suggests.
 
-    With several processes, call it on each: all get the values of the first.
+    With several processes, call this function on each. All get the values that the first process draws.
 
     Args:
         trial: the trial; ``None`` on all processes but the first
-        space: by key, ``{"choices": [...]}``, or ``{"low": ..., "high": ...}`` with optional ``log`` and ``step``;
-            integers alone give integers
-        folder: folder of the search, in which each trial has an ``output_dir`` named by its number, or by that of the
-            killed trial that it continues
+        space: for each key, ``{"choices": [...]}``, or ``{"low": ..., "high": ...}`` with optional ``log`` and
+            ``step``; if all these are integers, so are the values
+        folder: folder of the search, in which each trial has an ``output_dir`` named by its number; a trial that
+            continues a killed trial has the ``output_dir`` of that trial
 
     Raises:
-        ValueError: for anything else in the space; names the key
+        ValueError: if the space has anything else; names the key
     """
 
     def suggest() -> dict[str, Any]:

@@ -39,8 +39,8 @@ class MeanDifference(NamedTuple):
     """An interval for the mean of a difference, by a t-test.
 
     Args:
-        low: its lower end
-        high: its upper end
+        low: lower end of the interval
+        high: upper end of the interval
         p_value: how probable a difference at least as large would be if the settings did not differ
     """
 
@@ -62,7 +62,7 @@ class SeedComparison(Results):
         seeds: the seeds
         values: the values of the metric under each seed, for both settings
         confidence: confidence level of the intervals
-        settings: the settings that differ, with both values; empty unless both come from files
+        settings: the settings that differ, with both values; empty unless ``a`` and ``b`` are files
     """
 
     names: tuple[str, str]
@@ -85,7 +85,7 @@ class SeedComparison(Results):
 
     @property
     def paired(self) -> MeanDifference:
-        """The interval of the difference, from those under each seed (paired t-test)."""
+        """The interval of the mean difference, from the differences under each seed (paired t-test)."""
         return self._interval("ttest_rel")
 
     @property
@@ -95,20 +95,20 @@ class SeedComparison(Results):
 
     def _interval(self, test: str, **options: Any) -> MeanDifference:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # of differences that are all the same
+            warnings.simplefilter("ignore", RuntimeWarning)  # SciPy warns if all differences are the same
             result = getattr(_statistics(), test)(*reversed(self.values), **options)
             low, high = result.confidence_interval(self.confidence)
         return MeanDifference(float(low), float(high), float(result.pvalue))
 
     @property
     def gain(self) -> float:
-        """How many times narrower pairing makes the interval."""
+        """The width of the unpaired interval divided by the width of the paired interval."""
         (low, high, _), (unpaired_low, unpaired_high, _) = self.paired, self.unpaired
         return (unpaired_high - unpaired_low) / (high - low) if high > low else math.inf
 
     @property
     def conclusion(self) -> str:
-        """``"greater"`` or ``"smaller"``, for the second setting; ``"undecided"``, or ``"identical"`` in every run."""
+        """``"greater"`` or ``"smaller"`` for the second setting, ``"undecided"``, or ``"identical"`` in all runs."""
         if not any(self.differences):
             return "identical"
         low, high, _ = self.paired
@@ -116,7 +116,7 @@ class SeedComparison(Results):
 
     @property
     def better(self) -> str | None:
-        """The name of the better setting; ``None`` if that is undecided, or unknown which values are better."""
+        """The name of the better setting; ``None`` if undecided, or if it is unknown which values are better."""
         if self.conclusion not in ("greater", "smaller") or self.greater_is_better is None:
             return None
         return self.names[self.greater_is_better == (self.conclusion == "greater")]
@@ -147,7 +147,7 @@ class SeedComparison(Results):
         return [dict(zip(("seed", *self.names, "difference"), row, strict=True)) for row in columns]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields and properties, as JSON can hold them: those of ``comparison.json``."""
+        """Return all fields and properties in JSON types: the contents of ``comparison.json``."""
         names = ("conclusion", "better", "verdict", "difference", "differences", "gain")
         intervals = {"paired": self.paired._asdict(), "unpaired": self.unpaired._asdict()}
         content: dict[str, Any] = as_json({**vars(self), **intervals, **{name: getattr(self, name) for name in names}})
@@ -184,37 +184,37 @@ def compare_seeds(
     processes: int | None = None,
     save_dir: str | os.PathLike[str] = "seed_comparison",
 ) -> SeedComparison:
-    """Train two settings under the same seeds, and tell whether the difference of a metric is real or chance.
+    """Train two settings under the same seeds, and test whether the difference of a metric is real or chance.
 
-    Under a seed, both settings have the same initial weights, order of the data and augmentation, as far as they do not
-    differ in these. This pairs the runs, and the difference has a narrower interval.
+    Under a seed, both settings have the same initial weights, data order and augmentation, unless these are what
+    differs. The runs are therefore paired, which makes the interval of the difference narrower.
 
-    The value of a run is the one after its last epoch, or with a ``SaveBestModelCallback`` the one of its best model.
-    A second call continues with the runs that are missing, and a run that was being trained resumes from its training
-    state, if it saves any. With several processes of a launcher, call it on each.
+    The value of a run is the metric after its last epoch, or with a ``SaveBestModelCallback`` the metric of its best
+    model. A second call trains the runs that are missing; a run that was interrupted resumes from its training state if
+    it saves training states. If a launcher started several processes, call this function on each.
 
     Args:
         a: the path of an experiment file; or a function that is called with a seed and the folder of the run, and
             returns an ``Experiment``, or a new trainer with this seed and the arguments of its ``train``: ``return
             trainer, {"train_dataset": data, "num_epochs": 3}``
-        b: the setting to compare it with, likewise
-        seeds: number of seeds, from 0 on; or a list of them
+        b: the setting to compare ``a`` with, in the same form
+        seeds: number of seeds, which count from 0; or a list of seeds
         metric: name of the metric in the run history
-        overrides: of both files, as in ``Experiment.from_file()``
+        overrides: values that override those of both files, as in ``Experiment.from_file()``
         confidence: confidence level of the intervals
         processes: how many runs are trained at the same time, each in a new process and on one of the GPUs in turn;
-            functions must then be those of a module, and what a run prints is in ``output.txt`` in its folder. By
+            functions must then be defined in a module, and the output of a run is in ``output.txt`` in its folder. By
             default all runs are trained in this process.
         save_dir: where everything is written: the folders of the runs, as in ``a/seed-0``, and ``comparison.json``
 
     Raises:
         ValueError: before training, if an argument is wrong, or both settings are the same; if ``save_dir`` has runs of
-            other settings; if no run records the metric, or it is no finite number
+            other settings; if no run records the metric, or its value is not finite
         ExperimentError: if something in a file is wrong
         ImportError: if SciPy is not installed (extra ``stats``)
         RunPausedError: if a callback pauses a training, such as a ``TimeLimitCallback``
     """
-    _statistics()  # before any training
+    _statistics()  # so that a missing SciPy is an error before any training
     numbers = _check_seeds(seeds)
     if not 0 < confidence < 1:
         raise ValueError(f"confidence={confidence!r} must be between 0 and 1, such as 0.95.")
@@ -291,7 +291,7 @@ class _FromFile(NamedTuple):
 
 
 def _settings_of(part: str, make: Any, seed: int, folder: Path) -> dict[str, Any]:
-    """Return what a setting consists of, as far as it is known."""
+    """Return the settings of ``a`` or ``b``, as far as they are known."""
     if isinstance(make, _FromFile):
         settings = settings_of_run(make(seed, folder).config, {})
         return {key: value for key, value in settings.items() if key != "trainer.seed"}
@@ -303,17 +303,17 @@ def _settings_of(part: str, make: Any, seed: int, folder: Path) -> dict[str, Any
 
 
 def _claim(folder: Path, about: dict[str, dict[str, Any]]) -> None:
-    """Write what the settings consist of, or check that it is what the runs in a folder were trained with."""
+    """Write both settings into a folder, or check that the runs in the folder were trained with them."""
     path, size = folder / _SETTINGS, int(os.environ.get("WORLD_SIZE", "1"))
     named = {f"{part}.{key}": value for part, settings in about.items() for key, value in settings.items()}
     now = json.loads(json.dumps({**named, "WORLD_SIZE": size}, default=as_one_line))
-    if path.exists() and any(file.name != OUTPUT for file in folder.glob("[ab]/*/*")):  # of runs that have begun
+    if path.exists() and any(file.name != OUTPUT for file in folder.glob("[ab]/*/*")):  # if runs have begun
         check_is_same(folder, read_json(path), now, "runs")
     write_json(path, now)
 
 
 def _names(makes: list[Any]) -> tuple[str, str]:
-    """Return what both settings are called: files and functions by their names, if these tell them apart."""
+    """Return a name for each setting: that of its file or function, or ``a`` and ``b`` if these are the same."""
     first, second = (
         Path(make.path).stem if isinstance(make, _FromFile) else getattr(make, "__name__", part)
         for part, make in zip("ab", makes, strict=True)

@@ -35,13 +35,13 @@ from pytorch_accel_lite.utils import format_metric, result_of_first
 #: What a function that describes a setting returns: an experiment, or a trainer and the arguments of its ``train``.
 Made = Experiment | tuple[Trainer, Mapping[str, Any]]
 
-#: What a run prints in a new process.
+#: The file with the output of a run in a new process.
 OUTPUT = "output.txt"
 _RESULT = "result.json"
 
 
 class NeededMetric(TrainerCallback):
-    """Lets a run refuse to start if it will not record a metric."""
+    """Makes a run that would not record a metric raise an error at its start."""
 
     def __init__(self, metric: str) -> None:
         self.metric = metric
@@ -65,7 +65,7 @@ class SeedRun(NamedTuple):
         """Return the value of the metric.
 
         Raises:
-            ValueError: if there is none
+            ValueError: if the metric is not a finite number
         """
         value = result["metrics"].get(self.metric)
         if not isinstance(value, float) or not math.isfinite(value):
@@ -76,7 +76,7 @@ class SeedRun(NamedTuple):
         return value
 
     def train(self, seen: weakref.WeakSet[Any]) -> dict[str, Any]:
-        """Train, and return what is written.
+        """Train, and return the result, which is also written to the folder.
 
         Args:
             seen: the trainers and models of other runs
@@ -109,7 +109,7 @@ class SeedRun(NamedTuple):
 
 
 def _final_metrics(trainer: Trainer) -> dict[str, float | str]:
-    """Return the newest value of each metric, or the one of the best model if that was loaded at the end."""
+    """Return the newest value of each metric, or if the best model was loaded at the end, its values."""
     savers = [each for each in trainer.callbacks if isinstance(each, SaveBestModelCallback)]
     best = next((each for each in savers if each.load_saved_checkpoint and each.best_metric is not None), None)
     metrics: dict[str, Any] = {}
@@ -117,7 +117,7 @@ def _final_metrics(trainer: Trainer) -> dict[str, float | str]:
     for row in history.rows():
         if best is None or row["epoch"] <= best.best_metric_epoch:
             metrics |= row
-    if best is not None:  # which may be from an evaluation within the epoch, of which the row has the last
+    if best is not None:  # may be from an evaluation within an epoch, whose row has only its last evaluation
         watched = history[best.watch_metric]
         place = watched.index(best.best_metric)
         metrics |= {name: values[place] for name, values in history.to_dict().items() if len(values) == len(watched)}
@@ -125,7 +125,7 @@ def _final_metrics(trainer: Trainer) -> dict[str, float | str]:
 
 
 def results_of(runs: list[SeedRun], processes: int | None) -> list[dict[str, Any]]:
-    """Return the results of runs, of which those that are not finished are trained."""
+    """Return the results of runs. Runs that are not finished are trained first."""
     results: dict[Path, Any] = result_of_first(lambda: {it.folder: read_finished(it.folder / _RESULT) for it in runs})
     missing = [run for run in runs if results[run.folder] is None]
     if processes is None:
@@ -142,10 +142,10 @@ def results_of(runs: list[SeedRun], processes: int | None) -> list[dict[str, Any
 
 
 def _train_in_new_process(run: SeedRun, devices: list[str]) -> dict[str, Any]:
-    """Train a run in a new process, whose precision and other state of a process are its own.
+    """Train a run in a new process, which has its own precision and other process-wide state.
 
     Args:
-        devices: those that no run has at present
+        devices: the GPUs that no run uses at present
     """
     device = devices.pop()
     try:
@@ -163,9 +163,9 @@ def _train_in_new_process(run: SeedRun, devices: list[str]) -> dict[str, Any]:
 
 
 def _train_quietly(run: SeedRun, device: str) -> dict[str, Any]:
-    """Train a run on one of the GPUs, if there are any; what it prints goes to a file."""
+    """Train a run on one of the GPUs, if there are any, with its output in a file."""
     if device:
-        os.environ["CUDA_VISIBLE_DEVICES"] = device  # before anything uses them
+        os.environ["CUDA_VISIBLE_DEVICES"] = device  # before anything uses the GPUs
     run.folder.mkdir(parents=True, exist_ok=True)
     with open(run.folder / OUTPUT, "a", opener=no_link) as output, redirect_stdout(output), redirect_stderr(output):
         return run.train(weakref.WeakSet())

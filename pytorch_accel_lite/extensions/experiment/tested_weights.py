@@ -1,4 +1,4 @@
-"""Loading the weights of an experiment: its best, its last, averages of several, or those in a file or a state."""
+"""Loading the weights of an experiment: the best, the last, an average of several, or those of a file or state."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _LEARNED = ("model_state_dict", "loss_func_state_dict", "attribute_state_dicts")
 
 
 def find_weights(trainer: Trainer, name: str | os.PathLike[str]) -> list[Path]:
-    """Return the path of weights, or the paths of several that are to be averaged. Call it on every process.
+    """Return the path of the named weights, or several paths of weights to average. Call it on every process.
 
     Args:
-        name: ``"best"`` for those of the ``SaveBestModelCallback``, ``"last"`` for those in the newest training state
-            of the ``SaveTrainingStateCallback``, ``"average_best_3"`` or ``"average_last_3"`` for the mean of the best
-            or last three, or the path of a checkpoint, a training state, or safetensors
+        name: ``"best"`` for the weights of the ``SaveBestModelCallback``, ``"last"`` for the weights in the newest
+            training state of the ``SaveTrainingStateCallback``, ``"average_best_3"`` or ``"average_last_3"`` for the
+            mean of the best or last three, or the path of a checkpoint, a training state, or safetensors
 
     Raises:
-        FileNotFoundError: if there are none, or not as many
+        FileNotFoundError: if there are no such weights, or too few to average
     """
     average = _AVERAGE.fullmatch(os.fspath(name))
     if average or name in ("best", "last"):
@@ -47,7 +47,7 @@ def find_weights(trainer: Trainer, name: str | os.PathLike[str]) -> list[Path]:
 def _find_several(trainer: Trainer, kind: str, count: int) -> list[Path]:
     """Return the paths of the best or the last weights, in this order, all of the same callback.
 
-    Of several callbacks, this is the first that has saved enough best models, or the one with the newest state.
+    Of several callbacks, the first one that has saved enough best models counts, or the one with the newest state.
     """
     candidates: list[list[Path]] = []
     for callback in trainer.callbacks:
@@ -57,7 +57,7 @@ def _find_several(trainer: Trainer, kind: str, count: int) -> list[Path]:
             if isinstance(callback.save_dir, str):
                 raise ValueError(f"Fetch the last state from {callback.save_dir!r} first, and pass its directory.")
             manifests = sorted(callback.save_dir.glob("update-*/manifest.json"), reverse=True)
-            manifests.sort(key=os.path.getmtime, reverse=True)  # those of the same time stay in the order of names
+            manifests.sort(key=os.path.getmtime, reverse=True)  # states of the same time stay sorted by name
             candidates.append([path.parent for path in manifests[:count]])
     if complete := [paths for paths in candidates if len(paths) == count]:
         return complete[0] if kind == "best" else max(complete, key=lambda paths: os.path.getmtime(paths[0]))
@@ -69,15 +69,15 @@ def _find_several(trainer: Trainer, kind: str, count: int) -> list[Path]:
 
 
 def load_weights(trainer: Trainer, paths: Sequence[Path], average: Path) -> None:
-    """Load the weights of the model, of the loss function and of attributes, from any file that holds some.
+    """Load the weights of the model, the loss function and trainer attributes from any file that has them.
 
-    Warns if it holds only those of the model, though something else was learned too.
+    Warns if the file has only the weights of the model although other parts were trained, too.
 
     Args:
-        average: where the mean is written if there are several
+        average: where the mean is written if there are several paths
 
     Raises:
-        ValueError: if they are those of another model; lists what differs
+        ValueError: if the weights belong to another model; lists what differs
     """
     path = paths[0]
     if len(paths) > 1:
@@ -98,7 +98,7 @@ def load_weights(trainer: Trainer, paths: Sequence[Path], average: Path) -> None
 
 
 def _write_average(paths: Sequence[Path], target: Path) -> None:
-    """Write the mean of all learned tensors; values other than floating-point numbers are those of the first."""
+    """Write the mean of all floating-point tensors. Other values are taken from the first file."""
     contents = [read_learned(path) if path.is_dir() else read_checkpoint(path) for path in paths]
     write_checkpoint({name: _mean([content.get(name, {}) for content in contents]) for name in _LEARNED}, target)
 
@@ -114,7 +114,7 @@ def _mean(values: Sequence[Any]) -> Any:
 
 
 def source_of(paths: Sequence[Path], **settings: Any) -> dict[str, Any]:
-    """Return what identifies the weights of results: their paths, and when they were written."""
+    """Return what identifies the weights that gave some results: their paths, and when they were written."""
     changed = [max(file.stat().st_mtime_ns for file in [path, *path.glob("*")]) for path in paths]
     source = {"weights": [*map(os.fspath, paths)], "changed": changed, **settings}
     return json.loads(json.dumps(source, default=repr))  # type: ignore[no-any-return]
@@ -123,7 +123,7 @@ def source_of(paths: Sequence[Path], **settings: Any) -> dict[str, Any]:
 def predictions_of(
     trainer: Trainer, paths: Sequence[Path], directory: Path, settings: Mapping[str, Any], shard_size: int = 1024
 ) -> PredictionWriterCallback:
-    """Return a callback that writes predictions to a directory, and resumes them with the same weights and settings."""
+    """Return a callback that writes predictions to a directory, or resumes those of the same weights and settings."""
     text = json.dumps(source_of(paths, settings=settings))
     settings_file = directory / "settings.json"
 

@@ -1,4 +1,4 @@
-"""Testing: every checkpoint by every inference setting by every dataset, with all results on disk."""
+"""Testing every combination of a checkpoint, an inference setting and a dataset, with all results on disk."""
 
 from __future__ import annotations
 
@@ -42,29 +42,30 @@ def run_tests(
     dataloader_kwargs: dict[str, Any] | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
 ) -> list[Row]:
-    """Test every checkpoint by every inference setting by every dataset. Call it on every process.
+    """Test every combination of a checkpoint, an inference setting and a dataset. Call it on every process.
 
     Each combination has a folder, ``save_dir/checkpoint/setting/dataset``, with ``metrics.json``, ``worst.json`` and
-    ``predictions/``, which ``read_predictions()`` reads. A combination that is finished
-    is skipped, unless its checkpoint or its settings have changed; predictions that were interrupted are resumed at the
-    first sample that is missing, and metrics are computed again. ``results.csv`` has a row for each combination.
-    If the trainer has a ``SkipFailedBatchesCallback`` for evaluations and
-    predictions, batches that fail are left out, and ``metrics.json`` lists those of the evaluation as ``left_out``.
+    ``predictions/``, which ``read_predictions()`` reads. A combination that is finished is skipped, unless its
+    checkpoint or its settings have changed. Predictions that were interrupted are resumed at the first missing sample;
+    metrics are computed again. ``results.csv`` has a row for each combination. If the trainer has a
+    ``SkipFailedBatchesCallback`` for evaluations and predictions, batches that fail are left out, and ``metrics.json``
+    lists those of the evaluation as ``left_out``.
 
     Args:
         trainer: a trainer, with the callbacks that compute the metrics; its weights are replaced
-        datasets: datasets by name; or one, which is called ``test``
+        datasets: datasets by name; or a single dataset, which is called ``test``
         checkpoints: ``"best"``, ``"last"``, ``"average_best_3"`` or ``"average_last_3"`` for the mean of the weights of
             the best or last three, or paths; see ``find_weights``
         inference: settings by name, each a dict of attributes of the trainer to set while it is tested, such as
-            ``{"beam": {"beam_width": 4, "model.temperature": 0.5}}``; by default one, ``default``, that sets nothing
+            ``{"beam": {"beam_width": 4, "model.temperature": 0.5}}``; by default a single setting, ``default``, that
+            sets nothing
         worst: number of the worst samples that are listed; 0 for none
         worst_by: called as ``worst_by(model_outputs, targets)``; returns a value for each sample, larger for worse
             ones. Defaults to the loss function. Targets are the second element of a batch, its ``labels``, or the
             batch.
         predictions: whether to write the predictions of all samples
-        shard_size: minimum number of samples of a process in a file of predictions, and so the most that a test that is
-            killed predicts again
+        shard_size: minimum number of samples of a process in a file of predictions; a test that was killed predicts at
+            most this many samples again
         depends_on: what else the results depend on, such as the version of the data, in JSON types: if it has changed,
             everything is tested again
 
@@ -104,7 +105,7 @@ def run_tests(
 
 
 def _owner(trainer: Trainer, setting: str, attribute: str) -> tuple[Any, str]:
-    """Return the object whose attribute a setting sets, and the last name of the attribute."""
+    """Return the object whose attribute a setting sets, and the name of the attribute in this object."""
     path, _, name = attribute.rpartition(".")
     try:
         owner = attrgetter(path)(trainer) if path else trainer
@@ -115,7 +116,7 @@ def _owner(trainer: Trainer, setting: str, attribute: str) -> tuple[Any, str]:
 
 
 def _folder_name(checkpoint: str) -> str:
-    """Return a name for the results of a checkpoint: its name, or the last parts of a path."""
+    """Return the folder name for the results of a checkpoint: its name, or the last parts of its path."""
     path = local_path("checkpoints", checkpoint, "what is read")
     if not path.exists():
         return checkpoint
@@ -125,7 +126,7 @@ def _folder_name(checkpoint: str) -> str:
 
 @contextmanager
 def _naming_test(row: Row) -> Iterator[None]:
-    """Add a note to an error in a block, with what is being tested."""
+    """Add a note that says what is being tested to an error in a ``with`` block."""
     try:
         yield
     except Exception as error:
@@ -136,7 +137,7 @@ def _naming_test(row: Row) -> Iterator[None]:
 
 @contextmanager
 def _attributes(trainer: Trainer, setting: str, values: Mapping[str, Any]) -> Iterator[None]:
-    """Set attributes of a trainer, or of its attributes, within a block."""
+    """Set attributes of a trainer, or of objects that it holds, for the duration of a ``with`` block."""
     with ExitStack() as before:
         for attribute, value in values.items():
             owner, name = _owner(trainer, setting, attribute)
@@ -166,7 +167,7 @@ class _Test:
         """Return the metrics of one combination, from its folder if it is finished.
 
         Args:
-            paths: where its weights are
+            paths: the paths of its weights
             settings: what the results depend on besides the weights and the dataset
         """
         trainer = self.trainer
@@ -184,7 +185,7 @@ class _Test:
         collector = WorstSamplesCallback(self.worst, self.worst_by, transform) if self.worst else None
         with added_callbacks(trainer, collector):
             metrics: dict[str, Any] = as_json(trainer.evaluate(dataset, **self.reading))
-        skipped = trainer.current_run.left_out
+        skipped = trainer.current_run.skipped
         failures = [] if skipped is None else [batch.failure for batch in skipped.batches]
         left_out = {"left_out": as_json(failures)} if failures else {}
         label = "loss" if value_name is None else value_name.rpartition(".")[2]
@@ -210,7 +211,7 @@ def _outputs_and_targets(batch: Any, output: Mapping[str, Any]) -> tuple[Any, An
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    """Return the name of a function, which is the same in each process, unlike what ``repr`` gives."""
+    """Return a name of a function that is the same in each process, unlike its ``repr``, which has an address."""
     return getattr(function, "__qualname__", type(function).__qualname__).replace("<lambda>", "value")
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from pytorch_accel_lite.utils import import_extra
 
-#: The parts of an experiment that are specified by a class, or a function, and its arguments.
+#: The parts of an experiment that are specified by a class or function and its arguments.
 PARTS = (
     "model", "loss_func", "optimizer", "scheduler", "data.train", "data.eval", "data.test", "trainer", "accelerator",
 )  # fmt: skip
@@ -25,7 +25,7 @@ _MAX_REPEATED = 10_000  # values that aliases may repeat in a file
 
 
 class ExperimentError(ValueError):
-    """An experiment's file, or what overrides it, is wrong. The message names the file and line, or the key."""
+    """An experiment's file or its overrides are wrong. The message names the file and line, or the key."""
 
 
 def was_raised_by_us(error: Exception) -> bool:
@@ -37,11 +37,11 @@ def was_raised_by_us(error: Exception) -> bool:
 
 @dataclass(eq=False, repr=False)
 class Document:
-    """The contents of an experiment file and of those it builds on.
+    """The contents of an experiment file and of the files that it builds on.
 
     Args:
         content: the values, as nested dicts
-        locations: file and line of each key, by its short form, such as ``"optimizer.lr"``
+        locations: file and line of each key, by the key's short form, such as ``"optimizer.lr"``
         inherited: full keys of arguments that were specified for a class that has been replaced
     """
 
@@ -50,7 +50,7 @@ class Document:
     inherited: set[str] = field(default_factory=set)
 
     def update(self, content: Mapping[str, Any], locations: Mapping[str, str]) -> None:
-        """Override values with others, argument by argument; ``key+`` adds to the list ``key``."""
+        """Override values, argument by argument; ``key+`` adds to the list ``key``."""
         _merge(self.content, _expanded(content), "", self.inherited)
         self.locations |= locations
 
@@ -67,7 +67,7 @@ class Document:
             self.update(_nested(self.content, [first, *rest], value), {short_key(key): source})
 
     def locate(self, key: str) -> str:
-        """Return the start of an error message about a key: its file and line, if it is in one, and the key."""
+        """Return the start of an error message about a key: its file and line, if it is in a file, and the key."""
         location = self.locations.get(short_key(key))
         return f"{location}: {short_key(key)}" if location else short_key(key)
 
@@ -79,12 +79,12 @@ def short_key(key: str) -> str:
 
 #: The sources of values that override those of a file.
 COMMAND_LINE, OVERRIDES = OVERRIDING = ("command line", "overrides")
-#: Schedulers that set rates of their own, whatever that of the optimizer is.
+#: Schedulers that set learning rates of their own, whatever the rate of the optimizer is.
 SETTING_RATES = ("OneCycleLR", "CyclicLR")
 
 
 class ClassPath(str):
-    """A setting that is the path of a class or a function, unlike the name of a file, which may look the same."""
+    """A setting that is the path of a class or function. The name of a file, a plain ``str``, may look the same."""
 
 
 def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -103,7 +103,7 @@ def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _by_class(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a list of classes and their arguments by the names of the classes."""
+    """Return a list of classes with their arguments as a dict whose keys are the names of the classes."""
     named: dict[str, Any] = {}
     for item in items:
         name = item["class_path"].rpartition(".")[2]
@@ -113,10 +113,10 @@ def _by_class(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _nested(existing: Any, names: Sequence[str], value: Any) -> Any:
-    """Return a value in nested dicts. Keys in a class are its arguments.
+    """Wrap a value in nested dicts by the parts of its key. Keys within a class name its arguments.
 
     Args:
-        existing: the contents that will be updated with it
+        existing: the contents that will be updated with the value, which show where classes are
     """
     if not names:
         return value
@@ -132,7 +132,7 @@ def read(path: Path) -> Document:
     """Read an experiment file.
 
     Raises:
-        ExperimentError: if it is missing, is no YAML, has a key twice, or builds on itself
+        ExperimentError: if the file is missing, is not YAML, has a key twice, or builds on itself
     """
     document = Document()
     _read_into(document, path, ())
@@ -143,8 +143,8 @@ def _read_into(document: Document, path: Path, above: tuple[Path, ...], named_at
     """Read a file into a document.
 
     Args:
-        above: the files that led to it
-        named_at: the location at which the last of them names it, for errors
+        above: the chain of files that build on this one
+        named_at: the location at which the last file of the chain names this one, for errors
     """
     if path.resolve() in above:
         chain = " -> ".join(file.name for file in (*above, path))
@@ -183,7 +183,7 @@ def _load(path: Path, named_at: str) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         node = yaml.compose(text, yaml.SafeLoader)
         for number, (key, location) in enumerate(_locations(node, path) if node else ()):
-            if number > len(text) + _MAX_REPEATED:  # each value that is written out takes at least a character
+            if number > len(text) + _MAX_REPEATED:  # without aliases, each value takes at least one character
                 raise ExperimentError(f"{location}: aliases (*) repeat more than {_MAX_REPEATED:,} values. Use fewer.")
             locations.setdefault(short_key(key), location)
         content = load_yaml(text)
@@ -207,7 +207,7 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     """Quotes text that ``load_yaml`` would read as a number."""
 
 
-# Numbers that YAML 1.1 lacks, and that PyYAML therefore does not quote.
+# Texts that look like numbers, but not to YAML 1.1, so that PyYAML would not quote them.
 _Dumper.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"(?:[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+|\.[0-9_]+(?:[eE][-+]?[0-9]+)?)$"),
@@ -215,7 +215,7 @@ _Dumper.add_implicit_resolver(
 )
 
 
-# Values that overrides in Python may have.
+# Overrides in Python may have values of these types.
 _Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
 _Dumper.add_multi_representer(np.generic, lambda dumper, number: dumper.represent_data(number.item()))
 
@@ -224,7 +224,7 @@ def dump_yaml(content: Any) -> str:
     """Return contents as YAML, which ``load_yaml`` reads back unchanged.
 
     Raises:
-        ExperimentError: if they contain an object that YAML does not have
+        ExperimentError: if the contents have an object that YAML cannot represent
     """
     try:
         return str(yaml.dump(content, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False))
@@ -233,13 +233,13 @@ def dump_yaml(content: Any) -> str:
 
 
 def _locations(node: Any, path: Path, key: str = "", location: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the path of each key and each item under a node, with its file and line, also of those that aliases repeat.
+    """Yield each key and list item under a node, by its path, with its file and line; aliased nodes are included.
 
     Args:
         location: the location of the key of the node
 
     Raises:
-        ExperimentError: if a key is there twice
+        ExperimentError: if a key occurs twice
     """
     values: list[tuple[str, str, Any]] = []
     if isinstance(node, yaml.MappingNode):
@@ -261,7 +261,7 @@ def _locations(node: Any, path: Path, key: str = "", location: str = "") -> Iter
 def _merge(base: dict[str, Any], over: Mapping[str, Any], key: str, inherited: set[str]) -> None:
     named = {"class_path"} & base.keys() & over.keys()
     if named and base["class_path"] != over["class_path"]:
-        nested = ".init_args." in key  # the value of an argument, whose arguments only the parser knows
+        nested = ".init_args." in key  # the class is the value of an argument, so only the parser knows its arguments
         arguments = base.pop("init_args", None) if nested else base.get("init_args")
         inherited |= {f"{key}.init_args.{name}" for name in arguments or {}}
     for name, value in over.items():

@@ -1,4 +1,4 @@
-"""Estimating the memory that training takes on any number of devices, with fake tensors and without the devices."""
+"""Estimating the memory that training takes on any number of devices, without having these devices."""
 
 from __future__ import annotations
 

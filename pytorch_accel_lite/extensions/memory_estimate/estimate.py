@@ -1,4 +1,4 @@
-"""Estimating whether training fits into the memory of a device, without the device."""
+"""``trainer.estimate_memory()``, and its result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pytorch_accel_lite.extensions.memory_estimate.fake_training import Scenario
 from pytorch_accel_lite.extensions.memory_estimate.live_bytes import KINDS
 from pytorch_accel_lite.utils import format_bytes
 
-#: Share of a device's memory that is not counted on: fragments, the libraries' own buffers, the driver.
+#: Share of a device's memory that is left for fragmentation, the buffers of libraries, and the driver.
 _RESERVE = 0.1
 _REMEDIES = "Smaller batches, more processes or sharded=True lower it: estimate again with them."
 
@@ -38,17 +38,17 @@ class MemoryEstimate(Report):
     All sizes are in bytes, for one device.
 
     Args:
-        peak: most memory that tensors take at a time
-        parts: what it consists of, by kind: ``"parameters"``, ``"buffers"``, ``"gradients"``, ``"optimizer"`` (its
+        peak: the peak memory of tensors
+        parts: the parts of the peak by kind: ``"parameters"``, ``"buffers"``, ``"gradients"``, ``"optimizer"`` (its
             state), ``"averages"`` (of ``ModelEmaCallback``), ``"activations"`` (all that the forward pass keeps,
             including the batch and copies of weights in another precision), ``"communication"`` (gathered weights and
             buffers of communication) and ``"temporary"`` (other results of the backward pass and of the update)
-        stage: when the peak is: ``"forward pass"``, ``"backward pass"`` or ``"update"``
+        stage: when the peak occurs: ``"forward pass"``, ``"backward pass"`` or ``"update"``
         world_size: number of processes
         per_device_batch_size: number of samples in a batch of one process
-        is_sharded: whether the model is divided over the processes
-        device_memory: the memory of a device, if it is known
-        remedy: what activation checkpointing would bring, if the step does not fit
+        is_sharded: whether the model is sharded over the processes
+        device_memory: the memory of a device; ``None`` if unknown
+        remedy: what activation checkpointing would save, if the step does not fit
     """
 
     peak: int
@@ -62,7 +62,7 @@ class MemoryEstimate(Report):
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is at most 90 % of the memory of a device, which leaves room for what is not a tensor."""
+        """Whether the peak is at most 90 % of a device's memory. The rest is left for fragmentation and libraries."""
         return None if self.device_memory is None else self.peak <= (1 - _RESERVE) * self.device_memory
 
     def summary(self) -> str:
@@ -111,11 +111,11 @@ def estimate_memory(
 
     Args:
         world_size: number of processes
-        sharded: divide the model over the processes by ``fully_shard``, block by block. By default it is divided by an
-            overridden ``parallelize_model()``, or not at all.
-        device_type: the kind of device; by default the trainer's, or ``"cuda"`` if that is a CPU
-        device_memory: the memory of a device, in bytes or as ``"80GB"`` or ``"24GiB"``; by default that of the
-            trainer's GPU, if it has one.
+        sharded: whether to shard the model over the processes by ``fully_shard``, block by block. By default an
+            overridden ``parallelize_model()`` shards it, or it is not sharded.
+        device_type: the kind of device; by default the trainer's device, or ``"cuda"`` if that is a CPU
+        device_memory: the memory of a device, in bytes or as ``"80GB"`` or ``"24GiB"``; by default the memory of the
+            trainer's GPU, if it has one
 
     Returns:
         the estimate, to be printed in a script; consoles and notebooks show it
@@ -147,7 +147,7 @@ def estimate_memory(
     if device_memory is not None:
         memory = check_positive_int("device_memory", convert_file_size_to_int(device_memory))
     windows = gradient_accumulation_steps
-    # More of them take as much as two.
+    # More than two steps of accumulation have the same peak as two.
     request.gradient_accumulation_steps = min(max(windows.values()) if isinstance(windows, Mapping) else windows, 2)
     how = _sharding(self, world_size, sharded)
     with Snapshot() as before:
@@ -165,13 +165,13 @@ def estimate_memory(
 
 
 def _try_checkpointing(trial: Trial, batch: Batch, scenario: Scenario, peak: int) -> str:
-    """Return what activation checkpointing saves, and takes; nothing for a model without repeated blocks."""
+    """Return what activation checkpointing saves and costs; an empty text for a model without repeated blocks."""
     checkpointing = scenario._replace(checkpoints=True)
     try:
         saved = peak - measure_step(trial, batch, checkpointing).peak
     except (KeyError, ValueError):
         return ""
-    # The counter itself keeps tensors, so these steps have other peaks.
+    # The counter keeps tensors itself, so only steps that both have it can be compared.
     steps = [measure_step(trial, batch, each._replace(counts_flops=True)) for each in (scenario, checkpointing)]
     more = steps[1].flops / steps[0].flops - 1 if steps[0].flops else 0.0
     return (
@@ -187,7 +187,7 @@ def _capacity_of(device: torch.device) -> int | None:
 
 
 def _sharding(trainer: TrainerLike, world_size: int, sharded: bool | None) -> Literal["custom", "blocks", "none"]:
-    """Return how the model is divided over the processes."""
+    """Return how the model is sharded over the processes."""
     if is_overridden(trainer, "parallelize_model"):
         if sharded is False:
             owner = type(trainer).__name__

@@ -1,4 +1,4 @@
-"""Training steps with fake tensors, which have no memory, as on a number of processes that need not exist."""
+"""Training steps with fake tensors, which take no memory, as one of any number of imaginary processes."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ _NEEDS_VALUES = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedOperatorException,
 )
-_NOT_COPIED = ("model", "current_run")  # the model has been copied, and the run is another
-_BLOCK = 512  # bytes, of which the allocators of GPUs give out multiples
+_NOT_COPIED = ("model", "current_run")  # the model has its copy already, and the copy has its own run
+_BLOCK = 512  # bytes: GPU allocators round sizes up to a multiple
 
 
-#: What autocast computes in float32 on GPUs, but not on CPUs, and what takes memory.
+#: Functions that autocast computes in float32 on GPUs but not on CPUs, and whose copies in float32 take memory.
 _IN_FLOAT32 = {"cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div"}
 _IN_FLOAT32 |= {"softmax", "log_softmax", "layer_norm", "group_norm"}
 
 
 class Scenario(NamedTuple):
-    """How the steps are made.
+    """The conditions under which steps are made.
 
     Args:
         world_size: number of processes
         sharding: ``"custom"``: by the trainer's ``parallelize_model``; ``"blocks"``: by ``fully_shard`` for each block
             and the model; ``"none"``: a copy of the model on each process
         device_type: the kind of device, for which optimizers choose their implementation
-        checkpoints: whether the repeated blocks compute their activations again in the backward pass
-        counts_flops: whether to count the operations of a window, too
+        checkpoints: whether the repeated blocks use activation checkpointing
+        counts_flops: whether to count the operations of an accumulation window, too
     """
 
     world_size: int
@@ -73,18 +73,19 @@ class Scenario(NamedTuple):
 
 
 def measure_step(trial: Trial, batch: Batch, scenario: Scenario) -> LiveBytes:
-    """Return the bytes that are alive at the peak of a step, once the optimizer has its state.
+    """Return the bytes that are alive at the peak of a step that comes after the optimizer has created its state.
 
-    The trainer is left as it is: copies of its model, its optimizer and its attributes make the steps.
+    Copies of the trainer's model, optimizer and attributes make the steps. The trainer itself does not change.
 
     Args:
-        trial: a trial that is not running, which has read the batch
+        trial: the trial that has read the batch; it must not be running
         batch: a real batch, on the device
 
     Raises:
         NotImplementedError: if the step needs the values of tensors
     """
-    # Autograd starts a thread for each device when it is first used. That of a fake one would hinder forks later on.
+    # Autograd starts a thread for each device when it is first used. A thread for a fake device would hinder later
+    # forks, so start the threads before there are fake devices.
     torch.zeros((), requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
     with nullcontext() if scenario.sharding == "none" else _fake_group(scenario.world_size):
         fake = FakeTrainer(trial, scenario)
@@ -95,9 +96,9 @@ def measure_step(trial: Trial, batch: Batch, scenario: Scenario) -> LiveBytes:
 
 
 class LikeGpu(TorchFunctionMode):
-    """Calls functions in the way that takes as much memory on a CPU as their usual way takes on a GPU.
+    """Makes functions on a CPU take as much memory as they take on a GPU.
 
-    Attention with dropout keeps no weights there, and autocast computes more functions in float32.
+    On GPUs, attention with dropout keeps no attention weights, and autocast computes more functions in float32.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -118,7 +119,7 @@ def _fake_group(world_size: int) -> Iterator[None]:
     """Pretend to be the first process of a group that does not communicate."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    with replaced(sys, excepthook=sys.excepthook):  # which torch replaces
+    with replaced(sys, excepthook=sys.excepthook):  # init_process_group replaces it
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
         try:
             yield
@@ -127,15 +128,15 @@ def _fake_group(world_size: int) -> Iterator[None]:
 
 
 class FakeCopies:
-    """Copies of modules, optimizers, and what holds them, with fake tensors in place of their parameters and buffers.
+    """Copies of modules, optimizers and their owners, with fake tensors in place of parameters and buffers.
 
-    What the originals share, the copies share.
+    Objects that several originals share are copied once, so the copies share them, too.
 
     Args:
         device: the device of the copies; the originals may be on the meta device
 
     Attributes:
-        memo: the copies, by the identity of their originals, as ``copy.deepcopy`` takes them
+        memo: the copies by the ``id`` of their originals, as ``copy.deepcopy`` expects its memo
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -143,7 +144,7 @@ class FakeCopies:
         self.memo: dict[int, Any] = {}
 
     def of(self, value: Any) -> Any:
-        """Return a copy, or the value itself if it neither is nor directly contains something to copy."""
+        """Return a copy of a module, optimizer or tensor, or of a container of these; any other value unchanged."""
         if isinstance(value, nn.Module):
             return self._of_module(_unwrapped(value))
         if _is_optimizer(value):
@@ -176,11 +177,11 @@ class FakeCopies:
             if isinstance(value, torch.Tensor):
                 self.memo.setdefault(id(value), value)  # a constant, whose values may be needed
         copied = copy.deepcopy(module, self.memo)
-        vars(copied)["to"] = lambda *_, **__: copied  # it is on the device, and fake parameters cannot be exchanged
+        vars(copied)["to"] = lambda *_, **__: copied  # it has its device; fake parameters cannot move
         return copied
 
     def _of_optimizer(self, optimizer: Any) -> Any:
-        """Return an optimizer with the same hooks, and with the state that it has, as some do from the start."""
+        """Return a copy of an optimizer with its hooks and its state, which some optimizers have from the start."""
         if id(optimizer) not in self.memo:
             fake = self.memo[id(optimizer)] = object.__new__(type(optimizer))
             for part in _parts_of(optimizer):
@@ -190,16 +191,16 @@ class FakeCopies:
             for name, value in vars(optimizer).items():
                 if name == "state":
                     fake.state = defaultdict(dict, self._states_of(value))
-                elif name != "step":  # which a schedule has wrapped
+                elif name != "step":  # a schedule has wrapped step()
                     vars(fake)[name] = copy.copy(value) if name.endswith("_hooks") else copy.deepcopy(value, self.memo)
         return self.memo[id(optimizer)]
 
     def _states_of(self, states: Mapping[torch.Tensor, Mapping[str, object]]) -> dict[torch.Tensor, dict[str, object]]:
-        """Return an optimizer's states for its parameters, of which each process may have shards only."""
+        """Return copies of an optimizer's states by parameter. A sharded process has only the states of its shards."""
         found: dict[torch.Tensor, dict[str, object]] = {}
         for parameter, state in states.items():
             fake = self.memo.get(id(parameter))
-            if fake is None:  # not of a parameter
+            if fake is None:  # not the state of a parameter
                 continue
             found[fake] = {
                 name: torch.zeros_like(fake) if _is_like(value, parameter) else self.of(value)
@@ -215,7 +216,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _is_optimizer(value: object) -> bool:
-    """Whether there is an optimizer, rather than none, or a factory that has not been called yet."""
+    """Whether a value is an optimizer, and not ``None`` or a factory that has not been called yet."""
     return hasattr(value, "param_groups")
 
 
@@ -229,7 +230,7 @@ def _is_like(value: object, parameter: torch.Tensor) -> bool:
 
 
 class NoLosses(LossTrackers):
-    """Keeps no losses, as fake ones have no values."""
+    """Keeps no losses, because fake losses have no values."""
 
     def add(self, output: dict[str, Any]) -> None:
         """Do nothing."""
@@ -256,7 +257,7 @@ class FakeTrainer:
         self.live = LiveBytes(trainer.device, self._owners, block)
         self.trainer: TrainerLike = copy.copy(trainer)
         accelerator = copy.copy(trainer.accelerator)
-        accelerator.scaler = None  # it would read from the device, and takes no memory
+        accelerator.scaler = None  # a scaler reads from the device, and takes no memory
         accelerator._models, accelerator._optimizers = [], []
         vars(self.trainer).update(
             accelerator=accelerator,
@@ -275,7 +276,7 @@ class FakeTrainer:
             MODEL_CHANGES["activation_checkpointing"](self.trainer, True)
 
     def shard(self) -> None:
-        """Shard the model. New tensors are real meanwhile: the meshes need them."""
+        """Shard the model. New tensors are real meanwhile, because device meshes need their values."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -294,7 +295,7 @@ class FakeTrainer:
             self.live.note(local_shard(parameter))
 
     def _copy_others(self) -> None:
-        """Copy what else the trainer holds: the loss function, optimizers, teachers."""
+        """Copy the other attributes of the trainer, such as the loss function, optimizers and teachers."""
         trainer = self.trainer
         held = vars(trainer)
         held.update({name: self._copies.of(value) for name, value in held.items() if name not in _NOT_COPIED})
@@ -349,7 +350,7 @@ class FakeTrainer:
         return trial
 
     def _choose_implementations(self) -> None:
-        """Let optimizers update many tensors at once where they do so by default: the type of fake ones hides it."""
+        """Make optimizers use multi-tensor updates where these are the default: fake tensors would prevent that."""
         live = self.live
         for optimizer in self._optimizers():
             for group in optimizer.param_groups:
@@ -364,10 +365,10 @@ class FakeTrainer:
         return [*(_parts_of(optimizer) or [optimizer]), *other_optimizers(self.trainer).values()]
 
     def _owners(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that are known, with what they are for."""
+        """Yield the kind and the tensor for every tensor whose purpose is known."""
         for module in self._modules:
             yield from (("buffers", buffer) for buffer in module.buffers())
-        # fully_shard keeps gradients whole until the end of an accumulation window, in parameters that are whole.
+        # Until the end of an accumulation window, fully_shard keeps unsharded gradients in unsharded parameters.
         whole = (parameter for module in self._modules for parameter in module.parameters())
         for parameter in self._parameters:
             yield "parameters", parameter
@@ -380,7 +381,7 @@ class FakeTrainer:
 
 
 def _flop_counter() -> Any:
-    from torch.utils.flop_counter import FlopCounterMode  # which imports triton
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton, so not at the top
 
     return FlopCounterMode(display=False)
 

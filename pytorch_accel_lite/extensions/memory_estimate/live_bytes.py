@@ -1,4 +1,4 @@
-"""Counting the bytes of tensors that are alive, and what they are for at the peak."""
+"""Counting the bytes of the tensors that are alive, and sorting those at the peak by purpose."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from torch.utils._pytree import tree_leaves
 
 from pytorch_accel_lite.extending import local_shard
 
-#: What bytes are for, in the order in which reports list them.
+#: The kinds of purposes that memory has, in the order in which reports list them.
 KINDS = ("parameters", "buffers", "gradients", "optimizer", "averages", "activations", "communication", "temporary")
 _FRAMES_TO_SEARCH = 32
 _READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001
 
-#: Returns what is known of tensors: pairs of a kind and a tensor of that kind.
+#: Returns the tensors whose purpose is known, as pairs of a kind and a tensor.
 Owners = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
 
 @dataclass(eq=False, repr=False)
 class _LiveStorage:
-    """A storage that is alive: a reference that reports when it is freed, what it is for, and its size in bytes."""
+    """A storage that is alive: a weak reference that reports when it is freed, its kind, and its size in bytes."""
 
     freed: weakref.ref[torch.UntypedStorage]
     kind: str
@@ -40,19 +40,20 @@ class _LiveStorage:
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the tensors on a kind of device that are alive within a block, fake ones included.
 
-    Memory is counted by storage, from the operation that returns it until it is freed, so views count once. What is
-    allocated within an operation and freed before it returns is not seen.
+    Memory is counted by storage, from the operation that returns it until it is freed, so views count once. Memory that
+    an operation allocates and frees before it returns is not counted.
 
     Args:
         device: the device whose tensors count
-        owners: returns what tensors are for; others are activations if autograd may need them, else temporary
+        owners: returns the kinds of tensors; tensors without one are activations if autograd may need them, else
+            temporary
         block: size in bytes to a multiple of which each storage is rounded, as allocators do
 
     Attributes:
         peak: the largest number of bytes that were alive at a time
         at_peak: the bytes at the peak, by kind; exact in total, and within 1 % of it by kind
-        flops: the operations that were counted meanwhile
-        stage: what was being done at the peak: ``"forward pass"``, ``"backward pass"`` or ``"update"``
+        flops: the number of operations in the block, if they were counted
+        stage: the stage of the step at the peak: ``"forward pass"``, ``"backward pass"`` or ``"update"``
     """
 
     def __init__(self, device: torch.device, owners: Owners, block: int = 1) -> None:
@@ -70,7 +71,7 @@ class LiveBytes(TorchDispatchMode):
         self.forget_peak()
 
     def forget_peak(self) -> None:
-        """Begin to look for a peak from now on."""
+        """Forget the peak so far, and look for the next one."""
         self.peak = 0
         self._sorted_at = 0
         self.at_peak: Counter[str] = Counter()
@@ -79,7 +80,7 @@ class LiveBytes(TorchDispatchMode):
     def __enter__(self) -> Self:
         resize = self._resize
 
-        # FSDP frees and allocates parameters in this way.
+        # FSDP frees and allocates parameters by resizing their storages.
         def resize_and_count(storage: torch.UntypedStorage, size: int) -> object:
             result = resize(storage, size)
             self._measure(storage)
@@ -94,11 +95,11 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count what it returns. Numbers that an optimizer reads of fake tensors are 1."""
+        """Run an operation and count its results. An optimizer that reads the number in a fake tensor gets 1."""
         if self.is_updating and func is _READ_NUMBER and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 1
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a DTensor: its own operations on what this process holds come here instead
+            return NotImplemented  # a DTensor, whose operations on local shards come here, too
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device:
@@ -117,7 +118,7 @@ class LiveBytes(TorchDispatchMode):
         self._measure(storage)
 
     def _measure(self, storage: torch.UntypedStorage) -> None:
-        """Count the size that a storage has now, if it is counted at all."""
+        """Update the size of a storage that is counted."""
         live = self._storages.get(id(storage))
         if live is not None:
             before, live.size = live.size, math.ceil(storage.nbytes() / self._block) * self._block
@@ -128,7 +129,7 @@ class LiveBytes(TorchDispatchMode):
         self.add(live.kind, -live.size)
 
     def add(self, kind: str, size: int) -> None:
-        """Count bytes; also those that no tensor shows, such as the buffers of a wrapper."""
+        """Count bytes. Called directly for memory that no tensor shows, such as the buffers of a wrapper."""
         self._total += size
         self._bytes[kind] += size
         if self._total > self.peak:
@@ -140,7 +141,7 @@ class LiveBytes(TorchDispatchMode):
             self.stage = "backward pass" if in_backward else "update" if self.is_updating else "forward pass"
 
     def _sort(self) -> None:
-        """Find out what tensors are for, which is only known once they have become gradients, for example."""
+        """Sort the tensors by kind. Some kinds become known only later, as when a tensor becomes a gradient."""
         self._sorted_at = self._total
         for kind, tensor in self._owners():
             live = self._storages.get(id(local_shard(tensor).untyped_storage()))
@@ -151,7 +152,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _kind_of_new() -> str:
-    """Return what a new tensor is for, as far as its origin shows."""
+    """Return the kind of a new tensor, as far as the call stack shows it."""
     frames = islice(traceback.walk_stack(sys._getframe(1)), _FRAMES_TO_SEARCH)  # noqa: SLF001
     if any("torch/distributed/fsdp" in frame.f_code.co_filename.replace("\\", "/") for frame, _ in frames):
         return "communication"

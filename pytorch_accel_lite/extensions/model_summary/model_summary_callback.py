@@ -11,7 +11,8 @@ from pytorch_accel_lite.utils import import_extra
 class ModelSummaryCallback(TrainerCallback):
     """Print a summary of the model with the first batch of a run that is not resumed (extra ``summary``).
 
-    One more forward pass, in evaluation mode, gives the shapes, and changes nothing. See ``Trainer.summary()``.
+    The shapes come from an additional forward pass in evaluation mode, which changes nothing. See
+    ``Trainer.summary()``.
 
     Args:
         depth: number of levels of nested modules to list

@@ -1,4 +1,4 @@
-"""Optuna: runs that are trials of a study."""
+"""Optuna: runs as trials of a study."""
 
 from pytorch_accel_lite.extensions.optuna.pruning_callback import OptunaPruningCallback
 

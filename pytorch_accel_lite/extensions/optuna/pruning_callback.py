@@ -16,13 +16,13 @@ _PATHS = "paths"  # the user attribute of a trial with the paths that it writes 
 class OptunaPruningCallback(TrainerCallback):
     """Report a metric to an Optuna trial after each epoch, and stop the run early if the trial is to be pruned.
 
-    All callbacks still handle the end of the epoch, and models and states are saved. Call ``check_pruned()`` after
+    All callbacks still handle the end of the epoch, so models and states are saved. Call ``check_pruned()`` after
     ``train``. A trial that resumes from a training state also reports the values of the epochs before it. The study
     determines whether greater values are better.
 
     Args:
         trial: the trial; ``None`` on all processes but the first
-        metric: name of the metric in the run history, the objective of the study
+        metric: name, in the run history, of the metric that is the objective of the study
 
     Attributes:
         is_pruned: whether the run was ended because the trial is to be pruned
@@ -61,11 +61,11 @@ class OptunaPruningCallback(TrainerCallback):
             trainer.ranks.run_together(self._check, only_first=True)
 
     def _check(self) -> None:
-        study = getattr(self.trial, "study", None)  # a FixedTrial has none
+        study = getattr(self.trial, "study", None)  # a FixedTrial has no study
         if study is None:
             return
         paths = sorted(path if "://" in path else os.path.realpath(path) for path in self._request.paths)
-        self.trial.set_user_attr(_PATHS, paths)  # before looking at other trials, which may start now
+        self.trial.set_user_attr(_PATHS, paths)  # first, as other trials may start now
         failed = self._optuna.trial.TrialState.FAIL
         for other in study.get_trials(deepcopy=False):
             shared = [path for path in paths if path in other.user_attrs.get(_PATHS, ())]
@@ -87,7 +87,7 @@ class OptunaPruningCallback(TrainerCallback):
 
     def _report_all(self, values: Mapping[int, float]) -> None:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The reported value is ignored")  # those that the trial has already
+            warnings.filterwarnings("ignore", "The reported value is ignored")  # for epochs that are reported twice
             for epoch, value in values.items():
                 self.trial.report(value, epoch)
 
@@ -102,14 +102,14 @@ class OptunaPruningCallback(TrainerCallback):
             raise StopTrainingError(f"Optuna prunes this trial: {self.metric} {value:.6g} in epoch {epoch}.")
 
     def _report(self, value: float, epoch: int) -> bool:
-        self._report_all({epoch: value})  # an epoch that is repeated after a kill has been reported
+        self._report_all({epoch: value})  # an epoch repeated after a kill is reported twice
         return bool(self.trial.should_prune())
 
     def check_pruned(self) -> None:
         """Tell the study that the trial was pruned. Call it after ``train``.
 
         Raises:
-            optuna.TrialPruned: if it was
+            optuna.TrialPruned: if the trial was pruned
         """
         if self.is_pruned:
             raise self._optuna.TrialPruned

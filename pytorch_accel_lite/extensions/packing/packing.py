@@ -1,4 +1,4 @@
-"""Packing: sequences one after another in a single row, without padding, and what keeps them apart."""
+"""Packing sequences one after another in a row without padding, and keeping them apart in the model."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ class PackSequences:
     A sample is a sequence of tokens, a pair of inputs and targets, or a dict of values for each token, as tokenizers
     return it. Tokens whose ``attention_mask`` is 0 are padding, and are left out. A batch is a dict with
 
-    - ``input_ids``, ``labels`` and whatever else samples have: a row of shape ``(1, tokens)`` each. Samples without
-      labels of a causal model get their tokens as labels.
-    - ``position_ids`` of the same shape, which restart with each sequence
-    - ``bounds``: where sequences begin, and where the last ends, as a list of numbers; not for a model that does not
-      take it
-    - what else ``model`` needs to keep the sequences apart.
+    - ``input_ids``, ``labels`` and the other keys of the samples: a row of shape ``(1, tokens)`` each. Samples without
+      labels get their tokens as labels if the model is causal.
+    - ``position_ids`` of the same shape, which restart at each sequence
+    - ``bounds``: the index at which each sequence begins, and at which the last one ends, as a list of integers; left
+      out for a model that does not take it
+    - any other arguments that ``model`` needs to keep the sequences apart.
 
-    With a ``model``, for example one of transformers, that is found out by computing two short sequences together and
-    each by itself: positions suffice for many models, others need a mask of shape ``(1, 1, tokens, tokens)``. A model
-    that uses flash attention gets the arguments for that, untried. A model of your own can make a mask from the
-    positions with ``packed_mask()`` or ``packed_mask_function()``, or call ``packed_attention()``.
+    For a given ``model``, for example a model of transformers, these are found by computing two short sequences
+    together and each by itself. Positions suffice for many models; others need a mask of shape ``(1, 1, tokens,
+    tokens)``. A model that uses flash attention gets the arguments of flash attention, untried. A model of your own can
+    make a mask from the positions with ``packed_mask()`` or ``packed_mask_function()``, or call ``packed_attention()``.
 
     Args:
-        model: what is trained, before it is sharded or compiled
-        causal: whether each label is predicted from the tokens before it, as the models of transformers shift their
-            labels: then the first label of each sequence becomes -100, which losses ignore, since what is before it
-            belongs to another sequence. By default that of the ``model``, or true. Pass ``False`` if your targets are
-            shifted already.
+        model: the model to train, before it is sharded or compiled
+        causal: whether each label is predicted from the tokens before it, as when models of transformers shift their
+            labels. The first label of each sequence then becomes -100, which losses ignore, because the token before it
+            belongs to another sequence. By default as the ``model`` does, or ``True`` without a model. Pass ``False``
+            if your targets are already shifted.
 
     Raises:
         ValueError: if ``model`` cannot keep sequences apart
@@ -82,9 +82,9 @@ class PackSequences:
         return batch
 
     def _adapt_to(self, model: nn.Module) -> None:
-        """Find out what else a model needs to keep sequences apart."""
+        """Find out which arguments a model needs to keep sequences apart."""
         name = type(model).__name__
-        get_base_model: object = getattr(model, "get_base_model", None)  # of the adapters of PEFT
+        get_base_model: object = getattr(model, "get_base_model", None)  # PEFT wraps the model
         inner = get_base_model() if callable(get_base_model) else model
         taken = inspect.signature(inner.forward).parameters
         if "position_ids" not in taken:
@@ -105,7 +105,7 @@ class PackSequences:
                 try:
                     if _keeps_apart(model, self, padding, needed, weight):
                         return
-                except Exception as error:  # of any kind: what a model makes of arguments that it does not expect
+                except Exception as error:  # of any kind: the model may not expect these arguments
                     failure = error
         raise ValueError(
             f"{name} does not compute packed sequences as it computes each by itself, neither with positions nor with "
@@ -153,7 +153,7 @@ def _as_tensor(name: str, values: object) -> torch.Tensor:
 
 
 def _has_windows(config: object) -> bool:
-    """Whether the attention of some layers is limited to windows, which a given mask would replace."""
+    """Whether some layers limit attention to windows, a limit that a given mask would replace."""
     return any(getattr(config, name, None) for name in ("sliding_window", "local_attention")) or any(
         "full" not in kind for kind in getattr(config, "layer_types", None) or ()
     )
@@ -166,8 +166,8 @@ def _keeps_apart(
     """Whether a model computes two short sequences in a row as it computes each by itself.
 
     Args:
-        needed: the arguments that the model cannot do without
-        weight: one of its weights, whose device and precision it computes with
+        needed: the required arguments of the model
+        weight: one of the model's weights, whose device and precision are used
     """
     get_embedding = getattr(model, "get_input_embeddings", None)
     size = getattr(get_embedding() if callable(get_embedding) else None, "num_embeddings", 8)

@@ -12,31 +12,31 @@ from torch.utils.data import Sampler
 
 from pytorch_accel_lite.extending_data import IndexedData, Sample, check_positive_int
 
-#: Relative resolution, a power of two, at which lengths are distinguished when samples are grouped.
+#: Relative resolution of lengths, a power of two, when samples are grouped.
 _RESOLUTION = 16
 
 
 class TokenBatchSampler(Sampler[list[int]]):
-    """A batch sampler: as many samples of similar length in each batch as a budget of tokens holds, padding included.
+    """A batch sampler that fills each batch with samples of similar length, up to a budget of tokens with padding.
 
     In each epoch, samples whose lengths differ by less than a sixteenth are shuffled, then all are sorted by length and
     cut into batches, which are shuffled. The number of batches is the same in every epoch, so schedules know the length
-    of an epoch. Random numbers are torch's: the trainer seeds them for each epoch, if it has a seed.
+    of an epoch. Random numbers come from torch's generator, which a trainer with a seed seeds for each epoch.
 
-    Samples that are ``packed`` in a row need no padding, so a batch may have samples of any lengths. The lengths in
-    each batch are the same in every epoch, chosen by best-fit decreasing (Johnson 1973): the longest first, each in the
-    fullest batch that has room for it.
+    Samples that are ``packed`` in a row need no padding, so a batch may have samples of any lengths. Which lengths
+    share a batch is the same in every epoch. Best-fit decreasing (Johnson 1973) determines it: the longest samples come
+    first, and each goes into the fullest batch that has room for it.
 
-    Each process takes one batch in a step, so the budget is that of one process and its memory. If the batches of an
-    epoch do not divide evenly, the samples of the remaining ones are divided among the processes.
+    Each process takes one batch in a step, so choose the budget by the memory of one process. If the batches of an
+    epoch cannot be divided evenly, the samples of the remaining batches are divided among the processes.
 
     Args:
         data: the samples, or their lengths in tokens: a list, an array or a tensor of integers
-        max_tokens: the most tokens in a batch after padding: its number of samples times its greatest length; or, if
-            they are packed, their sum
-        length: returns the length of a sample, each of which is read once; ``None`` if ``data`` are lengths
-        shuffle: whether to shuffle; otherwise batches go from the shortest to the longest samples, as evaluation may,
-            or in that of their packing, and are the same in each epoch
+        max_tokens: the maximum number of tokens in a batch: with padding, the number of samples times the greatest
+            length; if ``packed``, the sum of the lengths
+        length: returns the length of a sample; each sample is read once; ``None`` if ``data`` has lengths
+        shuffle: whether to shuffle; otherwise the batches are the same in each epoch, in order of length or, if
+            ``packed``, of packing, as evaluation may have them
         packed: whether samples are put in a row without padding, as by ``PackSequences``
 
     Raises:
@@ -106,7 +106,7 @@ def _checked(values: object, max_tokens: int) -> npt.NDArray[np.int64]:
 
 
 def _cut(lengths: Sequence[int], max_tokens: int) -> list[int]:
-    """Return the number of the batch of each sample, with padding, given the sorted lengths."""
+    """Return the batch number of each sample for batches with padding, given the sorted lengths."""
     numbers: list[int] = []
     number = first = 0
     for index, length in enumerate(lengths):
@@ -117,9 +117,9 @@ def _cut(lengths: Sequence[int], max_tokens: int) -> list[int]:
 
 
 def _pack(lengths: Sequence[int], max_tokens: int) -> list[int]:
-    """Return the number of the batch of each sample, without padding, given the sorted lengths."""
+    """Return the batch number of each sample for packed batches, given the sorted lengths."""
     numbers: list[int] = []
-    rooms: list[tuple[int, int]] = []  # the room left in each batch that may take another sample, and its number
+    rooms: list[tuple[int, int]] = []  # the room left in each open batch, and its number
     count = 0
     for length in reversed(lengths):
         fullest = bisect_left(rooms, (length, 0))

@@ -17,14 +17,14 @@ class TimingCallback(TrainerCallback):
     """Measure how the time of each epoch and of the run is spent, and print a table at the end of the run.
 
     The phases are: waiting for data (on average, and on the process that waited most), forward pass, backward pass,
-    optimizer (including averaging over an accumulation window, clipping and the schedule), evaluation, saving
-    (the time that the run waits for checkpoints, weights and training states), each class of callbacks, excluding
-    its evaluations and saving, and the rest. On a GPU, forward, backward and optimizer are measured with device events
-    that are read later, so nothing waits for the device.
+    optimizer (including averaging over an accumulation window, clipping and the schedule), evaluation, saving (the time
+    that the run waits for checkpoints, weights and training states), each class of callbacks, without its evaluations
+    and saving, and the remaining time. On a GPU, forward, backward and optimizer are measured with device events that
+    are read later, so nothing waits for the device.
 
     Recorded per epoch in seconds: ``time_data``, ``time_data_max``, ``time_forward``, ``time_backward``,
     ``time_optimizer``, ``time_evaluation``, ``time_saving``, ``time_callbacks`` and ``time_epoch``. Saving at the very
-    end of an epoch counts towards the next. Each event costs a few microseconds.
+    end of an epoch counts towards the next epoch. Each event costs a few microseconds.
 
     Args:
         show: print the table
@@ -63,14 +63,14 @@ class TimingCallback(TrainerCallback):
 
     @contextmanager
     def _time(self, part: object) -> Iterator[None]:
-        """Count the time of a callback or a named phase, without separately counted nested times."""
+        """Count the time of a callback or a named phase, without the times within it that are counted separately."""
         start = time.perf_counter()
         counted = self._counted
         try:
             yield
         finally:
             seconds = time.perf_counter() - start
-            if part is not self:  # the laps of this callback count the time before the event
+            if part is not self:  # this callback's own laps count the time before the event
                 seconds -= self._counted - counted
             if isinstance(part, str):
                 self._phases[part] += seconds

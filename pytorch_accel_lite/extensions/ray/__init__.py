@@ -1,4 +1,4 @@
-"""Ray: runs that Ray Train starts, and starts again."""
+"""Ray: runs that Ray Train starts and restarts."""
 
 from pytorch_accel_lite.extensions.ray.report_callback import RayReportCallback
 

@@ -24,9 +24,9 @@ from pytorch_accel_lite.utils import import_extra
 class RayReportCallback(TrainerCallback):
     """Report metrics and training states to Ray Train, in the function that is given to its ``TorchTrainer``.
 
-    With ``train(..., resume_from="latest")``, a run that Ray starts again, with as many workers or with others, resumes
-    from ``ray.train.get_checkpoint()``: with as many, to the same bits. The data order is seeded even if the trainer
-    has no seed.
+    With ``train(..., resume_from="latest")``, a run that Ray restarts resumes from ``ray.train.get_checkpoint()``. The
+    number of workers may change; if it does not, the result is bitwise the same. The data order is seeded even if the
+    trainer has no seed.
 
     Args:
         every_n_epochs: report the latest metrics and a state after every n epochs, and at the end of the run
@@ -59,7 +59,7 @@ class RayReportCallback(TrainerCallback):
             return
         try:
             workers = self._ray.get_context().get_world_size()
-        except Exception:  # of Ray's own classes, which its versions do not share
+        except Exception:  # the class depends on Ray's version
             workers = None
         if workers != trainer.ranks.world_size:
             raise RuntimeError(
@@ -75,7 +75,7 @@ class RayReportCallback(TrainerCallback):
         checkpoint = self._ray.get_checkpoint()
         if checkpoint is None:
             return None
-        directory = self._resumed.enter_context(checkpoint.as_directory())  # a copy, from remote storage
+        directory = self._resumed.enter_context(checkpoint.as_directory())  # a copy if storage is remote
         return read_state(Path(directory), trainer.ranks)
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:

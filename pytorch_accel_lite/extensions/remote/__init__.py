@@ -1,4 +1,4 @@
-"""Training states and models in a remote store, such as S3, through fsspec."""
+"""Saving to remote stores, such as S3, and reading from them."""
 
 from pytorch_accel_lite.extending import STORES
 from pytorch_accel_lite.extensions.remote.remote_store import RemoteFolder, RemoteStore

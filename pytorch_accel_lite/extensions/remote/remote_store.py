@@ -1,4 +1,4 @@
-"""Training states in a remote store, such as S3, through fsspec: the machines of a job need no shared disk.
+"""Training states and models in a remote store, such as S3, through fsspec, so that machines need no shared disk.
 
 Each rank writes its files to a temporary directory of its machine and uploads them. The manifest is uploaded last, as a
 single object, and makes the state complete. The files of each save are in a separate folder, which the manifest names,
@@ -39,17 +39,17 @@ from pytorch_accel_lite.extending import (
 from pytorch_accel_lite.utils import import_extra
 
 MANIFEST, CARD, WEIGHTS = "manifest.json", "README.md", "model.safetensors"
-_OWNER = ".owner.json"  # names the run that saves here
-_PREFIX = "pytorch_accel_lite-state-"  # so that no folder of anybody else is removed with the remains of killed runs
-_SECONDS_UNTIL_REMOVED = 24 * 60 * 60  # far more than it takes to upload a state
+_OWNER = ".owner.json"  # this object names the run that saves here
+_PREFIX = "pytorch_accel_lite-state-"  # only folders with this prefix are ever removed
+_SECONDS_UNTIL_REMOVED = 24 * 60 * 60  # far more than an upload takes
 
 
 class RemoteFolder:
-    """A folder in a remote store. Its errors are ``OSError`` and name the address.
+    """A folder in a remote store. It raises ``OSError``, with the address in the message.
 
     Args:
-        url: such as ``s3://bucket/run``
-        argument: name of the argument with the URL, for the error
+        url: the address, such as ``s3://bucket/run``
+        argument: name of the argument that has the URL, for the error
 
     Raises:
         ImportError: if the package for this kind of store is not installed
@@ -72,7 +72,7 @@ class RemoteFolder:
 
     @contextmanager
     def _accessing(self, name: str = "", writes: bool = False) -> Iterator[str]:
-        """Yield the path of an object without using the cache of the store; errors say where and why they occurred."""
+        """Yield the path of an object, with no cache. Errors in the block name the address and the reason."""
         try:
             self._store.invalidate_cache()
             yield f"{self._path}/{name}".rstrip("/")
@@ -117,7 +117,7 @@ class RemoteFolder:
                 raise OSError(f"{remote_size} of {local_size} bytes have arrived")
 
     def _create_parent(self, path: str) -> None:
-        """Create the folders of a path in stores that have folders; a bucket that does not exist is an error."""
+        """Create the parent folders of a path in stores that have folders. A missing bucket is an error."""
         root = PurePosixPath(self._path)
         subfolders = [folder for folder in PurePosixPath(path).parents if root in folder.parents]
         for folder in (root, *reversed(subfolders)):
@@ -127,7 +127,7 @@ class RemoteFolder:
                 self._created.add(folder)
 
     def names(self) -> list[str]:
-        """Return the names of what the folder contains; none if it does not exist."""
+        """Return the names of the objects and folders in this folder; an empty list if it does not exist."""
         with self._accessing() as path:
             try:
                 entries = self._store.ls(path, detail=False)
@@ -143,7 +143,7 @@ class RemoteFolder:
 
 @contextmanager
 def _temporary_directory() -> Iterator[Path]:
-    """Yield an empty directory for the files of a state, after removing those of killed processes."""
+    """Yield an empty directory for the files of a state, and remove old directories of killed processes before."""
     for leftover in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):
             if time.time() - leftover.stat().st_mtime > _SECONDS_UNTIL_REMOVED:
@@ -162,7 +162,7 @@ def _download(url: str, directory: Path) -> JsonObject:
     try:
         manifest = read_manifest(directory)
         for name in manifest["files"]:
-            with suppress(FileNotFoundError):  # which verification reports
+            with suppress(FileNotFoundError):  # verification reports missing files
                 folder.fetch(f"{manifest['folder']}/{name}", directory / name)
         return verify_state(directory)
     except DamagedStateError as error:
@@ -170,7 +170,7 @@ def _download(url: str, directory: Path) -> JsonObject:
 
 
 class RemoteStates(StateStore):
-    """The states of a run at a URL. The newest run takes over, as a lock would outlive a run whose machine has died."""
+    """The states of a run at a URL. The newest run takes over: a lock would outlive a run whose machine has died."""
 
     location: str
 
@@ -195,7 +195,7 @@ class RemoteStates(StateStore):
         return [name for name in self._folder.names() if self.NAME.fullmatch(name)]
 
     def saved_at(self, name: str) -> float:
-        """Return when a state was saved; the current time if unknown, so that a damaged state is reported first."""
+        """Return when a state was saved; the current time if unknown, so that a damaged state counts as the newest."""
         saved_at = (self._manifest(name) or {}).get("saved_at")
         return float(saved_at) if isinstance(saved_at, (int, float)) else time.time()
 
@@ -221,8 +221,8 @@ class RemoteStates(StateStore):
     def rotate(self, keep: int | None, protected: set[str]) -> None:
         """Remove all but the newest states, and incomplete states of killed runs.
 
-        The latter only now that a state of this run is complete: the run that it took over from may still have been
-        saving. By now, that run has ended or completed its state.
+        Incomplete states are removed only after this run has completed a state. Before that, the run that it took over
+        from may still be saving; by now, that run has ended or completed its state.
         """
         super().rotate(keep, protected)
         for name in self._incomplete:
@@ -291,7 +291,7 @@ class RemoteStore(Store):
         if ranks.rank == 0:
             with suppress(OSError):
                 for name in folder.names():
-                    if name not in (MANIFEST, subfolder):  # of an earlier or an interrupted save
+                    if name not in (MANIFEST, subfolder):  # files of an earlier or an interrupted save
                         folder.remove(name)
 
     def read_state(self, url: str, ranks: Ranks) -> TrainingState:
@@ -306,7 +306,7 @@ class RemoteStore(Store):
             for outcome in outcomes:
                 if outcome is not None and isinstance(outcome[1], DamagedStateError):
                     raise outcome[1]
-            # The first process of this machine is the last one up to this that has fetched the state.
+            # One process per machine has fetched the state: the nearest one at or below this rank.
             fetched, manifest = [outcome for outcome in outcomes[: ranks.rank + 1] if outcome is not None][-1]
             state = read_verified(fetched, manifest, ranks)  # type: ignore[arg-type]
             state.directory = url
@@ -326,10 +326,10 @@ class RemoteStore(Store):
 
     @contextmanager
     def fetch_weights(self, url: str) -> Iterator[Path]:
-        """Yield a temporary directory with the safetensors files at a URL, or with the one file that it names.
+        """Yield a temporary directory with the safetensors files at a URL, or with the file that the URL names.
 
         Raises:
-            FileNotFoundError: if there are none
+            FileNotFoundError: if there are no safetensors files
         """
         address, name = os.path.split(url) if url.endswith(".safetensors") else (url, WEIGHTS)
         folder = RemoteFolder(address, "checkpoint_path")
@@ -347,7 +347,7 @@ class RemoteStore(Store):
     def collect(self, url: str) -> Iterator[Path]:
         """Yield a directory whose files are uploaded to a URL.
 
-        It has the model card at the URL, if there is one, which is uploaded again only if it has changed.
+        If the URL has a model card, the directory has a copy, which is uploaded again only if it has changed.
         """
         folder = RemoteFolder(url, "path")
         with _temporary_directory() as directory:
@@ -357,6 +357,6 @@ class RemoteStore(Store):
                 (directory / CARD).write_bytes(card)
             yield directory
             files = sorted((path for path in directory.rglob("*") if path.is_file()), reverse=True)
-            for file in files:  # the card last, as it describes the others
+            for file in files:  # the card last: it describes the other files
                 if file.name != CARD or file.read_bytes() != card:
                     folder.upload(file, file.relative_to(directory).as_posix())

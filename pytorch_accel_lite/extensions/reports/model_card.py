@@ -34,7 +34,7 @@ from pytorch_accel_lite.extensions.reports.run_page import TEMPLATES, environmen
 from pytorch_accel_lite.tracking import InMemoryRunHistory
 from pytorch_accel_lite.utils import format_metric, format_value
 
-_FILE = "README.md"  # which the Hugging Face Hub shows
+_FILE = "README.md"  # the Hugging Face Hub shows this file
 _MARKER = (
     "<!-- Written by save_model() of pytorch_accel_lite, which replaces this file as long as it has this line. -->"
 )
@@ -43,13 +43,13 @@ _OMITTED = ("train_", "eval_", "num_", "max_num_", "is_", "mixed_precision", "se
 
 
 class ModelCard(ModelWriter):
-    """The card of a model, ``README.md``, with a picture of the metrics."""
+    """Writes the card of a model, ``README.md``, with a plot of the metrics."""
 
     def check(self, card_data: Mapping[str, object]) -> None:
         """Check that the metadata can be written.
 
         Raises:
-            TypeError: if not
+            TypeError: if it cannot
         """
         try:
             json.dumps({**card_data})
@@ -60,7 +60,7 @@ class ModelCard(ModelWriter):
             ) from error
 
     def write(self, trainer: TrainerLike, saved: SavedModel) -> None:
-        """Write the card, unless there is one that somebody else wrote."""
+        """Write the card, unless there is a README that ``save_model()`` did not write."""
         card = saved.folder / _FILE
         if card.exists() and _MARKER.encode() not in card.read_bytes():
             warn_outside(
@@ -98,7 +98,7 @@ def _card_of(trainer: TrainerLike, saved: SavedModel) -> str:
         has_curves=_draw_curves(history, folder / "curves.png"),
         kind=kind.__name__,
         module=_public_module(kind),
-        is_pretrained=(folder / "config.json").exists() and hasattr(kind, "from_pretrained"),  # as transformers saves
+        is_pretrained=(folder / "config.json").exists() and hasattr(kind, "from_pretrained"),  # saved by transformers
         is_adapters=is_of_peft(model) and (folder / ADAPTERS).exists(),
         is_of_timm=is_of_timm(model) and (folder / "config.json").exists(),
         settings=[Column("setting", [name for name, _ in settings]), Column("value", [text for _, text in settings])],
@@ -115,7 +115,7 @@ def _row_of_weights(history: InMemoryRunHistory, loaded: LoadedWeights | None) -
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of the model that are finite numbers, by names that do not depend on who evaluated it."""
+    """Return the metrics that are finite numbers, with the same names from ``train`` as from ``evaluate``."""
     numbers = {
         name.removesuffix("_epoch").replace("evaluation_", "eval_"): to_number(value)
         for name, value in metrics.items()
@@ -149,14 +149,14 @@ def _metadata(run: Run, saved: Mapping[str, float], later: Mapping[str, float], 
         for split, numbers in by_split.items()
         for name, value in numbers.items()
         for title, _, _, data in [panels[name]]
-        if data in {"eval", *parts}  # rather than of training, or of averaged weights, which are not saved
+        if data in {"eval", *parts}  # not metrics of training or of averaged weights
     ]
     entries = {"library_name": "pytorch", "tags": ["pytorch-accel-lite"], "eval_results": results or None, **card_data}
     return ModelCardData(**entries).to_yaml()
 
 
 def _draw_curves(history: InMemoryRunHistory, path: Path) -> bool:
-    """Draw the curves of the metrics, and return whether there is anything to draw, and matplotlib to do so."""
+    """Draw the curves of the metrics; return ``False`` if there are none, or matplotlib is not installed."""
     with suppress(ImportError, NothingToPlotError), replacing(path) as temporary:
         history.plot().savefig(temporary, format="png", dpi=150)
         return True
@@ -164,7 +164,7 @@ def _draw_curves(history: InMemoryRunHistory, path: Path) -> bool:
 
 
 def _public_module(kind: type) -> str:
-    """Return the shortest name of a module that has a class; empty if it cannot be imported, or is of the program."""
+    """Return the shortest name of a module that exports a class; empty if a program on its own defines the class."""
     parts = kind.__module__.split(".")
     modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
     having = [name for name in modules if getattr(sys.modules.get(name), kind.__qualname__, None) is kind]
@@ -172,7 +172,7 @@ def _public_module(kind: type) -> str:
 
 
 def _settings(trainer: TrainerLike) -> Iterator[tuple[str, str]]:
-    """Yield the settings of the latest training, and what computed it, by name."""
+    """Yield the settings and the environment of the latest training, by name."""
     run, training = trainer.run, trainer.run.latest.training
     if training is None:
         return

@@ -24,10 +24,10 @@ class PlotMetricsCallback(TrainerCallback):
     """Plot the metrics after each epoch, to a file and live in a notebook (extra ``plot``).
 
     Plotting takes at most a fiftieth of the run's time (a tenth in a notebook): epochs are skipped if necessary, but
-    the final state is always drawn. With ``every``, it is drawn at that interval instead.
+    the plot is always drawn at the end. With ``every``, it is drawn at that interval instead.
 
     Args:
-        path: picture file, whose suffix (``.png``, ``.svg``, ``.pdf``) sets the format; replaced atomically
+        path: file of the plot, whose suffix (``.png``, ``.svg``, ``.pdf``) sets the format; replaced atomically
         metrics: names of the metrics to draw; defaults to all numeric metrics
         every: an ``Interval`` between plots, such as ``"10 minutes"``, also within epochs
 
@@ -50,7 +50,7 @@ class PlotMetricsCallback(TrainerCallback):
         self._restart()
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
-        """Check that no other callback writes the picture."""
+        """Check that no other callback writes to the same path."""
         request.claim_path(self, "path", self.path, "curves")
 
     def _restart(self) -> None:
@@ -59,7 +59,7 @@ class PlotMetricsCallback(TrainerCallback):
         self._budget = TimeBudget(1 / 10, expected=0.2) if in_notebook() else TimeBudget(1 / 50, expected=0.5)
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        """Begin with the run."""
+        """Forget the plots and times of an earlier run."""
         self._restart()
         if self.every is not None:
             self.every.start(trainer.run, "every")
@@ -91,7 +91,7 @@ class PlotMetricsCallback(TrainerCallback):
         with self._budget.measured():
             try:
                 figure = trainer.run_history.plot(metrics=self.metrics)
-            except NothingToPlotError:  # yet
+            except NothingToPlotError:  # no metrics yet
                 return
             with replacing(self.path) as temporary, temporary.open("wb") as file:
                 figure.savefig(file, format=_format_of(self.path))
@@ -99,7 +99,7 @@ class PlotMetricsCallback(TrainerCallback):
                 self._show(figure)
 
     def _show(self, figure: Any) -> None:
-        """Show the picture in the notebook, replacing the previous one."""
+        """Show the plot in the notebook, replacing the previous one."""
         from IPython.display import display
 
         if self._display is None:
@@ -113,7 +113,7 @@ def _format_of(path: Path) -> str:
 
 
 def _check_format(path: Path) -> None:
-    """Check that matplotlib can draw pictures of a format.
+    """Check that matplotlib can write the format of a path.
 
     Raises:
         ValueError: if it cannot; lists the formats

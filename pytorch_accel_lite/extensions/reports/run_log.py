@@ -52,14 +52,15 @@ class RunLogCallback(TrainerCallback):
     repository), and the commands to repeat and resume the run. The page is a single file that includes the curves
     (extra ``plot``; without it, only tables) and adapts to dark and light screens and to phones.
 
-    The files are written at the start and the end of the run, and replaced atomically after epochs as long as that
-    takes less than a fiftieth of the time. Resuming a run adds an attempt to its record; a new run in
-    the same directory replaces it.
+    The files are written at the start and the end of the run. After epochs they are replaced, atomically, as long as
+    writing takes less than a fiftieth of the time. Resuming a run adds an attempt to its record; a new run in the same
+    directory replaces it.
 
     Args:
         directory: where the files are written
         config: your own hyper-parameters, shown with the run's configuration
-        name: heading of the page; defaults to the name of the directory, or of the one above ``run_log`` or ``log``
+        name: heading of the page; defaults to the name of the directory, or for ``run_log`` or ``log``, of the
+            directory above it
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class RunLogCallback(TrainerCallback):
         trainer.ranks.run_together(lambda: self._begin(trainer), only_first=True)
 
     def on_processes_changed(self, trainer: TrainerLike, **kwargs: object) -> None:
-        """Go on with the page on the process that is the first one now."""
+        """Continue the record on the process that is now rank 0."""
         if trainer.is_running and trainer.accelerator.is_main_process and not self._record:
             self._begin(trainer)
 
@@ -113,7 +114,7 @@ class RunLogCallback(TrainerCallback):
         try:
             attempts: list[dict[str, Any]] = json.loads(path.read_bytes())["attempts"]
             for attempt in attempts:
-                texts = attempt["started"], attempt["outcome"]  # which its page shows
+                texts = attempt["started"], attempt["outcome"]  # the page shows these
                 attempt["outcome"] = "killed" if "running" in texts else attempt["outcome"]
             return [*attempts]
         except FileNotFoundError:
@@ -146,7 +147,7 @@ class RunLogCallback(TrainerCallback):
         self._end(trainer, "finished" if reason is None else f"stopped: {reason}")
 
     def _end(self, trainer: TrainerLike, outcome: str, trace: str | None = None) -> None:
-        if not trainer.accelerator.is_main_process or not self._is_running:  # or an error has already been recorded
+        if not trainer.accelerator.is_main_process or not self._is_running:  # or on_exception has recorded an error
             return
         attempt = self._record["attempts"][-1]
         attempt |= {"ended": _now(), "seconds": self._seconds(), "outcome": outcome}
@@ -180,7 +181,7 @@ class RunLogCallback(TrainerCallback):
                 write_text(self.directory / name, content)
 
     def _pictures(self) -> dict[str, ShownPicture]:
-        """Return the pictures among the outputs, by path, without those whose files are gone."""
+        """Return the images among the outputs, by path. Images whose files are gone are left out."""
         pictures = {}
         for path in chain.from_iterable(each.get("pictures", {}).values() for each in shown_outputs(self._record)):
             with suppress(OSError):
@@ -249,7 +250,7 @@ def device_name(trainer: TrainerLike) -> str:
 def launch_command(trainer: TrainerLike) -> list[str] | None:
     """Return the command line that started this program, or ``None`` in a notebook.
 
-    A launched process knows only its own command line, so that of its launcher is reconstructed, as torchrun.
+    A launched process knows only its own command line. The command line of its launcher is reconstructed for torchrun.
     """
     if in_notebook():
         return None
@@ -293,10 +294,10 @@ def _by_name(described: Mapping[str, str]) -> str:
 
 
 def describe_optimizer(optimizer: Any) -> str:
-    """Return an optimizer's class, its initial learning rate, and its other settings that are not defaults."""
+    """Return an optimizer's class, its initial learning rate, and its other settings that differ from the defaults."""
     groups = optimizer.param_groups
     initial = [group.get("initial_lr", group.get("lr")) for group in groups]
-    rates = [float(rate) for rate in initial if rate is not None]  # some optimizers choose it themselves
+    rates = [float(rate) for rate in initial if rate is not None]  # some optimizers choose their rate themselves
     settings = []
     if rates:
         lowest, highest = format_metric(min(rates)), format_metric(max(rates))
@@ -307,9 +308,9 @@ def describe_optimizer(optimizer: Any) -> str:
 
 
 def _describe_scheduler(scheduler: Any) -> str:
-    """Return a scheduler's class and its settings that are not defaults, as far as its attributes show them."""
+    """Return a scheduler's class, and its settings that differ from the defaults, if its attributes show them."""
     values = {name: getattr(scheduler, name, None) for name in inspect.signature(type(scheduler)).parameters}
-    hidden = ("last_epoch", "verbose")  # its position, and what torch no longer has
+    hidden = ("last_epoch", "verbose")  # the position, and a setting that torch has dropped
     shown = {
         name: value for name, value in values.items() if isinstance(value, (int, float, str)) and name not in hidden
     }
@@ -318,7 +319,7 @@ def _describe_scheduler(scheduler: Any) -> str:
 
 
 def _changed_arguments(instance: Any, values: Mapping[str, Any]) -> list[str]:
-    """Return the arguments of an instance's class whose values are not the defaults."""
+    """Return the arguments of an instance's class whose values differ from the defaults."""
     parameters = inspect.signature(type(instance)).parameters
     return [
         f"{name}={format_metric(value)}"

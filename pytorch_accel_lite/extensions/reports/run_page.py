@@ -21,15 +21,15 @@ from pytorch_accel_lite.extending_callbacks import describe_fractions, format_du
 from pytorch_accel_lite.utils import format_metric, format_value
 
 TEMPLATES = Path(__file__).with_name("templates")
-_SHOWN_OUTPUTS = 20  # the latest
+_SHOWN_OUTPUTS = 20  # number of latest outputs on a page
 
 
 class ShownPicture(NamedTuple):
-    """A picture on a page.
+    """An image on a page.
 
     Args:
-        data: its contents, as a URL
-        link: the path of its file, relative to the page, as a URL
+        data: the contents of the file, as a data URL
+        link: the path of the file, relative to the page, as a URL
     """
 
     data: str
@@ -50,7 +50,7 @@ def pages(
     Args:
         record: the contents of ``run.json``
         curves: plots of its metrics, as SVG
-        pictures: those among its outputs, by path
+        pictures: the images among its outputs, by path
     """
     attempts = record["attempts"]
     outcome, _, reason = attempts[-1]["outcome"].partition(": ")
@@ -98,7 +98,7 @@ def _date(text: str) -> str:
 
 
 def _results(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the best and final values of each metric whose direction is known; only final ones of training."""
+    """Return the best and final values of metrics of known direction; of training metrics, only the final value."""
     directions = record["directions"]
     results = []
     for name, panel in panels_by_metric(_names(record)).items():

@@ -34,7 +34,7 @@ _MAX_SHOWN = 100
 
 
 class Shown(TypedDict):
-    """What was shown after an update: by name, the texts, with paths for pictures; and the pictures' paths alone."""
+    """The outputs shown after an update: texts, or paths for pictures, by name; and the paths of the pictures alone."""
 
     update: int
     texts: dict[str, str]
@@ -45,16 +45,16 @@ class Shown(TypedDict):
 class ShowOutputsCallback(TrainerCallback):
     """Show what a function computes with the model at intervals: texts generated from fixed prompts, or pictures.
 
-    Texts are printed, logged to the tracker of a ``TrackerCallback``, and shown on the page of a
-    ``RunLogCallback``. Pictures are written as PNG files and shown in notebooks, on the page, and in trackers that
-    take images (TensorBoard, Weights & Biases, MLflow, Aim, ClearML, SwanLab). Elsewhere, the path of a file is shown.
-    A picture is a figure of matplotlib, an image of PIL, or an array or tensor of bytes, or floats from 0 to 1, of the
-    shape ``(height, width)``, ``(height, width, 3)`` or ``(3, height, width)``; return ``tolist()`` of one to show its
-    numbers. Pictures need the extra ``plot``.
+    Texts are printed, logged to the tracker of a ``TrackerCallback``, and shown on the page of a ``RunLogCallback``.
+    Pictures are written as PNG files and shown in notebooks, on the page, and in trackers that take images
+    (TensorBoard, Weights & Biases, MLflow, Aim, ClearML, SwanLab). Other trackers get the path of the file. A picture
+    is a figure of matplotlib, an image of PIL, or an array or tensor of bytes, or floats from 0 to 1, of the shape
+    ``(height, width)``, ``(height, width, 3)`` or ``(3, height, width)``; to show the numbers of an array instead,
+    return its ``tolist()``. Pictures need the extra ``plot``.
 
     The function is called in evaluation mode, without gradients, in the precision of the run. Every process calls it,
     with the same states of random generators, so that sharded models can compute; only the value of the first one is
-    shown. Training is unaffected: its results are the same bits.
+    shown. Training is unaffected: its results are bitwise the same.
 
     Args:
         function: called with the trainer's model, without wrappers; returns a text or a picture, or a dict of them by
@@ -62,11 +62,12 @@ class ShowOutputsCallback(TrainerCallback):
         every: an ``Interval`` between the calls, such as ``"500 updates"``
         name: name of the text or picture, unless the function returns a dict
         show: print the texts, and show pictures in notebooks
-        folder: where pictures are written, as ``name-000500.png`` after update 500; created if there are any
+        folder: where pictures are written, as ``name-000500.png`` after update 500; created when the first picture is
+            written
 
     Attributes:
-        shown: what was shown in the run, the latest 100 times: dicts of the ``update``, the ``texts`` by name (for
-            pictures, their paths) and, if there are any, the paths of ``pictures`` by name
+        shown: the outputs shown in the run, the latest 100 times: dicts with the ``update``, the ``texts`` by name (for
+            pictures, their paths) and, if there are pictures, the paths of ``pictures`` by name
     """
 
     def __init__(

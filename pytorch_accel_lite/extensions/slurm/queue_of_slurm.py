@@ -1,4 +1,4 @@
-"""Returning a job of Slurm to its queue."""
+"""Requeueing a Slurm job."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import subprocess
 
 from pytorch_accel_lite.extending import JobQueue, RunInterruptedError, warn_outside
 
-#: The signals by which a job asks Slurm to be warned (``sbatch --signal``). SIGTERM is also that of ``scancel``.
+#: The signals with which Slurm warns a job (``sbatch --signal``). SIGTERM is not among them: ``scancel`` sends it, too.
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 _TIMEOUT = 60
 
 
 class Slurm(JobQueue):
-    """The queue of Slurm, which a job returns to when Slurm warns it of the end of its time."""
+    """The queue of Slurm, to which a job returns when Slurm warns it that its time ends."""
 
     @property
     def job(self) -> str | None:
         """The name of this job for Slurm's commands; ``None`` outside of Slurm.
 
-        A task of an array has a job number, too, but that of the last task is the number of the array: all its tasks.
+        A task of an array is named by array and task. Its job number will not do: the last task has the number of the
+        array, which stands for all tasks.
         """
         array = os.environ.get("SLURM_ARRAY_JOB_ID")
         task = os.environ.get("SLURM_ARRAY_TASK_ID")

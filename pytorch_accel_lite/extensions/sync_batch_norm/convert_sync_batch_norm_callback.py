@@ -20,7 +20,7 @@ class ConvertSyncBatchNormCallback(TrainerCallback):
     """
 
     def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: object) -> None:
-        if trainer.accelerator.num_processes == 1 or trainer.train_dataloader is None:  # None: evaluate()
+        if trainer.accelerator.num_processes == 1 or trainer.train_dataloader is None:  # None in evaluate()
             return
         if trainer.device.type in ("cpu", "mps"):
             if trainer.accelerator.is_main_process:
@@ -34,7 +34,7 @@ class ConvertSyncBatchNormCallback(TrainerCallback):
 
 
 def synchronised(model: nn.Module) -> nn.Module:
-    """Replace the batch norms in a model, and return it; if the model itself is one, return its replacement."""
+    """Replace the batch norms in a model, and return the model, or its replacement if it is itself a batch norm."""
     for module in model.modules():
         kind = type(module)
         if isinstance(module, _BatchNorm) and kind.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):

@@ -53,9 +53,9 @@ _PEAKS = {
     "RTX 3090": (71, 35.6, 35.6),
     "MI300X": (1307.4, 653.7, 163.4),
     "MI325X": (1307.4, 653.7, 163.4),
-    "MI250X": (191.5, 47.9, 47.9),  # of one of its two dies, which are two devices
+    "MI250X": (191.5, 47.9, 47.9),  # one of its two dies, which are two devices
 }
-_VARIANTS = r"(?! (Ti|D|SUPER|Laptop)\b)"  # these have other peaks
+_VARIANTS = r"(?! (Ti|D|SUPER|Laptop)\b)"  # such variants have other peaks
 
 
 class ThroughputCallback(TrainerCallback):
@@ -63,20 +63,21 @@ class ThroughputCallback(TrainerCallback):
 
     Recorded per epoch, excluding evaluation: ``samples_per_second_epoch``, and ``items_per_second_epoch`` if steps
     return ``num_items_in_batch``, such as tokens. With ``count_flops`` or ``flops_per_sample`` also
-    ``flops_per_second_epoch``, and ``mfu_epoch``: the model FLOPs utilisation, which is that divided by the peak of all
-    devices. All of these count the samples of all processes over the time of the slowest.
-    ``trainer.step_metrics`` has ``samples_per_second``, ``items_per_second``, ``flops_per_second`` and ``mfu`` over the
-    latest updates.
+    ``flops_per_second_epoch``, and ``mfu_epoch``: the model FLOPs utilisation, which is ``flops_per_second_epoch``
+    divided by the peak of all devices. All these rates divide the samples of all processes by the time of the slowest
+    process. ``trainer.step_metrics`` has ``samples_per_second``, ``items_per_second``, ``flops_per_second`` and ``mfu``
+    over the latest updates.
 
-    On several processes, also the rank with the slowest forward passes, as ``slowest_rank_epoch``, and how long they
-    take compared with the mean of the others, as ``slowest_rank_factor_epoch``: 1.0 if none is slower. Backward passes
-    cannot show that, because all processes wait there for the slowest; with sharded models in the forward pass, too.
+    On several processes, ``slowest_rank_epoch`` is the rank with the slowest forward passes, and
+    ``slowest_rank_factor_epoch`` how long they take compared with the mean of the other ranks: 1.0 if no rank is
+    slower. Backward passes cannot show which rank is slow, because all processes wait for the slowest in them; with
+    sharded models, also in forward passes.
 
     FLOPs are floating point operations, two for a multiplication with an addition, of the forward and the backward pass
     but not of the update. With ``count_flops``, torch's ``FlopCounterMode`` counts them for the first batch of a run in
-    a trial of both passes, after which gradients, buffers, generators and attributes of the trainer are restored. It
-    includes what activation checkpointing recomputes, and runs compiled code uncompiled. All samples are assumed to
-    take as many FLOPs as in this batch: if lengths differ a lot, pass a mean as ``flops_per_sample``.
+    a trial of both passes, after which gradients, buffers, generators and attributes of the trainer are restored. The
+    count includes the operations that activation checkpointing repeats. Compiled code is run uncompiled. All samples
+    are assumed to take as many FLOPs as in this batch: if lengths differ a lot, pass a mean as ``flops_per_sample``.
 
     Args:
         window: number of updates over which the latest rates are measured
@@ -113,16 +114,16 @@ class ThroughputCallback(TrainerCallback):
         if peak_flops is not None and not count_flops and flops_per_sample is None:
             raise ValueError("peak_flops is compared with FLOPs: pass count_flops=True or flops_per_sample, too.")
         self.per_process: list[dict[str, float]] = []
-        self._flops: float | None = None  # per sample
+        self._flops: float | None = None  # FLOPs per sample
         self._peak: float | None = None
         self._must_count = False
-        self._failed_parts = 0  # number of parts of a batch with which the counter ran out of memory
+        self._failed_parts = 0  # number of batch parts with which counting ran out of memory
         self._restart(0)
 
     def _restart(self, samples: int) -> None:
         self._recent: deque[tuple[float, int, Count]] = deque(maxlen=self.window)
         self._items: Count | None = None
-        self._samples: Count = 0  # of this process
+        self._samples: Count = 0  # the samples of this process
         self._first = samples
         self._start = time.perf_counter()
         self._forward_start: Moment | None = None
@@ -204,7 +205,7 @@ class ThroughputCallback(TrainerCallback):
         trainer.step_metrics.update(rates)
 
     def _rates(self, samples: float, items: float | None, seconds: float, devices: float) -> dict[str, float]:
-        """Return the known rates."""
+        """Return the rates per second that are known, by name."""
         rates = {"samples_per_second": samples / seconds}
         if items is not None:
             rates["items_per_second"] = items / seconds
@@ -218,7 +219,7 @@ class ThroughputCallback(TrainerCallback):
         seconds = time.perf_counter() - self._start
         items = None if self._items is None else float(self._items)
         world_size = trainer.ranks.world_size
-        sharing = world_size / trainer.run.data.ranks.world_size  # processes that share each batch
+        sharing = world_size / trainer.run.data.ranks.world_size  # number of processes that share each batch
         local = self._rates(float(self._samples), items, seconds, sharing)
         forward_seconds = self._timer.take().get("forward", 0.0)  # without waiting: the losses have already been read
         per_rank = trainer.all_gather_object((local, seconds, items, forward_seconds))
@@ -238,7 +239,7 @@ class ThroughputCallback(TrainerCallback):
 
 
 def _reason_not_to_count(trainer: TrainerLike) -> str | None:
-    """Return why a forward and a backward pass cannot be tried, if they cannot."""
+    """Return why a forward and a backward pass cannot be tried; ``None`` if they can."""
     if trainer.is_sharded:
         return "the model's weights are sharded"
     if trainer.division.shares is not None:

@@ -1,4 +1,4 @@
-"""Finding what limits the speed of training, by measuring the parts of a step, and what to change."""
+"""``trainer.diagnose()``: measures the parts of a training step, and says what limits the speed and what to change."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class Diagnosis(Report):
 
     @property
     def unexplained(self) -> float:
-        """The fraction of a step, from 0 to 1, that none of its parts takes when measured alone."""
+        """The fraction of a step, from 0 to 1, that the sum of its parts, each measured alone, does not explain."""
         return max(0.0, (self._other_seconds - self.data) / self.step)
 
     @property
     def _other_seconds(self) -> float:
-        """The seconds of a complete step besides those that its parts in memory take alone."""
+        """The seconds of a complete step minus those of its forward pass, backward pass and update alone."""
         return self.step - (self.forward + self.backward + self.update + sum(self.callbacks.values()))
 
     def summary(self) -> str:
@@ -86,7 +86,7 @@ class Diagnosis(Report):
         return rows + [(name, f"{100 * fraction:.0f} %") for name, fraction in fractions.items()]
 
     def notes(self) -> list[str]:
-        """Return the advice, or that there is none."""
+        """Return the advice, or that nothing stands out."""
         return self.advice or ["Nothing stands out."]
 
 
@@ -101,8 +101,8 @@ def diagnose(
     """Find out what limits the speed of training, and advise what to change.
 
     Data loading, the forward pass, the backward pass and complete steps are timed for ``num_steps`` steps each; with a
-    single process, so is what your own callbacks do at the events of a step. The model, the optimizer, the generators
-    and the attributes of these callbacks are restored afterwards; what they write elsewhere is not undone. For
+    single process, so are your own callbacks at the events of a step. The model, the optimizer, the generators and the
+    attributes of these callbacks are restored afterwards. Other effects of the callbacks, such as files, remain. For
     built-in callbacks, see ``TimingCallback``. Must be called on every process.
 
     Args:
@@ -121,7 +121,7 @@ def diagnose(
 
 
 def _measure(trial: Trial, num_steps: int, callbacks: Sequence[TrainerCallback]) -> Diagnosis:
-    """Measure the trainer's steps, and the callbacks that it has in a run."""
+    """Measure the trainer's steps, and the given callbacks."""
     trial.trainer.train_epoch_start()
     batches = list(itertools.islice(trial.batches(), 8))
     in_memory = list(itertools.islice(itertools.cycle(batches), num_steps))
@@ -210,13 +210,13 @@ def _advise(trainer: TrainerLike, result: Diagnosis) -> Iterator[str]:
 def _time_callbacks(
     trial: Trial, batches: Sequence[Batch], callbacks: Iterable[TrainerCallback]
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Train on batches; return the seconds per step by class of callbacks, and why others could not be measured.
+    """Train on batches; return the seconds per step by callback class, and why some callbacks could not be measured.
 
-    What the callbacks change of themselves, the trainer and its history is restored.
+    The attributes of the callbacks, the trainer and its history are restored.
     """
     trainer = trial.trainer
     handler = OwnCallbacks(callbacks, lambda: _now(trainer))
-    if trainer.ranks.world_size > 1:  # one whose callback fails would leave the others waiting
+    if trainer.ranks.world_size > 1:  # a process whose callback fails would leave the others waiting
         return {}, dict.fromkeys(handler.callback_list, "several processes")
     with trial.keeping_attributes(*handler.callbacks), trial.epoch(handler):
         for batch in batches if handler.callbacks else ():

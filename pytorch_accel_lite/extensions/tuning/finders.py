@@ -1,4 +1,4 @@
-"""Finding a learning rate or a batch size by trial."""
+"""``trainer.find_lr()`` and ``trainer.find_batch_size()``, which try values and suggest one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LearningRates:
         """Plot the losses over the learning rates, with the suggestion (extra ``plot``).
 
         Args:
-            path: where to save the picture; ``None`` does not save it
+            path: where to save the plot; ``None`` does not save it
         """
         plots = plots_for("LearningRates.plot")
         return plots.plot_range_test(self.lrs, self.losses, self.smoothed, self.suggestion, path)
@@ -90,17 +90,19 @@ def find_lr(
     process. Other arguments are those of ``train()``.
 
     Args:
-        min_lr: first learning rate, for the parameter group with the largest; other groups keep their ratio to it
+        min_lr: first learning rate of the parameter group with the largest rate; the rates of other groups keep their
+            ratio to it
         max_lr: last learning rate
         num_steps: number of updates, at least 10
-        diverged: stop once the smoothed loss exceeds its minimum by this factor; a loss that is negative, once it has
-            risen by this factor times its fall
+        diverged: stop once the smoothed loss exceeds its minimum by this factor; if losses are negative, stop once the
+            loss has risen by this factor times its previous fall
         optimizer: name of the optimizer whose rate to increase, if there are several; the others keep theirs. By
-            default all increase together, except in an overridden ``train_step``, where each has its own loss.
+            default the rates of all optimizers increase together. An overridden ``train_step`` needs a name, because
+            each optimizer has its own loss there.
 
     Returns:
-        the rates, the losses, a ``suggestion`` and ``plot()``; to be printed in a script, unlike in a console or a
-        notebook
+        the rates, the losses, a ``suggestion`` and ``plot()``; print it in a script; consoles and notebooks show it by
+        themselves
     """
     check_range("min_lr", min_lr, above=0)
     check_range("max_lr", max_lr, above=0)
@@ -126,7 +128,7 @@ def find_lr(
 def _groups_to_test(trial: Trial, name: str | None) -> list[dict[str, Any]]:
     """Return the parameter groups of an optimizer, or of all."""
     trainer = trial.trainer
-    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps it
+    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without Accelerate's wrapper
     parts = inner.parts if isinstance(inner, CombinedOptimizer) else {}
     names = ", ".join(map(repr, parts))
     if name is None and trial.run.stepper.updates_one_by_one and len(parts) > 1:
@@ -174,7 +176,7 @@ def _range_test(
 
 
 def _smooth(losses: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Smooth the losses with a Gaussian: a running mean would lag behind, and lead to too high a suggestion."""
+    """Smooth the losses with a Gaussian. A running mean would lag behind, and the suggestion would be too high."""
     at = np.arange(len(losses))
     weights = np.exp(-0.5 * ((at[:, None] - at) / max(2.0, len(losses) / 20)) ** 2)
     smoothed: NDArray[np.float64] = weights @ np.minimum(losses, losses[: len(losses) // 2 + 1].max()) / weights.sum(1)
@@ -182,9 +184,9 @@ def _smooth(losses: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _steepest(lrs: list[float], smoothed: NDArray[np.float64]) -> float | None:
-    """Return the rate at which the loss falls fastest over the logarithm of the rates, before its minimum.
+    """Return the rate, up to the minimum of the loss, at which the loss falls fastest over the logarithm of the rates.
 
-    To count as a fall and not as noise, it must be at least a tenth of the initial loss.
+    A fall of less than a tenth of the initial loss counts as noise: then the result is ``None``.
     """
     lowest = int(smoothed.argmin())
     if lowest < 2 or smoothed[:lowest].max() - smoothed[lowest] < 0.1 * abs(smoothed[0]):
@@ -204,15 +206,15 @@ def find_batch_size(
 ) -> int:
     """Find the largest batch size per process with which training fits into memory.
 
-    Sizes are doubled until one does not fit, and then bisected; all processes agree on the result. Everything is
-    restored afterwards, as with ``find_lr()``. The result only just fits: if samples differ in size, a slightly
-    smaller batch is safer.
+    Sizes are doubled until one does not fit, and then bisected; all processes agree on the result. The model, the
+    optimizer and the generators are restored afterwards. The result only just fits: if samples differ in size, a
+    slightly smaller batch is safer.
 
     Args:
         start: first size to try
         max_batch_size: largest size to try; defaults to a process's share of the dataset
         num_steps: number of updates with each size
-        train_dataset: a dataset with a length, or a ``DataLoader`` of one, which is tried with other batch sizes
+        train_dataset: a dataset with a length, or a ``DataLoader`` of such a dataset, whose batch size is replaced
 
     Raises:
         RuntimeError: if not even one sample fits
@@ -263,7 +265,7 @@ def _most_samples(
 
 
 def _fits(trial: Trial, batch: Batch, num_steps: int) -> bool:
-    """Make a few updates with a batch, independently on each process, so that a failing one leaves none waiting."""
+    """Make a few updates with a batch, each process on its own, so that no process waits for one that fails."""
     trainer = trial.trainer
     failed = False
     with trial.alone():
@@ -275,7 +277,7 @@ def _fits(trial: Trial, batch: Batch, num_steps: int) -> bool:
             if not failed:
                 raise
     trainer.optimizer_zero_grad()
-    trial.run.batch = None  # to leave its memory to the next one
+    trial.run.batch = None  # to free its memory for the next batch
     clear_device_cache(garbage_collection=failed)
     return not any(trainer.all_gather_object(failed))
 

@@ -27,13 +27,13 @@ class GradualUnfreezingCallback(TrainerCallback):
     before the run.
 
     Parameters missing from the optimizer are added to it before the scheduler is created, one parameter group per layer
-    group, so every scheduler sees all of them; the optimizer ignores frozen ones. A scheduler that sets learning rates
-    itself, such as ``OneCycleLR``, needs a list of rates if the groups are to differ.
+    group, so every scheduler sees all groups. The optimizer ignores frozen parameters. A scheduler that sets learning
+    rates itself, such as ``OneCycleLR``, needs a list of rates if the groups are to differ.
 
     Args:
         every_n_epochs: number of epochs between unfreezings
         lr_decay: factor between the learning rate of an added group and that of the next group towards the head; groups
-            already in the optimizer keep theirs
+            already in the optimizer keep their rates
         freeze_batch_norms: keep the weights and statistics of batch norms in frozen groups fixed; if ``False``, they
             are trained from the beginning
         groups: the layer groups from the input to the head; defaults to those of ``ModelFreezer``
@@ -56,7 +56,7 @@ class GradualUnfreezingCallback(TrainerCallback):
         request.unfreezes = True
 
     def on_dataloaders_created(self, trainer: TrainerLike, **kwargs: object) -> None:
-        if trainer.train_dataloader is None or trainer.run_config is not None:  # an evaluation, alone or within a run
+        if trainer.train_dataloader is None or trainer.run_config is not None:  # an evaluation
             return
         model = trainer.get_model(keep_torch_compile=False)
         ModelFreezer(model, groups=self.groups)  # raises an error for a model that it cannot unfreeze
@@ -64,7 +64,7 @@ class GradualUnfreezingCallback(TrainerCallback):
         if is_created(trainer.optimizer):
             self._add_to_optimizer(trainer.optimizer, groups)
             self._unfreeze(model, 1)
-        else:  # it will be created from all parameters that require gradients; the epoch freezes them later
+        else:  # the optimizer will get all trainable parameters; the epoch freezes them later
             self._unfreeze(model, len(groups))
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:

@@ -18,14 +18,14 @@ class WSDCheckpointCallback(TrainerCallback):
     After n updates of the schedule, ``checkpoint_n_wsd_pre_decay.pt`` is saved just before a decay, with the states of
     the optimizer and the scheduler, as a starting point for further training (WSD), and
     ``checkpoint_n_wsd_post_decay.pt`` just after it, for use or further training (WSD-S). If a run ends or is stopped
-    within a decay, its last model is saved as a post-decay checkpoint; not if it is paused.
+    within a decay, its last model is saved as a post-decay checkpoint, unless the run is paused.
 
     Args:
         save_dir: directory for the checkpoints
         save_optimizer: include the optimizer's state in post-decay checkpoints
         save_scheduler: include the scheduler's state in post-decay checkpoints
-        initial_checkpoint: checkpoint to start from, or directory with the weights of a model: its weights and, if
-            present, its optimizer state and base learning rates; the schedule and all counts start at 0. A run that
+        initial_checkpoint: checkpoint, or directory with the weights of a model, to start from. Weights, optimizer
+            state and base learning rates are loaded if present; the schedule and all counts start at 0. A run that
             resumes from a training state does not load it.
 
     Raises:
