@@ -836,7 +836,7 @@ class Trainer:
     def _run_train_epoch(self, train_dl: Iterable[BatchData]) -> bool:
         run = self.current_run
         if not run.loop.is_ours:
-            compat.begin_epoch(self, run)
+            compat.begin_own_epoch(self, run)
         return training.train_epoch(self, run, train_dl)
 
     def _run_eval_epoch(

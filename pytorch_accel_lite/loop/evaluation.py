@@ -65,7 +65,7 @@ def evaluate_all(
             ):
                 run.loop.completes_evaluation = of_run and number == len(loaders)
                 evaluate = partial(_evaluate_on, trainer, run, loader, is_training, is_intermediate)
-                trainer.ranks.repeatable(evaluate, partial(_keep, trainer, run))
+                trainer.ranks.repeatable(evaluate, partial(_undo_of_evaluation, trainer, run))
             losses |= {f"{prefix}{metric}": loss for metric, loss in run.recorded_losses.items()}
         run.epoch_phase = EpochPhase.EVALUATED if of_run else run.epoch_phase
     finally:
@@ -83,8 +83,8 @@ def _evaluate_on(trainer: TrainerLike, run: Run, loader: Source, is_training: bo
         evaluation_epoch(trainer, run, loader, is_training, is_intermediate)
 
 
-def _keep(trainer: TrainerLike, run: Run) -> Callable[[], None]:
-    """Return a snapshot that undoes an evaluation: what it records, and what callbacks learn from it."""
+def _undo_of_evaluation(trainer: TrainerLike, run: Run) -> Callable[[], None]:
+    """Return a function that undoes an evaluation: what it records, and what callbacks learn from it."""
     history, progress = trainer.run_history, (run.loss_trackers, run.loop.completes_evaluation)
     counts = count_values(history)
     before = Snapshot()
@@ -104,7 +104,7 @@ def _keep(trainer: TrainerLike, run: Run) -> Callable[[], None]:
     return undo
 
 
-def start_evaluations(run: Run) -> None:
+def begin_evaluations(run: Run) -> None:
     """Determine when a training run evaluates, from its beginning or from where it was."""
     every = run.request.evaluate_every
     if not run.data.all_eval_loaders:

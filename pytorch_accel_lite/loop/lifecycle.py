@@ -315,7 +315,7 @@ def _limit(request: RunRequest, accumulation: Accumulation, steps: int | None) -
     return replace(request, max_num_train_steps=accumulation.updates_in(epochs, steps))
 
 
-def start_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> None:
+def begin_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> None:
     """Start from the beginning or from a training state."""
     was_mid_epoch = run.previous is not None and run.previous.progress.is_mid_epoch
     run.stay()
