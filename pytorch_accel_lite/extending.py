@@ -60,7 +60,7 @@ from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
 from pytorch_accel_lite.loop.preparing import MODEL_CHANGES
 from pytorch_accel_lite.loop.sharded_models import shard_model
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
-from pytorch_accel_lite.loop.speedups import faster_data, unfused_class
+from pytorch_accel_lite.loop.speed_advice import faster_data, unfused_class
 from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward, loss_of
 from pytorch_accel_lite.loop.trial import Trial
 from pytorch_accel_lite.optimizers.operations import CreateScheduler, optimized_parameters

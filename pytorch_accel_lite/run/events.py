@@ -325,7 +325,7 @@ class TrainerCallback:
     def on_eval_batch_skipped(
         self, trainer: Trainer, *, failures: list[Failure], error: Exception, step: int, **kwargs: object
     ) -> None:
-        """An evaluation batch of this rank has failed and is left out. Other ranks do not know: do not communicate.
+        """An evaluation batch of this rank has failed and is skipped. Other ranks do not know: do not communicate.
 
         Args:
             failures: one dict: the ``rank``, the ``indices`` of the samples, the ``error`` as text
@@ -368,7 +368,7 @@ class TrainerCallback:
     def on_predict_batch_skipped(
         self, trainer: Trainer, *, failures: list[Failure], error: Exception, step: int, **kwargs: object
     ) -> None:
-        """A batch of a prediction has failed and is left out; the arguments are as in an evaluation."""
+        """A batch of a prediction has failed and is skipped; the arguments are as in an evaluation."""
 
     def on_predict_run_end(self, trainer: Trainer, **kwargs: object) -> None:
         """``predict`` has ended."""

@@ -1,4 +1,4 @@
-"""The parts of a run: its data, its schedule, its end, what it leaves out, and what is known of it afterwards."""
+"""The parts of a run: its data, its schedule, its end, what it skips, and what is known of it afterwards."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ class RunEnd:
         return self.pause is None and not self.has_failed
 
 
-class LeftOutBatch(NamedTuple):
-    """A batch that was left out of an evaluation or a prediction.
+class SkippedStep(NamedTuple):
+    """A batch that was skipped in an evaluation or a prediction.
 
     Args:
         failure: what callbacks are told of it
@@ -157,8 +157,8 @@ class LeftOutBatch(NamedTuple):
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class LeftOut:
-    """What is left out of an evaluation or a prediction because its step fails.
+class SkippedBatches:
+    """What is skipped in an evaluation or a prediction because its step fails.
 
     Attributes:
         batches: the batches of this process; after gathering, of all processes
@@ -168,7 +168,7 @@ class LeftOut:
     """
 
     phase: Literal["evaluation", "prediction"]
-    batches: list[LeftOutBatch] = field(default_factory=list)
+    batches: list[SkippedStep] = field(default_factory=list)
     is_gathered: bool = False
     first_error: Exception | None = None
     last_computed: Batch | None = None

@@ -1,4 +1,4 @@
-"""Summaries of a model by torchinfo: its layers with the shapes of their outputs, parameters and operations."""
+"""Computing torchinfo's table of a model: its layers, the shapes of their outputs, parameters and operations."""
 
 from __future__ import annotations
 
