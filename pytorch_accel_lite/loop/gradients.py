@@ -1,4 +1,4 @@
-"""Gradients of an accumulation window. They are those of the mean loss over its samples, however these are batched."""
+"""Gradients of an accumulation window: the gradients of the mean loss over its samples, however these are batched."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def parameters_not_in_model(model: torch.nn.Module, optimizer: Optimizer) -> lis
 
 
 def updated_parameters(trainer: TrainerLike) -> list[torch.nn.Parameter]:
-    """Return the parameters that an update changes: the optimizer's, and the model's if it optimizes copies of them."""
+    """Return the parameters that an update changes: the optimizer's, and if it optimizes copies, also the model's."""
     optimized = optimized_parameters(trainer.optimizer)
     ids = set(map(id, optimized))
     has_model = any(id(parameter) in ids for parameter in trainer.model.parameters())
-    if has_model or trainer.current_run.stepper.updates_one_by_one:  # it may be for another module
+    if has_model or trainer.current_run.stepper.updates_one_by_one:  # the optimizer may be for another module
         return optimized
     return [*trainer.model.parameters(), *optimized]
 
@@ -69,7 +69,7 @@ def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
 
 
 def _in_model_order(parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Sort parameters in the order of the model, as the last bits of their norm depend on it; others come last."""
+    """Sort parameters in the order of the model, on which the last bits of their norm depend; others come last."""
     positions = {id(parameter): index for index, parameter in enumerate(model.parameters())}
     return sorted(parameters, key=lambda parameter: positions.get(id(parameter), len(positions)))
 
@@ -77,7 +77,8 @@ def _in_model_order(parameters: list[torch.nn.Parameter], model: torch.nn.Module
 def _clip_norm(parameters: list[torch.nn.Parameter], limit: float) -> torch.Tensor:
     """Clip like ``torch.nn.utils.clip_grad_norm_``, with the same operations, but without sorting gradients twice.
 
-    In torch, sorting, and moving norms to the device where they already are, take longer than clipping a small model.
+    For a small model, torch's sorting, and its moving of norms to the device where they already are, take longer than
+    the clipping itself.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     device, dtype = (gradients[0].device, gradients[0].dtype) if gradients else (None, None)
@@ -94,7 +95,7 @@ def total_norm(trainer: TrainerLike) -> torch.Tensor:
     """Return the total norm of the gradients of an update, before clipping by norm; computed once per update."""
     run = trainer.current_run
     if run.stepper.gradient_norm is None:
-        updates_all = not run.stepper.updates_one_by_one  # otherwise the gradients being used are already unscaled
+        updates_all = not run.stepper.updates_one_by_one  # one by one, the gradients are already unscaled
         has_scaler = trainer.accelerator.scaler is not None
         if updates_all and has_scaler and run.required_config.gradient_clip_value is None:
             trainer.accelerator.unscale_gradients(trainer.optimizer)
@@ -126,7 +127,7 @@ def total_norm_of_shards(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def norm_by_rows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the total norm of gradients, the same bits whether they are whole or sharded along their rows.
+    """Return the total norm of gradients, bitwise the same for whole gradients and for gradients sharded by rows.
 
     Squares are added up within each row, on the process that has it, and then over all rows in their order.
     """
@@ -138,7 +139,7 @@ def norm_by_rows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
         places.append((group, len(of_group)))
         of_group.append(sums)
     for group, parts in by_group.items():
-        if group is not None:  # the others have zeros in the rows of this process
+        if group is not None:  # other processes have zeros in the rows of this one
             summed = torch.cat(parts)
             dist.all_reduce(summed, group=group)
             by_group[group] = list(summed.split([len(part) for part in parts]))  # type: ignore[no-untyped-call]

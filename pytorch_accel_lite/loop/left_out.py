@@ -16,12 +16,12 @@ from pytorch_accel_lite.run.parts import LeftOut, LeftOutBatch
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
-OMITTED = object()  # in place of the output of a batch
-_MOST_BATCHES = 8  # listed in the report
+OMITTED = object()  # stands for the output of a batch that was left out
+_MOST_BATCHES = 8  # number of batches that the report lists
 
 
 def begin_leaving_out(trainer: TrainerLike, run: Run, request: RunRequest) -> None:
-    """Prepare a run to leave out batches that fail in its evaluations or its prediction, if that is requested.
+    """Prepare a run to leave out batches that fail in its evaluations or its prediction, if a callback requests that.
 
     Raises:
         ValueError: if the processes compute each batch together
@@ -40,7 +40,7 @@ def begin_leaving_out(trainer: TrainerLike, run: Run, request: RunRequest) -> No
 
 
 def before_step(run: Run) -> Snapshot:
-    """Keep what a step may change before it fails: logged values and random generators."""
+    """Keep the state that a step may change before it fails: logged values and random generators."""
     before = Snapshot()
     before.keep_states([run.loss_trackers])
     before.keep_generators()
@@ -48,7 +48,7 @@ def before_step(run: Run) -> Snapshot:
 
 
 def leave_out(trainer: TrainerLike, run: Run, batch: Batch, error: Exception, before: Snapshot) -> None:
-    """Leave out a batch whose step has failed, or raise the error if the batch is not its cause."""
+    """Leave out a batch whose step has failed, or raise the error if the batch is not the cause."""
     if batch.is_filler or isinstance(error, (StopTrainingError, NonFiniteLossError, OtherCallError, ProcessLostError)):
         raise error
     before.close()
@@ -61,12 +61,12 @@ def leave_out(trainer: TrainerLike, run: Run, batch: Batch, error: Exception, be
     event = "on_eval_batch_skipped" if left_out.phase == "evaluation" else "on_predict_batch_skipped"
     failures = [left_out.batches[-1].as_failure()]
     trainer.call_event(event, failures=failures, error=error, step=step)
-    if not isinstance(batch.data, FailedRead):  # its frames are still in use
-        traceback.clear_frames(error.__traceback__)  # they hold the tensors of the step
+    if not isinstance(batch.data, FailedRead):  # the frames of a failed read are still in use
+        traceback.clear_frames(error.__traceback__)  # its frames hold the tensors of the step
 
 
 def report_left_out(trainer: TrainerLike, run: Run) -> None:
-    """Gather what all processes have left out, and report it in a line.
+    """Gather the batches that all processes have left out, and report them in a line.
 
     Raises:
         RuntimeError: on all processes, if every batch has failed
@@ -75,7 +75,7 @@ def report_left_out(trainer: TrainerLike, run: Run) -> None:
     if left_out is None:
         return
     gathered = run.ranks.all_gather_object((left_out.batches, left_out.last_computed is not None))
-    left_out.last_computed = None  # frees it
+    left_out.last_computed = None  # frees the batch
     left_out.batches = list(chain.from_iterable(batches for batches, _ in gathered))
     left_out.is_gathered = True
     if not left_out.batches:
@@ -91,7 +91,7 @@ def report_left_out(trainer: TrainerLike, run: Run) -> None:
 
 
 def _describe(trainer: TrainerLike, left_out: LeftOut) -> str:
-    """Return the number of samples left out, and their indices, as far as known."""
+    """Return the number of samples left out, and their indices, if these are known."""
     batches = left_out.batches
     numbers = [batch.samples for batch in batches if batch.samples is not None]
     samples = sum(numbers)
@@ -112,6 +112,6 @@ def _in_a_line(error: str) -> str:
 def _count_samples(batch: Batch) -> int | None:
     if batch.num_samples is not None:
         return batch.num_samples
-    with suppress(Exception):  # the step may have failed at this
+    with suppress(Exception):  # the step may have failed for the same reason
         return find_batch_size(batch.data)
     return None

@@ -1,4 +1,4 @@
-"""Summaries of a model by torchinfo: its layers with the shapes of their outputs, parameters and operations."""
+"""``trainer.summary()``: a table by torchinfo of a model's layers, with output shapes, parameters and operations."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def summary(
 ) -> ModelStatistics:
     """Return torchinfo's summary of the model, which prints as a table. Needs the extra ``summary``.
 
-    The forward pass of one batch, in evaluation mode, gives the shapes of the outputs and the multiply-adds, and
-    changes nothing. Call it on every process.
+    The shapes of the outputs and the multiply-adds come from a forward pass of one batch in evaluation mode, which
+    changes nothing. Call this method on every process.
 
     Args:
-        dataset: data to take that batch from, read as by ``predict()``; ``None`` for a table without shapes
+        dataset: the data from which the batch is taken, read as by ``predict()``; ``None`` for a table without shapes
         depth: number of levels of nested modules to list
     """
     torchinfo = _torchinfo("trainer.summary()")
