@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from pytorch_accel_lite.extensions.experiment.command_line import main as run
-from pytorch_accel_lite.extensions.takeover.launch_command import create_parser as options_of_launch
+from pytorch_accel_lite.extensions.takeover.launch_command import create_launch_parser as options_of_launch
 from pytorch_accel_lite.extensions.takeover.launch_command import main as launch
 
 #: Commands with their own arguments, by name; the command without a name gets all others.

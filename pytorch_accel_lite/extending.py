@@ -7,33 +7,36 @@ trainer besides its model; the parts of batches; and the form of results and err
 from pytorch_accel_lite.base.backends import deterministic_kernels
 from pytorch_accel_lite.base.environment import install_command
 from pytorch_accel_lite.base.inspection import nested_in
-from pytorch_accel_lite.base.modules import local as local_shard
+from pytorch_accel_lite.base.modules import local_shard
 from pytorch_accel_lite.base.origins import is_overridden, warn_outside
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.reports import Report
 from pytorch_accel_lite.base.templates import Column, render
 from pytorch_accel_lite.base.text import describe_error, listed
 from pytorch_accel_lite.base.types import ChosenModules, JsonObject
+from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.checkpoint.files import FENCES, check_is_shared, load_verified
 from pytorch_accel_lite.checkpoint.locations import STORES, Store, read_state
 from pytorch_accel_lite.checkpoint.locks import lock_path
 from pytorch_accel_lite.checkpoint.manifest import catch_damage, manifest_text, read_manifest
 from pytorch_accel_lite.checkpoint.model_writers import MODEL_WRITERS, ModelWriter, SavedModel
-from pytorch_accel_lite.checkpoint.pretrained import ADAPTERS, has_adapters, is_of_timm
+from pytorch_accel_lite.checkpoint.pretrained import ADAPTERS, is_of_peft, is_of_timm
 from pytorch_accel_lite.checkpoint.store import StateStore
 from pytorch_accel_lite.checkpoint.training_state import CapturedState, read_model, read_verified, write_files
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import (
     TARGET_KEYS,
+    BatchAdapter,
     BatchOutput,
     Share,
-    find_batch_size,
+    infer_batch_size,
+    is_as_long,
     is_single_sample,
     parts_in,
     tensors_in,
 )
-from pytorch_accel_lite.data.loss_shapes import LossShapeError
+from pytorch_accel_lite.data.loss_shapes import LossFunction, LossShapeError, shapes_are_known
 from pytorch_accel_lite.data.shares import Shares, split
 from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, concatenate_if_possible, select_samples
 from pytorch_accel_lite.distributed import Ranks
@@ -50,7 +53,7 @@ from pytorch_accel_lite.distributed.ranks import GroupTimeouts, connect_to_store
 from pytorch_accel_lite.distributed.shutdown import open_trainers
 from pytorch_accel_lite.distributed.watch import EXIT_CODE, end_process, is_about_lost_process
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
-from pytorch_accel_lite.loop.guards.arguments import check_data
+from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.guards.held_memory import MEMORY_ADVICE
 from pytorch_accel_lite.loop.inference import inference_run, unwrapped_model
 from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
@@ -60,7 +63,7 @@ from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_
 from pytorch_accel_lite.loop.speedups import faster_data, unfused_class
 from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward, loss_of
 from pytorch_accel_lite.loop.trial import Trial
-from pytorch_accel_lite.optimizers.operations import CreateScheduler
+from pytorch_accel_lite.optimizers.operations import CreateScheduler, optimized_parameters
 from pytorch_accel_lite.optimizers.rates import layer_scales
 from pytorch_accel_lite.run.attributes import (
     all_optimized_parameters,
@@ -88,7 +91,7 @@ from pytorch_accel_lite.run.watched_metric import WatchedMetric
 from pytorch_accel_lite.run.window import GradientWindow, as_weight
 from pytorch_accel_lite.steps.choice import replace_step
 from pytorch_accel_lite.steps.closures import CLOSURE, RECOMPUTED
-from pytorch_accel_lite.steps.compiled import COMPILED
+from pytorch_accel_lite.steps.compiled import COMPILED, STEP_COMPILERS, StepCompiler
 from pytorch_accel_lite.steps.failed_batches import MICROBATCHES, SKIPPED_BATCHES
 from pytorch_accel_lite.steps.features import FP16, KINDS, Conflict, Feature
 from pytorch_accel_lite.steps.manual import MANUAL
@@ -100,8 +103,8 @@ __all__ = [
     "TrainerCallback", "TrainerLike", "TrainingState", "WatchedMetric",
     # Seams.
     "DIVISIONS", "Division", "FENCES", "JOB_QUEUES", "JobQueue", "KINDS", "MEMORY_ADVICE", "MODEL_CHANGES",
-    "MODEL_WRITERS", "ModelWriter", "PLOTS", "Plots", "STORES", "StateStore", "Store", "create_division",
-    "replace_step",
+    "MODEL_WRITERS", "ModelWriter", "OTHER_LIBRARIES", "PLOTS", "Plots", "STEP_COMPILERS", "STORES", "StateStore",
+    "StepCompiler", "Store", "create_division", "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
     "RECOMPUTED", "SKIPPED_BATCHES", "ShardedStep", "as_returned", "as_weight", "backward", "merge_outputs",
@@ -116,15 +119,16 @@ __all__ = [
     "CapturedState", "JsonObject", "catch_damage", "check_is_shared", "load_verified", "lock_path", "manifest_text",
     "read_manifest", "read_model", "read_state", "read_verified", "write_files",
     # For files beside a saved model.
-    "ADAPTERS", "LoadedWeights", "SavedModel", "has_adapters", "is_of_timm",
+    "ADAPTERS", "LoadedWeights", "SavedModel", "is_of_peft", "is_of_timm",
     # Trials.
-    "OwnCallbacks", "Snapshot", "StepSnapshot", "Trial", "check_data", "faster_data", "inference_run",
+    "OwnCallbacks", "Snapshot", "StepSnapshot", "Trial", "check_dataset", "faster_data", "inference_run",
     "is_out_of_memory", "loss_of", "preserving_attributes", "replaced", "shard_model", "split_into_parts",
     "unfused_class", "unwrapped_model",
     # The parts of trainers and batches.
-    "TARGET_KEYS", "Batch", "BatchOutput", "ListOfSamples", "LossShapeError", "all_optimized_parameters",
-    "concatenate", "find_batch_size", "is_overridden", "is_single_sample", "layer_scales", "local_shard", "nested_in",
-    "other_modules", "other_optimizers", "parts_in", "registered_objects", "select_samples", "tensors_in",
+    "TARGET_KEYS", "Batch", "BatchAdapter", "BatchOutput", "ListOfSamples", "LossFunction", "LossShapeError",
+    "all_optimized_parameters", "concatenate", "infer_batch_size", "is_as_long", "is_overridden", "is_single_sample",
+    "layer_scales", "local_shard", "nested_in", "optimized_parameters", "other_modules", "other_optimizers",
+    "parts_in", "registered_objects", "select_samples", "shapes_are_known", "tensors_in",
     # Plots and pages.
     "Column", "MONITORS", "MetricPanel", "best_of", "direction_of", "is_monitor", "panels_by_metric",
     "plots_for", "render",

@@ -29,7 +29,6 @@ from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_positive_number, optional
 from pytorch_accel_lite.callbacks.metrics import default_transform
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
-from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.capturing import check_states_are_possible, refuse_engines, refuse_fsdp1
 from pytorch_accel_lite.checkpoint.files import FROZEN, load_plain, write_bytes
@@ -37,10 +36,10 @@ from pytorch_accel_lite.checkpoint.locations import open_store
 from pytorch_accel_lite.checkpoint.store import state_name
 from pytorch_accel_lite.checkpoint.weights import (
     check_has_trainable,
-    fingerprints,
     leave_out_frozen,
-    model_fingerprints,
+    model_checksums,
     sharded_like,
+    weight_checksums,
     without_compile,
 )
 from pytorch_accel_lite.data.batches import BatchOutput, is_number
@@ -54,7 +53,13 @@ from pytorch_accel_lite.loop.gradients import total_norm
 from pytorch_accel_lite.loop.inference import inference
 from pytorch_accel_lite.optimizers.layer_groups import ModuleGroup, find_groups
 from pytorch_accel_lite.optimizers.moving_averages import ShardedEma
-from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, group_names, is_created, parts_of, schedulers_in
+from pytorch_accel_lite.optimizers.operations import (
+    TrainerOptimizer,
+    group_names,
+    is_created,
+    parts_of_optimizer,
+    schedulers_in,
+)
 from pytorch_accel_lite.run.attributes import evaluating_optimizers
 from pytorch_accel_lite.run.events import Failure, Phase, set_listening
 from pytorch_accel_lite.run.expected_metrics import ExpectedMetrics
@@ -68,21 +73,21 @@ __all__ = [
     # Arguments of events, and values in states.
     "BatchData", "BatchOutput", "Count", "Failure", "Index", "JsonObject", "MetricValue", "Phase", "StateDict", "Tree",
     # Runs: what is due, recorded, listened to, shown.
-    "CountedRun", "ExpectedMetrics", "Interval", "ModelEmaCallback", "NewMetrics", "Ranks", "ShowOutputsCallback",
-    "TimeBudget", "describe_fractions", "parse_interval", "set_listening", "sync_ddp_buffers",
+    "CountedRun", "ExpectedMetrics", "Interval", "ModelEmaCallback", "NewMetrics", "Ranks", "TimeBudget",
+    "describe_fractions", "parse_interval", "set_listening", "sync_ddp_buffers",
     # Checks of arguments.
     "add_note", "check_choice", "check_positive_number", "did_you_mean", "is_not_there", "optional",
     "suggest_arguments",
     # Models, their outputs and gradients.
     "Classification", "ModuleGroup", "NamedMetric", "ShardedEma", "TrainerOptimizer", "are_sharded", "class_of",
     "dataset_of", "default_transform", "evaluating_optimizers", "find_groups", "find_length", "group_names",
-    "inference", "is_created", "is_list_of_samples", "is_number", "mix", "parts_of", "preserving_generators",
+    "inference", "is_created", "is_list_of_samples", "is_number", "mix", "parts_of_optimizer", "preserving_generators",
     "preserving_modes", "schedulers_in", "seed_all", "slice_batch", "to_cpu", "total_norm",
     # Devices without waiting.
     "AsyncCopy", "DeviceTimer", "Moment", "accumulation_dtype", "is_asynchronous", "mixed_precision", "to_float",
     # Files.
-    "BackgroundWriter", "FROZEN", "StrPath", "check_has_trainable", "check_states_are_possible", "fingerprints",
-    "is_quantised_by", "leave_out_frozen", "load_plain", "model_fingerprints", "open_store", "parse_location",
+    "BackgroundWriter", "FROZEN", "StrPath", "check_has_trainable", "check_states_are_possible", "weight_checksums",
+    "is_quantised_by", "leave_out_frozen", "load_plain", "model_checksums", "open_store", "parse_location",
     "plain_parts", "quantised_entries", "refuse_engines", "refuse_fsdp1", "sharded_like", "state_name",
     "without_compile", "write_bytes",
     # Terminals and notebooks.

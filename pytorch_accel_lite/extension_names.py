@@ -11,6 +11,7 @@ C = TypeVar("C", bound=type)
 OFFERED = {
     "blocks": (),  # Trainer(activation_checkpointing=...), Trainer(compile_model="blocks")
     "checking": ("Trainer.check",),
+    "compiled_step": (),  # Trainer(compile_step=True)
     "energy": ("callbacks.EnergyCallback",),
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
     "gradient_spikes": ("callbacks.GradientSpikeCallback",),
@@ -24,6 +25,7 @@ OFFERED = {
     "muon": ("optimizers.ParameterKinds", "optimizers.muon_with_adamw", "optimizers.split_parameters"),
     "nan_report": ("callbacks.NaNReportCallback",),
     "optuna": ("integrations.OptunaPruningCallback",),
+    "other_libraries": (),  # errors that know the names of others
     "packing": (
         "data.PackSequences",
         "data.TokenBatchSampler",
@@ -51,7 +53,11 @@ OFFERED = {
     "profiling": ("callbacks.ProfilerCallback", "callbacks.TimingCallback"),
     "ray": ("integrations.RayReportCallback",),
     "remote": (),  # states and models at URLs
-    "reports": ("callbacks.PlotMetricsCallback", "callbacks.RunLogCallback"),  # and the card of save_model()
+    "reports": (  # and the card of save_model()
+        "callbacks.PlotMetricsCallback",
+        "callbacks.RunLogCallback",
+        "callbacks.ShowOutputsCallback",
+    ),
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
     "sync_batch_norm": ("callbacks.ConvertSyncBatchNormCallback",),
     "takeover": (),  # the command launch

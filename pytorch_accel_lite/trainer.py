@@ -46,6 +46,7 @@ from pytorch_accel_lite.distributed import Ranks, accelerators, launch, shutdown
 from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extension_names import with_missing
 from pytorch_accel_lite.extensions import blocks as blocks  # adds to MODEL_CHANGES
+from pytorch_accel_lite.extensions import compiled_step as compiled_step  # adds to STEP_COMPILERS
 from pytorch_accel_lite.extensions.checking import program_check
 from pytorch_accel_lite.extensions.logical import logical_of_trainer
 from pytorch_accel_lite.extensions.memory_estimate import estimate
@@ -90,7 +91,7 @@ from pytorch_accel_lite.schedulers.placeholders import (
 )
 from pytorch_accel_lite.steps import closures, manual
 from pytorch_accel_lite.steps.choice import create_step
-from pytorch_accel_lite.steps.compiled import CompiledForward
+from pytorch_accel_lite.steps.compiled import create_compiled_forward
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -427,7 +428,7 @@ class Trainer:
         self.division = create_division("logical_processes", logical_processes, self.ranks, self.seed)
         self._batch_adapter = BatchAdapter(model)
         self._latest_eval_dataset: NamedData | None = None
-        self.compiled_forward: CompiledForwardLike | None = CompiledForward.create(
+        self.compiled_forward: CompiledForwardLike | None = create_compiled_forward(
             self, compile_step, self._batch_adapter
         )
         preparing.change_blocks(self)
@@ -529,14 +530,14 @@ class Trainer:
             )
         size = per_device_batch_size
         of_train, of_eval = train_dataloader_kwargs, eval_dataloader_kwargs
-        arguments.check_data(self, "train_dataset", train_dataset, size, of_train, collate_fn, eval_dataset)
+        arguments.check_dataset(self, "train_dataset", train_dataset, size, of_train, collate_fn, eval_dataset)
         arguments.check_training(self.optimizer, self.accelerator, request)
         arguments.check_resume_from(resume_from)
         has_schedule = create_scheduler_fn is not None or warmup_steps
         schedule = resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval) if has_schedule else None
         arguments.check_optimizers(self)
         if eval_dataset is not None:
-            arguments.check_data(self, "eval_dataset", eval_dataset, size, of_eval, collate_fn, train_dataset)
+            arguments.check_dataset(self, "eval_dataset", eval_dataset, size, of_eval, collate_fn, train_dataset)
         self._latest_eval_dataset = eval_dataset
         self.create_scheduler_fn = schedule
         run = Run.create(self, request, train_dataset, eval_dataset, collate_fn)
@@ -757,7 +758,7 @@ class Trainer:
             checkpoint_kwargs: further entries, returned by ``load_training_state()``
             writer: writes a copy of the state in host memory while training continues; ``None`` to write immediately
             then: called on every process once the state is complete
-            created_weights: fingerprints of weights that the resuming program creates itself; frozen parameters that
+            created_weights: checksums of weights that the resuming program creates itself; frozen parameters that
                 still have them are left out. By default, all weights are saved.
             sharded: whether each process writes its own shards of sharded weights and of their optimizer state. By
                 default, they are gathered in the host memory of the first process, which writes them.
@@ -847,11 +848,11 @@ class Trainer:
         self, accelerator: Accelerator | None, mixed_precision: str | None, find_unused: bool
     ) -> Accelerator:
         """Return the accelerator passed, or a new one, after all checks."""
-        arguments.check_precision(mixed_precision, accelerator)
+        arguments.check_mixed_precision(mixed_precision, accelerator)
         self._requested_precision = mixed_precision
         if accelerator is None:
             accelerator = accelerators.create_accelerator(self._create_accelerator, mixed_precision)
-        arguments.check_precision(mixed_precision, accelerator)  # an overridden method may have created it
+        arguments.check_mixed_precision(mixed_precision, accelerator)  # an overridden method may have created it
         launch.check_launch(accelerator)
         check_parallelism(accelerator)
         if find_unused:

@@ -968,3 +968,9 @@ def test_a_plot_without_its_extension_names_it(monkeypatch):
     monkeypatch.setattr("pytorch_accel_lite.run.plots.PLOTS", [])
     with pytest.raises(ImportError, match=r"RunHistory.plot belongs to the extension 'plots', which is not installed"):
         make_trainer().run_history.plot()
+
+
+def test_compile_step_without_its_extension_names_it(monkeypatch):
+    monkeypatch.setattr("pytorch_accel_lite.steps.compiled.STEP_COMPILERS", [])
+    with pytest.raises(ValueError, match="compile_step=True belongs to the extension 'compiled_step', which is not"):
+        make_trainer(compile_step=True)

@@ -19,6 +19,9 @@ from tests.test_structure import FILES, PACKAGE, PUBLIC_PATHS
 
 PUBLIC = ("", "callbacks", "checkpoint", "data", "optimizers", "schedulers", *sorted(PUBLIC_PATHS))
 CALLBACKS = [name for name in FILES if name.startswith(f"{PACKAGE.name}.callbacks.")]
+OF_EXTENSIONS = [
+    name for name in FILES if name.startswith(f"{PACKAGE.name}.extensions.") and name.endswith("_callback")
+]
 #: What files call the objects whose attributes they read, and how these are documented and typed.
 KINDS = {"trainer": TrainerLike, "_trainer": TrainerLike, "run": Run, "_run": Run}
 
@@ -76,7 +79,7 @@ def reads(tree: ast.AST) -> Iterator[tuple[type, list[str]]]:
             yield KINDS[root], names
 
 
-@pytest.mark.parametrize("name", CALLBACKS)
+@pytest.mark.parametrize("name", CALLBACKS + OF_EXTENSIONS)
 def test_a_file_of_callbacks_holds_one(name):
     module = importlib.import_module(name)
     own = [value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == name]
@@ -95,7 +98,7 @@ def test_callbacks_import_only_what_users_can_import(name):
                 assert public.get(alias.asname or alias.name) is own or own == public.get(alias.name), alias.name
 
 
-@pytest.mark.parametrize("name", CALLBACKS)
+@pytest.mark.parametrize("name", CALLBACKS + OF_EXTENSIONS)
 def test_callbacks_read_only_documented_attributes(name):
     for kind, names in reads(ast.parse(FILES[name].read_text())):
         owner: type | None = kind

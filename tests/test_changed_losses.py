@@ -123,6 +123,7 @@ def test_the_recorded_loss_is_the_one_that_the_step_has_returned(kind, adds):
 
 
 @pytest.mark.slow
+@pytest.mark.extension("compiled_step")
 def test_a_loss_from_a_compiled_step_may_be_changed():
     trainers = [
         make_trainer([listener(on_backward_start=replace)], compile_step={"backend": "eager"}),

@@ -876,7 +876,14 @@ def check_kind(kind: Kind) -> set[str]:
     return fired | check_calls(recorder, "predict(...)")
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "sharded"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.extension("compiled_step") if name == "compiled" else ())
+        for name in KINDS
+        if name != "sharded"
+    ],
+)
 def test_each_kind_of_step_fires_the_events_in_documented_order(name):
     check_kind(KINDS[name])
 

@@ -159,9 +159,9 @@ def test_the_average_shares_the_base(kind, tmp_path):
 
 
 def base_numbers(trainer: Trainer) -> dict[str, int]:
-    from pytorch_accel_lite.extending_callbacks import fingerprints
+    from pytorch_accel_lite.extending_callbacks import weight_checksums
 
-    return fingerprints(weights(trainer.get_model()))
+    return weight_checksums(weights(trainer.get_model()))
 
 
 def test_neither_evaluation_nor_a_check_changes_the_base(kind, tmp_path):

@@ -1676,6 +1676,7 @@ def test_an_evaluation_is_made_every_n_epochs_and_at_the_end():
 
 
 @row("processes that write snapshots", "snapshots of outputs, every so often")
+@pytest.mark.extension("reports")
 def test_states_and_outputs_are_kept_at_intervals(tmp_path, capsys):
     saver = SaveTrainingStateCallback(tmp_path, save_every_n_epochs=1, asynchronous=True)
     shown = shipped.ShowOutputsCallback(lambda model: f"of a {type(model).__name__}", every="2 updates")

@@ -46,7 +46,7 @@ def are_sharded(parameters: Iterable[nn.Parameter]) -> bool:
     return any(hasattr(parameter, "device_mesh") for parameter in others)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's shard of a sharded tensor; any other tensor unchanged."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part

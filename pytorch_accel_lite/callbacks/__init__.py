@@ -19,7 +19,6 @@ from pytorch_accel_lite.callbacks.monitoring import (
     LossScaleCallback,
 )
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback
-from pytorch_accel_lite.callbacks.outputs import ShowOutputsCallback
 from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, PrintProgressCallback
 from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
 from pytorch_accel_lite.callbacks.step_evaluation import StepBasedEvaluationCallback
@@ -39,7 +38,7 @@ from pytorch_accel_lite.extensions.momentum_teacher import MomentumTeacherCallba
 from pytorch_accel_lite.extensions.nan_report import NaNReportCallback
 from pytorch_accel_lite.extensions.predictions import PredictionWriterCallback, iterate_predictions, read_predictions
 from pytorch_accel_lite.extensions.profiling import ProfilerCallback, TimingCallback
-from pytorch_accel_lite.extensions.reports import PlotMetricsCallback, RunLogCallback
+from pytorch_accel_lite.extensions.reports import PlotMetricsCallback, RunLogCallback, ShowOutputsCallback
 from pytorch_accel_lite.extensions.sync_batch_norm import ConvertSyncBatchNormCallback
 from pytorch_accel_lite.extensions.throughput import ThroughputCallback
 from pytorch_accel_lite.extensions.unfreezing import GradualUnfreezingCallback

@@ -102,7 +102,7 @@ class SkipFailedBatchesCallback(TrainerCallback):
             return
         name, epoch = trainer.run.data.eval_dataset_name, trainer.progress.epoch
         for batch in left_out.batches:
-            skipped = _at(left_out.phase, epoch, batch.step, batch.as_failure())
+            skipped = _at(left_out.phase, epoch, batch.step, batch.failure)
             if name:
                 skipped["dataset"] = name
             self.failures.append(skipped)

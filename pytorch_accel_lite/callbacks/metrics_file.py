@@ -149,7 +149,7 @@ class _RowFile:
         return [{from_cell(name): from_cell(text) for name, text in row.items()} for row in csv.DictReader(lines)]
 
     def _as_text(self, rows: list[Row], header: bool = False) -> str:
-        rows = [{name: plain(value) for name, value in row.items()} for row in rows]
+        rows = [{name: as_plain(value) for name, value in row.items()} for row in rows]
         if self._path.suffix == ".jsonl":
             return "".join(json.dumps(row) + "\n" for row in rows)
         text = io.StringIO()
@@ -165,7 +165,7 @@ def _is_same(row: Row, other: Row) -> bool:
     return row.keys() == other.keys() and all(value is other[name] for name, value in row.items() if name != "epoch")
 
 
-def plain(value: object) -> str | bool | float | None:
+def as_plain(value: object) -> str | bool | float | None:
     """Return a value in a form for JSON and CSV files."""
     value = None if value is None else as_number_or_text(value)
     if not isinstance(value, float) or math.isfinite(value):
@@ -178,7 +178,7 @@ def as_json(value: object) -> Tree:
     if isinstance(value, Mapping):
         return {str(key): as_json(item) for key, item in value.items()}
     value = value.tolist() if hasattr(value, "tolist") else value
-    return [as_json(item) for item in value] if isinstance(value, (list, tuple)) else plain(value)
+    return [as_json(item) for item in value] if isinstance(value, (list, tuple)) else as_plain(value)
 
 
 def as_number_or_text(value: MetricValue) -> str | bool | float:

@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.devices import accumulation_dtype, to_float
 from pytorch_accel_lite.base.origins import is_overridden
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.loop.gradients import total_norm
-from pytorch_accel_lite.optimizers.operations import group_names, is_created, parts_of
+from pytorch_accel_lite.optimizers.operations import group_names, is_created, parts_of_optimizer
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
@@ -83,7 +83,7 @@ class GradientNormCallback(TrainerCallback):
         if request.kind != "training":
             return
         is_known = is_created(trainer.optimizer) or not is_overridden(trainer, "train_step")
-        names = (list(parts_of(trainer.optimizer)) if is_overridden(trainer, "train_step") else []) or [""]
+        names = (list(parts_of_optimizer(trainer.optimizer)) if is_overridden(trainer, "train_step") else []) or [""]
         recorded = [f"{_join('gradient_norm', name)}_{kind}" for name in names for kind in ("mean", "max")]
         if request.gradient_clip_norm is not None:
             recorded += [_join("clipped_updates", name) for name in names]
@@ -94,7 +94,7 @@ class GradientNormCallback(TrainerCallback):
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         limit = trainer.run_config.gradient_clip_norm if trainer.run_config is not None else None
-        name = trainer.run.stepper.updating if parts_of(trainer.optimizer) else ""
+        name = trainer.run.stepper.updating if parts_of_optimizer(trainer.optimizer) else ""
         norm = self._norms.setdefault(name, GradientNorms()).add(total_norm(trainer), limit)
         trainer.step_metrics[_join("gradient_norm", name)] = norm
 

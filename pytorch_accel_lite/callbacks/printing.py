@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 
 from pytorch_accel_lite.base.text import format_metric, visible
-from pytorch_accel_lite.optimizers.operations import parts_of
+from pytorch_accel_lite.optimizers.operations import parts_of_optimizer
 from pytorch_accel_lite.run.events import TrainerCallback, set_listening
 from pytorch_accel_lite.run.history import MetricValue, NewMetrics
 from pytorch_accel_lite.run.state import TrainerLike
@@ -98,7 +98,9 @@ def shown_rates(trainer: TrainerLike) -> dict[str, float]:
 
 def rates_of(trainer: TrainerLike) -> dict[str, float | torch.Tensor]:
     """Return the rates as numbers, or as copies of tensors, without reading tensors from the device."""
-    parts = {f"lr_{name}": part for name, part in parts_of(trainer.optimizer).items()} or {"lr": trainer.optimizer}
+    parts = {f"lr_{name}": part for name, part in parts_of_optimizer(trainer.optimizer).items()} or {
+        "lr": trainer.optimizer
+    }
     first = {name: group for name, part in parts.items() for group in part.param_groups[:1]}
     rates = {name: group["lr"] for name, group in first.items() if group.get("lr") is not None}
     return {name: rate.clone() if isinstance(rate, torch.Tensor) else rate for name, rate in rates.items()}

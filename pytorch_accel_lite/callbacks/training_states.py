@@ -20,7 +20,7 @@ from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.capturing import check_states_are_possible
 from pytorch_accel_lite.checkpoint.locations import open_store
 from pytorch_accel_lite.checkpoint.store import state_name
-from pytorch_accel_lite.checkpoint.weights import model_fingerprints
+from pytorch_accel_lite.checkpoint.weights import model_checksums
 from pytorch_accel_lite.extension_names import is_not_there
 from pytorch_accel_lite.run.events import RunInterruptedError, RunPausedError, TrainerCallback, set_listening
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
@@ -188,7 +188,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             return
         self._claim(trainer)
         if self.trainable_only and trainer.run_config is None:  # before a state is restored
-            self._created_weights = model_fingerprints(trainer.get_model(keep_torch_compile=False))
+            self._created_weights = model_checksums(trainer.get_model(keep_torch_compile=False))
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         check_states_are_possible(trainer.accelerator)

@@ -27,10 +27,10 @@ from pytorch_accel_lite.checkpoint.attribute_states import (
 )
 from pytorch_accel_lite.checkpoint.files import FROZEN, storable, untie
 from pytorch_accel_lite.checkpoint.locations import read_state
-from pytorch_accel_lite.checkpoint.machine import describe_changes, fingerprint
+from pytorch_accel_lite.checkpoint.machine import describe_changes, machine_facts
 from pytorch_accel_lite.checkpoint.pretrained import base_of
 from pytorch_accel_lite.checkpoint.recorded_settings import saved_optimizers, settings_text
-from pytorch_accel_lite.checkpoint.shards import extract_tensors, fits_safetensors, is_sharded, local_parts
+from pytorch_accel_lite.checkpoint.shards import extract_tensors, fits_safetensors, is_sharded_tensor, local_parts
 from pytorch_accel_lite.checkpoint.trainability import (
     add_missing_groups,
     capture_trainability,
@@ -97,7 +97,7 @@ def capture(
     """Return the part of a trainer's state that this rank writes, without copying it. Call it on every process.
 
     Args:
-        created: fingerprints of weights; frozen weights that match them are left out
+        created: checksums of weights; frozen weights that match them are left out
         sharded: whether each rank keeps its shards; by default they are gathered
 
     Raises:
@@ -111,8 +111,8 @@ def capture(
         left_out = leave_out_frozen(model, weights, created, only_quantised=created is None)
         if left_out or created is not None:
             shared |= {FROZEN: left_out, "base": base_of(model)}
-    shards = {f"{SHARD_OF_MODEL}{name}": value for name, value in weights.items() if is_sharded(value)}
-    full = {name: value for name, value in weights.items() if not is_sharded(value)}
+    shards = {f"{SHARD_OF_MODEL}{name}": value for name, value in weights.items() if is_sharded_tensor(value)}
+    full = {name: value for name, value in weights.items() if not is_sharded_tensor(value)}
     tensors = {name: value for name, value in full.items() if fits_safetensors(value)}
     shared["model_extra"] = {name: value for name, value in full.items() if name not in tensors}
     run = trainer.current_run
@@ -244,7 +244,7 @@ def _collect_metadata(trainer: TrainerLike) -> StateDict:
         "data_seed": run.data.seed,
         "first_epoch": run.data.first_epoch,
         **numbers_of_shares(trainer.division),
-        "machine": fingerprint(trainer),
+        "machine": machine_facts(trainer),
         "run_config": {k: v if isinstance(v, (int, float, str, type(None))) else repr(v) for k, v in config.items()},
     }
 

@@ -34,7 +34,7 @@ from pytorch_accel_lite.distributed import Ranks
 _LONGEST_NAME = 230  # bytes; file systems allow 255, and hidden names are longer
 _SECONDS_TO_APPEAR = 3.0  # on a shared disk
 _SECONDS_UNTIL_STALE = 600  # a process that is still writing a temporary file has modified it more recently
-#: The entry of a checkpoint with the fingerprints of weights that were left out.
+#: The entry of a checkpoint with the checksums of weights that were left out.
 FROZEN = "frozen_weights"
 #: Called before a file or a state takes its place. They raise an error if this process may no longer write.
 FENCES: list[Callable[[], None]] = []
@@ -52,7 +52,7 @@ def sync(path: Path) -> None:
     """Flush a file, or the entries of a directory, to disk, so that it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with naming(path):
+        with naming_file(path):
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -68,7 +68,7 @@ def remove(path: Path) -> None:
 
 
 @contextmanager
-def naming(path: StrPath) -> Iterator[None]:
+def naming_file(path: StrPath) -> Iterator[None]:
     """Convert system errors while a file is written, such as a full disk, to an ``OSError`` that names the file.
 
     torch and safetensors raise other errors, and Python's errors do not name a file once it is open. Their chained
@@ -174,12 +174,12 @@ def check_fences() -> None:
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """Yield a temporary path that is synced and replaces ``target``, or is removed when the block fails."""
-    with naming(target):
+    with naming_file(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale_files(target)
     temporary = target.with_name(hidden_name(target.name, f"{secrets.token_hex(4)}.tmp"))
     try:
-        with naming(target):
+        with naming_file(target):
             temporary.touch(exist_ok=False)
             yield temporary
             sync(temporary)
@@ -275,7 +275,7 @@ def map_nested(
 
 def write_plain(value: Tree, path: Path) -> None:
     """Write a value to be loaded with ``load_plain()``, without syncing the file."""
-    with naming(path), open(path, "wb") as file:
+    with naming_file(path), open(path, "wb") as file:
         torch.save(value, file)
 
 
@@ -333,7 +333,7 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Map
     separate = _separate(tensors)
     path.touch()
     mode = path.stat().st_mode
-    with naming(path):
+    with naming_file(path):
         safetensors.torch.save_file(separate, path, metadata={"format": "pt"} | dict(metadata or {}))
     path.chmod(mode)  # safetensors creates files that only their owner can read
 
@@ -342,7 +342,7 @@ def write_sealed(tensors: Mapping[str, torch.Tensor], file: IO[bytes], metadata:
     """Write tensors as safetensors with a checksum to an open file, as ``write_tensors()`` does to a path."""
     content = safetensors.torch.save(_separate(tensors), metadata={"format": "pt", **UNSEALED, **metadata})
     whole = _Whole(file)
-    with naming(name_of(file)):
+    with naming_file(name_of(file)):
         whole.write(sealed(content))
         whole.flush()
 
@@ -404,7 +404,7 @@ def write_checkpoint(checkpoint: StateDict, path: PathOrFile) -> None:
     check_open_file("path", path, to_write=True)
     content = storable(checkpoint, "checkpoint")
     if not isinstance(path, (str, os.PathLike)):
-        with naming(name_of(path)):
+        with naming_file(name_of(path)):
             torch.save(content, _Whole(path))  # type: ignore[arg-type]  # a file as far as torch needs it; flushes it
         return
     with replacing(local_path("path", path, "a checkpoint")) as temporary:

@@ -12,7 +12,7 @@ from pytorch_accel_lite.run.division import numbers_of_shares
 from pytorch_accel_lite.run.state import TrainerLike
 
 
-def fingerprint(trainer: TrainerLike) -> JsonObject:
+def machine_facts(trainer: TrainerLike) -> JsonObject:
     """Return the device, the versions and the settings with which a trainer computes, in JSON types."""
     device = trainer.device
     with trainer.division.computing(device), deterministic_kernels(trainer.deterministic):
@@ -47,6 +47,6 @@ def describe_changes(trainer: TrainerLike, metadata: JsonObject) -> str:
     if not trainer.division.has_fixed_shares and metadata["world_size"] != trainer.ranks.world_size:
         return ""
     saved = metadata.get("machine", {})
-    now = fingerprint(trainer)
+    now = machine_facts(trainer)
     changes = [f"{name} {saved[name]} (now {now.get(name)})" for name in saved if saved[name] != now.get(name)]
     return f"The state was saved with {', '.join(changes)}: the last bits of the run may differ." if changes else ""

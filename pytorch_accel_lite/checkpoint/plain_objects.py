@@ -405,20 +405,20 @@ def digest(node: Node) -> str | None:
         else:
             text.update(f"{type(value).__name__}{value!r};".encode())
 
-    if any(t.layout is not torch.strided or t.is_quantized or t.is_meta for t in tensors_in(node)):
+    if any(t.layout is not torch.strided or t.is_quantized or t.is_meta for t in tensors_of_node(node)):
         return None
     add(node)
     text.update(repr(sums_by_position(on_devices)).encode())
     return text.hexdigest()
 
 
-def tensors_in(node: Node) -> Iterable[torch.Tensor]:
+def tensors_of_node(node: Node) -> Iterable[torch.Tensor]:
     """Yield the tensors in a node."""
     if isinstance(node, torch.Tensor):
         yield node
     elif isinstance(node, (tuple, list, dict)):
         for item in node.values() if isinstance(node, dict) else node:
-            yield from tensors_in(item)
+            yield from tensors_of_node(item)
 
 
 def holds_nothing(node: Node) -> bool:

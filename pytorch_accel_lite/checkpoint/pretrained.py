@@ -21,7 +21,7 @@ from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.reachable import reachable_from
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal
-from pytorch_accel_lite.checkpoint.files import naming, open_tensors, replacing, write_tensors
+from pytorch_accel_lite.checkpoint.files import naming_file, open_tensors, replacing, write_tensors
 from pytorch_accel_lite.run.state import TrainerLike
 
 #: The file of PEFT's adapters in a directory.
@@ -35,14 +35,14 @@ _TIMM_WEIGHTS, _DIFFUSERS_WEIGHTS = "model.safetensors", "diffusion_pytorch_mode
 Form = Callable[[Mapping[str, torch.Tensor], Path], None]
 
 
-def has_adapters(model: nn.Module) -> bool:
+def is_of_peft(model: nn.Module) -> bool:
     """Whether a model is from PEFT."""
     return _is_a(model, "peft", "PeftModel")
 
 
 def base_of(model: nn.Module) -> str:
     """Return the name of the pretrained model that a model began with, as its library knows it; empty if unknown."""
-    configs = getattr(model, "peft_config", {}) if has_adapters(model) else {}
+    configs = getattr(model, "peft_config", {}) if is_of_peft(model) else {}
     names = [getattr(config, "base_model_name_or_path", None) for config in configs.values()]
     names.append(getattr(getattr(model, "config", None), "_name_or_path", None))
     return next((name for name in names if isinstance(name, str) and name), "")
@@ -54,7 +54,7 @@ def own_form(model: nn.Module) -> Form | None:
     Returns:
         ``None`` for other models, and for models that only their library itself can save
     """
-    if has_adapters(model):
+    if is_of_peft(model):
         if left_out := _trained_beside_adapters(model):
             warn_outside(
                 f"PEFT's form would leave out what is trained besides the adapters: {listed(left_out, 10)}. All "
@@ -144,7 +144,7 @@ def write_own_form(
     """
     with tempfile.TemporaryDirectory(prefix=".pretrained.", dir=_made(directory)) as temporary:
         new = Path(temporary)
-        with naming(directory):
+        with naming_file(directory):
             form(weights, new)
             for preprocessor in preprocessors:
                 preprocessor.save_pretrained(new)
@@ -160,7 +160,7 @@ def write_own_form(
 
 
 def _made(directory: Path) -> Path:
-    with naming(directory):
+    with naming_file(directory):
         directory.mkdir(parents=True, exist_ok=True)
     return directory
 
@@ -186,7 +186,7 @@ def preprocessors_of(trainer: TrainerLike, model: nn.Module) -> Iterator[Any]:
     Searches attributes of the trainer, then the function that collates its batches, then its datasets. If several of a
     kind are equally near, none is chosen, with a warning.
     """
-    if not (has_adapters(model) or _is_a(model, "transformers", "PreTrainedModel")):
+    if not (is_of_peft(model) or _is_a(model, "transformers", "PreTrainedModel")):
         return
     data = trainer.current_run.data
     places = [[*vars(trainer).values()], reachable_from([data.collate_fn])]

@@ -34,7 +34,7 @@ from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.data.fingerprint import difference, fingerprint_of
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.data.sources import Source
-from pytorch_accel_lite.optimizers.operations import TrainerScheduler, is_created, parts_of, schedulers_in
+from pytorch_accel_lite.optimizers.operations import TrainerScheduler, is_created, parts_of_optimizer, schedulers_in
 from pytorch_accel_lite.optimizers.rates import Options, initial_options
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import TrainerCallback
@@ -136,7 +136,9 @@ def describe_optimizers(trainer: TrainerLike, initial: Options | None = None) ->
     result = {}
     for name, optimizer in saved_optimizers(trainer).items() if is_created(trainer.optimizer) else ():
         known = initial if initial and name == "optimizer" else initial_options(optimizer)
-        running = {option for part in parts_of(optimizer).values() or [optimizer] for option in _running(part)}
+        running = {
+            option for part in parts_of_optimizer(optimizer).values() or [optimizer] for option in _running(part)
+        }
         for number, (group, rates) in enumerate(zip(optimizer.param_groups, known, strict=False)):
             label = name if len(optimizer.param_groups) == 1 else f"{name}.param_groups[{number}]"
             for option, value in {**group, **rates}.items():

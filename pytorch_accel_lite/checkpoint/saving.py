@@ -47,7 +47,7 @@ from pytorch_accel_lite.checkpoint.manifest import MANIFEST
 from pytorch_accel_lite.checkpoint.model_writers import MODEL_WRITERS, SavedModel
 from pytorch_accel_lite.checkpoint.pretrained import (
     Form,
-    has_adapters,
+    is_of_peft,
     own_form,
     preprocessors_of,
     remove_adapters,
@@ -69,7 +69,7 @@ from pytorch_accel_lite.checkpoint.weights import (
     verify_weights,
 )
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.distributed.watch import naming
+from pytorch_accel_lite.distributed.watch import naming_call
 from pytorch_accel_lite.extension_names import is_not_there
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import NonFiniteLossError
@@ -79,7 +79,7 @@ from pytorch_accel_lite.run.state import TrainerLike
 
 def _warn_of_weights(trainer: TrainerLike, method: str) -> None:
     """Warn on the first process if the weights to save are not finite. Call it on every process."""
-    with naming(trainer.ranks, f"{method}()"):
+    with naming_call(trainer.ranks, f"{method}()"):
         are_finite = attributes.weights_are_finite(trainer)
     if not are_finite and trainer.accelerator.is_main_process:
         warn_outside(
@@ -147,7 +147,7 @@ def _save_checkpoint(
     trainable_only: bool,
 ) -> None:
     writes = trainer.accelerator.is_local_main_process if save_per_node else trainer.accelerator.is_main_process
-    with naming(trainer.ranks, "save_checkpoint()"):
+    with naming_call(trainer.ranks, "save_checkpoint()"):
         _check_on_all_ranks(trainer, lambda: check_open_file("save_path", target, to_write=True) if writes else None)
     if save_optimizer:
         refuse_engines(trainer.accelerator, "save_checkpoint(save_optimizer=True)", "Pass save_optimizer=False.")
@@ -180,7 +180,7 @@ def load_checkpoint(
     trainer: TrainerLike, checkpoint_path: PathOrFile, load_optimizer: bool, load_scheduler: bool, *, strict: bool
 ) -> StateDict:
     """Load what ``save_checkpoint()`` or ``save_model()`` saved, or weights, without running code from the file."""
-    with naming(trainer.ranks, "load_checkpoint()"):
+    with naming_call(trainer.ranks, "load_checkpoint()"):
         trainer.ranks.barrier()
     if trainer.prepared_model is not None:
         refuse_engines(trainer.accelerator, "load_checkpoint()", "Call it before the first run of the trainer.")
@@ -343,7 +343,7 @@ def _save_model(
     """
     location = parse_location(path) if isinstance(path, (str, os.PathLike)) else path
     writes = trainer.accelerator.is_main_process
-    with naming(trainer.ranks, "save_model()"):
+    with naming_call(trainer.ranks, "save_model()"):
         _check_on_all_ranks(trainer, lambda: check_open_file("path", path, to_write=True) if writes else None)
     refuse_fsdp1(trainer.accelerator, "save_model()")
     model = trainer.get_model(keep_torch_compile=False)
@@ -361,7 +361,7 @@ def _save_model(
             if isinstance(location, (Path, str)):
                 preprocessors = iter(()) if form is None else preprocessors_of(trainer, model)
                 _write_weights(weights, location, metadata, write_beside, form, preprocessors)
-                if write_beside is not None and form is None and has_adapters(model) and isinstance(location, Path):
+                if write_beside is not None and form is None and is_of_peft(model) and isinstance(location, Path):
                     remove_adapters(location)
             else:
                 write_sealed(weights, location, metadata)

@@ -33,7 +33,7 @@ _LARGE = 1 << 16  # minimum size in bytes of a tensor that is moved to a file of
 Parts = dict[str, tuple[tuple[int, ...], torch.Tensor]]
 
 
-def is_sharded(value: object) -> TypeGuard[DTensor]:
+def is_sharded_tensor(value: object) -> TypeGuard[DTensor]:
     """Whether a value is a tensor divided among the processes."""
     return hasattr(value, "full_tensor")
 
@@ -72,12 +72,12 @@ def extract_tensors(state: Tree, sharded: dict[str, DTensor], large: dict[str, t
         )
 
     def extract(path: Keys, value: Tree) -> Tree:
-        if not is_sharded(value) and not is_large(value):
+        if not is_sharded_tensor(value) and not is_large(value):
             return value
         name = ".".join(map(str, path))
         while name in sharded or name in large:  # a key may have dots, too
             name += "'"
-        (sharded if is_sharded(value) else large)[name] = value
+        (sharded if is_sharded_tensor(value) else large)[name] = value
         return {_MARK: name}
 
     map_nested(count, state)
@@ -184,7 +184,7 @@ class StoredTensor:
 
         Reads the full tensor if the other is not sharded or has another shape. May communicate.
         """
-        if not is_sharded(like) or tuple(like.shape) != self.shape:
+        if not is_sharded_tensor(like) or tuple(like.shape) != self.shape:
             return self._read((0,) * len(self.shape), self.shape)
         from torch.distributed.tensor import DTensor
 

@@ -13,7 +13,7 @@ from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.weights import without_compile
 from pytorch_accel_lite.optimizers.freezing import keep_in_eval, release_from_eval, stays_in_eval
-from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, is_created, parts_of
+from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, is_created, parts_of_optimizer
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.state import TrainerLike
 
@@ -123,4 +123,4 @@ def _optimizers(trainer: TrainerLike) -> dict[str, TrainerOptimizer]:
 
 
 def _parts(optimizer: TrainerOptimizer) -> dict[str, TrainerOptimizer]:
-    return parts_of(optimizer) or {"": optimizer}
+    return parts_of_optimizer(optimizer) or {"": optimizer}

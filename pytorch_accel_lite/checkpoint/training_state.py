@@ -28,7 +28,7 @@ from pytorch_accel_lite.checkpoint.files import (
     check_fences,
     hidden_name,
     load_plain,
-    naming,
+    naming_file,
     open_tensors,
     remove,
     require_shared,
@@ -162,7 +162,7 @@ def write_files(directory: Path, rank: int, captured: CapturedState) -> dict[str
 
 
 def _commit(temporary: Path, directory: Path, entries: list[JsonObject], metadata: JsonObject) -> None:
-    with naming(temporary / MANIFEST):
+    with naming_file(temporary / MANIFEST):
         (temporary / MANIFEST).write_text(manifest_text(entries, metadata))
     sync(temporary / MANIFEST)
     sync(temporary)

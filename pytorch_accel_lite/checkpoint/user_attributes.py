@@ -29,7 +29,7 @@ from pytorch_accel_lite.checkpoint.plain_objects import (
     digest,
     holds_nothing,
     is_setting,
-    tensors_in,
+    tensors_of_node,
 )
 from pytorch_accel_lite.checkpoint.recorded_settings import tells_where
 from pytorch_accel_lite.checkpoint.trainability import trainability
@@ -59,7 +59,9 @@ def note_created(trainer: TrainerLike) -> CreatedAttributes:
             node = Encoder(is_saved, _MOST_PARTS).encode(value, key[1])
         except TooManyPartsError:
             continue
-        is_large = sum(tensor.nbytes for tensor in tensors_in(node)) > _MOST_BYTES and not isinstance(value, nn.Module)
+        is_large = sum(tensor.nbytes for tensor in tensors_of_node(node)) > _MOST_BYTES and not isinstance(
+            value, nn.Module
+        )
         found = None if is_large else digest(node)
         if found is not None:
             created.digests[key] = found
@@ -272,7 +274,7 @@ def _tell_size(trainer: TrainerLike, created: CreatedAttributes, kept: Mapping[s
     """Print once which attributes make states large."""
     for owner, states in kept.items():
         for name, node in states.items():
-            size = sum(tensor.nbytes for tensor in tensors_in(node))
+            size = sum(tensor.nbytes for tensor in tensors_of_node(node))
             path = _path((owner, name))
             if size >= _LARGE and f"{path}: size" not in created.warned_of:
                 created.warned_of.add(f"{path}: size")
@@ -352,7 +354,7 @@ def _saved_elsewhere(trainer: TrainerLike) -> Callable[[object], bool]:
 
 def _is_kept_anyway(node: Node) -> bool:
     """Whether a node has tensors (the program may have drawn them at random) and is small enough to be stored."""
-    sizes = [tensor.nbytes for tensor in tensors_in(node)]
+    sizes = [tensor.nbytes for tensor in tensors_of_node(node)]
     return not is_setting(node) and sum(sizes) <= _KEPT_ANYWAY
 
 

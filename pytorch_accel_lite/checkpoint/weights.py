@@ -1,6 +1,6 @@
 """Full states of models and optimizers, as a single process would have them, even if the weights are sharded (FSDP2).
 
-Frozen weights may be left out: their fingerprints show whether a model that loads the rest has the same ones.
+Frozen weights may be left out: their checksums show whether a model that loads the rest has the same ones.
 
 Sharded tensors are gathered, so a state saved by any number of processes, sharded or not, can be loaded by any other.
 The host memory of a saving process must hold all weights and the optimizer's state. Gathering is a collective
@@ -30,8 +30,8 @@ from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import Keys, StateDict, Tree
 from pytorch_accel_lite.checkpoint.checksums import verify
 from pytorch_accel_lite.checkpoint.files import FROZEN, map_nested, open_tensors
-from pytorch_accel_lite.checkpoint.pretrained import ADAPTERS, adapter_names, has_adapters
-from pytorch_accel_lite.checkpoint.shards import find_tensors, is_sharded
+from pytorch_accel_lite.checkpoint.pretrained import ADAPTERS, adapter_names, is_of_peft
+from pytorch_accel_lite.checkpoint.shards import find_tensors, is_sharded_tensor
 from pytorch_accel_lite.optimizers.operations import TrainerOptimizer
 from pytorch_accel_lite.run.state import TrainerLike
 
@@ -50,7 +50,7 @@ def full_state_dict(state: Tree, keep: bool) -> Tree:
     """
 
     def gather(path: Keys, value: Tree) -> Tree:
-        if not is_sharded(value):
+        if not is_sharded_tensor(value):
             return value
         full = value.full_tensor()
         return full.to("cpu") if keep else None
@@ -183,13 +183,13 @@ def read_pretrained(directory: Path, model: nn.Module) -> StateDict:
 
     Returns:
         the content of a checkpoint. Weights that are tied in the model have all their names. For adapters alone, all
-        other weights of the model count as left out, with unknown fingerprints.
+        other weights of the model count as left out, with unknown checksums.
 
     Raises:
         FileNotFoundError: if the directory has no weights, or if files in its index are missing
         ValueError: if a file is damaged
     """
-    if (directory / ADAPTERS).is_file() and has_adapters(model):
+    if (directory / ADAPTERS).is_file() and is_of_peft(model):
         return _read_adapters(directory, model)
     files, metadata = _find_files(directory)
     current = without_compile(model.state_dict())
@@ -240,8 +240,8 @@ def load_optimizer_state(optimizer: TrainerOptimizer, state: StateDict) -> None:
 
 def sharded_like(like: torch.Tensor | None, value: Tree) -> Tree:
     """Return a full tensor sharded like a parameter, or unchanged if the parameter is not sharded."""
-    is_unsharded = isinstance(value, torch.Tensor) and value.ndim > 0 and not is_sharded(value)
-    if not is_sharded(like) or not is_unsharded:  # a step count is not sharded, though its parameter is
+    is_unsharded = isinstance(value, torch.Tensor) and value.ndim > 0 and not is_sharded_tensor(value)
+    if not is_sharded_tensor(like) or not is_unsharded:  # a step count is not sharded, though its parameter is
         return value
     from torch.distributed.tensor import DTensor, Replicate  # slow to import
 
@@ -250,7 +250,7 @@ def sharded_like(like: torch.Tensor | None, value: Tree) -> Tree:
     return replicated.redistribute(placements=like.placements)  # each process keeps its shard
 
 
-def fingerprints(tensors: Mapping[str, object]) -> dict[str, int]:
+def weight_checksums(tensors: Mapping[str, object]) -> dict[str, int]:
     """Return a number for each tensor, by name, that changes with any of its bits.
 
     Skips tensors without values, and sparse ones. A collective operation if they are sharded.
@@ -269,9 +269,9 @@ def fingerprints(tensors: Mapping[str, object]) -> dict[str, int]:
     return {name: sum(islice(sums, count)) for name, count in zip(with_values, counts, strict=True)}
 
 
-def model_fingerprints(model: nn.Module) -> dict[str, int]:
-    """Return the fingerprints of all parameters of a model. A collective operation if they are sharded."""
-    return fingerprints(_parameters(model))
+def model_checksums(model: nn.Module) -> dict[str, int]:
+    """Return the checksums of all parameters of a model. A collective operation if they are sharded."""
+    return weight_checksums(_parameters(model))
 
 
 def check_has_trainable(model: nn.Module) -> None:
@@ -290,24 +290,24 @@ def check_has_trainable(model: nn.Module) -> None:
 def leave_out_frozen(
     model: nn.Module, state: StateDict, created: Mapping[str, int] | None = None, *, only_quantised: bool = False
 ) -> dict[str, int]:
-    """Remove the frozen parameters from the full state of a model, and return their fingerprints by name.
+    """Remove the frozen parameters from the full state of a model, and return their checksums by name.
 
     Buffers stay, as training changes them even if everything around them is frozen. Quantised weights never stay: they
     cannot be trained, nor loaded into a model that has them already.
 
     Args:
-        created: fingerprints of weights that the loading program creates itself, such as pretrained ones; other weights
+        created: checksums of weights that the loading program creates itself, such as pretrained ones; other weights
             stay. By default, all frozen parameters are removed.
         only_quantised: whether to remove no others
     """
-    left_out = fingerprints({name: state.pop(name) for name in sorted(quantised_entries(model, state))})
+    left_out = weight_checksums({name: state.pop(name) for name in sorted(quantised_entries(model, state))})
     if only_quantised:
         return left_out
     frozen = {name for name, value in _parameters(model).items() if not value.requires_grad and name in state}
     if created is not None:
-        now = fingerprints({name: state[name] for name in frozen})
+        now = weight_checksums({name: state[name] for name in frozen})
         frozen = {name for name, number in now.items() if created.get(name) == number}
-    return left_out | fingerprints({name: state.pop(name) for name in [*state] if name in frozen})
+    return left_out | weight_checksums({name: state.pop(name) for name in [*state] if name in frozen})
 
 
 def describe_other_weights(model: nn.Module, left_out: Mapping[str, int | None], source: str | os.PathLike[str]) -> str:
@@ -316,10 +316,10 @@ def describe_other_weights(model: nn.Module, left_out: Mapping[str, int | None],
     A collective operation if they are sharded.
 
     Args:
-        left_out: the fingerprints of these; ``None`` for unknown ones
+        left_out: the checksums of these; ``None`` for unknown ones
     """
     known = {name: number for name, number in left_out.items() if number is not None}
-    current = fingerprints(
+    current = weight_checksums(
         {name: value for name, value in without_compile(model.state_dict()).items() if name in known}
     )
     others = [name for name, number in known.items() if current.get(name, number) != number]

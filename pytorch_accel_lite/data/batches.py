@@ -26,7 +26,7 @@ IGNORED_LABEL = -100  # the default ignore_index of torch's cross entropy
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 
-def find_batch_size(batch: BatchData, expected: int | None = None) -> int:
+def infer_batch_size(batch: BatchData, expected: int | None = None) -> int:
     """Return the number of samples in a batch.
 
     Args:
@@ -76,7 +76,7 @@ def _reported_size(batch: BatchData, expected: int | None) -> int | None:
 def size_of_filler(batch: BatchData) -> int:
     """Return a size for a filler batch. It has no weight, so its size need not be known."""
     try:
-        return find_batch_size(batch)
+        return infer_batch_size(batch)
     except ValueError:
         return 1
 
@@ -180,7 +180,7 @@ class BatchAdapter:
         else:
             output = self._other_outputs_and_loss(model, loss_func, batch)
         num_samples = read.num_samples if read is not None and batch is read.data else None
-        output["batch_size"] = size_of_filler(batch) if num_samples == 0 else find_batch_size(batch, num_samples)
+        output["batch_size"] = size_of_filler(batch) if num_samples == 0 else infer_batch_size(batch, num_samples)
         return output
 
     def _other_outputs_and_loss(
@@ -317,7 +317,7 @@ def complete_output(output: BatchOutput, data: BatchData, num_samples: int | Non
         check_loss(output, method, training)  # the usual case needs no slow checks of abstract types
         losses = output["loss"] = as_scalars(output["loss"]) if training else output["loss"]
     if "batch_size" not in output:
-        output["batch_size"] = size_of_filler(data) if num_samples == 0 else find_batch_size(data, num_samples)
+        output["batch_size"] = size_of_filler(data) if num_samples == 0 else infer_batch_size(data, num_samples)
     size = output["batch_size"]
     if type(size) is not int and not isinstance(size, (numbers.Real, torch.Tensor)):
         raise TypeError(f"{method} returned batch_size={size!r}; it must be a number of samples.")

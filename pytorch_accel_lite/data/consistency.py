@@ -69,7 +69,7 @@ def check_same_order(sampler: SamplerLike, order: list[Index], ranks: Ranks) -> 
     Raises:
         OtherOrderError: on all processes; for example if the sampler has its own generator, or divides by rank
     """
-    local = len(order), checksum(order)
+    local = len(order), checksum_of_indices(order)
     gathered = ranks.all_gather_object(local)
     if any(other != local for other in gathered):
         raise OtherOrderError(
@@ -107,7 +107,7 @@ def check_order(
         raise WrongLengthError(f"An epoch now has {now} samples, but had {before} when {remedy}")
 
 
-def checksum(indices: Sequence[Index] | torch.Tensor | npt.NDArray[np.generic]) -> int:
+def checksum_of_indices(indices: Sequence[Index] | torch.Tensor | npt.NDArray[np.generic]) -> int:
     """Return a checksum of indices, also in batches; other objects are compared by their ``repr``."""
     if isinstance(indices, torch.Tensor):
         indices = indices.detach().cpu().numpy()
@@ -152,7 +152,7 @@ def _described(dataset: Source) -> tuple[str, object]:
     """Return the type of a dataset, and checksums if it is a subset or a table, or consists of tensors or arrays."""
     compared: object = 0
     if isinstance(dataset, Subset):
-        compared = checksum(dataset.indices)
+        compared = checksum_of_indices(dataset.indices)
     elif is_table(dataset):  # compared as stored, before any transform
         stored = dataset.with_format("arrow")
         positions = sorted({0, len(dataset) // 2, len(dataset) - 1}) if len(dataset) else []

@@ -25,7 +25,7 @@ from pytorch_accel_lite.base.randomness import (
     state_of,
 )
 from pytorch_accel_lite.base.reachable import Marks, marks_of
-from pytorch_accel_lite.data.batches import Batch, find_batch_size, tensors_in
+from pytorch_accel_lite.data.batches import Batch, infer_batch_size, tensors_in
 from pytorch_accel_lite.data.consistency import checksum_of_batches
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader, copy_loader
 from pytorch_accel_lite.data.lockstep import AgreedStep, Lockstep
@@ -179,7 +179,7 @@ class ReadInTurn(ShardedLoader):
             if by_batches:
                 skip_batches(batches, done, start, is_certain=size is not None)
                 return batches
-            return skip_samples(batches, start, find_batch_size, last_samples)
+            return skip_samples(batches, start, infer_batch_size, last_samples)
 
     def _check_first_batch(self, batches: Iterator[BatchData]) -> Iterator[BatchData]:
         """Remember the identity of the first batch, and warn if a resumed epoch began with a different one."""
@@ -336,7 +336,7 @@ class PreShardedLoader(ReadInTurn):
         tracker = self._tracker
         source = islice(self._read_lazily(start), self._left if start else self.limit)
         batch = None
-        for step in Lockstep(source, self._ranks, find_batch_size):
+        for step in Lockstep(source, self._ranks, infer_batch_size):
             if batch is None and step.without:
                 batch = self._filler(step)
             if step.item is not None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.origins import warn_outside
-from pytorch_accel_lite.data.batches import Batch, find_batch_size, is_single_sample, tensors_in
+from pytorch_accel_lite.data.batches import Batch, infer_batch_size, is_single_sample, tensors_in
 from pytorch_accel_lite.data.consistency import checksum_of_batches
 from pytorch_accel_lite.data.shares import Shares, whole_steps
 from pytorch_accel_lite.data.sources import BatchData, Index, Sample, Source, SourceState
@@ -221,7 +221,7 @@ class ShardedLoader(ABC):
             if not self._has_named and is_single_sample(item):
                 warn_outside(
                     "A DataLoader with batch_size=None gives each item as it is, and the first looks like a single "
-                    f"sample: its {find_batch_size(item)} features would be counted as samples. Pass batch_size=1 or "
+                    f"sample: its {infer_batch_size(item)} features would be counted as samples. Pass batch_size=1 or "
                     "more, which adds the dimension of the batch, or let each item be a batch, with as many targets as "
                     "rows."
                 )

@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from pytorch_accel_lite.base.randomness import preserving_generators
-from pytorch_accel_lite.data.batches import Batch, find_batch_size, parts_in
+from pytorch_accel_lite.data.batches import Batch, infer_batch_size, parts_in
 from pytorch_accel_lite.data.shares import with_last
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.distributed import Ranks
@@ -180,7 +180,7 @@ def _prepared(groups: Iterator[list[BatchData]], ranks: Ranks, fill: bool) -> It
             group = next(groups, None)
         if group is None:
             return
-        sizes = [find_batch_size(batch) for batch in group]
+        sizes = [infer_batch_size(batch) for batch in group]
         batches = [Batch(batch, size, sum(sizes), is_last=False) for batch, size in zip(group, sizes, strict=True)]
         filler = Batch(group[0] if fill else None, 0, sum(sizes), is_last=False)
         batches += [filler] * (ranks.world_size - len(group))

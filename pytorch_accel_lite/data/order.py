@@ -195,7 +195,7 @@ def of_all_processes(sampler: SamplerLike, world_size: int) -> SamplerLike:
     if isinstance(sampler, BatchSampler) and isinstance(inner, DistributedSampler):
         sampler = copy.copy(sampler)
         sampler.sampler = of_all_processes(inner, world_size)
-    parts = parts_of(sampler)
+    parts = parts_of_order(sampler)
     if world_size > 1 and parts > 1:
         raise ValueError(
             f"The sampler {type(sampler).__name__} gives one of {parts} parts of its order. Each process would read "
@@ -205,11 +205,11 @@ def of_all_processes(sampler: SamplerLike, world_size: int) -> SamplerLike:
     return sampler
 
 
-def parts_of(sampler: SamplerLike) -> int:
+def parts_of_order(sampler: SamplerLike) -> int:
     """Return the number of parts into which a sampler, or one inside it, divides its order."""
     parts = [getattr(sampler, count, 1) for count, index in _PART_ATTRIBUTES if hasattr(sampler, index)]
     inner = [getattr(sampler, name, None) for name in ("sampler", "batch_sampler")]
-    parts += [parts_of(part) for part in inner if part is not None]
+    parts += [parts_of_order(part) for part in inner if part is not None]
     return max((part for part in parts if isinstance(part, int)), default=1)
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.randomness import preserving_generators
-from pytorch_accel_lite.data.batches import find_batch_size, tensors_in
+from pytorch_accel_lite.data.batches import infer_batch_size, tensors_in
 from pytorch_accel_lite.data.shares import ended
 from pytorch_accel_lite.data.sources import BatchData, Sample, Source, SourceState
 from pytorch_accel_lite.data.splitting import slice_batch
@@ -176,11 +176,11 @@ def cannot_split(what: str) -> ValueError:
 
 def last_samples(batch: BatchData, count: int) -> BatchData:
     """Return the last ``count`` samples of a batch."""
-    size = find_batch_size(batch)
+    size = infer_batch_size(batch)
     cause = None
     try:
         rest = slice_batch(batch, size - count, size, size)
-        if find_batch_size(rest) == count:
+        if infer_batch_size(rest) == count:
             return rest
     except ValueError as error:
         cause = error

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from pytorch_accel_lite.base.inspection import nested_in
 from pytorch_accel_lite.base.origins import warn_outside
-from pytorch_accel_lite.data.consistency import checksum
+from pytorch_accel_lite.data.consistency import checksum_of_indices
 from pytorch_accel_lite.data.sources import Index, SamplerLike, SourceState
 
 #: The identity of the epoch that a run has read last: its number, the identity of its order from ``check_order``, and
@@ -50,7 +50,7 @@ def bring_to(
             return
     for epoch in range(1, last):
         draw(sampler, epoch)
-    if ends and checksum(draw(sampler, last)) != read["checksum"]:
+    if ends and checksum_of_indices(draw(sampler, last)) != read["checksum"]:
         warn_of_other_order(sampler, last, is_left=False)
 
 
@@ -90,5 +90,5 @@ def _draws_the_same(sampler: SamplerLike, read: EpochRead, draw: Callable[[Sampl
     if sampler is None:
         return False
     with suppress(Exception):
-        return bool(checksum(draw(sampler, read["epoch"])) == read["checksum"])
+        return bool(checksum_of_indices(draw(sampler, read["epoch"])) == read["checksum"])
     return False

@@ -74,14 +74,14 @@ def select_samples(data: BatchData, rows: slice | list[int], size: int) -> Batch
     if is_dataclass(data):
         names = [field.name for field in dataclasses.fields(data) if field.init]  # the constructor sets the others
         return dataclasses.replace(data, **{name: select_samples(getattr(data, name), rows, size) for name in names})
-    check_is_shared(data, size)
+    check_belongs_to_all(data, size)
     return data
 
 
 _WHAT_CAN_BE_SPLIT = "Let collate_fn return tensors, or lists, dicts or dataclasses of tensors."
 
 
-def check_is_shared(data: Tree, size: int) -> None:
+def check_belongs_to_all(data: Tree, size: int) -> None:
     """Check that an object in a batch belongs to all of its samples.
 
     Raises:

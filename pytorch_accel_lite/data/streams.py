@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.data.batches import Batch, find_batch_size
+from pytorch_accel_lite.data.batches import Batch, infer_batch_size
 from pytorch_accel_lite.data.iterables import PreShardedLoader, ReadInTurn
 from pytorch_accel_lite.data.loader import LoaderOptions, copy_loader
 from pytorch_accel_lite.data.lockstep import AgreedStep, deal
@@ -67,7 +67,7 @@ class StreamLoader(ReadInTurn):
             batch = next(batches, _END)
             if batch is not _END:
                 reading.append((part, batches))
-                self._dealt.append((part, find_batch_size(batch)))
+                self._dealt.append((part, infer_batch_size(batch)))
                 yield batch
 
     def _advance(self, num_batches: int) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.base.modules import local
+from pytorch_accel_lite.base.modules import local_shard
 from pytorch_accel_lite.distributed.ranks import Ranks
 
 _NO_GRADIENT = -1  # stands for the number of sparse dimensions, which is 0 for a dense gradient
@@ -28,7 +28,7 @@ def average_gradients(
         RuntimeError: on all ranks, if they are at different updates
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    sparse_dims = [_NO_GRADIENT if p.grad is None else local(p.grad).sparse_dim() for p in trained]
+    sparse_dims = [_NO_GRADIENT if p.grad is None else local_shard(p.grad).sparse_dim() for p in trained]
     padding = [_NO_GRADIENT] * (num_parameters - len(trained))
     negated = [-number for number in update]  # their maxima are the negated minima
     maxima = list(map(int, ranks.max([*update, *negated, *sparse_dims, *padding])))
@@ -44,7 +44,7 @@ def average_gradients(
         elif sparse_dim == 0:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradients.setdefault(parameter.grad.dtype, []).append(local(parameter.grad))
+            gradients.setdefault(parameter.grad.dtype, []).append(local_shard(parameter.grad))
     for group in gradients.values():
         flat = ranks.sum_on_device(_flatten_dense_tensors(group))  # type: ignore[no-untyped-call]
         flat.div_(ranks.world_size)

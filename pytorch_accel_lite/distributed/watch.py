@@ -62,7 +62,7 @@ class _Place(NamedTuple):
     begun: int
 
 
-class Watch(threading.Thread):
+class JobWatch(threading.Thread):
     """Checks regularly whether this process waits for others, and reports where it is if another asks.
 
     Uses no collectives, and nothing of a step. A process that has waited long enough asks the others for their places
@@ -345,7 +345,7 @@ def _bytes_transferred() -> int:
 
 # ------------------------------------------------------------------------------------------- of this job
 
-_watch: Watch | None = None
+_watch: JobWatch | None = None
 _job: dist.ProcessGroup | None = None
 
 
@@ -360,7 +360,7 @@ def begin(ranks: Ranks) -> None:
     gathered = ranks.all_gather_object((uuid.uuid4().hex, (socket.gethostname(), namespace, os.getpid())))
     _job = dist.group.WORLD
     store = connect_to_store(f"watch/{gathered[0][0]}")
-    _watch = Watch(ranks.rank, [process for _, process in gathered], store, seconds or _SECONDS)
+    _watch = JobWatch(ranks.rank, [process for _, process in gathered], store, seconds or _SECONDS)
     if seconds:
         _watch.start()
 
@@ -397,7 +397,7 @@ def watching(trainer: Participant) -> Iterator[None]:
     number = int(trainer.ranks.max([watch.begun])[0]) + 1
     watch.enter(number, trainer)
     try:
-        with naming(trainer.ranks):
+        with naming_call(trainer.ranks):
             yield
     except ProcessLostError:
         watch.leave(number, failed=True)
@@ -410,7 +410,7 @@ def watching(trainer: Participant) -> Iterator[None]:
 
 
 @contextmanager
-def naming(ranks: Ranks, call: str = "") -> Iterator[None]:
+def naming_call(ranks: Ranks, call: str = "") -> Iterator[None]:
     """In a block, replace an error about a lost connection by one that names the other process and the reason.
 
     Args:

@@ -11,7 +11,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.batches import BatchOutput, find_batch_size, is_as_long, is_number
+from pytorch_accel_lite.data.batches import BatchOutput, infer_batch_size, is_as_long, is_number
 from pytorch_accel_lite.data.splitting import concatenate_if_possible, is_list_of_samples, split_batch
 from pytorch_accel_lite.run.window import Count
 
@@ -22,7 +22,7 @@ def split_into_parts(batch: Batch, parts: int) -> list[Batch]:
         return [batch]
     begin = 0
     pieces: list[Batch] = []
-    for data, size in split_batch(batch.data, parts, find_batch_size(batch.data, batch.num_samples)):
+    for data, size in split_batch(batch.data, parts, infer_batch_size(batch.data, batch.num_samples)):
         part = batch._replace(
             data=data,
             num_samples=None if batch.num_samples is None else size,

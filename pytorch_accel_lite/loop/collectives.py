@@ -18,7 +18,7 @@ from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.distributed.process_zero import current_process
 from pytorch_accel_lite.distributed.ranks import Ranks, find_ranks
-from pytorch_accel_lite.distributed.watch import naming
+from pytorch_accel_lite.distributed.watch import naming_call
 from pytorch_accel_lite.run.state import TrainerLike
 
 T = TypeVar("T")
@@ -107,13 +107,13 @@ def _check_all_have_batches(trainer: TrainerLike, batch: Batch) -> None:
 
 def barrier(self: TrainerLike) -> None:
     """Wait until every process has reached this point."""
-    with naming(self.ranks, "barrier()"):
+    with naming_call(self.ranks, "barrier()"):
         self.ranks.barrier()
 
 
 def sync_buffers(self: TrainerLike, module: nn.Module) -> None:
     """Copy the buffers of a module from the first process to all others. Call it on every process."""
-    with naming(self.ranks, "sync_buffers()"):
+    with naming_call(self.ranks, "sync_buffers()"):
         self.ranks.copy_from_first(module.buffers())
 
 
@@ -124,7 +124,7 @@ def broadcast_object(self: TrainerLike, obj: T, source: int = 0, group: dist.Pro
         source: rank, in the job, of the process with the object
         group: the processes that take part, which all call this method; ``None`` for all processes of the job
     """
-    with naming(self.ranks, "broadcast_object()"):
+    with naming_call(self.ranks, "broadcast_object()"):
         if group is not None:
             objects = [obj]
             dist.broadcast_object_list(objects, source, group)
@@ -144,7 +144,7 @@ def all_gather_object(self: TrainerLike, obj: T, group: dist.ProcessGroup | None
     Args:
         group: the processes that take part, which all call this method; ``None`` for all processes of the job
     """
-    with naming(self.ranks, "all_gather_object()"):
+    with naming_call(self.ranks, "all_gather_object()"):
         if group is None:
             gathered: list[T] = self.ranks.all_gather_object(obj)
             return gathered
@@ -199,7 +199,7 @@ def _gather(trainer: TrainerLike, data: Tree, with_gradients: bool, counts: bool
     leaves = [leaf if leaf.ndim else leaf[None] for leaf in leaves]
     rows = ", ".join(f"{leaf.dtype} of shape {tuple(leaf.shape[1:])}" for leaf in leaves)
     layout = f"{' '.join(str(structure).split())} with rows of {rows}"
-    with naming(ranks, "gather()"):
+    with naming_call(ranks, "gather()"):
         gathered = ranks.all_gather_object(([len(leaf) for leaf in leaves], counts, layout))
     lengths, counting, layouts = zip(*gathered, strict=True)
     for rank, other in enumerate(layouts):

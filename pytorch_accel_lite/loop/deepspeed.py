@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from pytorch_accel_lite.optimizers.operations import parts_of
+from pytorch_accel_lite.optimizers.operations import parts_of_optimizer
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
 _INSTEAD = "Use fully_shard instead, with which this works"
@@ -58,7 +58,7 @@ def _problem(trainer: TrainerLike, run: Run) -> str:
         return f"gradient_clip_value={request.gradient_clip_value} cannot be applied"
     if trainer.accelerator.mixed_precision == "fp16":
         return "mixed_precision='fp16' has not been tried"
-    if parts_of(trainer.optimizer):
+    if parts_of_optimizer(trainer.optimizer):
         return "Several optimizers cannot be used"
     if isinstance(steps, Mapping):
         return f"gradient_accumulation_steps={steps} cannot change"

@@ -17,7 +17,7 @@ from pytorch_accel_lite.data import Batch, NamedData
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.loop.guards.arguments import check_data
+from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.guards.modes import call_start
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
@@ -219,7 +219,7 @@ def evaluate(
     auto_microbatch: bool,
 ) -> dict[str, MetricValue]:
     """Evaluate the model, counting every sample exactly once on any number of processes."""
-    check_data(trainer, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
+    check_dataset(trainer, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     if auto_microbatch and (what := "sharded weights" if trainer.is_sharded else trainer.division.argument):
         raise ValueError(f"evaluate(auto_microbatch=True) does not work with {what}: pass a smaller batch size.")
     request = RunRequest("evaluation", num_epochs=1, auto_microbatch=auto_microbatch)

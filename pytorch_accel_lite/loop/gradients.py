@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from pytorch_accel_lite.base.modules import are_sharded, local
+from pytorch_accel_lite.base.modules import are_sharded, local_shard
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
 from pytorch_accel_lite.run.settings import TrainerRunConfig
 from pytorch_accel_lite.run.state import TrainerLike
@@ -149,7 +149,7 @@ def norm_by_rows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 def _sums_of_rows(gradient: torch.Tensor) -> tuple[torch.Tensor, dist.ProcessGroup | None]:
     """Return the sum of the squares in each row, zero in rows of other processes, and the group of these processes."""
-    shard = local(gradient.detach())
+    shard = local_shard(gradient.detach())
     shard = torch.view_as_real(shard) if shard.is_complex() else shard
     dtype = torch.float32 if shard.dtype.itemsize < 4 else shard.dtype
     squares = shard.to(dtype).square()
@@ -180,7 +180,7 @@ def clip_shards(
     # Accelerate compares the parameters with those of every model it prepared, which fails if there are several.
     accelerator.unscale_gradients()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    shards = [local(gradient) for gradient in gradients]
+    shards = [local_shard(gradient) for gradient in gradients]
     if value is not None:
         torch._foreach_clamp_min_(shards, -value)
         torch._foreach_clamp_max_(shards, value)

@@ -17,7 +17,7 @@ from pytorch_accel_lite.base.origins import overridden_methods
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data import Batch, FailedRead
-from pytorch_accel_lite.data.batches import BatchOutput, complete_output, find_batch_size
+from pytorch_accel_lite.data.batches import BatchOutput, complete_output, infer_batch_size
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Source
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
@@ -148,7 +148,7 @@ def _compute_in_parts(trainer: TrainerLike, run: Run, batch: Batch, compute: Com
             continue
         clear_device_cache(garbage_collection=True)
         left = [half for larger in (part, *left) for half in split_into_parts(larger, 2)]
-        samples, size = (find_batch_size(each.data, each.num_samples) for each in (part, whole))
+        samples, size = (infer_batch_size(each.data, each.num_samples) for each in (part, whole))
         run.stepper.num_eval_parts = max(run.stepper.num_eval_parts, -(-size // -(-samples // 2)))
         trainer.print(
             f"Out of memory with {samples} samples in evaluation: from now on each evaluation batch is split into "
@@ -167,7 +167,7 @@ def _compute_if_it_fits(trainer: TrainerLike, run: Run, compute: Compute) -> Bat
     try:
         output: BatchOutput = _compute(trainer, batch, compute)
     except Exception as error:
-        if find_batch_size(batch.data, batch.num_samples or None) < 2 or not is_out_of_memory(error):
+        if infer_batch_size(batch.data, batch.num_samples or None) < 2 or not is_out_of_memory(error):
             raise
         traceback.clear_frames(error.__traceback__)  # its frames hold the tensors of the attempt
         before.close()

@@ -7,11 +7,11 @@ from contextlib import suppress
 from itertools import chain
 
 from pytorch_accel_lite.data import FailedRead
-from pytorch_accel_lite.data.batches import Batch, find_batch_size
+from pytorch_accel_lite.data.batches import Batch, infer_batch_size
 from pytorch_accel_lite.distributed.exchange import OtherCallError, ProcessLostError
 from pytorch_accel_lite.loop.guards.explanations import explain, list_samples
 from pytorch_accel_lite.loop.snapshot import Snapshot
-from pytorch_accel_lite.run.events import NonFiniteLossError, StopTrainingError
+from pytorch_accel_lite.run.events import Failure, NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.run.parts import LeftOut, LeftOutBatch
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, TrainerLike
@@ -55,12 +55,11 @@ def leave_out(trainer: TrainerLike, run: Run, batch: Batch, error: Exception, be
     left_out, step, indices = run.left_out, run.batch_number or 0, run.batch_indices
     assert left_out is not None
     explain(error, trainer, run, left_out.phase)
-    text = f"{type(error).__name__}: {error}"
-    left_out.batches.append(LeftOutBatch(run.ranks.rank, step, indices, _count_samples(batch), text))
+    failure: Failure = {"rank": run.ranks.rank, "indices": indices, "error": f"{type(error).__name__}: {error}"}
+    left_out.batches.append(LeftOutBatch(failure, step, _count_samples(batch)))
     left_out.first_error = left_out.first_error or error
     event = "on_eval_batch_skipped" if left_out.phase == "evaluation" else "on_predict_batch_skipped"
-    failures = [left_out.batches[-1].as_failure()]
-    trainer.call_event(event, failures=failures, error=error, step=step)
+    trainer.call_event(event, failures=[failure], error=error, step=step)
     if not isinstance(batch.data, FailedRead):  # the frames of a failed read are still in use
         traceback.clear_frames(error.__traceback__)  # its frames hold the tensors of the step
 
@@ -82,7 +81,7 @@ def report_left_out(trainer: TrainerLike, run: Run) -> None:
         return
     name = run.data.eval_dataset_name
     where = left_out.phase + (f" on {name!r}" if name else "")
-    error = f"First error: {_in_a_line(left_out.batches[0].error)}"
+    error = f"First error: {_in_a_line(left_out.batches[0].failure['error'])}"
     if not any(has_computed for _, has_computed in gathered):
         raise RuntimeError(f"All batches of the {where} failed: {_describe(trainer, left_out)}. {error}") from (
             left_out.first_error
@@ -98,8 +97,9 @@ def _describe(trainer: TrainerLike, left_out: LeftOut) -> str:
     count = f"{samples} sample{'s' * (samples != 1)}, " if len(numbers) == len(batches) else ""
     shown = []
     for batch in batches[:_MOST_BATCHES]:
-        process = f" of process {batch.rank}" if trainer.ranks.world_size > 1 else ""
-        shown.append(f"step {batch.step}{process}" + (f" ({list_samples(batch.indices)})" if batch.indices else ""))
+        rank, indices = batch.failure["rank"], batch.failure["indices"]
+        process = f" of process {rank}" if trainer.ranks.world_size > 1 else ""
+        shown.append(f"step {batch.step}{process}" + (f" ({list_samples(indices)})" if indices else ""))
     return f"{count}{', '.join(shown)}" + (f" and {len(batches) - len(shown)} more" * (len(batches) > len(shown)))
 
 
@@ -113,5 +113,5 @@ def _count_samples(batch: Batch) -> int | None:
     if batch.num_samples is not None:
         return batch.num_samples
     with suppress(Exception):  # the step may have failed for the same reason
-        return find_batch_size(batch.data)
+        return infer_batch_size(batch.data)
     return None

@@ -35,7 +35,7 @@ from pytorch_accel_lite.loop.guards.arguments import (
     check_same_call,
     check_same_on_all_ranks,
     check_training,
-    settings_of,
+    settings_of_optimizer,
 )
 from pytorch_accel_lite.loop.guards.epoch_comparisons import warn_of_comparisons
 from pytorch_accel_lite.loop.guards.explanations import explain
@@ -225,7 +225,7 @@ def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     run.config = create_config(trainer, run, batch_size)
     run.latest.training = Training(run.config, run.end, run.data.eval_dataset)
     if run.ranks.world_size > 1:
-        options = settings_of(trainer.optimizer) if trainer.check_replicas else {}
+        options = settings_of_optimizer(trainer.optimizer) if trainer.check_replicas else {}
         check_same_on_all_ranks(run.config.to_dict() | options, run.ranks)
     run.accumulation = Accumulation(run.request.gradient_accumulation_steps)
     nominal_size = run.config.train_per_device_batch_size
@@ -420,7 +420,7 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
     ended = kind == "evaluation"  # errors do not fire the ending events of an evaluation
     try:
         try:
-            with watch.naming(run.ranks) if run.ranks.world_size > 1 else nullcontext():
+            with watch.naming_call(run.ranks) if run.ranks.world_size > 1 else nullcontext():
                 yield
         except StopTrainingError as stop:
             stopped = stop

@@ -18,12 +18,12 @@ from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.data import Data
-from pytorch_accel_lite.data.batches import Batch, find_batch_size, parts_in, tensors_in
+from pytorch_accel_lite.data.batches import Batch, infer_batch_size, parts_in, tensors_in
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction
 from pytorch_accel_lite.data.splitting import Concatenation, ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.loop.guards.arguments import check_data
+from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.left_out import OMITTED, report_left_out
@@ -98,7 +98,7 @@ def _predicted(
     Args:
         is_collected: whether the caller only collects the outputs
     """
-    check_data(trainer, "dataset", dataset, batch_size, loader_kwargs, collate_fn)
+    check_dataset(trainer, "dataset", dataset, batch_size, loader_kwargs, collate_fn)
     if isinstance(dataset, dict):
         raise TypeError(f"dataset: predict takes one dataset, not a dict of {sorted(dataset)}. Call it for each.")
     options = loader_kwargs or {}
@@ -237,7 +237,7 @@ def _outputs(
         if listeners["on_predict_step_end"] and output is not OMITTED:
             trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)
         if not batch.is_filler and output is not OMITTED:
-            size = find_batch_size(batch.data, batch.num_samples) if type(output) is list else None
+            size = infer_batch_size(batch.data, batch.num_samples) if type(output) is list else None
             shares.append(to_cpu(output, size, copy))
             if not is_checked:
                 is_checked = _warn_of_rows(batch, shares[-1])
@@ -251,7 +251,7 @@ def _warn_of_rows(batch: Batch, output: Tree) -> bool:
     """Warn if no output has a row for each sample; return whether the batch was sufficient to know."""
     if batch.num_samples is None or batch.num_samples < 2:
         return False
-    sizes = {batch.num_samples, find_batch_size(batch.data, batch.num_samples)}
+    sizes = {batch.num_samples, infer_batch_size(batch.data, batch.num_samples)}
     if isinstance(output, ListOfSamples):
         return True  # a detector's list with an element for each sample
     rows = [len(part) for part in parts_in([output]) if isinstance(part, torch.Tensor) and part.ndim]

@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.quantised import is_quantised, keep_as_they_are
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.checkpoint.pretrained import has_adapters
+from pytorch_accel_lite.checkpoint.pretrained import is_of_peft
 from pytorch_accel_lite.checkpoint.weights import load_optimizer_state
 from pytorch_accel_lite.extension_names import is_not_there
 from pytorch_accel_lite.optimizers.combined import combine
@@ -65,7 +65,7 @@ def _prepare_quantised(model: nn.Module) -> None:
     """Leave quantised weights where they are, and check that none would be trained, as in a head that PEFT copied."""
     keep_as_they_are(model)
     trained = [name for name, value in model.named_parameters() if value.requires_grad and is_quantised(value)]
-    if trained and has_adapters(model):
+    if trained and is_of_peft(model):
         raise ValueError(
             f"{listed(trained, 4)} would be trained, but are quantised. Quantise the model without these modules: "
             "TorchAoConfig(..., modules_to_not_convert=[...]), or BitsAndBytesConfig(llm_int8_skip_modules=[...])."

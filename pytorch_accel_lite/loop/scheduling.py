@@ -19,7 +19,7 @@ from pytorch_accel_lite.optimizers.operations import (
     SchedulerFactory,
     TrainerScheduler,
     follows_metric,
-    parts_of,
+    parts_of_optimizer,
     schedulers_in,
 )
 from pytorch_accel_lite.optimizers.rates import (
@@ -159,7 +159,7 @@ def create_with(trainer: TrainerLike, create: SchedulerFactory) -> TrainerSchedu
     if not isinstance(create, Mapping):
         check_factory(create)
         return create(trainer.optimizer)
-    optimizers = parts_of(trainer.optimizer)
+    optimizers = parts_of_optimizer(trainer.optimizer)
     for name in create.keys() - optimizers.keys():
         existing = ", ".join(map(repr, optimizers)) or "one without a name"
         raise ValueError(f"create_scheduler_fn[{name!r}]: no optimizer has that name, only {existing}.")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pytorch_accel_lite.base.modules import local
+from pytorch_accel_lite.base.modules import local_shard
 from pytorch_accel_lite.base.randomness import preserving_generators, seed_generators
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.shards import find_tensors
@@ -198,7 +198,7 @@ def _initialise(model: nn.Module, missing: set[str], device: torch.device) -> se
         for name, tensor in pending.items():
             value = getattr(unsharded, name).detach()
             if not value.is_floating_point() or not value.isnan().any():
-                local(tensor).copy_(local(sharded_like(tensor, value)))
+                local_shard(tensor).copy_(local_shard(sharded_like(tensor, value)))
                 done.add(id(tensor))
     return {name for name, tensor in _tensors(model) if id(tensor) in done}
 

@@ -6,7 +6,7 @@ import torch
 
 from pytorch_accel_lite.base.environment import cores_per_process
 from pytorch_accel_lite.base.modules import are_sharded
-from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, optimized_parameters, parts_of
+from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, optimized_parameters, parts_of_optimizer
 from pytorch_accel_lite.run.state import TrainerLike
 
 _VARIANTS = ("fused", "foreach", "capturable", "differentiable")
@@ -35,7 +35,7 @@ def unfused_class(optimizer: TrainerOptimizer) -> str:
     For SGD, the fused variant is not clearly faster. A variant that was chosen explicitly is respected.
     """
     single: TrainerOptimizer = getattr(optimizer, "optimizer", optimizer)
-    for part in parts_of(optimizer).values() or [single]:
+    for part in parts_of_optimizer(optimizer).values() or [single]:
         parameters = list(optimized_parameters(part))
         is_chosen = any(group.get(name) for group in part.param_groups for name in _VARIANTS)
         is_possible = all(p.is_floating_point() and p.device.type in _FUSING_DEVICES for p in parameters)

@@ -19,7 +19,7 @@ from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedD
 from pytorch_accel_lite.data.batches import BatchOutput, complete_output
 from pytorch_accel_lite.data.loader_choice import with_batch_size
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.loop.guards.arguments import check_data, check_training
+from pytorch_accel_lite.loop.guards.arguments import check_dataset, check_training
 from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.inference import unwrapped_model
 from pytorch_accel_lite.loop.lifecycle import create_eval_loaders, create_train_loader, entering, prepare_training
@@ -75,7 +75,7 @@ class Trial:
         self._check_trainer()
         check_training(trainer.optimizer, trainer.accelerator, request)
         data = with_batch_size(train_dataset, batch_size) if sets_batch_size else train_dataset
-        check_data(trainer, "train_dataset", data, batch_size, loader_kwargs, collate_fn)
+        check_dataset(trainer, "train_dataset", data, batch_size, loader_kwargs, collate_fn)
         self._data = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
         self.run = Run.create(trainer, request, data, collate_fn=collate_fn)
         self.run.data.seed = trainer.seed or 0

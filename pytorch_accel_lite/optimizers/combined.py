@@ -18,7 +18,7 @@ from pytorch_accel_lite.optimizers.operations import (
     clear_gradients,
     follows_metric,
     optimized_parameters,
-    parts_of,
+    parts_of_optimizer,
     set_mode,
     take_step,
 )
@@ -221,7 +221,7 @@ def combine(optimizer: object) -> TrainerOptimizer:
 
 def create_schedulers(create: Mapping[str, CreateScheduler], optimizer: Optimizer) -> CombinedScheduler:
     """Create the schedulers of several optimizers, each by the function of the same name."""
-    parts = parts_of(optimizer)
+    parts = parts_of_optimizer(optimizer)
     return CombinedScheduler(optimizer, {name: factory(parts[name]) for name, factory in create.items()})
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.modules import local, reshard
+from pytorch_accel_lite.base.modules import local_shard, reshard
 from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.quantised import is_frozen_and_quantised
 
@@ -177,14 +177,14 @@ class SortedPairs:
         for part in parts:
             self._tables += [part._parameters, part._buffers, part._modules]
         self._tensors = [*chain(*self.learned, *chain(*self.others.values()))]
-        self._fingerprint = self._compute_fingerprint()
+        self._before = self._identities()
 
     def match(self, model: nn.Module) -> bool:
         """Whether these are still all tensors of the average and of this model, with the same types and devices."""
         is_of_model = bool(self._tables) and self._tables[0] is model._parameters
-        return is_of_model and self._fingerprint == self._compute_fingerprint()
+        return is_of_model and self._before == self._identities()
 
-    def _compute_fingerprint(self) -> tuple[list[int], list[object]]:
+    def _identities(self) -> tuple[list[int], list[object]]:
         """Return the identities of the modules' contents, and the kinds of the tensors."""
         tensors = chain.from_iterable(map(dict.values, self._tables))
         return [*map(id, tensors)], [*map(_kind_of, self._tensors)]
@@ -204,7 +204,9 @@ class ShardedEma(ModelEma):
 
     def _pairs(self, model: nn.Module) -> Iterator[Pair]:
         reshard(model)
-        return ((local(average), local(value), learned) for average, value, learned in super()._pairs(model))
+        return (
+            (local_shard(average), local_shard(value), learned) for average, value, learned in super()._pairs(model)
+        )
 
     def _sorted_pairs(self, model: nn.Module) -> SortedPairs:
         return SortedPairs(model, self.module, self._pairs(model))  # each time: local shards are new tensors

@@ -72,7 +72,7 @@ def optimized_parameters(optimizer: Optimizer) -> list[torch.nn.Parameter]:
 
 def needs_closure(optimizer: TrainerOptimizer) -> list[str]:
     """Return the classes of optimizers whose ``step`` requires a function that computes the gradients again."""
-    optimizers = parts_of(optimizer).values() or [getattr(optimizer, "optimizer", optimizer)]
+    optimizers = parts_of_optimizer(optimizer).values() or [getattr(optimizer, "optimizer", optimizer)]
     return [type(part).__name__ for part in optimizers if _needs_closure(type(part))]
 
 
@@ -126,7 +126,7 @@ def take_step(optimizer: TrainerOptimizer, *closure: Callable[[], torch.Tensor])
         optimizer.step(*closure)
 
 
-def parts_of(optimizer: TrainerOptimizer) -> dict[str, Optimizer]:
+def parts_of_optimizer(optimizer: TrainerOptimizer) -> dict[str, Optimizer]:
     """Return the parts of a combined optimizer by name, even if Accelerate has wrapped it; empty for others."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return inner.parts if isinstance(inner, OfParts) else {}
@@ -138,7 +138,7 @@ def class_names(optimizer: TrainerOptimizer) -> list[list[str]]:
     These are its class without wrappers, and the bases up to the first class of torch: torch's AdamW does not count as
     an Adam, although it is derived from it.
     """
-    parts = parts_of(optimizer).values() or [optimizer]
+    parts = parts_of_optimizer(optimizer).values() or [optimizer]
     return [_classes(part) for part in parts for _ in part.param_groups]
 
 
@@ -162,7 +162,7 @@ def schedulers_in(scheduler: TrainerScheduler) -> dict[str, SchedulerLike]:
 def group_names(optimizer: Optimizer) -> list[str]:
     """Return a name for each parameter group: its number, or ``""`` for the only one, after the optimizer's name."""
     names: list[str] = []
-    for name, part in (parts_of(optimizer) or {"": optimizer}).items():
+    for name, part in (parts_of_optimizer(optimizer) or {"": optimizer}).items():
         count = len(part.param_groups)
         numbers = [""] if count == 1 else map(str, range(count))
         names += ["_".join(filter(None, (name, number))) for number in numbers]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from pytorch_accel_lite.base.modules import local
+from pytorch_accel_lite.base.modules import local_shard
 from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.optimizers.operations import SchedulerLike, is_created, optimized_parameters, set_mode
 from pytorch_accel_lite.run.events import TrainerCallback
@@ -80,7 +80,7 @@ def weights_are_finite(trainer: TrainerLike) -> bool:
 
     def largest(tensors: Iterable[torch.Tensor]) -> float:
         """Return the largest absolute value, which is NaN if any is."""
-        shards = [local(t) for t in tensors if t.is_floating_point() and t.itemsize > 1]
+        shards = [local_shard(t) for t in tensors if t.is_floating_point() and t.itemsize > 1]
         shards = [t.coalesce().values() if t.is_sparse else t for t in shards if t.numel()]  # for torch before 2.7
         if len({(t.device, t.dtype) for t in shards}) > 1:
             return torch.nn.utils.get_total_norm(shards, norm_type=math.inf).item()

@@ -13,7 +13,7 @@ import torch
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data import Batch, NamedData, ShardedLoader
 from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.data.sources import CollateFunction, Index
+from pytorch_accel_lite.data.sources import CollateFunction
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.rates import Options, Rate
 from pytorch_accel_lite.run.events import Failure, RunPausedError, StopTrainingError
@@ -146,22 +146,14 @@ class LeftOutBatch(NamedTuple):
     """A batch that was left out of an evaluation or a prediction.
 
     Args:
-        rank: the rank of its process
-        step: its number on this process, from 0
-        indices: indices of its samples in the dataset, or ``None`` if unknown
+        failure: what callbacks are told of it
+        step: its number on its process, from 0
         samples: number of its samples, or ``None`` if unknown
-        error: type and text of its error
     """
 
-    rank: int
+    failure: Failure
     step: int
-    indices: list[Index] | None
     samples: int | None
-    error: str
-
-    def as_failure(self) -> Failure:
-        """Return it as callbacks receive it."""
-        return {"rank": self.rank, "indices": self.indices, "error": self.error}
 
 
 @dataclass(slots=True, eq=False, repr=False)

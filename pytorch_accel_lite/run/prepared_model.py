@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pytorch_accel_lite.base.modules import PLAIN, is_sharded, unwrap
 from pytorch_accel_lite.base.quantised import is_frozen_and_quantised, quantised_entries
 from pytorch_accel_lite.optimizers.combined import AcceleratedCombinedOptimizer
-from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, is_created, parts_of
+from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, is_created, parts_of_optimizer
 
 _PREPARED_TOGETHER = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}  # they have optimizers of their own
 
@@ -85,7 +85,7 @@ class PreparedModel:
         self._name_parts()
 
     def _name_parts(self) -> None:
-        if type(self.optimizer) is AcceleratedOptimizer and parts_of(self.optimizer):
+        if type(self.optimizer) is AcceleratedOptimizer and parts_of_optimizer(self.optimizer):
             self.optimizer.__class__ = AcceleratedCombinedOptimizer  # Accelerate's own knows no names
 
     def _note_first_call(self, *_: object) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.devices import accumulation_dtype
-from pytorch_accel_lite.base.modules import local
+from pytorch_accel_lite.base.modules import local_shard
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
 
@@ -182,7 +182,7 @@ class GradientWindow:
             true = torch.where(true == 0, nominal, true)  # a window without any items has gradients of 0
         elif true in (0, nominal):
             return 1
-        gradients = [local(p.grad) for p in optimized_parameters(optimizer) if p.grad is not None]
+        gradients = [local_shard(p.grad) for p in optimized_parameters(optimizer) if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, nominal / true)
         return nominal / true

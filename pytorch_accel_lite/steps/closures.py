@@ -15,7 +15,7 @@ from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.loop.gradients import NOTHING, gradient_sync
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.loop.step import PlainStep, backward
-from pytorch_accel_lite.optimizers.operations import needs_closure, parts_of
+from pytorch_accel_lite.optimizers.operations import needs_closure, parts_of_optimizer
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.losses import LossTrackers
 from pytorch_accel_lite.run.state import Run, TrainerLike
@@ -52,7 +52,7 @@ _CONFLICTS = (
 )
 _SEVERAL = Feature(
     "other optimizers, unless optimizer_step is overridden",
-    lambda trainer, run: bool(parts_of(trainer.optimizer)) and "optimizer_step" not in run.overridden,
+    lambda trainer, run: bool(parts_of_optimizer(trainer.optimizer)) and "optimizer_step" not in run.overridden,
 )
 _ONLY_ALONE = Conflict(
     _SEVERAL,
@@ -75,7 +75,7 @@ class ReplayingStep(PlainStep):
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__(trainer, run)
-        if needs_closure(trainer.optimizer) and not parts_of(trainer.optimizer):
+        if needs_closure(trainer.optimizer) and not parts_of_optimizer(trainer.optimizer):
             self.closure = (trainer.recompute_gradients,)
         self._steps: list[tuple[Batch, dict[str, object]]] = []
         self._update = -1  # number of updates before the window

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
 from accelerate.utils import recursively_apply
@@ -12,15 +11,14 @@ from accelerate.utils.memory import clear_device_cache
 
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data import Batch, FailedRead
-from pytorch_accel_lite.data.batches import BatchOutput, find_batch_size
-from pytorch_accel_lite.data.sources import Index
+from pytorch_accel_lite.data.batches import BatchOutput, infer_batch_size
 from pytorch_accel_lite.distributed.exchange import OtherCallError, ProcessLostError
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
 from pytorch_accel_lite.loop.inference import unwrapped_model
 from pytorch_accel_lite.loop.snapshot import StepSnapshot
 from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward
-from pytorch_accel_lite.run.events import NonFiniteLossError, StopTrainingError
+from pytorch_accel_lite.run.events import Failure, NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.run.state import Run, TrainerLike
 from pytorch_accel_lite.steps.features import SHARDED, Conflict, Feature
 
@@ -31,20 +29,6 @@ MICROBATCHES = Feature("auto_microbatch=True", lambda trainer, run: run.request.
 SKIPPED_BATCHES = Feature(
     "SkipFailedBatchesCallback", lambda trainer, run: run.request.skips_failed_batches, _CONFLICTS
 )
-
-
-class BatchFailure(NamedTuple):
-    """A process's report on a batch that failed.
-
-    Args:
-        rank: the rank of the process
-        indices: indices of the samples in the dataset, or ``None`` if unknown
-        error: type and text of the error
-    """
-
-    rank: int
-    indices: list[Index] | None
-    error: str
 
 
 class GuardedStep(PlainStep):
@@ -124,7 +108,7 @@ class GuardedStep(PlainStep):
         outcome = DONE
         size = 0
         if splits and not isinstance(batch.data, FailedRead):
-            size = find_batch_size(batch.data, batch.num_samples or None)
+            size = infer_batch_size(batch.data, batch.num_samples or None)
         if error is not None:
             if splits and is_out_of_memory(error):
                 outcome = OUT_OF_MEMORY
@@ -161,9 +145,10 @@ class GuardedStep(PlainStep):
 
 def skip_batch(trainer: TrainerLike, run: Run, batch: Batch, error: Exception | None) -> None:
     """Count the samples of a skipped batch, and report the failures of all processes."""
-    text = f"{type(error).__name__}: {error}"
-    failure = None if error is None else BatchFailure(run.ranks.rank, run.batch_indices, text)
-    failures = [report._asdict() for report in run.ranks.all_gather_object(failure) if report is not None]
+    own: Failure | None = None
+    if error is not None:
+        own = {"rank": run.ranks.rank, "indices": run.batch_indices, "error": f"{type(error).__name__}: {error}"}
+    failures = [failure for failure in run.ranks.all_gather_object(own) if failure is not None]
     total = batch.total_samples
-    run.progress.add_samples(find_batch_size(batch.data) if total is None else total)
+    run.progress.add_samples(infer_batch_size(batch.data) if total is None else total)
     trainer.call_event("on_train_batch_skipped", failures=failures, error=error, step=run.progress.step)

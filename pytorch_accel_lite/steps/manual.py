@@ -15,11 +15,16 @@ from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.attribute_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.batches import BatchOutput, complete_output, find_batch_size
+from pytorch_accel_lite.data.batches import BatchOutput, complete_output, infer_batch_size
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.loop.step import backward
-from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, optimized_parameters, parts_of, schedulers_in
+from pytorch_accel_lite.optimizers.operations import (
+    TrainerOptimizer,
+    optimized_parameters,
+    parts_of_optimizer,
+    schedulers_in,
+)
 from pytorch_accel_lite.run.attributes import all_optimized_parameters, buffers_in
 from pytorch_accel_lite.run.state import Run, Step, TrainerLike
 from pytorch_accel_lite.run.window import Count, GradientWindow
@@ -54,7 +59,7 @@ class ManualStep(Step):
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__()
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without Accelerate's wrapper
-        self.optimizers: dict[str, TrainerOptimizer] = parts_of(trainer.optimizer) or {"loss": optimizer}
+        self.optimizers: dict[str, TrainerOptimizer] = parts_of_optimizer(trainer.optimizer) or {"loss": optimizer}
         self.updating = next(iter(self.optimizers))
         self.updated: set[str] = set()
         window = run.window
@@ -140,7 +145,7 @@ class ManualStep(Step):
             )
         if not self.windows[name].has_gradients:
             _refuse_gradients(name, self.optimizers[name])
-        samples = find_batch_size(batch.data) if batch.num_samples is None else batch.num_samples
+        samples = infer_batch_size(batch.data) if batch.num_samples is None else batch.num_samples
         total = samples if batch.total_samples is None else batch.total_samples
         self.losses[name] = loss.detach()
         if items is not None:
@@ -321,7 +326,7 @@ def update(
         raise ValueError(f"update() needs optimizer=, one of {', '.join(map(repr, step.optimizers))}.")
     name = next(iter(step.optimizers)) if optimizer is None else optimizer
     if name not in step.optimizers:
-        existing = ", ".join(map(repr, step.optimizers)) if parts_of(self.optimizer) else "one without a name"
+        existing = ", ".join(map(repr, step.optimizers)) if parts_of_optimizer(self.optimizer) else "one without a name"
         raise ValueError(f"update(optimizer={optimizer!r}): there is no such optimizer, only {existing}.")
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__

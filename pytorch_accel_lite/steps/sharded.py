@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pytorch_accel_lite.base.modules import local
+from pytorch_accel_lite.base.modules import local_shard
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.distributed.layout import covers, is_hybrid, mesh_infos
@@ -42,7 +42,7 @@ class ShardedStep(PlainStep):
         self.averaged = [parameter for parameter in parameters if not covers(parameter, run.data.ranks)]
         buffers = {name: buffer for name, buffer in model.named_buffers() if _is_plain(buffer)}
         run.ranks.copy_from_first([*filter(_is_plain, self.averaged), *buffers.values()])
-        run.data.ranks.copy_from_first([local(shard) for shard in self.averaged if not _is_plain(shard)])
+        run.data.ranks.copy_from_first([local_shard(shard) for shard in self.averaged if not _is_plain(shard)])
         changing = set(model.state_dict())  # constants are usually not in it
         names = [name.rpartition(".") for name in buffers if name in changing]
         self.synced_buffers += [(model.get_submodule(owner), name) for owner, _, name in names]

@@ -13,7 +13,6 @@ from pytorch_accel_lite.callbacks import (
     LearningRateMonitorCallback,
     MetricsFileCallback,
     SaveTrainingStateCallback,
-    ShowOutputsCallback,
     StepBasedEvaluationCallback,
     TrackerCallback,
 )
@@ -47,7 +46,7 @@ def run(
     monitors: list[Any] = [LearningRateMonitorCallback(), GradientNormCallback()]
     slow = Slow(delay), Lingers(None if is_to_end else UPDATES)
     monitors.append(
-        ShowOutputsCallback(lambda model: {"a weight": model[0].weight[0, 0].item()}, "3 updates", show=False)
+        callbacks.ShowOutputsCallback(lambda model: {"a weight": model[0].weight[0, 0].item()}, "3 updates", show=False)
     )
     others = [*slow, *monitors, *loggers(folder, mlflow), StepBasedEvaluationCallback(2)]
     both = [saving, *others] if saver_first else [*others, saving]

@@ -6,7 +6,7 @@ from typing import Any
 
 from pytorch_accel_lite.extending import MEMORY_ADVICE, MODEL_CHANGES, ChosenModules, TrainerLike
 from pytorch_accel_lite.extensions.blocks.block_forward import BlockForward
-from pytorch_accel_lite.extensions.blocks.finding import choose, describe, repeated_blocks
+from pytorch_accel_lite.extensions.blocks.finding import choose, describe_blocks, repeated_blocks
 from pytorch_accel_lite.extensions.blocks.memory_saving import advise
 
 __all__ = ["BlockForward", "choose", "repeated_blocks"]
@@ -17,7 +17,7 @@ def checkpoint_activations(trainer: TrainerLike, chosen: ChosenModules) -> str:
     blocks = choose("activation_checkpointing", chosen, trainer.get_model(keep_torch_compile=False))
     for block in blocks.values():
         BlockForward.of(block).checkpoints = True
-    return f"Activation checkpointing: {describe(blocks)}"
+    return f"Activation checkpointing: {describe_blocks(blocks)}"
 
 
 def compile_blocks(trainer: TrainerLike, options: str | dict[str, Any]) -> str:
@@ -26,7 +26,7 @@ def compile_blocks(trainer: TrainerLike, options: str | dict[str, Any]) -> str:
     blocks = choose("compile_model", given.pop("blocks", True), trainer.get_model(keep_torch_compile=False))
     for block in blocks.values():
         BlockForward.of(block).compile_options = given
-    return f"Compiled one by one: {describe(blocks)}"
+    return f"Compiled one by one: {describe_blocks(blocks)}"
 
 
 MEMORY_ADVICE.append(advise)

@@ -99,14 +99,14 @@ class FirstPass:
             for name, buffer in part._buffers.items()
             if buffer is not None
         ]
-        self._generators = capture()
+        self._generators = capture_own_generators()
 
     def __exit__(self, *_: object) -> None:
         for buffers, name, buffer, version, value in self._found:
             # F.batch_norm changes running_mean and running_var without raising their version numbers.
             if buffers[name] is not buffer or buffer._version != version or name.startswith("running_"):
                 self._before.buffers.append((buffers, name, value))
-        if not are_same(capture(), self._generators):
+        if not are_same(capture_own_generators(), self._generators):
             self._before.generators = self._generators
         del self._found, self._generators
 
@@ -120,26 +120,26 @@ class SecondPass:
     def __enter__(self) -> None:
         before = self._before
         self._after = [(buffers, name, buffers[name]) for buffers, name, _ in before.buffers]
-        self._generators = None if before.generators is None else capture()
+        self._generators = None if before.generators is None else capture_own_generators()
         for buffers, name, value in before.buffers:
             buffers[name] = value.clone()
         if before.generators is not None:
-            restore(before.generators)
+            restore_own_generators(before.generators)
 
     def __exit__(self, *_: object) -> None:
         for buffers, name, buffer in self._after:
             buffers[name] = buffer
         if self._generators is not None:
-            restore(self._generators)
+            restore_own_generators(self._generators)
 
 
-def capture() -> Generators:
+def capture_own_generators() -> Generators:
     """Return the states of the generators of python and numpy."""
     return random.getstate(), np.random.get_state(legacy=False)
 
 
-def restore(states: Generators) -> None:
-    """Restore what ``capture()`` returned."""
+def restore_own_generators(states: Generators) -> None:
+    """Restore what ``capture_own_generators()`` returned."""
     random.setstate(states[0])
     np.random.set_state(states[1])
 

@@ -121,7 +121,7 @@ def _outermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
     return {name: module for name, module in found.items() if not any(name.startswith(f"{other}.") for other in found)}
 
 
-def describe(modules: dict[str, nn.Module]) -> str:
+def describe_blocks(modules: dict[str, nn.Module]) -> str:
     """Return how many modules there are of each class, and the names of the first and the last one."""
     counts = Counter(type(module).__name__ for module in modules.values())
     names = list(modules)

@@ -17,7 +17,7 @@ from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.extending import (
     TARGET_KEYS,
     describe_error,
-    find_batch_size,
+    infer_batch_size,
     is_single_sample,
     registered_objects,
     tensors_in,
@@ -31,9 +31,9 @@ from pytorch_accel_lite.extensions.checking.probing import (
     Probe,
     Update,
     Watch,
-    difference,
     distance,
     doubt,
+    largest_difference,
     mistake,
     remark,
     select,
@@ -68,7 +68,7 @@ def check_runs(probe: Probe) -> Iterator[Finding]:
     if gives_items and is_single_sample(probe.batch.data):
         yield doubt(
             "The DataLoader has batch_size=None: it takes each item of the dataset for a whole batch. The first looks "
-            f"like a single sample, whose {find_batch_size(probe.batch.data)} features would be counted as samples.",
+            f"like a single sample, whose {infer_batch_size(probe.batch.data)} features would be counted as samples.",
             "Pass batch_size=1 or more, which puts samples together, or let each item be a batch.",
         )
     for name, text in probe.failed_callbacks.items():
@@ -91,7 +91,7 @@ def check_determinism(probe: Probe) -> Iterator[Finding]:
         advice = "Pass training=self.training to dropout, dropout_p=p if self.training else 0.0 to attention."
         findings.append(mistake(f"Dropout is active in evaluation ({dropouts}).", advice))
     yield from findings
-    off, off_after = difference(first.numbers, second.numbers), probe.change_after_another_batch
+    off, off_after = largest_difference(first.numbers, second.numbers), probe.change_after_another_batch
     is_classifier = any(call.name == "cross_entropy" for call in first.watch.losses)
     if off > TOLERANCE and not (drawn and is_classifier):
         raise NotApplicableError("The evaluation draws random numbers of its own, as those of generative models do.")
@@ -146,7 +146,7 @@ def check_batch_independence(probe: Probe) -> Iterator[Finding]:
     kept = range(size // 2, size)
     before = probe.evaluate(batch).without_randomness().rows(size)
     after = probe.evaluate(select(batch, [*[*kept, *kept][: size // 2], *kept])).rows(size)
-    off = {row: difference([rows[row] for rows in before], [rows[row] for rows in after]) for row in kept}
+    off = {row: largest_difference([rows[row] for rows in before], [rows[row] for rows in after]) for row in kept}
     most = max(off.values())
     if most > TOLERANCE:
         text = f"With other samples in its batch, the outputs of a sample differ by {most:.1%} of the largest."
@@ -172,7 +172,7 @@ def _depends_on_first_sequence(probe: Probe, batch: Batch) -> Iterator[Finding]:
     later = [[out[:, begin:] for out in outputs if out.shape[:2] == tokens.shape] for outputs in numbers]
     if not later[0]:
         raise NotApplicableError("The model's outputs do not have a value for each token of the row.")
-    off = difference(*later)
+    off = largest_difference(*later)
     if off > TOLERANCE:
         yield mistake(f"The first sequence of a packed row changes outputs of the others by {off:.1%}.", difference=off)
 
@@ -200,7 +200,7 @@ def check_permutation(probe: Probe) -> Iterator[Finding]:
             text = f"The loss of a batch is {first.loss:.6g}, and {second.loss:.6g} with its samples in reverse order."
             yield doubt(text, losses=(first.loss, second.loss))
             return
-    off = difference([rows[order] for rows in first.rows(size)], second.rows(size))
+    off = largest_difference([rows[order] for rows in first.rows(size)], second.rows(size))
     if off > TOLERANCE:
         yield mistake(f"In reverse order, outputs of the samples differ by {off:.1%} of the largest.", difference=off)
 
@@ -241,7 +241,9 @@ def _ignored(probe: Probe, inputs: Mapping[Part, torch.Tensor]) -> dict[Part, to
     shuffled = {n: batch._replace(data=with_parts(batch.data, {n: part[order]})) for n, part in inputs.items()}
     for compute in (probe.evaluate, probe.evaluate if probe.has_own_step else probe.train):
         first = compute(batch).numbers if inputs else []
-        inputs = {n: part for n, part in inputs.items() if difference(first, compute(shuffled[n]).numbers) < 1e-7}
+        inputs = {
+            n: part for n, part in inputs.items() if largest_difference(first, compute(shuffled[n]).numbers) < 1e-7
+        }
     return dict(inputs)
 
 
@@ -317,7 +319,7 @@ def _change_of_early_outputs(probe: Probe, length: int) -> float:
     early = [[t.movedim(1 if t.shape[1] == length else 2, 1)[:, :seen] for t in tensors] for tensors in outputs]
     if not early[0] or not seen:
         raise NotApplicableError("The model's outputs do not have a row for each element of the sequences.")
-    return difference(*early)
+    return largest_difference(*early)
 
 
 # ----------------------------------------------------------------------------------------------------- padding
@@ -345,7 +347,7 @@ def check_padding(probe: Probe) -> Iterator[Finding]:
     pairs = [*zip(first.rows(size), second.rows(size), strict=True)]
     pooled = [pair for pair in pairs if pair[0].shape == pair[1].shape and length not in pair[0].shape[1:]]
     pooled += [(a[real], b[:, :length][real]) for a, b in pairs if b.shape[1:2] == (length + _LONGER,)]
-    off = difference([one for one, _ in pooled], [other for _, other in pooled])
+    off = largest_difference([one for one, _ in pooled], [other for _, other in pooled])
     off_loss = abs(first.loss - second.loss) / max(abs(first.loss), 1e-6)
     off_gradients = distance(first.gradients, second.gradients)
     if max(off, off_loss) > 1e-3 or off_gradients > 1e-2:
@@ -421,7 +423,7 @@ def check_reload(probe: Probe) -> Iterator[Finding]:
             except Exception as error:
                 yield mistake(f"Loading the program's own state raised {describe_error(error)}")
                 return
-            off = difference(trained, _outputs(probe))
+            off = largest_difference(trained, _outputs(probe))
             different = _differ(uninterrupted, _update(probe, update, (2, 3)))
     lost = [name for name, value in after.items() if name not in before or not torch.equal(value, before[name])]
     reason = f" Training changes {listed(lost)}, which no state contains." if lost else ""

@@ -15,6 +15,7 @@ from pytorch_accel_lite.data import Batch, BatchData
 from pytorch_accel_lite.extending import (
     TARGET_KEYS,
     LossShapeError,
+    is_as_long,
     is_overridden,
     replaced,
     select_samples,
@@ -31,7 +32,6 @@ from pytorch_accel_lite.extensions.checking.probing import (
     Probe,
     distance,
     doubt,
-    is_as_long,
     mistake,
     parts_by_name,
     remark,

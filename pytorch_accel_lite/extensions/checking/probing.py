@@ -27,7 +27,8 @@ from pytorch_accel_lite.extending import (
     Trial,
     all_optimized_parameters,
     create_division,
-    find_batch_size,
+    infer_batch_size,
+    is_as_long,
     is_overridden,
     other_modules,
     parts_in,
@@ -240,7 +241,7 @@ class Pass:
         return self
 
 
-class _Recorder(TrainerCallback):
+class _GradientRecorder(TrainerCallback):
     """Notes the gradients of an update, and the output of the step.
 
     Attributes:
@@ -333,7 +334,7 @@ class Probe:
         return self._few(self.eval_batches[0]) if self.eval_batches else self.batch
 
     def _few(self, batch: Batch) -> Batch:
-        size = find_batch_size(batch.data, batch.num_samples)
+        size = infer_batch_size(batch.data, batch.num_samples)
         batch = batch._replace(num_samples=size, total_samples=size)
         if not is_divisible(batch):
             return batch
@@ -408,7 +409,7 @@ class Probe:
     def change_after_another_batch(self) -> float:
         """How far the outputs for a batch move if a training batch is computed just before it."""
         first, second = (self.evaluate(self.eval_batch, after=after) for after in (None, self.batch))
-        return difference(first.numbers, second.numbers)
+        return largest_difference(first.numbers, second.numbers)
 
     def watch_step(self, batch: Batch) -> Watch:
         """Return the calls of a training step, which may make its own updates."""
@@ -492,7 +493,7 @@ class Probe:
         trainer, trial = self.trainer, self._trial
         if logical_processes is not None and "logical_processes" not in DIVISIONS:
             raise NotApplicableError("The extension 'logical' is not there.")
-        recorder = _Recorder(self.names)
+        recorder = _GradientRecorder(self.names)
         handler = OwnCallbacks(self._callbacks)
         handler.failures = self.failed_callbacks
         handler.add_callback(recorder)
@@ -517,15 +518,6 @@ class Probe:
 
 
 # -------------------------------------------------------------------------------------- samples and comparisons
-
-
-def is_as_long(data: object, size: int) -> bool:
-    """Whether data has an element for each of ``size`` samples."""
-    if isinstance(data, Mapping):
-        return bool(data) and all(is_as_long(value, size) for value in data.values())
-    if isinstance(data, torch.Tensor):
-        return data.ndim > 0 and len(data) == size
-    return isinstance(data, (list, tuple)) and len(data) == size
 
 
 def is_divisible(batch: Batch) -> bool:
@@ -577,7 +569,7 @@ def with_parts(data: BatchData, changed: Mapping[Part, BatchData]) -> BatchData:
     return honor_type(data, parts.values()) if isinstance(data, (list, tuple)) else parts[0]
 
 
-def difference(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> float:
+def largest_difference(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> float:
     """Return how far tensors are apart: the greatest difference, as a share of the largest value of its tensor."""
     if [tensor.shape for tensor in first] != [tensor.shape for tensor in second]:
         raise NotApplicableError("The model's outputs have other shapes than before.")

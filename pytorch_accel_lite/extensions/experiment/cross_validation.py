@@ -24,9 +24,9 @@ from pytorch_accel_lite.checkpoint import folder_path
 from pytorch_accel_lite.extensions.experiment.results import (
     Results,
     as_number,
+    as_one_line,
     check_is_new,
     check_is_same,
-    described,
     read_finished,
     read_json,
     text_table,
@@ -180,12 +180,12 @@ def cross_validate(
             returns the same trainer or model again; if the cross-validation in ``save_dir`` had other arguments
     """
     folder = folder_path("save_dir", save_dir)
-    named = described(splitter) if hasattr(splitter, "split") else "the given indices"
+    named = as_one_line(splitter) if hasattr(splitter, "split") else "the given indices"
     if seed is not None:
         set_seed(seed)
     settings = {"splitter": named, "samples": len(dataset), "seed": seed}
-    settings |= {"y": _checksum(y), "groups": _checksum(groups)}
-    settings |= {name: described(value) for name, value in train_arguments.items()}
+    settings |= {"y": _checksum_of_values(y), "groups": _checksum_of_values(groups)}
+    settings |= {name: as_one_line(value) for name, value in train_arguments.items()}
     splits = result_of_first(
         lambda: _find_splits(folder, settings, resume, splitter, lambda: _split(splitter, len(dataset), y, groups))
     )
@@ -211,7 +211,7 @@ def cross_validate(
 # ------------------------------------------------------------------------------------------------------ the split
 
 
-def _checksum(values: Any) -> str | None:
+def _checksum_of_values(values: Any) -> str | None:
     """Return a checksum of labels or groups as text."""
     return None if values is None else hashlib.sha256(repr(np.asarray(values).tolist()).encode()).hexdigest()[:8]
 

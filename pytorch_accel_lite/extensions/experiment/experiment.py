@@ -262,7 +262,7 @@ class Experiment:
     def _create(self, key: str, further: Mapping[str, Any] | None = None) -> Any:
         arguments = self._arguments_of(f"{key}.init_args") | dict(further or {})
         self._seed()
-        with _naming(self._parser.locate(key)):
+        with _naming_part(self._parser.locate(key)):
             return self._parser.parts[key](**arguments)
 
     def _factory(self, key: str) -> Any:
@@ -281,7 +281,7 @@ class Experiment:
 
         @wraps(function, updated=())
         def create(*args: Any, **kwargs: Any) -> Any:
-            with _naming(self._parser.locate(key)):
+            with _naming_part(self._parser.locate(key)):
                 return function(*args, **kwargs)
 
         return partial(create, **changed) if changed else create
@@ -382,12 +382,12 @@ def _move_outputs(kind: Any, item: Any, folder: Path) -> None:
 
 def _instantiate(kind: Any, *args: Any, **kwargs: Any) -> Any:
     """Create an instance of a nested class, or a callback."""
-    with _naming(full_name(kind)):
+    with _naming_part(full_name(kind)):
         return kind(*args, **kwargs)
 
 
 @contextmanager
-def _naming(part: str) -> Iterator[None]:
+def _naming_part(part: str) -> Iterator[None]:
     """Add to an error the part of the experiment that was being created.
 
     If the error comes from a library, the arguments are wrong and the message suffices. If it comes from the user's

@@ -77,11 +77,11 @@ def find_expressions(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[t
         yield path, value
 
 
-def replaced(value: Any, path: Sequence[Any], new: Any) -> Any:
+def with_value_at(value: Any, path: Sequence[Any], new: Any) -> Any:
     """Return a nested value with another one at a path in it."""
     if not path:
         return new
     first, *rest = path
     if isinstance(value, dict):
-        return {**value, first: replaced(value.get(first), rest, new)}
-    return type(value)(replaced(item, rest, new) if index == first else item for index, item in enumerate(value))
+        return {**value, first: with_value_at(value.get(first), rest, new)}
+    return type(value)(with_value_at(item, rest, new) if index == first else item for index, item in enumerate(value))

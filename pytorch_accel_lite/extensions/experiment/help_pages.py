@@ -36,7 +36,7 @@ class Option(NamedTuple):
         return self.key.rpartition(".")[2]
 
 
-class Group(NamedTuple):
+class OptionGroup(NamedTuple):
     """A part of the file, and the options that it may contain."""
 
     title: str
@@ -60,13 +60,13 @@ def read_options(
             continue
         *_, kind = re.findall(r"\((?:required, )?type: (.*?)(?:, default: .*)?\)$", text) or [""]
         text = re.sub(r"\s*\((?:required, )?type: .*\)$", "", text)
-        option = Option(key, _plain_type(kind), plain(text), as_text(values.get(key)), key in set_here)
+        option = Option(key, _plain_type(kind), without_markup(text), as_text(values.get(key)), key in set_here)
         found.append(option)
         titles.setdefault(option.group, title)
     return found, titles
 
 
-def plain(text: str) -> str:
+def without_markup(text: str) -> str:
     """Return the text of a docstring without markup, and without defaults, which the help shows anyway."""
     for pattern, replacement in (
         (r"\s*\(default: [^()]*(?:\([^()]*\))?[^()]*\)|\s*Default: \S+$", ""),
@@ -100,7 +100,7 @@ def as_text(value: Any) -> str:
     return re.sub(r"<function (\w+) at 0x\w+>", r"\1", str(value))
 
 
-def overview(groups: Mapping[str, Group], file: str) -> str:
+def overview(groups: Mapping[str, OptionGroup], file: str) -> str:
     """Return the values that a file sets, and the names of the further options that it may contain."""
     text = f"The values that {file} sets. An option replaces a value, as in --train.num_epochs 5."
     lines = [*_filled(text), ""]
@@ -114,7 +114,7 @@ def overview(groups: Mapping[str, Group], file: str) -> str:
     return "\n".join(lines)
 
 
-def describe(groups: Mapping[str, Group], wanted: str) -> str:
+def describe_options(groups: Mapping[str, OptionGroup], wanted: str) -> str:
     """Return the description of a group, or of a single option.
 
     Raises:
@@ -162,7 +162,9 @@ def _row(start: str, text: str, column: int = 38) -> list[str]:
     return [f"{start:{column}}{textwrap.shorten(first, _columns() - column, placeholder=' ...')}".rstrip()]
 
 
-def grouped(options: Sequence[Option], titles: Mapping[str, str], classes: Mapping[str, str]) -> dict[str, Group]:
+def group_options(
+    options: Sequence[Option], titles: Mapping[str, str], classes: Mapping[str, str]
+) -> dict[str, OptionGroup]:
     """Return the groups of options by name.
 
     Args:
@@ -171,14 +173,16 @@ def grouped(options: Sequence[Option], titles: Mapping[str, str], classes: Mappi
     """
     names = dict.fromkeys([*classes, *(option.group for option in options)])
     return {
-        name: Group(classes.get(name, ""), _sentence(titles.get(name, "")), [o for o in options if o.group == name])
+        name: OptionGroup(
+            classes.get(name, ""), _sentence(titles.get(name, "")), [o for o in options if o.group == name]
+        )
         for name in sorted(names, key=lambda name: name == _OTHERS)
     }
 
 
 def _sentence(text: str) -> str:
     is_text = text and text != "options" and not text.startswith("<")
-    return plain(text).rstrip(".:") + "." if is_text else ""
+    return without_markup(text).rstrip(".:") + "." if is_text else ""
 
 
 def all_keys(content: Mapping[str, Any], under: str = "") -> Iterator[str]:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pytorch_accel_lite.callbacks import TrainerCallback
-from pytorch_accel_lite.extensions.experiment.expressions import find_expressions, parse, replaced
+from pytorch_accel_lite.extensions.experiment.expressions import find_expressions, parse, with_value_at
 from pytorch_accel_lite.extensions.experiment.help_pages import (
     Option,
     all_keys,
-    describe,
-    grouped,
+    describe_options,
+    group_options,
     overview,
     read_options,
 )
@@ -30,7 +30,7 @@ from pytorch_accel_lite.extensions.experiment.yaml_files import (
     ExperimentError,
     dump_yaml,
     load_yaml,
-    short,
+    short_key,
 )
 from pytorch_accel_lite.schedulers import ScheduleName
 from pytorch_accel_lite.trainer import Trainer
@@ -166,7 +166,7 @@ class Parser:
                 expressions[path] = text, parse(text)
             except ValueError as error:
                 raise ExperimentError(f"{self.locate(f'scheduler.{name}')}: {error}") from error
-            arguments[name] = replaced(arguments[name], inner, 1)
+            arguments[name] = with_value_at(arguments[name], inner, 1)
         return expressions
 
     # ------------------------------------------------------------------------------------- the parser
@@ -251,7 +251,7 @@ class Parser:
         names = {name.removeprefix(prefix) for name in self._keys if name.startswith(prefix)}
         elsewhere: list[str] = []
         if not prefix:
-            meant = [short(name) for name in sorted(names) if suggest(key, [name.rpartition(".")[2]], 1)]
+            meant = [short_key(name) for name in sorted(names) if suggest(key, [name.rpartition(".")[2]], 1)]
             elsewhere = ["output_dir"] if key in _NAMES_OF_RUNS else []
             elsewhere += sorted(meant, key=lambda name: not name.startswith("train."))
             names = {*PARTS, "base", *(name.partition(".")[0] for name in names)}
@@ -284,7 +284,7 @@ class Parser:
         if missing := re.search(r"arguments are required: (.*)", message):
             keys = missing[1].split(", ")
             owner = keys[0].partition(".init_args.")[0]
-            return f"{self.locate(owner)} needs {' and '.join(map(short, keys))}, without a default."
+            return f"{self.locate(owner)} needs {' and '.join(map(short_key, keys))}, without a default."
         keys = re.findall(r'Parser key "([^"]+)"', message)
         if option := re.search(r"Option '([^']+)' is not accepted", message):
             location, path = self._innermost([*keys, option[1]]), re.findall(r"given class_path '([^']+)'", message)[-1]
@@ -342,7 +342,7 @@ class Parser:
             schedule: all arguments of the scheduler
         """
         for (name, *inner), (_, value) in self._expressions.items():
-            arguments = {**arguments, name: replaced(arguments.get(name, schedule[name]), inner, value)}
+            arguments = {**arguments, name: with_value_at(arguments.get(name, schedule[name]), inner, value)}
         return arguments
 
     def to_config(self, contents: Any) -> dict[str, Any]:
@@ -356,10 +356,10 @@ class Parser:
         for key, value in contents.items():
             # The parser can write a callable, but not a list of callables.
             if isinstance(value, list) and value and all(map(callable, value)):
-                config = replaced(config, key.split("."), [*map(full_name, value)])
+                config = with_value_at(config, key.split("."), [*map(full_name, value)])
         config = _without_unwritable(config)
         for path, (text, _) in self._expressions.items():
-            config = replaced(config, ("scheduler", "init_args", *path), text)
+            config = with_value_at(config, ("scheduler", "init_args", *path), text)
         return config  # type: ignore[no-any-return]
 
     def help(self, file: str, wanted: str = "") -> str:
@@ -372,12 +372,12 @@ class Parser:
         Raises:
             ExperimentError: if there is no such group or option
         """
-        values = {short(key): value for key, value in self.parse().items()}
+        values = {short_key(key): value for key, value in self.parse().items()}
         for (name, *inner), (text, _) in self._expressions.items():
-            values[f"scheduler.{name}"] = replaced(values[f"scheduler.{name}"], inner, text)
+            values[f"scheduler.{name}"] = with_value_at(values[f"scheduler.{name}"], inner, text)
         options, titles = self._read_options(values)
-        groups = grouped(options, titles, {key: full_name(thing) for key, thing in self.parts.items()})
-        return describe(groups, wanted) if wanted else overview(groups, Path(file).name)
+        groups = group_options(options, titles, {key: full_name(thing) for key, thing in self.parts.items()})
+        return describe_options(groups, wanted) if wanted else overview(groups, Path(file).name)
 
     def options(self) -> list[Option]:
         """Return all options, without their values."""

@@ -60,7 +60,7 @@ def write_json(path: Path, content: Any, indent: int | None = None) -> None:
     write_text(path, json.dumps(content, indent=indent) + "\n")
 
 
-def described(value: Any) -> Any:
+def as_one_line(value: Any) -> Any:
     """Return an argument as one line of JSON, which is the same for arguments that were created identically."""
     text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
     return value if isinstance(value, (int, float, type(None))) else " ".join(text.split())

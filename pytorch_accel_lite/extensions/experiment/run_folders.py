@@ -161,7 +161,7 @@ def _run_in(folder: Path) -> RecordedRun | None:
     return RecordedRun(
         folder,
         rows,
-        settings=settings_of(experiment, record),
+        settings=settings_of_run(experiment, record),
         source=RESOLVED if experiment else "run.json" if record else "",
         directions=_parsed(folder / DIRECTIONS, json.loads, "JSON") | (record.get("directions") or {}),
         outcome=str((record.get("attempts") or [{}])[-1].get("outcome", "")).partition(":")[0],
@@ -232,7 +232,7 @@ def _parsed(path: Path, parse: Callable[[str], Any], kind: str) -> dict[str, Any
 # ----------------------------------------------------------------------------------------------------- settings
 
 
-def settings_of(experiment: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of_run(experiment: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run by key.
 
     Args:

@@ -19,13 +19,13 @@ from pytorch_accel_lite.checkpoint import folder_path
 from pytorch_accel_lite.extensions.experiment.experiment import Experiment
 from pytorch_accel_lite.extensions.experiment.results import (
     Results,
+    as_one_line,
     check_is_same,
-    described,
     read_json,
     text_table,
     write_json,
 )
-from pytorch_accel_lite.extensions.experiment.run_folders import settings_of
+from pytorch_accel_lite.extensions.experiment.run_folders import settings_of_run
 from pytorch_accel_lite.extensions.experiment.seed_runs import OUTPUT, Made, SeedRun, results_of
 from pytorch_accel_lite.utils import as_json, format_metric, format_value, import_extra, result_of_first
 
@@ -293,7 +293,7 @@ class _FromFile(NamedTuple):
 def _settings_of(part: str, make: Any, seed: int, folder: Path) -> dict[str, Any]:
     """Return the settings of ``a`` or ``b``, as far as they are known."""
     if isinstance(make, _FromFile):
-        settings = settings_of(make(seed, folder).config, {})
+        settings = settings_of_run(make(seed, folder).config, {})
         return {key: value for key, value in settings.items() if key != "trainer.seed"}
     if not callable(make):
         raise ValueError(
@@ -306,7 +306,7 @@ def _claim(folder: Path, about: dict[str, dict[str, Any]]) -> None:
     """Write both settings into a folder, or check that the runs in the folder were trained with them."""
     path, size = folder / _SETTINGS, int(os.environ.get("WORLD_SIZE", "1"))
     named = {f"{part}.{key}": value for part, settings in about.items() for key, value in settings.items()}
-    now = json.loads(json.dumps({**named, "WORLD_SIZE": size}, default=described))
+    now = json.loads(json.dumps({**named, "WORLD_SIZE": size}, default=as_one_line))
     if path.exists() and any(file.name != OUTPUT for file in folder.glob("[ab]/*/*")):  # if runs have begun
         check_is_same(folder, read_json(path), now, "runs")
     write_json(path, now)

@@ -186,7 +186,7 @@ class _Test:
         with added_callbacks(trainer, collector):
             metrics: dict[str, Any] = as_json(trainer.evaluate(dataset, **self.reading))
         skipped = trainer.current_run.left_out
-        failures = [] if skipped is None else [batch.as_failure() for batch in skipped.batches]
+        failures = [] if skipped is None else [batch.failure for batch in skipped.batches]
         left_out = {"left_out": as_json(failures)} if failures else {}
         label = "loss" if value_name is None else value_name.rpartition(".")[2]
         worst = [] if collector is None else [sample._asdict() for sample in collector.samples]

@@ -64,15 +64,15 @@ class Document:
             _merge(callbacks[-1], _nested(last, rest, value), key, self.inherited)
             self.locations[f"callbacks.{len(callbacks) - 1}.{'.'.join(rest)}"] = source
         else:
-            self.update(_nested(self.content, [first, *rest], value), {short(key): source})
+            self.update(_nested(self.content, [first, *rest], value), {short_key(key): source})
 
     def locate(self, key: str) -> str:
         """Return the start of an error message about a key: its file and line, if it is in a file, and the key."""
-        location = self.locations.get(short(key))
-        return f"{location}: {short(key)}" if location else short(key)
+        location = self.locations.get(short_key(key))
+        return f"{location}: {short_key(key)}" if location else short_key(key)
 
 
-def short(key: str) -> str:
+def short_key(key: str) -> str:
     """Return a key as it is written on the command line: ``optimizer.lr`` for ``optimizer.init_args.lr``."""
     return key.replace(".init_args.", ".").removesuffix(".init_args").removesuffix(".class_path").removesuffix("+")
 
@@ -96,7 +96,7 @@ def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, list) and value and all(isinstance(item, Mapping) and "class_path" in item for item in value):
         value = _by_class(value)
     if not isinstance(value, Mapping):
-        yield short(key), value
+        yield short_key(key), value
         return
     for name, inner in value.items():
         yield from flat(inner, f"{key}.{name}" if key else str(name))
@@ -185,7 +185,7 @@ def _load(path: Path, named_at: str) -> tuple[dict[str, Any], dict[str, str]]:
         for number, (key, location) in enumerate(_locations(node, path) if node else ()):
             if number > len(text) + _MAX_REPEATED:  # without aliases, each value takes at least one character
                 raise ExperimentError(f"{location}: aliases (*) repeat more than {_MAX_REPEATED:,} values. Use fewer.")
-            locations.setdefault(short(key), location)
+            locations.setdefault(short_key(key), location)
         content = load_yaml(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)

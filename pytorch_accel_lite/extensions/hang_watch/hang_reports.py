@@ -42,7 +42,7 @@ class Progressed(NamedTuple):
     step: int
 
 
-class Position(NamedTuple):
+class StackPosition(NamedTuple):
     """Where a process is.
 
     Args:
@@ -154,11 +154,11 @@ class HangWatch(threading.Thread):
             self._store.delete_key(str(self._rank))
         self._is_reported = self._is_position_stored = False
 
-    def _position(self) -> Position:
+    def _position(self) -> StackPosition:
         stack = stack_of(self._watched)
         progress = self._progress()
         printed = "".join(traceback.format_list(stack))
-        return Position(progress.epoch, progress.step, waits_for_others(stack), innermost_function(stack), printed)
+        return StackPosition(progress.epoch, progress.step, waits_for_others(stack), innermost_function(stack), printed)
 
     def _report(self) -> None:
         ranks = range(self._world_size if self._is_shared else 1)
@@ -170,10 +170,10 @@ class HangWatch(threading.Thread):
             if self._store.check([f"left/{rank}"]):
                 silent[rank] = self._store.get(f"left/{rank}").decode()
             elif self._store.check([str(rank)]):
-                positions[rank] = Position(*json.loads(self._store.get(str(rank))))
+                positions[rank] = StackPosition(*json.loads(self._store.get(str(rank))))
             else:
                 silent[rank] = _SILENCE
-        _print(describe(self._seconds, positions, silent))
+        _print(describe_positions(self._seconds, positions, silent))
         if self.may_end:
             _print(f"The job ends with exit code {EXIT_CODE}.")
             self._store.set(f"{self._reports}/printed", "")
@@ -184,7 +184,7 @@ class HangWatch(threading.Thread):
 _SILENCE = "does not answer: its process has ended, or native code keeps Python from running"
 
 
-def describe(seconds: float, positions: dict[int, Position], silent: dict[int, str]) -> str:
+def describe_positions(seconds: float, positions: dict[int, StackPosition], silent: dict[int, str]) -> str:
     """Return a report: a line for all processes at the same position, then the stacks.
 
     Processes that are behind, and processes that do not wait for others, come first.

@@ -18,7 +18,7 @@ from pytorch_accel_lite.extending import (
     TrainerLike,
     Trial,
     check_positive_int,
-    find_batch_size,
+    infer_batch_size,
     is_overridden,
 )
 from pytorch_accel_lite.extending_callbacks import is_quantised_by
@@ -153,7 +153,7 @@ def estimate_memory(
     with Snapshot() as before:
         before.keep_generators()
         batch = trial.read_batch(size)
-        size = find_batch_size(batch.data, batch.num_samples)
+        size = infer_batch_size(batch.data, batch.num_samples)
         kind = device_type or self.device.type.replace("cpu", "cuda")
         scenario = Scenario(world_size, how, kind)
         live = measure_step(trial, batch, scenario)

@@ -25,15 +25,16 @@ from pytorch_accel_lite.extending import (
     ShardedStep,
     TrainerLike,
     Trial,
-    find_batch_size,
+    infer_batch_size,
     is_overridden,
+    local_shard,
     other_modules,
     other_optimizers,
     replaced,
     shard_model,
     tensors_in,
 )
-from pytorch_accel_lite.extensions.memory_estimate.live_bytes import LiveBytes, local
+from pytorch_accel_lite.extensions.memory_estimate.live_bytes import LiveBytes
 from pytorch_accel_lite.finetuning import find_blocks
 from pytorch_accel_lite.optimizers import CombinedOptimizer
 from pytorch_accel_lite.tracking import LossTrackers
@@ -291,7 +292,7 @@ class FakeTrainer:
         shards = dict(model.named_parameters(remove_duplicate=False))
         self._copies.memo |= {id(parameter): shards[name] for name, parameter in originals if name in shards}
         for parameter in model.parameters():
-            self.live.note(local(parameter))
+            self.live.note(local_shard(parameter))
 
     def _copy_others(self) -> None:
         """Copy the other attributes of the trainer, such as the loss function, optimizers and teachers."""
@@ -308,7 +309,7 @@ class FakeTrainer:
         """Make two updates, of which the first creates the state of the optimizer."""
         with self._mode, self._kernels, self.live:
             self._copy_others()
-            size = find_batch_size(batch.data, batch.num_samples)
+            size = infer_batch_size(batch.data, batch.num_samples)
             trial = self._begin(size)
             steps = trial.run.window.steps
             with fake_tensor.FakeCopyMode(self._mode):
@@ -386,5 +387,5 @@ def _flop_counter() -> Any:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    part = local(tensor)
+    part = local_shard(tensor)
     return part.numel() * part.element_size()

@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pytorch_accel_lite.extending import local_shard
+
 #: The kinds of purposes that memory has, in the order in which reports list them.
 KINDS = ("parameters", "buffers", "gradients", "optimizer", "averages", "activations", "communication", "temporary")
 _FRAMES_TO_SEARCH = 32
@@ -142,17 +144,11 @@ class LiveBytes(TorchDispatchMode):
         """Sort the tensors by kind. Some kinds become known only later, as when a tensor becomes a gradient."""
         self._sorted_at = self._total
         for kind, tensor in self._owners():
-            live = self._storages.get(id(local(tensor).untyped_storage()))
+            live = self._storages.get(id(local_shard(tensor).untyped_storage()))
             if live is not None:
                 self._bytes[live.kind] -= live.size
                 self._bytes[kind] += live.size
                 live.kind = kind
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a sharded tensor that this process has in memory; any other tensor unchanged."""
-    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
 
 
 def _kind_of_new() -> str:

@@ -23,7 +23,7 @@ from pytorch_accel_lite.extending_data import (
     sizes_of,
 )
 from pytorch_accel_lite.extensions.mixtures.mixture_shares import Stretch, added_up, choose_all, divide, whole_epoch
-from pytorch_accel_lite.extensions.mixtures.mixture_weights import check_weights
+from pytorch_accel_lite.extensions.mixtures.mixture_weights import check_mixture_weights
 
 
 class Mixture(ConcatDataset[Sample], TrainingOrder):
@@ -63,7 +63,7 @@ class Mixture(ConcatDataset[Sample], TrainingOrder):
         self._counts: dict[int, list[int]] = {}  # samples in an epoch, by the first epoch of each stage
         self._changed: dict[int, list[Stretch]] = {}  # epochs in which weights change
         self._ended: dict[int, list[int]] = {}  # samples in changed epochs that are over
-        self.change_weights(check_weights(self.sizes if weights is None else weights, self.names), 1)
+        self.change_weights(check_mixture_weights(self.sizes if weights is None else weights, self.names), 1)
 
     def __repr__(self) -> str:
         shares = ", ".join(f"{name!r}: {count}" for name, count in self.samples_per_epoch.items())
@@ -82,7 +82,7 @@ class Mixture(ConcatDataset[Sample], TrainingOrder):
             weights: as in the constructor, but some may be 0
             begin: number of samples in that epoch before the change
         """
-        self.weights = check_weights(weights, self.names, may_be_zero=True)
+        self.weights = check_mixture_weights(weights, self.names, may_be_zero=True)
         if not 0 <= begin < self.num_samples:
             raise ValueError(f"begin={begin!r} must be the number of a sample in an epoch of {self.num_samples}.")
         counts = self._divide()

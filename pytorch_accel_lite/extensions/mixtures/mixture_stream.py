@@ -21,7 +21,7 @@ from pytorch_accel_lite.extending_data import (
     part_of,
     preserving_generators,
 )
-from pytorch_accel_lite.extensions.mixtures.mixture_weights import check_weights
+from pytorch_accel_lite.extensions.mixtures.mixture_weights import check_mixture_weights
 
 _END = object()  # of a stream
 
@@ -59,7 +59,7 @@ class MixtureStream(IterableDataset[Sample]):
         self.streams = list(streams.values())
         if len(set(map(id, self.streams))) < len(self.streams):
             raise ValueError("A stream has several names here, but only one position. Create one for each name.")
-        self.weights = check_weights(dict.fromkeys(streams, 1.0) if weights is None else weights, self.names)
+        self.weights = check_mixture_weights(dict.fromkeys(streams, 1.0) if weights is None else weights, self.names)
         self.repeat = repeat
         self._epoch = 0
         self._state: StateDict = {}  # where the next iteration begins
@@ -77,7 +77,7 @@ class MixtureStream(IterableDataset[Sample]):
         Args:
             weights: as in the constructor, but some may be 0
         """
-        self.weights.update(check_weights(weights, self.names, may_be_zero=True))
+        self.weights.update(check_mixture_weights(weights, self.names, may_be_zero=True))
 
     def __iter__(self) -> Iterator[Sample]:
         state, self._state = self._state, {}

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pytorch_accel_lite.extending_data import check_range, did_you_mean
 
 
-def check_weights(weights: Mapping[str, float], names: list[str], may_be_zero: bool = False) -> dict[str, float]:
+def check_mixture_weights(
+    weights: Mapping[str, float], names: list[str], may_be_zero: bool = False
+) -> dict[str, float]:
     """Return the weights in the order of the datasets, after checking that each dataset has a positive one.
 
     Args:

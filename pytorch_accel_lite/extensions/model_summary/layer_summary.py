@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytorch_accel_lite.data import BatchData, CollateFunction, Data, LoaderKwargs
-from pytorch_accel_lite.extending import RunRequest, TrainerLike, check_data, check_positive_int, inference_run
+from pytorch_accel_lite.extending import RunRequest, TrainerLike, check_dataset, check_positive_int, inference_run
 from pytorch_accel_lite.extending_callbacks import (
     Tree,
     inference,
@@ -44,7 +44,7 @@ def summary(
     check_positive_int("depth", depth)
     if dataset is None:
         return torchinfo.summary(self.get_model(keep_torch_compile=False), depth=depth, verbose=0)
-    check_data(self, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
+    check_dataset(self, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     request = RunRequest("prediction", num_epochs=1)
     with (
         preserving_generators(),

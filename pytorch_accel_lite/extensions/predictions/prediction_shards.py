@@ -45,7 +45,7 @@ class PredictionFolder:
 
         Args:
             length: the number of samples of the dataset
-            weights: fingerprint of the weights
+            weights: checksum of the weights
             overwrite: whether to remove predictions of the same weights, too
             locks: frees the directory when it is closed
 
@@ -64,7 +64,7 @@ class PredictionFolder:
         shards = _find_shards(self._path)
         description = {"length": length, "weights": weights}
         if overwrite or existing != description:
-            for shard in shards:  # before the new fingerprint is written, as the shards have another
+            for shard in shards:  # before the new checksum is written, as the shards have another
                 shard.unlink()
             write_text(path, json.dumps(description) + "\n")
             return 0, bool(shards) and not overwrite

@@ -20,8 +20,8 @@ from pytorch_accel_lite.extending_callbacks import (
     dataset_of,
     evaluating_optimizers,
     find_length,
-    fingerprints,
     to_cpu,
+    weight_checksums,
     without_compile,
 )
 from pytorch_accel_lite.extensions.predictions.prediction_shards import PredictionFolder
@@ -34,7 +34,7 @@ class PredictionWriterCallback(TrainerCallback):
     order of the dataset. Shards are written atomically. If a prediction was killed, the same call resumes it at the
     first sample that has not been written, on any number of processes, and returns only the remaining outputs; damaged
     shards are removed, with a warning. Predictions of other weights in the directory, finished or not, are replaced,
-    with a message; ``predictions.json`` has a fingerprint of the weights. To keep memory use low::
+    with a message; ``predictions.json`` has a checksum of the weights. To keep memory use low::
 
         for _ in trainer.predict_iter(dataset):
             pass
@@ -71,7 +71,7 @@ class PredictionWriterCallback(TrainerCallback):
         length = find_length(dataset_of(trainer.eval_dataset))
         if length is None:
             raise TypeError("PredictionWriterCallback needs a dataset with a length.")
-        weights = _fingerprint(trainer)
+        weights = _checksum_of_weights(trainer)
         folder = PredictionFolder(self.directory)
         folder.check_is_shared(trainer.ranks)
         start, replaced = trainer.ranks.broadcast_object(
@@ -116,7 +116,7 @@ def _indices_of_batch(trainer: TrainerLike) -> list[int]:
     return indices
 
 
-def _fingerprint(trainer: TrainerLike) -> str:
+def _checksum_of_weights(trainer: TrainerLike) -> str:
     """Return a hash of the weights and buffers that predictions depend on. A collective operation if they are sharded.
 
     These are the model's, and those of the trainer's other modules if its class computes the outputs itself.
@@ -125,5 +125,5 @@ def _fingerprint(trainer: TrainerLike) -> str:
     if is_overridden(trainer, "calculate_predict_batch_output"):
         modules |= other_modules(trainer)
     with evaluating_optimizers(trainer):
-        numbers = {name: fingerprints(without_compile(module.state_dict())) for name, module in modules.items()}
+        numbers = {name: weight_checksums(without_compile(module.state_dict())) for name, module in modules.items()}
     return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()

@@ -92,12 +92,12 @@ class RayReportCallback(TrainerCallback):
         """Report the metrics of the epoch, and a state."""
         every = self.every_n_epochs
         is_due = every is not None and trainer.progress.epochs_completed % every == 0
-        if is_due or trainer.current_run.is_finished:
+        if is_due or trainer.run.is_finished:
             self._report(trainer)
 
     def on_stop_training_error(self, trainer: TrainerLike, **kwargs: Any) -> None:
         """Report the end of a run that was stopped early."""
-        if trainer.train_dataloader is not None and trainer.current_run.window.is_between_updates:
+        if trainer.train_dataloader is not None and trainer.run.window.is_between_updates:
             self._report(trainer)
 
     def _report(self, trainer: TrainerLike) -> None:

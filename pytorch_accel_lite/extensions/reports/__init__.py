@@ -1,10 +1,11 @@
-"""Reports on runs: their pages, their plots, and the cards of their models."""
+"""Reports on runs: their pages and plots, outputs of their models while they train, and the cards of these."""
 
 from pytorch_accel_lite.extending import MODEL_WRITERS
 from pytorch_accel_lite.extensions.reports.model_card import ModelCard
 from pytorch_accel_lite.extensions.reports.plot_metrics import PlotMetricsCallback
 from pytorch_accel_lite.extensions.reports.run_log import RunLogCallback
+from pytorch_accel_lite.extensions.reports.show_outputs_callback import ShowOutputsCallback
 
-__all__ = ["ModelCard", "PlotMetricsCallback", "RunLogCallback"]
+__all__ = ["ModelCard", "PlotMetricsCallback", "RunLogCallback", "ShowOutputsCallback"]
 
 MODEL_WRITERS["model card"] = ModelCard()

@@ -20,8 +20,8 @@ from pytorch_accel_lite.extending import (
     Run,
     SavedModel,
     TrainerLike,
-    has_adapters,
     is_monitor,
+    is_of_peft,
     is_of_timm,
     panels_by_metric,
     render,
@@ -99,7 +99,7 @@ def _card_of(trainer: TrainerLike, saved: SavedModel) -> str:
         kind=kind.__name__,
         module=_public_module(kind),
         is_pretrained=(folder / "config.json").exists() and hasattr(kind, "from_pretrained"),  # saved by transformers
-        is_adapters=has_adapters(model) and (folder / ADAPTERS).exists(),
+        is_adapters=is_of_peft(model) and (folder / ADAPTERS).exists(),
         is_of_timm=is_of_timm(model) and (folder / "config.json").exists(),
         settings=[Column("setting", [name for name, _ in settings]), Column("value", [text for _, text in settings])],
         model=model,

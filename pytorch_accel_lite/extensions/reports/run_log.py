@@ -28,16 +28,16 @@ from torch.nn.parameter import UninitializedParameter
 from pytorch_accel_lite.checkpoint import folder_path, write_text
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike, warn_outside
 from pytorch_accel_lite.extending_callbacks import (
-    ShowOutputsCallback,
     TimeBudget,
     TrainerOptimizer,
     class_of,
     in_notebook,
-    parts_of,
+    parts_of_optimizer,
     schedulers_in,
 )
 from pytorch_accel_lite.extensions.plots import NothingToPlotError, svg_panels
 from pytorch_accel_lite.extensions.reports.run_page import ShownPicture, pages, shown_outputs
+from pytorch_accel_lite.extensions.reports.show_outputs_callback import ShowOutputsCallback
 from pytorch_accel_lite.tracking import InMemoryRunHistory
 from pytorch_accel_lite.utils import as_json, format_metric
 
@@ -202,7 +202,7 @@ def setup_of(trainer: TrainerLike, config: dict[str, Any]) -> dict[str, Any]:
         "versions": versions(),
         "processes": trainer.ranks.world_size,
         "device": device_name(trainer),
-        **describe(trainer),
+        **describe_parts(trainer),
         "config": config,
     }
 
@@ -263,11 +263,11 @@ def launch_command(trainer: TrainerLike) -> list[str] | None:
     return [*variables, "torchrun", "--standalone", "--nproc_per_node", str(trainer.ranks.world_size), *program]
 
 
-def describe(trainer: TrainerLike) -> dict[str, str]:
+def describe_parts(trainer: TrainerLike) -> dict[str, str]:
     """Return one-line descriptions of the model, the loss, the optimizer and the schedule."""
     loss = trainer.loss_func
     single: TrainerOptimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    optimizers = parts_of(trainer.optimizer) or {"": single}
+    optimizers = parts_of_optimizer(trainer.optimizer) or {"": single}
     schedulers = {name: getattr(part, "scheduler", part) for name, part in schedulers_in(trainer.scheduler).items()}
     schedules = {name: _describe_scheduler(part) for name, part in schedulers.items() if part is not None}
     described = {name: describe_optimizer(part) for name, part in optimizers.items() if part is not None}

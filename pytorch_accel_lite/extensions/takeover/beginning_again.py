@@ -21,7 +21,7 @@ from pytorch_accel_lite.extensions.takeover.membership import Membership
 States = dict[str, float]
 
 
-def are_sharded() -> bool:
+def has_sharded_trainer() -> bool:
     """Whether the weights of a trainer are divided among the processes, so that some go with each of them."""
     trainers = cast(list[TrainerLike], open_trainers())
     return any(trainer.is_sharded and isinstance(trainer.division, LogicalProcesses) for trainer in trainers)

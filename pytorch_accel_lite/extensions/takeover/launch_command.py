@@ -17,7 +17,7 @@ a run that was not disturbed. This needs Trainer(..., seed=..., logical_processe
 
 def main(arguments: Sequence[str]) -> int:
     """Run a program on several processes, any of which may be lost."""
-    parser = create_parser()
+    parser = create_launch_parser()
     options = parser.parse_args(arguments)
     if options.join is not None:
         if options.program or not options.processes:
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     ).run()
 
 
-def create_parser() -> argparse.ArgumentParser:
+def create_launch_parser() -> argparse.ArgumentParser:
     """Return the parser of this command."""
     parser = argparse.ArgumentParser(
         "python -m pytorch_accel_lite launch",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 _BUSY = 0.05  # the share of the time in which a process computes that does something, also on a busy machine
 
 
-class Progress:
+class SignsOfLife:
     """How far a process has got, as it says itself, and what it computes, as the system says.
 
     Attributes:
@@ -51,7 +51,7 @@ class Progress:
         return still >= seconds and not computes and not self.waits(now, seconds)
 
 
-def find_silent(progress: Mapping[int, Progress], now: float, seconds: float, are_all_there: bool) -> list[int]:
+def find_silent(progress: Mapping[int, SignsOfLife], now: float, seconds: float, are_all_there: bool) -> list[int]:
     """Return the processes that are silent while others wait for them.
 
     Args:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 from pytorch_accel_lite.extensions.takeover.channel import Channel
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore
-from pytorch_accel_lite.extensions.takeover.silent_processes import Progress, find_silent
+from pytorch_accel_lite.extensions.takeover.silent_processes import SignsOfLife, find_silent
 from pytorch_accel_lite.extensions.takeover.worker import Order
 
 _TICK_MS = 20
@@ -60,7 +60,7 @@ class Process:
     number: int
     machine: Machine
     is_member: bool = False
-    progress: Progress | None = None
+    progress: SignsOfLife | None = None
 
 
 class Supervisor:
@@ -199,7 +199,7 @@ class Supervisor:
                 self._start(machine, int(message["processes"]))
             for number, seconds in message.get("computed", {}).items():
                 if (computing := self._processes.get(int(number))) is not None:
-                    computing.progress = computing.progress or Progress(time.monotonic())
+                    computing.progress = computing.progress or SignsOfLife(time.monotonic())
                     computing.progress.computed = seconds
 
     # -------------------------------------------------------------------------------- when processes end
@@ -343,7 +343,7 @@ class Supervisor:
         """Kill the processes that do nothing while others wait for them."""
         generation = self._generation
         are_all_there = self._store.have_arrived(generation)
-        progress: dict[int, Progress] = {}
+        progress: dict[int, SignsOfLife] = {}
         for number in generation.members:
             process = self._processes.get(number)
             if process is None or process.progress is None:

@@ -15,7 +15,7 @@ import torch
 
 from pytorch_accel_lite.extending import FENCES, replace_step, use_ranks
 from pytorch_accel_lite.extensions.logical import LogicalStep
-from pytorch_accel_lite.extensions.takeover.beginning_again import are_sharded, begin_again, join_sharded
+from pytorch_accel_lite.extensions.takeover.beginning_again import begin_again, has_sharded_trainer, join_sharded
 from pytorch_accel_lite.extensions.takeover.connections import interface_to
 from pytorch_accel_lite.extensions.takeover.joining import stay_apart
 from pytorch_accel_lite.extensions.takeover.membership import Membership
@@ -60,7 +60,7 @@ def run(order: Order) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     membership = SurvivingRanks.membership = Membership(order.number, order.host, order.port)
     membership.redivide, membership.announce = SurvivingRanks.follow_all, SurvivingRanks.announce
-    membership.holds_shards = are_sharded
+    membership.holds_shards = has_sharded_trainer
     use_ranks(SurvivingRanks)
     replace_step(LogicalStep, SurvivingStep)
     FENCES.append(membership.check)

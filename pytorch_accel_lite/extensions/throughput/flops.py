@@ -13,7 +13,7 @@ from pytorch_accel_lite.extending import (
     Batch,
     StepSnapshot,
     TrainerLike,
-    find_batch_size,
+    infer_batch_size,
     is_out_of_memory,
     loss_of,
     preserving_attributes,
@@ -49,7 +49,7 @@ def try_counting_flops(trainer: TrainerLike) -> CountedFlops:
         part = split_into_parts(run.batch, run.stepper.num_microbatches)[0]
         with replaced(run, batch=part), preserving_attributes(trainer), StepSnapshot(trainer):
             flops = _count(trainer, part)
-        return CountedFlops(flops, find_batch_size(part.data, part.num_samples))
+        return CountedFlops(flops, infer_batch_size(part.data, part.num_samples))
     except Exception as error:  # unless the counter caused it, the step itself will fail as well
         return CountedFlops(flops, 0, f"{type(error).__name__}: {error}", is_out_of_memory(error))
 

@@ -20,7 +20,7 @@ from pytorch_accel_lite.extending import (
     Trial,
     check_positive_int,
     faster_data,
-    find_batch_size,
+    infer_batch_size,
     unfused_class,
 )
 from pytorch_accel_lite.extensions.tuning.finders import update_from
@@ -137,7 +137,7 @@ def _measure(trial: Trial, num_steps: int, callbacks: Sequence[TrainerCallback])
     in_callbacks, failures = _time_callbacks(trial, in_memory, callbacks)
     result = Diagnosis(
         steps=num_steps,
-        samples=sum(find_batch_size(batch.data, batch.num_samples) for batch in batches) / len(batches),
+        samples=sum(infer_batch_size(batch.data, batch.num_samples) for batch in batches) / len(batches),
         data=data,
         forward=forward,
         backward=max(backward - forward, 0),

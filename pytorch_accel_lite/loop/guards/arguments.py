@@ -31,8 +31,13 @@ from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, options
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.process_zero import current_process
-from pytorch_accel_lite.distributed.watch import naming
-from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, is_created, optimized_parameters, parts_of
+from pytorch_accel_lite.distributed.watch import naming_call
+from pytorch_accel_lite.optimizers.operations import (
+    TrainerOptimizer,
+    is_created,
+    optimized_parameters,
+    parts_of_optimizer,
+)
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import TrainerCallback, arguments_of
 from pytorch_accel_lite.run.history import RunHistory
@@ -107,7 +112,7 @@ def check_constructor(loss_func: object, optimizer: object, seed: object) -> Non
             raise ValueError(f"seed={seed!r} must be at least 0 and less than 2**32, as numpy's generator requires.")
 
 
-def check_precision(precision: str | None, accelerator: Accelerator | None) -> None:
+def check_mixed_precision(precision: str | None, accelerator: Accelerator | None) -> None:
     """Check that an accelerator has the requested mixed precision; or, before there is one, that the device supports
     it.
 
@@ -230,7 +235,7 @@ def check_optimizers(trainer: TrainerLike) -> None:
     """
     if not is_created(trainer.optimizer):
         return
-    parts = parts_of(trainer.optimizer)
+    parts = parts_of_optimizer(trainer.optimizer)
     model, loss_func = trainer.get_model(keep_torch_compile=False), trainer.loss_func
     optimized = set(attributes.all_optimized_parameters(trainer))
     missed = _not_optimized(model, optimized) if parts else ""
@@ -267,7 +272,7 @@ def _not_optimized(module: nn.Module, optimized: set[nn.Parameter]) -> str:
 # ------------------------------------------------------------------------------------------------- of data
 
 
-def check_data(
+def check_dataset(
     trainer: TrainerLike,
     name: str,
     dataset: Source,
@@ -405,7 +410,7 @@ def check_same_call(trainer: TrainerLike, call: str, train_data: Source, eval_da
     settings |= _arguments_of_callbacks(trainer.callback_handler.callbacks)
     for name, data in (("train_dataset", train_data), ("eval_dataset", eval_data)):
         settings[name] = [*data] if isinstance(data, dict) else None if data is None else "a dataset"
-    with naming(ranks, call):
+    with naming_call(ranks, call):
         check_same_on_all_ranks(settings, ranks)
 
 
@@ -441,7 +446,7 @@ def _arguments_of_callbacks(callbacks: Iterable[TrainerCallback]) -> dict[str, o
     return found
 
 
-def settings_of(optimizer: TrainerOptimizer) -> dict[str, object]:
+def settings_of_optimizer(optimizer: TrainerOptimizer) -> dict[str, object]:
     """Return the settings of an optimizer by group, for a comparison between processes."""
     found: dict[str, object] = {}
     for number, group in enumerate(getattr(optimizer, "param_groups", ())):

@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 
 from pytorch_accel_lite.base.devices import capacity_of, module_of
-from pytorch_accel_lite.base.modules import local
+from pytorch_accel_lite.base.modules import local_shard
 from pytorch_accel_lite.base.text import format_bytes
 from pytorch_accel_lite.optimizers.operations import is_created
 from pytorch_accel_lite.run import attributes
@@ -64,7 +64,7 @@ def held_bytes(trainer: TrainerLike) -> dict[str, int]:
 
 
 def _total_bytes(values: Iterable[object], device: torch.device) -> int:
-    tensors = [local(value) for value in values if isinstance(value, torch.Tensor)]
+    tensors = [local_shard(value) for value in values if isinstance(value, torch.Tensor)]
     distinct = {id(tensor): tensor for tensor in tensors if tensor.device.type == device.type}
     return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
 

@@ -200,7 +200,11 @@ def test_what_cannot_be_chosen_is_refused(model, chosen, message):
 
 
 @pytest.mark.parametrize(
-    ("settings", "other"), [({"compile_model": True}, "compile_model=True"), ({"compile_step": True}, "compile_step")]
+    ("settings", "other"),
+    [
+        ({"compile_model": True}, "compile_model=True"),
+        pytest.param({"compile_step": True}, "compile_step", marks=pytest.mark.extension("compiled_step")),
+    ],
 )
 def test_a_larger_compiled_graph_is_refused(settings, other):
     trainer = quiet_trainer(Repeats().double(), activation_checkpointing=True, **settings)

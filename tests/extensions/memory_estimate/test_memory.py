@@ -235,6 +235,7 @@ def test_batches_may_be_dataclasses_and_other_objects():
     assert in_object == usual - inputs.nbytes  # which are not seen in it
 
 
+@pytest.mark.extension("compiled_step")
 def test_compiled_steps_are_made_as_usual():
     peaks = []
     for compile_step in (False, {"backend": "eager"}):

@@ -101,6 +101,7 @@ def test_counting_flops_changes_nothing(arguments, tmp_path):
         assert len(sizes) <= 8
 
 
+@pytest.mark.extension("compiled_step")
 def test_flops_of_compiled_code_are_those_of_the_code():
     for compiled in ({"compile_model": {"backend": "eager"}}, {"compile_step": {"backend": "eager"}}):
         trainer = train(make_trainer([ThroughputCallback(count_flops=True, peak_flops=1)], **compiled))

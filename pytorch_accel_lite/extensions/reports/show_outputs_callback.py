@@ -10,21 +10,25 @@ from typing import NotRequired, TypedDict
 
 from torch import nn
 
-from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.base.environment import in_notebook
-from pytorch_accel_lite.base.modules import preserving_modes
-from pytorch_accel_lite.base.origins import warn_outside
-from pytorch_accel_lite.base.paths import as_file_name, folder_path
-from pytorch_accel_lite.base.pictures import Picture, as_picture
-from pytorch_accel_lite.base.randomness import mix, preserving_generators, seed_all
-from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.unknown_names import suggest_arguments
-from pytorch_accel_lite.checkpoint.files import write_bytes
-from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.loop.inference import inference
-from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.intervals import Interval, parse_interval
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.checkpoint import as_file_name, folder_path
+from pytorch_accel_lite.extending import TrainerCallback, TrainerLike, warn_outside
+from pytorch_accel_lite.extending_callbacks import (
+    Interval,
+    Picture,
+    StateDict,
+    as_picture,
+    in_notebook,
+    inference,
+    mix,
+    mixed_precision,
+    parse_interval,
+    preserving_generators,
+    preserving_modes,
+    seed_all,
+    suggest_arguments,
+    sync_ddp_buffers,
+    write_bytes,
+)
 
 _MAX_SHOWN = 100
 
