@@ -19,7 +19,7 @@ _TYPES: dict[str, type] = {kind.__name__: kind for kind in _NUMBERS}
 
 
 def pack_columns(items: Iterable[Any]) -> Columns | None:
-    """Return similar items as columns; ``None`` if they differ in form, or hold more than numbers, arrays and tensors."""
+    """Return similar items as columns; ``None`` if they differ in form, or hold other than numbers, arrays, tensors."""
     items = [*items]
     first = items[0]
     kind = type(first)

@@ -452,9 +452,7 @@ def _read_open(file: IO[bytes]) -> StateDict:
     verify_content(content, name, is_safetensors=False)
     if zipfile.is_zipfile(io.BytesIO(content)):
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            if min(
-                (record.header_offset for record in archive.infolist()), default=0
-            ):  # torch would mix up two archives
+            if min((record.header_offset for record in archive.infolist()), default=0):  # torch would mix them up
                 raise ValueError(
                     f"The last checkpoint in the file {name!r} does not begin at its position. Call seek() with the "
                     "position at which it was written, and keep other checkpoints in files of their own."
