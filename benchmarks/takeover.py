@@ -1,4 +1,7 @@
-"""How long a run takes to go on when a process is killed, and how long it takes to start it again instead."""
+"""How long a run takes to go on when a process is killed, and how long it takes to start it again instead.
+
+PROCESSES in the environment is how many processes each job has.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +46,13 @@ optimizer = torch.optim.AdamW(model.parameters())
 trainer = Trainer(model, nn.CrossEntropyLoss(), optimizer, [Note], seed=0, logical_processes=4)
 trainer.train(TensorDataset(x, x[:, :10].argmax(1)), num_epochs=100, train_dataloader_kwargs={"num_workers": 0})
 """
-PROCESSES = 4
+PROCESSES = int(os.environ.get("PROCESSES", 4))
 LAUNCH = ("pytorch_accel_lite", "launch", "--processes", str(PROCESSES))
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES))
 _POLLING = 0.005
-_LATEST = 200  # updates of each process that are looked at
-_SECONDS_OF_TURN = 20.0
+_LATEST = 500  # updates of each process that are looked at
+_SECONDS_OF_TURN = 0.5
+_LEFT_OUT = 3  # updates after a job has been stopped
 
 
 class Update(NamedTuple):
@@ -132,6 +136,21 @@ class Job:
         ]
         return statistics.median(between)
 
+    def signal_all(self, number: int) -> None:
+        """Send a signal to all processes of the job, and to those that have started them."""
+        for process in _descendants(self._process.pid):
+            os.kill(process, number)
+
+    def seconds_in_turn(self) -> float:
+        """Let a job that is stopped continue for a moment, and return the mean time of an update."""
+        begin = time.time()
+        self.signal_all(signal.SIGCONT)
+        time.sleep(_SECONDS_OF_TURN)
+        self.signal_all(signal.SIGSTOP)
+        latest = next(iter(self.updates().values()))
+        first, *_, last = [update for update in latest if update.at > begin][_LEFT_OUT:]
+        return (last.at - first.at) / (last.number - first.number)
+
     def spent(self) -> float:
         """Return the seconds of takeovers so far."""
         return max(updates[-1].spent for updates in self.updates().values() if updates)
@@ -184,21 +203,33 @@ def lost(width: int, kills: int) -> None:
 
 
 def undisturbed(width: int, turns: int) -> None:
-    """Print how long updates take under the command ``launch``, beside those under torchrun, in turns.
+    """Print how long updates take under the command ``launch``, beside those under torchrun.
+
+    Both jobs run at the same time, but take turns: one is stopped while the other one computes. So whatever else the
+    machine does slows both down alike.
 
     Args:
-        turns: number of jobs of each
+        turns: number of turns of each
     """
-    seconds: dict[tuple[str, ...], list[float]] = {LAUNCH: [], TORCHRUN: []}
-    for turn in range(turns):
-        for command in sorted(seconds, reverse=bool(turn % 2)):
-            with running(width, *command) as job:
-                time.sleep(_SECONDS_OF_TURN)
-                seconds[command].append(job.seconds_of_update())
-    ratios = [ours / torchs for ours, torchs in zip(*seconds.values(), strict=True)]
-    ours, torchs = map(statistics.median, seconds.values())
-    print(f"An update under launch: {ours:.4f} s; under torchrun: {torchs:.4f} s (medians of {turns} jobs each)")
-    print(f"  ratio in each turn: {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
+    with running(width, *LAUNCH) as ours:
+        ours.signal_all(signal.SIGSTOP)
+        with running(width, *TORCHRUN) as torchs:
+            torchs.signal_all(signal.SIGSTOP)
+            pairs = [(ours.seconds_in_turn(), torchs.seconds_in_turn()) for _ in range(turns)]
+            torchs.signal_all(signal.SIGCONT)
+        ours.signal_all(signal.SIGCONT)
+    ratios = [own / other for own, other in pairs]
+    own, other = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
+    error = 1.25 * statistics.pstdev(ratios) / len(ratios) ** 0.5
+    print(f"An update under launch: {own:.4f} s; under torchrun: {other:.4f} s (medians of {turns} turns each)")
+    print(f"  ratio in each turn: {statistics.median(ratios):.3f} (median, with a standard error of {error:.3f})")
+
+
+def _descendants(process: int) -> list[int]:
+    """Return a process and all that have come from it."""
+    tasks = Path(f"/proc/{process}/task").iterdir()
+    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return [process, *(found for child in children for found in _descendants(child))]
 
 
 def _described(seconds: list[float]) -> str:
@@ -211,7 +242,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256, help="of the layers; 1700 makes a model of 13 MB")
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--every", type=float, default=0.0, help="seconds between two kills; 0 for as soon as possible")
-    parser.add_argument("--turns", type=int, default=0, help="also compare undisturbed jobs with torchrun's, in turns")
+    parser.add_argument("--turns", type=int, default=0, help="also compare with torchrun, in turns")
     options = parser.parse_args()
     if options.turns:
         undisturbed(options.width, options.turns)

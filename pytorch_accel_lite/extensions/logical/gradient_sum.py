@@ -15,6 +15,8 @@ from pytorch_accel_lite.extending import Ranks, split
 
 #: The gradients of the parameters, in their order; ``None`` where there is none.
 Gradients = list[torch.Tensor | None]
+#: Returns what each process sends, in rows of bytes.
+Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
 def add_gradients(first: Gradients, second: Gradients) -> Gradients:
@@ -36,7 +38,12 @@ class GradientSum:
 
     Args:
         count: number of logical processes
+
+    Attributes:
+        room: bytes at the end of what each process sends last, a multiple of 8; whoever gathers it may fill them
     """
+
+    room = 0
 
     def __init__(self, ranks: Ranks, count: int) -> None:
         self._ranks = ranks
@@ -60,6 +67,11 @@ class GradientSum:
         self._tree.nodes.clear()
         self._parameters = list(parameters)
         self.drop()
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether ``finish()`` communicates."""
+        return bool(self._slices)
 
     def drop(self) -> None:
         """Drop the gradients of a share that has no samples."""
@@ -95,41 +107,47 @@ class GradientSum:
             return
         for gradients in (node.value for node in self._tree.nodes):
             self._missed.update(index for index, gradient in enumerate(gradients) if gradient is None)
-        summed = [self._sum_slice(indices, with_flags) for indices, with_flags in self._groups()]
+        groups = [*self._groups()]
+        summed = [self._sum_slice(*group, is_last=group is groups[-1]) for group in groups]
         self._tree.nodes.clear()
         if self._slices:
             torch._foreach_add_(self._slices, summed)
         else:
             self._slices = summed
 
-    def finish(self) -> None:
+    def finish(self, gather_last: Gather | None = None) -> None:
         """Give each parameter its gradient of the window, the same on every process. Call it on every process.
 
         Parameters that had a gradient in no share get none.
+
+        Args:
+            gather_last: gathers what each process sends last, whose last ``room`` bytes are its own; in place of torch
         """
         if self._ranks.world_size == 1:
             for parameter, gradient in zip(self._parameters, self._total or (), strict=True):
                 parameter.grad = gradient
             self._total = None
             return
+        slices, missed = self._slices, self._missed
+        self._slices, self._missed = [], set()
         unused: set[int] = set()
-        for (indices, with_flags), part in zip(self._groups(), self._slices, strict=True):
-            gathered = part.new_empty(len(part) * self._ranks.world_size)
-            dist.all_gather_into_tensor(view_as_bytes(gathered), view_as_bytes(part))
+        for (indices, with_flags), part in zip(self._groups(), slices, strict=True):
+            is_last = part is slices[-1]
+            gather = gather_last if is_last and gather_last is not None else self._gather
+            rows = gather(view_as_bytes(part))[:, : len(part) * part.element_size() - self.room * is_last]
             parameters = [self._parameters[index] for index in indices]
-            sizes = [parameter.numel() for parameter in parameters]
-            *pieces, _ = gathered.split([*sizes, len(gathered) - sum(sizes)])  # type: ignore[no-untyped-call]
-            gradients = [torch.empty_like(parameter) for parameter in parameters]
-            torch._foreach_copy_(gradients, [v.view(p.shape) for v, p in zip(pieces, parameters, strict=True)])
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
-            if with_flags and self._missed:
-                flags = gathered[sum(sizes) :].tolist()
-                unused = {index for index in self._missed if not flags[index]}
+            rest = _give_gradients(parameters, rows.view(part.dtype))
+            if with_flags and missed:
+                flags = torch.cat(rest).tolist()
+                unused = {index for index in missed if not flags[index]}
         for index in unused:
             self._parameters[index].grad = None
-        self._slices = []
-        self._missed = set()
+
+    def _gather(self, sent: torch.Tensor) -> torch.Tensor:
+        """Return what each process sends, in rows."""
+        gathered = sent.new_empty(self._ranks.world_size, len(sent))
+        dist.all_gather_into_tensor(gathered.view(-1), sent)
+        return gathered
 
     def _groups(self) -> Iterator[tuple[list[int], bool]]:
         """Yield the indices of the parameters of each dtype, and whether the flags of all parameters are appended."""
@@ -139,7 +157,7 @@ class GradientSum:
         for number, indices in enumerate(by_dtype.values()):
             yield indices, number == 0
 
-    def _sum_slice(self, indices: list[int], with_flags: bool) -> torch.Tensor:
+    def _sum_slice(self, indices: list[int], with_flags: bool, is_last: bool) -> torch.Tensor:
         """Return this rank's slice of the sum of some gradients over all processes, and free them."""
         world_size = self._ranks.world_size
         flat = [self._flatten(node.value, indices, with_flags) for node in self._tree.nodes]
@@ -159,7 +177,14 @@ class GradientSum:
         blocks = (block for rank_blocks in self._blocks for block in rank_blocks)
         for (level, start), part in zip(blocks, received_slices.split(length), strict=True):  # type: ignore[no-untyped-call]
             tree.push(Node(level, start, part))
-        return tree.total().clone()  # does not keep the others in memory
+        return self._with_room(tree.total(), is_last)  # a copy, which does not keep the others in memory
+
+    def _with_room(self, total: torch.Tensor, is_last: bool) -> torch.Tensor:
+        """Return a copy, followed by the room that is left at the end of the last slice."""
+        room = self.room // total.element_size() if is_last else 0
+        if not room:
+            return total.clone()
+        return torch.cat([total, total.new_zeros(room)])
 
     def _flatten(self, gradients: Gradients, indices: list[int], with_flags: bool) -> torch.Tensor:
         """Return some gradients as one vector that divides evenly among the ranks, and drop them.
@@ -181,6 +206,51 @@ class GradientSum:
         else:
             tail[: len(flags)] = torch.tensor(flags, dtype=first.dtype)
         return torch.cat([*(part.detach().reshape(-1) for part in parts), tail])
+
+
+def _give_gradients(parameters: Sequence[nn.Parameter], rows: torch.Tensor) -> list[torch.Tensor]:
+    """Give parameters their gradients from rows that follow one another; return the parts of what follows them.
+
+    Args:
+        rows: contiguous except for gaps between them
+    """
+    sizes = [parameter.numel() for parameter in parameters]
+    *pieces, rest = _cut(rows, [*sizes, rows.numel() - sum(sizes)])
+    gradients = [torch.empty_like(parameter) for parameter in parameters]
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for gradient, parts in zip(gradients, pieces, strict=True):
+        if len(parts) != 1 and gradient.is_contiguous():
+            targets += gradient.view(-1).split([len(part) for part in parts])  # type: ignore[no-untyped-call]
+            sources += parts
+        else:
+            targets.append(gradient)
+            sources.append((parts[0] if len(parts) == 1 else torch.cat(parts)).view(gradient.shape))
+    torch._foreach_copy_(targets, sources)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    return rest
+
+
+def _cut(rows: torch.Tensor, sizes: Sequence[int]) -> list[list[torch.Tensor]]:
+    """Return pieces of rows that follow one another, each as its parts in one or several rows."""
+    if rows.is_contiguous():
+        return [[piece] for piece in rows.view(-1).split(sizes)]  # type: ignore[no-untyped-call]
+    pieces: list[list[torch.Tensor]] = [[] for _ in sizes]
+    number, missing = 0, sizes[0]
+    for row in rows:
+        free, cuts, of_pieces = len(row), [], []
+        while free and number < len(sizes):
+            taken = min(missing, free)
+            cuts.append(taken)
+            of_pieces.append(number)
+            free, missing = free - taken, missing - taken
+            if not missing:
+                number += 1
+                missing = sizes[number] if number < len(sizes) else 0
+        for index, part in zip(of_pieces, row.split(cuts), strict=True):  # type: ignore[no-untyped-call]
+            pieces[index].append(part)
+    return pieces
 
 
 def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:

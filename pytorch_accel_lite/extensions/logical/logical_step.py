@@ -111,6 +111,7 @@ class LogicalWindow(GradientWindow):
         self.number = 0  # of the logical process that is being computed
         self._count = count
         self.items: dict[int, Count] = {}
+        self._found_items: Count = 0
 
     def restart(self) -> None:
         """Begin the window again, with the logical processes divided among the processes as they are now."""
@@ -135,10 +136,19 @@ class LogicalWindow(GradientWindow):
 
     def finish(self, optimizer: Optimizer) -> Count:
         """Give the parameters their gradients, corrected if the window's true size differs from the nominal one."""
-        self.sums.finish()
+        self._found_items = 0 if self.items_per_batch is None else self._add_up_items()
+        self.finish_sums()
         return super().finish(optimizer)
 
+    def finish_sums(self) -> None:
+        """Give the parameters the sums of their gradients. Nothing else of an update communicates after that."""
+        self.sums.finish()
+
     def _total_items(self, local: Count) -> Count:
+        """Return the number of items in the window."""
+        return self._found_items
+
+    def _add_up_items(self) -> torch.Tensor:
         """Return the number of items in the window, added up in the order of the logical processes."""
         world_size = self._ranks.world_size
         ranges = [range(*split(self._count, rank, world_size)) for rank in range(world_size)]
@@ -192,7 +202,7 @@ class LogicalStep(PlainStep):
         assert batch.total_samples is not None
         window, sums = self._window, self._window.sums
         self._find_buffers()
-        before = _copies(self._buffers())
+        before = self._copy_buffers()
         parameters = self._sharded.without([*trainer.model.parameters(), *all_optimized_parameters(trainer)])
         sums.begin_step([p for p in dict.fromkeys(parameters) if p.requires_grad])  # may change between steps
         self._sharded.begin_step()
@@ -281,6 +291,10 @@ class LogicalStep(PlainStep):
         """Find the modules that have buffers, which may change between steps: iterating over all modules is slow."""
         modules = chain.from_iterable(root.modules() for root in self._modules)
         self._buffered_modules = [m for m in dict.fromkeys(modules) if any(True for _ in m.buffers(recurse=False))]
+
+    def _copy_buffers(self) -> list[torch.Tensor]:
+        """Return copies of the buffers before a step."""
+        return _copies(self._buffers())
 
     def _buffers(self) -> list[torch.Tensor]:
         buffers = (module.buffers(recurse=False) for module in self._buffered_modules)

@@ -24,6 +24,7 @@ class SharedLossTrackers(LossTrackers):
         self._current = current
         self._shares = shares
         self.by_number = {number: LossTrackers() for number in range(shares.total)}
+        self._postponed: Callable[[], object] | None = None
 
     def add(self, output: BatchOutput) -> None:
         """Add the losses of a share."""
@@ -54,6 +55,20 @@ class SharedLossTrackers(LossTrackers):
             trackers = self.by_number[number] = LossTrackers()
             for name, (total, count) in by_name.items():
                 load_sum(trackers.of(name), total, count)
+
+    def postpone(self, load: Callable[[], object]) -> None:
+        """Load sums of logical processes of other ranks only when those are needed, in ``catch_up()``.
+
+        Args:
+            load: takes the place of the one before
+        """
+        self._postponed = load
+
+    def catch_up(self) -> None:
+        """Load the sums that have been postponed, before other logical processes become those of this rank."""
+        load, self._postponed = self._postponed, None
+        if load is not None:
+            load()
 
     def add_up_local(self) -> None:
         """Let the losses of this process be those of its logical processes, which have been others before."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from pytorch_accel_lite.extending import MACHINERY, ControlGroup, is_about_lost_
 from pytorch_accel_lite.extensions.takeover.connections import open_sockets, opened_since
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore
 from pytorch_accel_lite.extensions.takeover.waiting import keep_for_ever, watch_waits
-from pytorch_accel_lite.extensions.takeover.watcher import Watcher
+from pytorch_accel_lite.extensions.takeover.watcher import Waker, Watcher
 
 T = TypeVar("T")
 MACHINERY.add(__file__)
@@ -29,9 +28,7 @@ _CONNECTING = timedelta(seconds=5)  # in which the members of a generation conne
 _COLLECTIVE = timedelta(minutes=30)  # as torch has it
 _SECONDS_TO_FOLLOW = 30.0  # in which the supervisor begins a generation once a connection is lost
 _POLLING = 0.001
-_MEETING = 0x5EED  # the purpose of the exchange at the end of an action
-_HEADER = 8
-_CAPACITY = 1 << 10
+_MEETING, _AGREEING = 0x5EED, 0x5EEE  # the purposes of exchanges: at the end of an action, and after a loss
 
 
 class RepeatError(RuntimeError):
@@ -65,12 +62,13 @@ class Membership:
 
     Args:
         number: that of this process in generations
+        waker: wakes the thread that watches, when a generation begins
 
     Attributes:
         generation: the one that it is in; ``None`` if it has yet to join the others, and is alone until then
         joins: the number of the generation for which this process has got the state of the run, if it comes later
         completed: number of actions that are complete
-        outcome: what the latest one leaves to a process that has missed its last collective
+        outcome: what its last collective gave, for a process that has missed that
         trainings: number of trainings that this process has begun
         is_open: whether other processes may come
         fetched: holds the state from which this process has resumed, if it comes later
@@ -87,7 +85,7 @@ class Membership:
         announce: called with what has changed, once the processes have agreed on what to repeat
     """
 
-    def __init__(self, number: int, host: str, port: int) -> None:
+    def __init__(self, number: int, host: str, port: int, waker: Waker) -> None:
         self.number = number
         self.store = JobStore.connect(host, port)
         self.generation: Generation | None = None
@@ -95,7 +93,7 @@ class Membership:
         self.rank = self.local_rank = 0
         self.world_size = self.local_world_size = 1
         self.completed = self.trainings = 0
-        self.outcome: Any = None
+        self.outcome: torch.Tensor | None = None
         self.begun_at = 0.0
         self.is_in_action = self.is_in_update = False
         self.redivide: Callable[[], None] = _do_nothing
@@ -105,13 +103,13 @@ class Membership:
         self.states_of_others: dict[str, float] | None = None
         self.states: Callable[[], dict[str, float]] = dict
         self.holds_shards: Callable[[], bool] = bool
-        self.watcher = Watcher(number, host, port)
+        self.watcher = Watcher(number, host, port, waker)
         self.is_open = self.store.said("open") is not None
         self.fetched: tempfile.TemporaryDirectory[str] | None = None
         self._is_stuck = False  # whether a thread of the process group waits for a lost process
         self._tried = 0  # the latest generation that could not be connected
         self._announced: list[int] = []
-        self._capacity = _CAPACITY
+        self._has_outcome = True  # of the latest action that is complete
 
     # ------------------------------------------------------------------------------------- generations
 
@@ -130,7 +128,6 @@ class Membership:
             pass
         before, self.generation = self.generation, generation
         self._find_place(generation)
-        self._capacity = _CAPACITY
         self._change_environment()
         self.joins = None
         if before is None:
@@ -259,30 +256,22 @@ class Membership:
         if self.world_size > 1:
             self.control.begin(torch.empty(0, dtype=torch.int64), _MEETING)()
 
-    def complete(self, outcome: Any = None) -> None:
+    def complete(self, outcome: torch.Tensor | None = None) -> None:
         """Note that an action is complete: all have entered its last collective, and this process has left it."""
         if self.generation is None:
             return
         self.completed += 1
-        self.outcome = outcome
+        self.outcome, self._has_outcome = outcome, True
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Return a small value of each process, by rank, from a single collective unless one is larger than before."""
-        if self.world_size == 1:
-            return [value]
-        encoded = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        while True:
-            sent = torch.zeros(_HEADER + self._capacity, dtype=torch.uint8)
-            sent[:_HEADER].view(torch.int64).fill_(len(encoded))
-            fits = len(encoded) <= self._capacity
-            sent[_HEADER : _HEADER + len(encoded)] = encoded if fits else 0
-            received = torch.empty(self.world_size, len(sent), dtype=torch.uint8)
-            dist.all_gather_into_tensor(received.view(-1), sent)
-            lengths = received[:, :_HEADER].contiguous().view(torch.int64).flatten().tolist()
-            if max(lengths) <= self._capacity:
-                rows = zip(received[:, _HEADER:], lengths, strict=True)
-                return [pickle.loads(row[:length].numpy().tobytes()) for row, length in rows]
-            self._capacity = 1 << max(lengths).bit_length()
+    def drop_outcome(self) -> None:
+        """Free the outcome of the latest action, as all processes have completed that."""
+        self.outcome, self._has_outcome = None, False
+
+    def gather(self, sent: torch.Tensor) -> torch.Tensor:
+        """Return what each process sends, in rows: bytes, equally many of each."""
+        received = sent.new_empty(self.world_size, len(sent))
+        dist.all_gather_into_tensor(received.view(-1), sent)
+        return received
 
     def leave(self) -> None:
         """End together with the others: after that, this process is alone."""
@@ -346,17 +335,25 @@ class Membership:
     def agree(self) -> bool:
         """Find out how far each process has got; return whether others have completed the action of this one.
 
-        Those that lack the outcome of the latest action, or are new, get it from one that has it.
+        If one of them lacks the outcome of the latest action, all get it from one that has it.
         """
-        counts = self.exchange(self.completed)
-        latest = max(counts)
+        if self.world_size == 1:
+            return False
+        told = torch.tensor([self.completed, self.is_in_action, self._has_outcome])
+        counts, are_in_action, have_outcome = self.control.begin(told, _AGREEING)().T.tolist()
+        latest, own = max(counts), self.completed
         if min(counts) == latest:
             return False
-        outcomes = self.exchange(self.outcome if self.completed == latest else None)
-        if self.completed == latest:
-            return False
-        self.completed, self.outcome = latest, outcomes[counts.index(latest)]
-        return True
+        lacks = any(count < latest and acts for count, acts in zip(counts, are_in_action, strict=True))
+        if lacks:
+            holders = zip(counts, have_outcome, strict=True)
+            source = next(rank for rank, (count, has) in enumerate(holders) if has and count == latest)
+            outcome = [self.outcome]
+            dist.broadcast_object_list(outcome, source)
+        if own < latest:
+            self.completed = latest
+            self.outcome, self._has_outcome = (outcome[0], True) if lacks else (None, False)
+        return own < latest
 
     def tell_of_change(self, since: float) -> None:
         """Announce what has changed since the last time.

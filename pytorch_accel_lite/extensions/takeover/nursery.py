@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pytorch_accel_lite.extensions.takeover import worker
 from pytorch_accel_lite.extensions.takeover.channel import Channel
@@ -32,6 +32,20 @@ class LostSupervisorError(Exception):
     """The supervisor has not been heard of for so long that the others may have gone on without this machine."""
 
 
+class Child(NamedTuple):
+    """A process that a nursery has started.
+
+    Args:
+        number: that of its order
+        process: its id
+        wakes: the descriptor by which it is woken
+    """
+
+    number: int
+    process: int
+    wakes: int
+
+
 class Nursery:
     """Starts and kills processes as told through a channel, and tells what they do and how they end.
 
@@ -41,7 +55,7 @@ class Nursery:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._children: dict[int, tuple[int, int]] = {}  # numbers and ids, by descriptors that tell when they end
+        self._children: dict[int, Child] = {}  # by descriptors that tell when they end
         self._poll = select.poll()
         self._poll.register(channel, select.POLLIN)
         self._heard_at = time.monotonic()
@@ -83,6 +97,8 @@ class Nursery:
                     return order
             elif "kill" in order:
                 self._kill(order["kill"], order["signal"])
+            elif "wake" in order:
+                self._wake()
             elif "code" in order:
                 self._is_over = order["code"]
             else:
@@ -90,35 +106,45 @@ class Nursery:
         return None
 
     def _lose_supervisor(self) -> None:
-        for _, process in self._children.values():
+        for child in self._children.values():
             with suppress(ProcessLookupError):
-                os.killpg(process, signal.SIGKILL)
-            os.waitpid(process, 0)
+                os.killpg(child.process, signal.SIGKILL)
+            os.waitpid(child.process, 0)
         raise LostSupervisorError
 
     def _start(self, order: dict[str, Any]) -> bool:
         """Start a process; return whether this is it."""
+        order["wakes"] = waked, wakes = os.pipe2(os.O_NONBLOCK)
         process = os.fork()
         if not process:
             os.setsid()  # so that a signal to the supervisor's group does not reach it, too
             self._channel.close()
-            for descriptor in self._children:
+            for descriptor, child in self._children.items():
                 os.close(descriptor)
+                os.close(child.wakes)
             return True
+        os.close(waked)
         descriptor = os.pidfd_open(process)
-        self._children[descriptor] = order["number"], process
+        self._children[descriptor] = Child(order["number"], process, wakes)
         self._poll.register(descriptor, select.POLLIN)
         return False
 
     def _kill(self, number: int, with_signal: int) -> None:
-        for child, process in self._children.values():
-            if child == number:
-                os.kill(process, with_signal)
+        for child in self._children.values():
+            if child.number == number:
+                os.kill(child.process, with_signal)
+
+    def _wake(self) -> None:
+        """Let the processes look at the generation that has begun."""
+        for child in self._children.values():
+            with suppress(BlockingIOError, BrokenPipeError):  # it has not looked for long, or is just ending
+                os.write(child.wakes, b"\0")
 
     def _bury(self, descriptor: int) -> None:
-        number, process = self._children.pop(descriptor)
+        number, process, wakes = self._children.pop(descriptor)
         self._poll.unregister(descriptor)
         os.close(descriptor)
+        os.close(wakes)
         _, status = os.waitpid(process, 0)
         with suppress(ProcessLookupError, PermissionError):  # what it has started itself, such as workers
             os.killpg(process, signal.SIGKILL)
@@ -126,7 +152,7 @@ class Nursery:
 
     def _say_what_they_compute(self) -> None:
         """Tell how long each process has computed. It is also the sign that this machine is there."""
-        computed = {number: _cpu_seconds(process) for number, process in self._children.values()}
+        computed = {child.number: _cpu_seconds(child.process) for child in self._children.values()}
         self._channel.send(computed=computed)
 
 

@@ -17,7 +17,8 @@ from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStor
 from pytorch_accel_lite.extensions.takeover.silent_processes import SignsOfLife, find_silent
 from pytorch_accel_lite.extensions.takeover.worker import Order
 
-_TICK_MS = 20
+_TICK_MS = 20  # while something is under way
+_LONG_TICK_MS = 100
 _SECONDS_TO_DIE = 1.0  # in which the end of a process follows the error that the others have had of it
 _SECONDS_TO_END = 30.0  # after a signal
 _SECONDS_BETWEEN_LOOKS = 0.5
@@ -100,6 +101,7 @@ class Supervisor:
         self._machines: dict[int, Machine] = {}  # by the descriptors of their channels
         self._processes: dict[int, Process] = {}
         self._generation = Generation(0, [])
+        self._are_there = False
         self._started = 0
         self._joined = 0
         self._failures = 0
@@ -114,11 +116,9 @@ class Supervisor:
 
     def run(self) -> int:
         """Run the job and return its exit code."""
-        for number in _FORWARDED:
-            signal.signal(number, lambda number, frame: self._signals.append(number))
         self._begin()
         while self._processes or not (self._generation.number or self._is_ending or self._stop):
-            for descriptor, _ in self._poll.poll(_TICK_MS):
+            for descriptor, _ in self._poll.poll(_TICK_MS if self._is_busy() else _LONG_TICK_MS):
                 self._listen(descriptor)
             self._look()
         for machine in self._machines.values():
@@ -130,6 +130,7 @@ class Supervisor:
     def _begin(self) -> None:
         self._store = JobStore.create()
         self._poll = select.poll()
+        self._listen_to_signals()
         self._listener: socket.socket | None = None
         if self._replaces or self._address is not None:
             self._store.say("open")
@@ -141,6 +142,13 @@ class Supervisor:
         if self._size:
             machine = self._add_machine(self._start_nursery(), self._own_host, is_local=True)
             self._start(machine, self._size)
+
+    def _listen_to_signals(self) -> None:
+        self._signalled, signals = os.pipe2(os.O_NONBLOCK)
+        signal.set_wakeup_fd(signals, warn_on_full_buffer=False)
+        self._poll.register(self._signalled, select.POLLIN)
+        for number in _FORWARDED:
+            signal.signal(number, lambda number, frame: self._signals.append(number))
 
     @property
     def _own_host(self) -> str:
@@ -177,7 +185,10 @@ class Supervisor:
             self._publish([*self._processes])
 
     def _listen(self, descriptor: int) -> None:
-        """Read what machines say, or let one in."""
+        """Read what machines say, or let one in; nothing if it was a signal, which has been noted."""
+        if descriptor == self._signalled:
+            os.read(descriptor, 1 << 10)
+            return
         if self._listener is not None and descriptor == self._listener.fileno():
             connection, _ = self._listener.accept()
             self._add_machine(Channel(connection), connection.getsockname()[0], is_local=False)
@@ -239,7 +250,7 @@ class Supervisor:
         if not self._generation.number and self._address is not None:  # others are awaited
             _say(f"{what}.")
             return
-        if self._store.have_arrived(self._generation):
+        if self._have_arrived():
             self._settle()
         self._failures += len(processes)
         members = [number for number in self._generation.members if number in self._processes]
@@ -291,6 +302,10 @@ class Supervisor:
         machines = [self._processes[number].machine.number for number in every]
         self._generation = Generation(self._generation.number + 1, every, machines, list(came))
         self._store.publish(self._generation)
+        self._are_there = False
+        for machine in self._machines.values():
+            if machine.channel.is_open:
+                machine.channel.send(wake=True)
         self._asked, self._asked_at = self._store.count("asked"), 0.0
         for number in members:
             self._processes[number].is_member = True
@@ -298,6 +313,16 @@ class Supervisor:
     def _rank_of(self, process: Process) -> str:
         members = self._generation.members
         return f"rank {members.index(process.number)}" if process.number in members else "a new process"
+
+    def _have_arrived(self) -> bool:
+        """Whether all processes have entered the latest generation."""
+        self._are_there = self._are_there or self._store.have_arrived(self._generation)
+        return self._are_there
+
+    def _is_busy(self) -> bool:
+        """Whether something is under way of which no message tells when it is over."""
+        are_members = self._processes.keys() <= set(self._generation.members)
+        return not (self._are_there and are_members) or self._stop is not None or bool(self._asked_at)
 
     def _look(self) -> None:
         """Do what is due."""
@@ -309,12 +334,12 @@ class Supervisor:
         self._look_after_machines(now)
         if self._is_ending or self._stop is not None or not self._generation.number:
             return
-        if self._changed_at is not None and self._store.have_arrived(self._generation) and self._generation.members:
+        if self._changed_at is not None and self._have_arrived() and self._generation.members:
             begin, what = self._changed_at
             self._changed_at = None
             count = len(self._generation.members)
             _say(f"{what}. {_counted(count)} after {now - begin:.2f} s.")
-        if self._store.have_arrived(self._generation):
+        if self._have_arrived():
             self._settle()
             self._let_in()
         self._heed_questions(now)
@@ -342,7 +367,7 @@ class Supervisor:
     def _end_silent(self, now: float) -> None:
         """Kill the processes that do nothing while others wait for them."""
         generation = self._generation
-        are_all_there = self._store.have_arrived(generation)
+        are_all_there = self._have_arrived()
         progress: dict[int, SignsOfLife] = {}
         for number in generation.members:
             process = self._processes.get(number)

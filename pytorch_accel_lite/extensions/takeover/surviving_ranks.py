@@ -50,11 +50,14 @@ class SurvivingRanks(Ranks):
             ranks.follow()
         for trainer in survivors():
             cls.membership.change_state(vars(trainer.accelerator.state))
+            trackers = [run.loop.unrecorded for run in trainer.open_runs]
+            shared = [each for each in trackers if isinstance(each, SharedLossTrackers)]
+            for each in shared:
+                each.catch_up()
             assert isinstance(trainer.division, LogicalProcesses)  # see survivors()
             trainer.division.divide(trainer.ranks)
-            for run in trainer.open_runs:
-                if isinstance(run.loop.unrecorded, SharedLossTrackers) and not cls.membership.is_in_update:
-                    run.loop.unrecorded.add_up_local()
+            for each in shared if not cls.membership.is_in_update else ():
+                each.add_up_local()
 
     @classmethod
     def announce(cls, change: Change) -> None:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
 from pytorch_accel_lite.extending import Batch, BatchOutput, Run, TrainerLike, capture_generators, restore_generators
+from pytorch_accel_lite.extending_callbacks import seed_all
 from pytorch_accel_lite.extensions.logical import KeepsShares, LogicalStep, LogicalWindow, SharedLossTrackers
 from pytorch_accel_lite.extensions.takeover.beginning_again import note_states
+from pytorch_accel_lite.extensions.takeover.enclosures import Enclosures, read
 from pytorch_accel_lite.extensions.takeover.joining import enter, keep_end, let_in, let_in_by_beginning_again
-from pytorch_accel_lite.extensions.takeover.membership import Membership, RepeatError
+from pytorch_accel_lite.extensions.takeover.membership import RepeatError
 from pytorch_accel_lite.extensions.takeover.surviving_ranks import SurvivingRanks
 
 #: A state of a callback, for one logical process.
 StateDict: TypeAlias = dict[str, Any]
+_MOST_KEPT = 1 << 24  # bytes of gradients that each process keeps, so that they need no exchange of their own
 
 
 class _Kept(NamedTuple):
@@ -27,29 +33,35 @@ class _Kept(NamedTuple):
         first: number of the first of them
         losses: the running losses of each
         of_callbacks: what each of ``SurvivingWindow.keepers`` keeps of them
-        is_wanted: whether it knows of others that are to be let in
     """
 
     first: int
     losses: list[dict[str, tuple[float, float]]]
     of_callbacks: list[list[StateDict]]
-    is_wanted: bool
 
 
-class _Before(NamedTuple):
-    """What an update that is interrupted has changed."""
+@dataclass
+class _Before:
+    """What an update that is interrupted has changed.
+
+    Args:
+        seed: that of all generators; ``None`` if their states are kept
+        generators: their states, if kept
+        buffers: each with a copy, once they have been copied
+    """
 
     progress: dict[str, int]
     kept: _Kept
-    buffers: list[tuple[torch.Tensor, torch.Tensor]]
-    generators: dict[str, Any]
+    seed: int | None
+    generators: StateDict
+    buffers: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
 class SurvivingWindow(LogicalWindow):
     """An accumulation window that ends when all processes have its gradients.
 
-    With them, the processes exchange what they keep of their shares. Nothing else of an update communicates, and
-    nothing before that changes what all of them have in common.
+    With them, the processes gather what they keep of their shares. Nothing else of an update communicates after that,
+    and nothing before it changes what all of them have in common.
 
     Attributes:
         trackers: the running losses of the epoch
@@ -61,27 +73,73 @@ class SurvivingWindow(LogicalWindow):
     keepers: Sequence[KeepsShares] = ()
     is_wanted = False
 
-    def finish(self, optimizer: Any) -> Any:
+    def __init__(self, trainer: TrainerLike, steps: int, batch_size: int, count: int) -> None:
+        super().__init__(trainer, steps, batch_size, count)
+        self._enclosures = Enclosures()
+        self._are_small = sum(p.numel() * p.element_size() for p in trainer.model.parameters()) <= _MOST_KEPT
+
+    def restart(self) -> None:
+        """Begin the window again, with the logical processes divided among the processes as they are now."""
+        super().restart()
+        self._enclosures = Enclosures()
+
+    def begin(self, trackers: SharedLossTrackers, keepers: Sequence[KeepsShares]) -> None:
+        """Begin an update."""
+        self.trackers, self.keepers = trackers, keepers
+        self.sums.room = self._enclosures.room if self._are_small else 0
+
+    @property
+    def has_exchanged(self) -> bool:
+        """Whether all processes have begun this update, as they have exchanged gradients."""
+        return self.sums.has_slices
+
+    def finish_sums(self) -> None:
         """Give the parameters their gradients, once all processes have them."""
         membership = SurvivingRanks.membership
+        if self.sums.room and self.sums.has_slices:
+            self.sums.finish(self._gather_last)
+            return
+        self.sums.finish()
+        if membership.world_size > 1:
+            self._gather_last(torch.zeros(self._enclosures.room, dtype=torch.uint8))
+            return
+        membership.complete()
+        membership.is_in_update = membership.is_in_action = False
+        self.is_wanted = membership.watcher.is_wanted
+
+    def _gather_last(self, sent: torch.Tensor) -> torch.Tensor:
+        """Return what each process sends, in rows, and keep what the others keep, which travels at the end of it."""
+        membership, enclosures = SurvivingRanks.membership, self._enclosures
+        value = pickle.dumps(tuple(self.of_shares()))
+        rows: torch.Tensor | None = None
+        is_repaired = False
         try:
-            factor = super().finish(optimizer)
-            outcome = membership.exchange(self.of_shares(membership))
+            while True:
+                enclosures.enclose(sent, membership.watcher.is_wanted, value)
+                last = membership.gather(sent)
+                rows = last if rows is None else rows
+                if (is_wanted := enclosures.read_flags(last)) is not None:
+                    break
+                sent = torch.zeros(enclosures.room, dtype=torch.uint8)
         except RuntimeError as error:
             if not membership.recover(error):
                 raise RepeatError from error
-            outcome = membership.outcome
+            assert membership.outcome is not None
+            last, is_repaired = membership.outcome, True
+            rows = last if rows is None else rows
+            is_wanted = enclosures.read_flags(last)
         else:
-            membership.complete(outcome)
+            membership.complete(last)
         membership.is_in_update = membership.is_in_action = False
-        self._keep(outcome, membership)
-        return factor
+        self.is_wanted = bool(is_wanted)
+        self._keep(last, is_repaired)
+        return rows
 
-    def of_shares(self, membership: Membership) -> _Kept:
+    def of_shares(self) -> _Kept:
         """Return what is kept of the shares of this process."""
         assert self.trackers is not None
         of_callbacks = [keeper.states_of_shares() for keeper in self.keepers]
-        return _Kept(self.trackers.first_local, self.trackers.local_sums(), of_callbacks, membership.watcher.is_wanted)
+        return _Kept(self.trackers.first_local, self.trackers.local_sums(), of_callbacks)
 
     def load(self, kept: _Kept) -> None:
         """Take over what is kept of the shares of a process."""
@@ -90,17 +148,27 @@ class SurvivingWindow(LogicalWindow):
         for keeper, states in zip(self.keepers, kept.of_callbacks, strict=True):
             keeper.load_states_of_shares(states, kept.first)
 
-    def _keep(self, outcome: Sequence[_Kept], membership: Membership) -> None:
-        """Keep what is of the shares of other processes, or has been."""
+    def _keep(self, rows: torch.Tensor, is_repaired: bool) -> None:
+        """Keep what others keep of their shares. If only trackers do, it is read when a process is lost.
+
+        Args:
+            is_repaired: whether the shares have been divided otherwise since
+        """
         assert self.trackers is not None
-        are_others = len(outcome) != membership.world_size
-        local = self.trackers.first_local
-        for kept in outcome:
-            if are_others or kept.first != local:
-                self.load(kept)
-        if are_others:
+        enclosed = self._enclosures.cut(rows)
+        if is_repaired:
+            self._load_all(enclosed)
             self.trackers.add_up_local()
-        self.is_wanted = any(kept.is_wanted for kept in outcome)
+            return
+        del enclosed[SurvivingRanks.membership.rank]
+        if self.keepers:
+            self._load_all(enclosed)
+        else:
+            self.trackers.postpone(partial(self._load_all, enclosed))
+
+    def _load_all(self, enclosed: Sequence[bytes]) -> None:
+        for each in enclosed:
+            self.load(_Kept(*pickle.loads(read(each))))
 
 
 class SurvivingStep(LogicalStep):
@@ -109,6 +177,7 @@ class SurvivingStep(LogicalStep):
     window_kind = SurvivingWindow
     _window: SurvivingWindow
     _before: _Before | None = None
+    _seed: int | None = None  # of all generators at the end of the latest step
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__(trainer, run)
@@ -136,7 +205,12 @@ class SurvivingStep(LogicalStep):
         """
         if run.window.filled == 1:
             self._begin_update(trainer, run)
-        return super().forward_backward(trainer, run, batch)
+        output = super().forward_backward(trainer, run, batch)
+        assert batch.share is not None
+        self._seed = batch.share.seed
+        if self._window.has_exchanged:
+            SurvivingRanks.membership.drop_outcome()
+        return output
 
     def _begin_update(self, trainer: TrainerLike, run: Run) -> None:
         window, membership = self._window, SurvivingRanks.membership
@@ -149,18 +223,23 @@ class SurvivingStep(LogicalStep):
             self._generation = membership.generation
             raise RepeatError
         assert isinstance(run.loss_trackers, SharedLossTrackers)
-        window.trackers = run.loss_trackers
-        window.keepers = [callback for callback in trainer.callback_handler if isinstance(callback, KeepsShares)]
-        self._find_buffers()
-        buffers = self._buffers()
-        self._before = _Before(
-            run.progress.state_dict(),
-            copy.deepcopy(window.of_shares(membership)),
-            [(buffer, buffer.detach().clone()) for buffer in buffers],
-            capture_generators(),
-        )
+        keepers = [callback for callback in trainer.callback_handler if _keeps_shares(type(callback))]
+        window.begin(run.loss_trackers, cast(list[KeepsShares], keepers))
+        kept = window.of_shares()
+        if keepers:
+            kept = kept._replace(of_callbacks=copy.deepcopy(kept.of_callbacks))
+        # In an epoch, each step begins with the generators as the one before it has seeded them.
+        seed = self._seed if run.progress.step else None
+        generators = {} if seed is not None else capture_generators()
+        self._before = _Before(vars(run.progress).copy(), kept, seed, generators)
         membership.is_in_update = membership.is_in_action = True
         membership.begun_at = time.monotonic()
+
+    def _copy_buffers(self) -> list[torch.Tensor]:
+        copies = super()._copy_buffers()
+        if self._before is not None and self._before.buffers is None:
+            self._before.buffers = [*zip(self._buffers(), copies, strict=True)]
+        return copies
 
     def recover(self, trainer: TrainerLike, run: Run, error: Exception) -> bool:
         """After the loss of a process, restore what was before the update, which is then repeated."""
@@ -189,6 +268,14 @@ class SurvivingStep(LogicalStep):
         trackers.unweighed.clear()
         trackers.add_up_local()
         with torch.no_grad():
-            for buffer, value in before.buffers:
+            for buffer, value in before.buffers or ():
                 buffer.copy_(value)
-        restore_generators(before.generators)
+        if before.seed is None:
+            restore_generators(before.generators)
+        else:
+            seed_all(before.seed)
+
+
+@cache
+def _keeps_shares(kind: type) -> bool:
+    return issubclass(kind, KeepsShares)

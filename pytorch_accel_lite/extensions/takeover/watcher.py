@@ -3,31 +3,61 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from pytorch_accel_lite.extending import is_waiting
 from pytorch_accel_lite.extensions.takeover.connections import any_is_connected, shut_down
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore
 
-_PAUSE = 0.02  # seconds
-_BEAT = 0.5
+_BEAT = 0.5  # seconds
+
+
+class Waker:
+    """Lets a thread wait until it is woken, by another thread or another process.
+
+    Args:
+        ends: the descriptors of a pipe, from which one reads what the others write
+    """
+
+    def __init__(self, ends: Sequence[int]) -> None:
+        self._own, self._others = ends
+        self._poll = select.poll()
+        self._poll.register(self._own, select.POLLIN)
+
+    def wake(self) -> None:
+        """Wake who waits, or will wait."""
+        with suppress(BlockingIOError):  # others have, many times
+            os.write(self._others, b"\0")
+
+    def wait(self, seconds: float) -> None:
+        """Wait until woken, for some time at most."""
+        if self._poll.poll(1000 * seconds):
+            os.read(self._own, 1 << 10)
 
 
 class Watcher(threading.Thread):
     """Ends the connections of a generation that has lost a member.
 
-    Without it, a process would not notice if it waits for one that is silent, or that is not its neighbour.
+    Without it, a process would not notice if it waits for one that is silent, or that is not its neighbour. It looks
+    when it is woken, as it is when a generation begins, and twice a second.
+
+    Args:
+        number: that of this process in generations
+        waker: wakes it
 
     Attributes:
         is_wanted: whether a generation follows that has all members of this one, to be entered after an update
     """
 
-    def __init__(self, number: int, host: str, port: int) -> None:
+    def __init__(self, number: int, host: str, port: int, waker: Waker) -> None:
         super().__init__(name="pytorch_accel_lite.takeover", daemon=True)
         self.is_wanted = False
+        self._waker = waker
         self._number = number
         self._port = port
         self._store = JobStore.connect(host, port)
@@ -36,7 +66,7 @@ class Watcher(threading.Thread):
         self._follows: Generation | None = None  # the latest generation, if it is after that
         self._sockets: dict[int, str] = {}
         self._watched = threading.get_ident()
-        self._is_over = threading.Event()
+        self._is_over = False
         self._lock = threading.Lock()
         self._beats = 0
 
@@ -54,6 +84,7 @@ class Watcher(threading.Thread):
         with self._lock:
             self._generation, self._sockets = generation, sockets
             self._is_connected, self._follows, self.is_wanted = True, None, False
+        self._waker.wake()  # another one may have begun meanwhile
 
     def is_cut_off(self) -> bool:
         """Whether another generation follows, and no connection of this one is left."""
@@ -70,15 +101,13 @@ class Watcher(threading.Thread):
     def run(self) -> None:
         """Look until the process ends."""
         next_beat = 0.0
-        pause = _PAUSE
-        while not self._is_over.wait(pause):
-            pause = _BEAT  # if the store cannot be reached
-            with suppress(RuntimeError):
+        while not self._is_over:
+            with suppress(RuntimeError):  # the store cannot be reached
                 self._look()
                 if time.monotonic() > next_beat:
                     next_beat = time.monotonic() + _BEAT
                     self._say_how_far()
-                pause = _PAUSE
+            self._waker.wait(_BEAT)
 
     def _look(self) -> None:
         generation = self._generation
@@ -100,6 +129,7 @@ class Watcher(threading.Thread):
 
     def stop(self) -> None:
         """End the thread, before the interpreter does."""
-        self._is_over.set()
+        self._is_over = True
+        self._waker.wake()
         if self.is_alive():
             self.join(10 * _BEAT)

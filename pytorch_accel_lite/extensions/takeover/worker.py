@@ -8,6 +8,7 @@ import os
 import runpy
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from pytorch_accel_lite.extensions.takeover.joining import stay_apart
 from pytorch_accel_lite.extensions.takeover.membership import Membership
 from pytorch_accel_lite.extensions.takeover.surviving_ranks import SurvivingRanks
 from pytorch_accel_lite.extensions.takeover.surviving_step import SurvivingStep
+from pytorch_accel_lite.extensions.takeover.watcher import Waker
 
 _PR_SET_PDEATHSIG = 1
 
@@ -43,6 +45,7 @@ class Order:
         port: that of the store
         comes_later: whether it joins others that have begun
         program: the arguments of Python: a script, or ``-m`` and a module, and the arguments of that
+        wakes: the descriptors of the pipe by which its machine tells it that a generation begins
     """
 
     number: int
@@ -50,6 +53,7 @@ class Order:
     port: int
     comes_later: bool
     program: list[str]
+    wakes: Sequence[int] = ()
 
 
 def run(order: Order) -> None:
@@ -58,7 +62,7 @@ def run(order: Order) -> None:
     os.environ.update(ACCELERATE_USE_CPU="true", MASTER_ADDR=order.host, MASTER_PORT=str(order.port))
     if (interface := interface_to(order.host)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    membership = SurvivingRanks.membership = Membership(order.number, order.host, order.port)
+    membership = SurvivingRanks.membership = Membership(order.number, order.host, order.port, Waker(order.wakes))
     membership.redivide, membership.announce = SurvivingRanks.follow_all, SurvivingRanks.announce
     membership.holds_shards = has_sharded_trainer
     use_ranks(SurvivingRanks)
