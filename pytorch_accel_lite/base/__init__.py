@@ -1,1 +1,1 @@
-"""What knows nothing of training: devices, modules, generators, checks of arguments, paths, texts."""
+"""Helpers that know nothing of training: devices, modules, generators, checks of arguments, paths, texts."""

@@ -38,7 +38,7 @@ def describe_settings(is_cuda: bool) -> dict[str, object]:
     """Return the current settings that affect the last bits of a computation, in JSON types."""
     try:
         precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # set per operation, by torch's newer interface
+    except RuntimeError:  # the precision was set per operation, by torch's newer interface
         precision = {"tf32": "high", "bf16": "medium"}.get(torch.backends.cuda.matmul.fp32_precision, "highest")
     settings: dict[str, object] = {
         "precision of float32 products": precision,

@@ -1,4 +1,4 @@
-"""tqdm's bars in terminals, with numbers that fit, and in notebooks, below the table of the run."""
+"""Progress bars of tqdm: in terminals, with as many numbers as fit; in notebooks, below the table of the run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _NARROWEST = 10  # columns of a bar; numbers beside it are left out to make room
 class TerminalBar(tqdm):  # type: ignore[misc]
     """A bar that stays within the width of the terminal, with as many of the first numbers beside it as fit.
 
-    While a bar is shown, text printed to the terminal appears above it. Omits tqdm's own rate and time, which cover
-    only one epoch, so that ours fit into 80 columns.
+    While a bar is shown, text printed to the terminal appears above it. tqdm's own rate and time, which cover only one
+    epoch, are omitted, so that those of the run fit into 80 columns.
     """
 
     _num_shown: ClassVar[int] = 0
@@ -37,7 +37,7 @@ class TerminalBar(tqdm):  # type: ignore[misc]
             TerminalBar._num_shown += 1
         count = "{n_fmt} {unit}" if kwargs["total"] is None else _FORMAT
         stream = sys.stderr.stream if isinstance(sys.stderr, _AboveBars) else sys.stderr
-        self.desc = kwargs["desc"]  # tqdm omits it in bars that are not shown
+        self.desc = kwargs["desc"]  # tqdm does not set it in bars that are not shown
         bar_format = f"{{desc}}: {count}{{postfix}}"
         super().__init__(bar_format=bar_format, leave=False, dynamic_ncols=True, file=stream, **kwargs)
 
@@ -75,7 +75,7 @@ class _AboveBars:
     def __init__(self, stream: TextIO, bars: TextIO) -> None:
         self.stream = stream
         self._bars = bars
-        self._incomplete = ""  # the beginning of a line
+        self._incomplete = ""  # the beginning of a line whose end is still to come
 
     def write(self, text: str) -> int:
         # The user's own bars move the cursor, with line feeds too; print() ends its lines with one.
@@ -118,14 +118,14 @@ class HeldOutput:
             sys.stdout = self.stream
 
     def write(self, text: str) -> int:
-        """Hold text back, or print it if that has ended."""
+        """Hold text back, or print it if ``restore()`` has been called."""
         self._kept.append(text)
         if not self._is_held:
             self.flush()
         return len(text)
 
     def flush(self) -> None:
-        """Print what is kept."""
+        """Print the text that was held back."""
         kept, self._kept = self._kept, []
         self.stream.write("".join(kept))
         self.stream.flush()
@@ -159,7 +159,7 @@ class NotebookBar(tqdm):  # type: ignore[misc]
             output.refresh()
 
     def display(self, *args: Any, **kwargs: Any) -> None:
-        """Draw the bar with the others of the output."""
+        """Draw the bar together with the other bars of the output."""
         self._output.refresh()
 
     def clear(self, *args: Any, **kwargs: object) -> None:

@@ -1,4 +1,4 @@
-"""Differences between devices: which ones compute asynchronously, and how to read their numbers without waiting."""
+"""Differences between devices: which devices compute asynchronously, and how to read from them without waiting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accelerate import Accelerator
 
 
 def module_of(device: torch.device) -> ModuleType | None:
-    """Return torch's module for a kind of device, for example ``torch.cuda``; ``None`` if there is none."""
+    """Return torch's module for a kind of device, for example ``torch.cuda``; ``None`` if torch has no such module."""
     return getattr(torch, device.type, None)
 
 
@@ -26,14 +26,14 @@ def capacity_of(device: torch.device) -> int | None:
 
 
 def launched_on_cpus() -> bool:
-    """Whether several processes were launched without a GPU or similar device. Accelerate must be told."""
+    """Whether several processes were launched without a GPU or similar device, of which Accelerate must be told."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available()
 
 
 def is_asynchronous(device: torch.device) -> bool:
     """Whether a device computes asynchronously and has events to track its progress.
 
-    Apple's (``mps``) does, too, but torch's copies to host memory do not wait for it reliably, so it does not count.
+    Apple's ``mps`` does, too, but it does not count: torch's copies to host memory do not wait for it reliably.
     """
     return device.type not in ("cpu", "mps") and hasattr(module_of(device), "Event")
 
@@ -52,9 +52,9 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
 
 def to_float(scalar: torch.Tensor) -> float:
     """Return the value of a tensor with one element, without the overhead of waiting for a device."""
-    if type(scalar) is not torch.Tensor:  # a DTensor, for example
+    if type(scalar) is not torch.Tensor:  # the tensor is a DTensor, for example
         return float(scalar)
-    number: Any = scalar.tolist() if not scalar.ndim else scalar.reshape(()).tolist()  # typed as a list
+    number: Any = scalar.tolist() if not scalar.ndim else scalar.reshape(()).tolist()  # torch types it as a list
     return float(number)
 
 
@@ -81,14 +81,14 @@ class AsyncCopy:
         return self._copy
 
 
-#: An event of a device, or seconds for one that computes synchronously.
+#: An event of a device; for a device that computes synchronously, a time in seconds.
 Moment: TypeAlias = Any
 
 
 class DeviceTimer:
-    """Measures phases of computation on a device, by events that are read later, so that nothing waits."""
+    """Measures phases of computation on a device by events that are read later, so that no step waits."""
 
-    #: Number of phases after which the events of finished ones are read.
+    #: Number of phases after which the events of finished phases are read.
     MAX_PENDING = 300
 
     def __init__(self, device: torch.device) -> None:
@@ -137,7 +137,7 @@ def mixed_precision(accelerator: Accelerator) -> AbstractContextManager[None]:
 def _autocast(accelerator: Accelerator) -> Iterator[None]:
     with accelerator.autocast():
         torch.set_autocast_cache_enabled(False)
-        torch.autocast_decrement_nesting()  # only an outermost autocast clears its cache, so let the model's be it
+        torch.autocast_decrement_nesting()  # only the outermost autocast clears its cache: make that the model's
         try:
             yield
         finally:

@@ -12,12 +12,12 @@ T = TypeVar("T")
 
 
 def is_private(name: str) -> bool:
-    """Whether a name begins with an underscore and is not one of Python's own, such as ``__init__``."""
+    """Whether a name begins with an underscore and is not a special name of Python, such as ``__init__``."""
     return name.startswith("_") and not name.endswith("__")
 
 
 def find_length(thing: object) -> int | None:
-    """Return ``len(thing)``, or ``None`` if it has no length."""
+    """Return ``len(thing)``, or ``None`` if the object has no length."""
     try:
         return len(thing) if isinstance(thing, Sized) else None
     except TypeError:
@@ -27,7 +27,7 @@ def find_length(thing: object) -> int | None:
 def nested_in(root: object, is_kind: Callable[[object], bool]) -> list[object]:
     """Return an object and the objects of a kind inside it: in attributes, and in lists and dicts among them.
 
-    Lists that begin with an object of another kind are not searched, as they may be long.
+    Lists that begin with an object of another kind are not searched, because they may be long.
     """
     nested = [root]
     seen = {id(root)}
@@ -43,7 +43,7 @@ def nested_in(root: object, is_kind: Callable[[object], bool]) -> list[object]:
 
 
 def distinct_elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of the elements with memory of their own. torch writes only to these; see ``expand``."""
+    """Return a view of the elements with memory of their own. torch writes only to such elements; see ``expand``."""
     for dimension, stride in enumerate(tensor.stride() if tensor.layout is torch.strided else ()):
         if stride == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
@@ -88,5 +88,5 @@ def accepts(function: Callable[..., object], *arguments: object) -> bool:
     try:
         inspect.signature(function).bind(*arguments)
     except (TypeError, ValueError) as error:
-        return isinstance(error, ValueError)  # not written in Python
+        return isinstance(error, ValueError)  # the function is not written in Python
     return True

@@ -87,7 +87,7 @@ def reshard(model: nn.Module) -> None:
             method()
 
 
-#: With these, Accelerate adds only bookkeeping to an optimizer, so the user's optimizer is stepped directly.
+#: Kinds of jobs in which Accelerate only adds bookkeeping to an optimizer, so the user's optimizer is stepped directly.
 PLAIN = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 
 

@@ -32,7 +32,7 @@ _ALIASES = {
     "r2": "r2score",
     "sensitivity": "recall",
 }
-#: Tasks of classification metrics, each with the argument that it alone needs.
+#: Tasks of classification metrics, with the argument that only this task needs.
 _TASKS = {"multiclass": "num_classes", "multilabel": "num_labels"}
 
 
@@ -49,7 +49,7 @@ class Classification(NamedTuple):
 
     @classmethod
     def of(cls, predictions: torch.Tensor, targets: torch.Tensor) -> Classification:
-        """Return the task that the shapes of outputs and targets show. No value is read.
+        """Return the task that the shapes of outputs and targets show. No values are read.
 
         Raises:
             ValueError: if the shapes are not those of a classifier
@@ -110,7 +110,7 @@ class NamedMetric:
         self.needs_task = takes_task and "task" not in self.arguments
 
     def create(self, classification: Classification | None = None) -> Metric:
-        """Create the metric, with the classifier's task if it needs that."""
+        """Create the metric, with the classifier's task if the metric needs a task."""
         known = {} if classification is None or not self.needs_task else classification.arguments
         metric: Metric = self._kind(**known, **self.arguments)
         return metric

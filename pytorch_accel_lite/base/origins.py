@@ -1,4 +1,4 @@
-"""Whose code it is: the user's, this package's or a library's; for messages, warnings and tracebacks."""
+"""Telling the user's code from this package's and from libraries, for messages, warnings and tracebacks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def is_of_library(module: object) -> bool:
 
 
 def is_installed(code: CodeType) -> bool:
-    """Whether code belongs to Python, to an installed package or to this one, rather than to the user's program."""
+    """Whether code belongs to Python, to an installed package or to this package, rather than to the user's program."""
     return _is_installed(code.co_filename)
 
 
@@ -44,7 +44,7 @@ def _is_installed(path: str) -> bool:
 
 
 def is_overridden(instance: object, method: str) -> bool:
-    """Whether the user's own class overrides a method of ours."""
+    """Whether the user's own class overrides a method of this package."""
     return not is_from_this_package(getattr(type(instance), method))
 
 
@@ -54,14 +54,14 @@ def users_classes(instance: object) -> list[type]:
 
 
 def overridden_methods(instance: object) -> frozenset[str]:
-    """Return the names of all methods of ours that the user's own class, or one that it inherits from, overrides."""
+    """Return the names of all methods of this package that the user's classes of an object override."""
     users = [kind for kind in type(instance).__mro__ if kind is not object and not is_from_this_package(kind)]
     names = {name for kind in users for name in vars(kind)}
     return frozenset(name for name in names if is_overridden(instance, name))
 
 
 def checked_by(error: BaseException) -> str:
-    """Return the module of this package whose check raised an error, or nothing. Such an error needs no notes."""
+    """Return the module of this package whose check raised an error, or ``""``. Such an error needs no notes."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     module = str(frame.f_globals.get("__name__"))
     is_check = isinstance(error, (ValueError, TypeError, RuntimeError)) and is_in_this_package(module)
@@ -77,7 +77,7 @@ def warn_outside(message: str) -> None:
 
 
 def leave_out_libraries(error: BaseException) -> None:
-    """Remove the frames of libraries from the traceback of an error, except the first, which calls this."""
+    """Remove the frames of libraries from the traceback of an error, except the first frame, the caller of this."""
     trace = error.__traceback__
     while trace is not None:
         following = trace.tb_next
@@ -91,10 +91,10 @@ _CALLS_OF_MODULES = "torch.nn.modules.module"
 
 
 def hide_frames(error: BaseException) -> None:
-    """In IPython, remove this package's frames from the traceback of an error, and torch's that only call modules.
+    """In IPython, remove from a traceback this package's frames, and torch's frames that only call modules.
 
-    The remaining frames are the user's, those that they have called, and the check of ours that raised the error. All
-    frames stay if the error comes from code of ours that is not a check.
+    The remaining frames are the user's, the frames that these have called, and the check that raised the error. All
+    frames stay if the error comes from code of this package that is not a check.
     """
     ipython = sys.modules.get("IPython")
     if ipython is None or ipython.get_ipython() is None:

@@ -12,7 +12,7 @@ StrPath = str | os.PathLike[str]
 #: A path, or a binary file that the user has opened, or an ``io.BytesIO``.
 PathOrFile = StrPath | IO[bytes]
 _LONGEST_NAME = 255  # bytes, on all common file systems
-_LONGEST_PART = 150  # of a name made of several parts
+_LONGEST_PART = 150  # maximum length of a name made of several parts
 
 
 def parse_location(path: StrPath, argument: str = "path") -> Path | str:
@@ -22,8 +22,8 @@ def parse_location(path: StrPath, argument: str = "path") -> Path | str:
         argument: name of the argument, for the error
 
     Raises:
-        TypeError: if it is neither text nor a path
-        ValueError: if it names nothing
+        TypeError: if the argument is neither text nor a path
+        ValueError: if the path names nothing
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
@@ -55,10 +55,10 @@ def local_path(argument: str, path: StrPath, what: str = "what is written there"
     """Return a path on a disk, without ``~``.
 
     Args:
-        what: what is at the path, for the error
+        what: a description of what is at the path, for the error
 
     Raises:
-        ValueError: if it is the URL of a remote store, names nothing, or lies below a file
+        ValueError: if the path is the URL of a remote store, names nothing, or lies below a file
     """
     location = parse_location(path, argument)
     if isinstance(location, str):
@@ -81,7 +81,7 @@ def file_path(argument: str, path: StrPath, what: str = "what is written there")
     """Return the path of a file to write.
 
     Raises:
-        ValueError: if it cannot be a file on a disk; names the argument
+        ValueError: if the path cannot be a file on a disk; names the argument
     """
     location = local_path(argument, path, what)
     text = os.fspath(path)
@@ -94,7 +94,7 @@ def folder_path(argument: str, path: StrPath, what: str = "what is written there
     """Return the path of a folder to write to, which need not exist.
 
     Raises:
-        ValueError: if it cannot be a folder on a disk; names the argument
+        ValueError: if the path cannot be a folder on a disk; names the argument
     """
     location = local_path(argument, path, what)
     if os.path.lexists(location) and not location.is_dir():
@@ -106,8 +106,8 @@ def check_open_file(argument: str, file: PathOrFile, *, to_write: bool) -> None:
     """Check that an argument is an open file. Paths pass.
 
     Raises:
-        TypeError: if it is neither a path nor a binary file; names the argument
-        ValueError: if it is closed, or open only for the opposite direction
+        TypeError: if the argument is neither a path nor a binary file; names the argument
+        ValueError: if the file is closed, or open only for the opposite direction
     """
     if isinstance(file, (str, os.PathLike)):
         return
@@ -123,10 +123,10 @@ def check_open_file(argument: str, file: PathOrFile, *, to_write: bool) -> None:
 
 
 def name_of(file: PathOrFile) -> str:
-    """Return what to call a path or an open file in messages."""
+    """Return the name of a path or an open file for messages."""
     if isinstance(file, (str, os.PathLike)):
         return os.fspath(file)
-    name = getattr(file, "name", None)  # a number if the file was opened by its descriptor
+    name = getattr(file, "name", None)  # the name is a number if the file was opened by its descriptor
     return name if isinstance(name, str) and name else f"<{type(file).__name__}>"
 
 

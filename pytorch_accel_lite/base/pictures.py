@@ -24,7 +24,7 @@ class Picture(NamedTuple):
     """A picture.
 
     Args:
-        pixels: its colours, of shape ``(height, width, 3)``
+        pixels: the colours of the pixels, of shape ``(height, width, 3)``
         png: the contents of a PNG file
     """
 
@@ -33,7 +33,7 @@ class Picture(NamedTuple):
 
 
 def as_picture(value: object) -> tuple[Picture | None, str]:
-    """Return a picture, or ``None`` if a value is none, and what had to be changed to show it, if anything.
+    """Return a value as a picture, or ``None`` if it is no picture; and what had to be changed to show it, if anything.
 
     Arrays and tensors are pictures if they hold bytes or floats and have the shape ``(height, width)``,
     ``(height, width, channels)`` or ``(channels, height, width)`` with 1 or 3 channels. Figures are closed.
@@ -71,12 +71,12 @@ def _of_figure(figure: Figure) -> Picture:
     figure.savefig(data, format="png")
     pyplot = sys.modules.get("matplotlib.pyplot")
     if pyplot is not None:
-        pyplot.close(figure)  # otherwise it would stay in memory, and a notebook would show it once more
+        pyplot.close(figure)  # otherwise it would stay in memory, and a notebook would show it again
     return Picture(np.asarray(_pil().open(data).convert("RGB")), data.getvalue())
 
 
 def _pixels_of(value: object) -> npt.NDArray[np.generic] | None:
-    """Return an array or a tensor of bytes or floats with the channels last, or ``None`` if it has no such shape."""
+    """Return an array or a tensor of bytes or floats with the channels last; ``None`` if the shape does not fit."""
     if not isinstance(value, (torch.Tensor, np.ndarray)) or value.ndim not in (2, 3) or 0 in value.shape:
         return None
     is_tensor = isinstance(value, torch.Tensor)

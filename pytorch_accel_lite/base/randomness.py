@@ -1,6 +1,7 @@
 """Random numbers: seeding the generators, capturing their states, and restoring them.
 
-The generators are those of python, numpy and torch, including torch's for this process's GPU or other accelerator.
+The generators are those of python, numpy and torch, including torch's generator for this process's GPU or other
+accelerator.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def generator_with(seed: int) -> torch.Generator:
 
 
 def draw_seed(generator: torch.Generator | None = None) -> int:
-    """Draw a seed from torch's generator, or another one, as torch's samplers and its ``DataLoader`` do."""
+    """Draw a seed from torch's or the given generator, as torch's samplers and its ``DataLoader`` do."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
@@ -61,7 +62,7 @@ def seed_generators(seed: int, with_torch: bool = True, with_others: bool = True
 
     Args:
         with_torch: whether to seed torch's generator
-        with_others: whether to seed Python's and NumPy's
+        with_others: whether to seed Python's and NumPy's generators
     """
     if with_torch:
         # torch.manual_seed also visits every device, which costs a hundred times as much.
@@ -72,9 +73,10 @@ def seed_generators(seed: int, with_torch: bool = True, with_others: bool = True
 
 
 def find_generators(roots: Iterable[object], in_loaders: bool = False) -> list[RandomGenerator]:
-    """Return the random generators that objects hold, see ``reachable_from()``; not the global ones.
+    """Return the random generators that objects hold, see ``reachable_from()``, except the global generators.
 
-    For example those of albumentations' and MONAI's transforms, and of functions that enclose one or use a global one.
+    Examples are the generators of albumentations' and MONAI's transforms, and generators that functions enclose or use
+    as a global variable.
     """
     usual = (random.random, np.random.random_sample)  # methods of the global generators
     excluded = {id(torch.default_generator), *(id(getattr(method, "__self__", None)) for method in usual)}
@@ -153,17 +155,17 @@ def capture_generators() -> StateDict:
 def restore_generators(states: StateDict) -> None:
     """Restore states returned by ``capture_generators()``."""
     version, numbers, cached = states["python"]
-    random.setstate((version, tuple(torch.as_tensor(numbers).tolist()), cached))  # versions up to 0.2 keep a tuple
+    random.setstate((version, tuple(torch.as_tensor(numbers).tolist()), cached))  # up to 0.2, states have a tuple
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     for name, module in _modules_of_torch().items():
-        if name in states:  # a training state saved without a GPU has none for it
+        if name in states:  # a training state saved without a GPU has no entry for it
             module.set_rng_state(states[name])
 
 
 @contextmanager
 def preserving_generators(*only: str) -> Iterator[None]:
-    """Restore the states of all generators after a block, or of ``only`` the named ones."""
+    """Restore the states of all generators after a block, or ``only`` of the named generators."""
     states = capture_generators()
     try:
         yield
@@ -172,7 +174,7 @@ def preserving_generators(*only: str) -> Iterator[None]:
 
 
 def drawn_with(seeds: Iterable[int], items: Iterator[T]) -> Iterator[T]:
-    """Yield items, each drawn with all generators set to a seed, and leave torch's as they were."""
+    """Yield items, each drawn with all generators set to a seed, and restore torch's generators."""
     default = torch.default_generator
     devices = [module for name, module in _modules_of_torch().items() if name != "torch"]
     for seed in seeds:

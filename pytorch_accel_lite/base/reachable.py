@@ -1,4 +1,4 @@
-"""What objects hold, at any depth: to find generators in it, and to notice that any of it has changed."""
+"""The contents of objects at any depth: finding generators among them, and noticing changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _GENERATORS = get_args(RandomGenerator)
 #: Types that are never searched.
 _DATA = (str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic)
 _MOST_REACHED = 10_000  # objects
-_MOST_PARTS = 1000  # of a list or dict
+_MOST_PARTS = 1000  # parts of a list or dict
 
 #: The result of ``marks_of()``: numbers and types, without references to data.
 Marks: TypeAlias = list[object]
@@ -36,24 +36,24 @@ _Elements: TypeAlias = Any
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 #: Types that are compared, but not searched.
 _LEAVES = (ModuleType, type, torch.Tensor, np.ndarray, np.generic, DataLoader)
-_SHORT = 1000  # elements; parts_held searches lists and dicts of up to as many
+_SHORT = 1000  # elements, as many as parts_held searches in a list or dict
 _MOST_OBJECTS = 10_000
 _MOST_PLAIN = 1 << 17  # elements of a list of numbers or names that are all compared
 _MOST_OTHERS = 1 << 13  # elements of other lists and of dicts
-_PART = 16  # of a longer list, at most a 16th as many are compared
-_MOST_BYTES = 1 << 24  # of an array
-_PIECES, _PIECE = 1 << 10, 1 << 12  # of a larger array, and bytes of each
+_PART = 16  # of a longer list, a 16th as many elements are compared
+_MOST_BYTES = 1 << 24  # bytes of an array that are all compared
+_PIECES, _PIECE = 1 << 10, 1 << 12  # pieces of a larger array that are compared, and bytes of a piece
 
 
 def reachable_from(roots: Iterable[object], in_loaders: bool = False) -> list[object]:
-    """Return objects and their contents at any depth: attributes, short lists and dicts, what functions use.
+    """Return objects and their contents at any depth: attributes, short lists and dicts, and what functions use.
 
-    Functions hold the objects that they enclose, are bound to, or have as defaults; user functions also the globals
-    that they use, and methods their object. Lists that begin with data, and long lists and dicts, are not searched:
-    they hold samples. Nor are objects of this package, except datasets.
+    Functions hold the objects that they enclose, are bound to, or have as defaults; user functions also hold the
+    globals that they use, and methods hold their object. Lists that begin with data, and long lists and dicts, are not
+    searched: they hold samples. Nor are objects of this package, except datasets.
 
     Args:
-        in_loaders: whether to search what a ``DataLoader`` holds
+        in_loaders: whether to search the contents of a ``DataLoader``
     """
     excluded = (*_DATA, ModuleType, type) if in_loaders else (*_DATA, ModuleType, type, DataLoader)
     reached: dict[int, object] = {}
@@ -68,7 +68,7 @@ def reachable_from(roots: Iterable[object], in_loaders: bool = False) -> list[ob
 
 
 def is_a(item: object, *kinds: type[T]) -> TypeGuard[T]:
-    """Like ``isinstance``, but a proxy counts as itself."""
+    """Like ``isinstance``, but a proxy counts as a proxy rather than as its target."""
     return issubclass(type(item), kinds)
 
 
@@ -90,7 +90,7 @@ def parts_held(item: object) -> list[object]:
         return [item.__self__, item.__func__]
     if not is_a(item, Dataset) and any(is_in_this_package(kind.__module__) for kind in type(item).__mro__):
         return []
-    if type(item).__module__.startswith("datasets."):  # its order follows from its seed and set_epoch
+    if type(item).__module__.startswith("datasets."):  # a dataset's order follows from its seed and set_epoch
         return [value for value in attributes_of(item).values() if not is_generator(value)]
     called = [item.func, item.args, item.keywords] if is_a(item, partial) else []
     return [*called, *attributes_of(item).values(), *_of_its_class(item)]
@@ -100,7 +100,7 @@ def attributes_of(item: object) -> dict[str, object]:
     """Return the attributes of an object by name, including slots."""
     slots = [name for kind in type(item).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
     found = {**{name: getattr(item, name) for name in slots if hasattr(item, name)}, **getattr(item, "__dict__", {})}
-    return {name: value for name, value in found.items() if name != "_iterator"}  # of a DataLoader, with its workers
+    return {name: value for name, value in found.items() if name != "_iterator"}  # a DataLoader's, with its workers
 
 
 def _names(slots: str | Iterable[str]) -> list[str]:
@@ -109,7 +109,7 @@ def _names(slots: str | Iterable[str]) -> list[str]:
 
 
 def _of_its_class(item: object) -> Iterator[object]:
-    """Yield generators in class attributes, and everything that the user has defined in the class, methods included."""
+    """Yield generators in class attributes and, from the user's classes, all attributes, including methods."""
     users = users_classes(item)
     for kind in type(item).__mro__:
         for value in vars(kind).values():
@@ -126,7 +126,7 @@ def _used_by(function: FunctionType) -> Iterator[object]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # not assigned yet
+        except ValueError:  # the variable is not assigned yet
             continue
     yield function.__defaults__ or ()
     yield function.__kwdefaults__ or {}
@@ -196,8 +196,8 @@ def _mark_of_tensor(tensor: torch.Tensor) -> object:
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested:
         return tensor.dtype, shape, _version_of(tensor)
     if tensor.is_shared():  # type: ignore[no-untyped-call]
-        return tensor.dtype, shape, tensor.data_ptr()  # workers see changes in place
-    few = tensor.detach().reshape(-1)[:: max(tensor.numel() // _PIECES, 1)]  # it may be changed through a NumPy array
+        return tensor.dtype, shape, tensor.data_ptr()  # workers see changes that are made in place
+    few = tensor.detach().reshape(-1)[:: max(tensor.numel() // _PIECES, 1)]  # NumPy arrays may change it
     return (
         tensor.dtype,
         shape,
@@ -208,7 +208,7 @@ def _mark_of_tensor(tensor: torch.Tensor) -> object:
 
 
 def _version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor has been changed in place. Tensors made in inference mode do not count that."""
+    """Return how often a tensor has been changed in place, which tensors made in inference mode do not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -217,7 +217,7 @@ def _mark_of_array(array: npt.NDArray[Any], compares_address: bool = True) -> ob
     if array.dtype == object:
         return array.shape, address, _mark_of_elements(array.reshape(-1))
     if not array.flags.writeable or isinstance(array, np.memmap) or isinstance(array.base, np.memmap):
-        return array.dtype.str, array.shape, address  # in a file, which workers read themselves
+        return array.dtype.str, array.shape, address  # the array is in a file, which workers read themselves
     if array.nbytes <= _MOST_BYTES:
         return array.dtype.str, array.shape, address, crc32(np.ascontiguousarray(array).view(np.uint8).data)
     rows = array.reshape(-1) if array.flags.c_contiguous else array
@@ -229,7 +229,7 @@ def _mark_of_array(array: npt.NDArray[Any], compares_address: bool = True) -> ob
 
 
 def _mark_of_elements(elements: _Elements) -> int:
-    """Return a hash of the elements of a list, dict, set or array of objects; only of some, if there are very many."""
+    """Return a hash of the elements of a list, dict, set or array of objects; of very many, only some count."""
     length = len(elements)
     if isinstance(elements, (set, frozenset)):
         return hash((length, frozenset(elements) if length <= _MOST_PLAIN else None))

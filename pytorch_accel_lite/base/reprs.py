@@ -55,7 +55,7 @@ class _Short(reprlib.Repr):
             return f"partial({self.repr1(x.func, level)}, ...)"
         if isinstance(x, np.generic):
             return self.repr1(x.item(), level)
-        if isinstance(x, torch.Tensor):  # without its values, which may be on a device
+        if isinstance(x, torch.Tensor):  # no values: they may be on a device
             return f"{name}(shape={tuple(x.shape)}, {str(x.dtype).removeprefix('torch.')} on {x.device})"
         if isinstance(x, np.ndarray):
             return f"{name}(shape={x.shape}, {x.dtype})"
@@ -110,8 +110,8 @@ def constructor_call(
     """Represent an object as a call of its constructor with these arguments.
 
     Args:
-        is_current: whether to show an attribute with the name and type of an argument in its place, as it may have
-            changed since
+        is_current: whether to show an attribute with the name and type of an argument in place of the argument, because
+            its value may have changed since
     """
     signature = inspect.signature(type(instance).__init__)
     kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
@@ -137,7 +137,7 @@ def table(
     notes: Sequence[str] = (),
     bold: Iterable[tuple[int, int]] = (),
 ) -> str:
-    """Return an HTML table; without columns, its rows are names and values.
+    """Return an HTML table; without ``columns``, the rows are names and values.
 
     Args:
         bold: rows and columns of the cells to be shown in bold

@@ -31,7 +31,7 @@ def visible(text: object, keeps: str = "") -> str:
     Line breaks would break a table, terminal codes would move the cursor, and lone surrogates fit into no file.
 
     Args:
-        keeps: characters that stay unchanged
+        keeps: unprintable characters that stay unchanged
     """
     text = str(text)
     if text.isprintable():
@@ -62,13 +62,13 @@ def is_number_text(text: str) -> bool:
 
 
 def format_metric(value: object) -> str:
-    """Format a value for display: floats, including numpy's and those in scalar tensors, with six digits."""
+    """Format a value for display: floats, including those of numpy and in scalar tensors, with six digits."""
     value = to_number(value)
     return f"{value:.6g}" if isinstance(value, float) else visible(value)
 
 
 def format_value(value: object, scientific: bool = False) -> str:
-    """Return a number with four decimals, or three significant digits if small or large; empty if not a number.
+    """Return a number with four decimals, or with three digits if it is small or large; an empty text for other values.
 
     Args:
         scientific: always use scientific notation

@@ -7,15 +7,16 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import nn
 
-#: The result of ``state_dict()``: any values by name. Only the object that returned them understands them.
+#: The result of ``state_dict()``: any values by name, which only the object that returned them understands.
 StateDict: TypeAlias = dict[str, Any]
 #: Nested dicts, lists and tuples of tensors and other values, such as a batch or the outputs of a model.
 Tree: TypeAlias = Any
 #: The keys and indices that lead to a value in nested data.
 Keys: TypeAlias = tuple[Any, ...]
-#: An object in JSON. Its contents are checked where they are read.
+#: A JSON object. Its contents are checked where they are read.
 JsonObject: TypeAlias = dict[str, Any]
-#: A choice of modules: all repeated ones, a share of them, some by name (with ``*``) or class, or by a function.
+#: A choice of modules: all repeated blocks, a share of the blocks, modules by name (with ``*``) or class, or a
+#: function.
 ChosenModules: TypeAlias = (
     bool | float | str | type[nn.Module] | Iterable[str | type[nn.Module]] | Callable[[str, nn.Module], bool]
 )

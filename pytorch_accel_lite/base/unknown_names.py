@@ -24,14 +24,14 @@ _PUBLIC_METHODS = (
 
 @dataclass(eq=False, repr=False)
 class OtherLibraries:
-    """What other libraries call things, for errors that name what to use here. An extension fills it.
+    """The names in other libraries, for errors that name what to use here. An extension fills it in.
 
     Attributes:
         arguments: by the name of an argument here, of any method, the names elsewhere
-        hooks: by the name of an event here, the names of hooks at its point elsewhere
+        hooks: by the name of an event here, the names of hooks at the same point elsewhere
         advice: by words that have no corresponding argument, what to do instead
-        replaced: by methods of trainers that are never called here, those to override instead
-        gone: by further such methods, which have no counterpart, what to do instead
+        replaced: by methods of trainers that are never called here, the methods to override instead
+        gone: by further methods that are never called here and have no counterpart, what to do instead
     """
 
     arguments: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -70,12 +70,12 @@ def _our_names(word: str) -> list[str]:
 
 
 def events_meant(hook: str) -> list[str]:
-    """Return our events at the points where other libraries call a hook of this name."""
+    """Return the events of this package at the points where other libraries call a hook of this name."""
     return [event for event, hooks in OTHER_LIBRARIES.hooks.items() if hook in hooks]
 
 
 def suggest_arguments(cls: C) -> C:
-    """Make the public methods of a class suggest our name for an unknown argument, and check those that are bools."""
+    """Make the public methods of a class suggest names for unknown arguments, and check bool arguments."""
     for name in _PUBLIC_METHODS:
         if name in vars(cls):
             setattr(cls, name, _suggesting(vars(cls)[name], cls))
@@ -112,7 +112,7 @@ def _suggesting(method: Callable[..., T], cls: type) -> Callable[..., T]:
 
 
 def _arguments_of(cls: type, method: Callable[..., object]) -> list[str]:
-    """Return the arguments of a method, which may take those of ``train`` as ``**arguments``."""
+    """Return the arguments of a method, including those of ``train`` if the method takes these as ``**arguments``."""
     names = list(inspect.signature(method).parameters)[1:]
     if "arguments" not in names:
         return names
@@ -188,7 +188,7 @@ def check_subclass(cls: type, trainer_class: type, events: Collection[str] = ())
         events: names of the events of callbacks
 
     Raises:
-        TypeError: if it redefines a read-only attribute of the trainer, on which the trainer relies
+        TypeError: if the class redefines a read-only attribute, on which the trainer relies
     """
     classes = [c for c in cls.__mro__ if c is not object and (c is cls or not issubclass(c, trainer_class))]
     defined = {name: value for c in reversed(classes) for name, value in vars(c).items()}
@@ -196,7 +196,7 @@ def check_subclass(cls: type, trainer_class: type, events: Collection[str] = ())
     for name in defined.keys() & OTHER_LIBRARIES.replaced.keys():
         if defined.keys().isdisjoint(OTHER_LIBRARIES.replaced[name]):
             never_called[name] = f"Override {' or '.join(OTHER_LIBRARIES.replaced[name])} instead."
-    if not hasattr(cls, "configure_run"):  # it is not a callback, too
+    if not hasattr(cls, "configure_run"):  # the class is not also a callback
         _warn_of_hooks(cls, defined, events)
     for name, advice in never_called.items():
         warn_outside(f"{cls.__name__}.{name} is never called: pytorch_accel_lite has no such method. {advice}")

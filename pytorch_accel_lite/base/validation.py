@@ -41,7 +41,7 @@ def check_range(name: str, value: object, most: float = math.inf, above: float |
     """Return ``value`` as a float if it is finite and within limits, otherwise raise an error naming the argument.
 
     Args:
-        above: a limit that the number must exceed; by default it must be at least 0
+        above: a limit that the number must exceed; by default, the number must be at least 0
     """
     number = float(check_number(name, value))
     large_enough = number >= 0 if above is None else number > above
@@ -65,7 +65,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
 
 
 def check_bool(name: str, value: T, may_be_none: bool = False) -> T:
-    """Return ``value`` if it is a bool, also one of numpy, or 0 or 1; raise an error for a string, for example."""
+    """Return ``value`` if it is a bool, of Python or numpy, or 0 or 1; otherwise, as for a string, raise an error."""
     is_valid = isinstance(value, (bool, np.bool_)) or (type(value) is int and value in (0, 1))
     if not (is_valid or (may_be_none and value is None)):
         expected = "True, False, or None" if may_be_none else "True or False"
@@ -74,13 +74,13 @@ def check_bool(name: str, value: T, may_be_none: bool = False) -> T:
 
 
 def check_booleans(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-    """Check the arguments of a call that a function of this package declares as ``bool`` or ``bool | None``."""
+    """Check the arguments of a call that the function declares as ``bool`` or ``bool | None``."""
     signature, booleans = _booleans_of(function)
     if not booleans:
         return
     try:
         arguments = signature.bind(*args, **kwargs).arguments
-    except TypeError:  # the call itself says what is wrong
+    except TypeError:  # the call itself will say what is wrong
         return
     for name in booleans.keys() & arguments.keys():
         check_bool(name, arguments[name], booleans[name])
@@ -88,7 +88,7 @@ def check_booleans(function: Callable[..., object], args: Sequence[object], kwar
 
 @cache
 def _booleans_of(function: Callable[..., object]) -> tuple[inspect.Signature, dict[str, bool]]:
-    """Return the signature of a function, and for each argument that is a bool, whether it may be ``None``."""
+    """Return the signature of a function and, for each bool argument, whether it may be ``None``."""
     signature = inspect.signature(function)
     kinds = {"bool": False, "bool | None": True}  # annotations are strings here
     declared = {parameter.name: parameter.annotation for parameter in signature.parameters.values()}

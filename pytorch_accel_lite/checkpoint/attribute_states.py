@@ -40,7 +40,7 @@ def loss_state(trainer: TrainerLike) -> dict[str, torch.Tensor]:
 def buffers_beside_model(trainer: TrainerLike) -> list[tuple[nn.Module, str]]:
     """Return the buffers (running statistics, for example) of the loss function and of trained attributes.
 
-    Each as its module and name, because a forward pass may assign another tensor.
+    Each buffer is given by its module and name, because a forward pass may assign another tensor.
     """
     owners = [*attributes.trained(trainer).values(), *attributes.hidden(trainer).values()]
     modules = [owner for owner in owners if isinstance(owner, nn.Module)]
@@ -72,7 +72,7 @@ def _learned_by_loss(trainer: TrainerLike) -> dict[str, torch.Tensor]:
 
 
 def load_loss_state(trainer: TrainerLike, state: StateDict, source: StrPath) -> None:
-    """Restore the result of ``loss_state()``; for a different loss function, restore what fits and warn."""
+    """Restore the result of ``loss_state()``. For a different loss function, restore the parts that fit, and warn."""
     loss_func = trainer.loss_func
     current = loss_func.state_dict() if isinstance(loss_func, nn.Module) else {}
     fitting = {
@@ -81,7 +81,7 @@ def load_loss_state(trainer: TrainerLike, state: StateDict, source: StrPath) -> 
         if name in current and (is_lazy(current[name]) or current[name].shape == value.shape)
     }
     if isinstance(loss_func, nn.Module) and fitting:
-        # The whole state, as hooks of its parts, such as gpytorch's, assume that each has some.
+        # Load the whole state: hooks of parts, such as gpytorch's, assume that each part has a state.
         whole = {name: value for name, value in current.items() if not is_lazy(value)} | fitting
         loss_func.load_state_dict(whole, strict=False)
     others = sorted(state.keys() - fitting.keys())
@@ -93,7 +93,7 @@ def load_loss_state(trainer: TrainerLike, state: StateDict, source: StrPath) -> 
 
 
 def names_beside_model(trainer: TrainerLike) -> list[str]:
-    """Return what is trained besides the model: the loss function and attributes by name, other objects by place."""
+    """Return the names of all that is trained besides the model: the loss function, attributes, other places."""
     parts = [name for name, owner in attributes.trained(trainer).items() if isinstance(owner, nn.Module)]
     learned = ["the loss function"] if loss_state(trainer) else []
     return [*learned, *parts, *attributes.hidden(trainer)]
@@ -119,7 +119,7 @@ def attribute_states(
     """Return the states of the attributes that are saved with a trainer, by name. A collective if they are sharded.
 
     Args:
-        keep: ``False`` on processes that will not write them
+        keep: ``False`` on processes that will not write the states
         optimizers: whether to include optimizers
         schedulers: whether to include schedulers
         others: further modules to include, by attribute
@@ -146,7 +146,7 @@ def load_attribute_states(
     """Restore the attributes from their states.
 
     Args:
-        strict: ``False`` to load only the weights that fit, and warn of the others
+        strict: ``False`` to load only the weights that fit, and to warn of the others
         is_final: whether no more attributes will be created, so that mismatches with states are worth a warning
 
     Raises:
@@ -156,7 +156,7 @@ def load_attribute_states(
         load = partial(load_state, source=source, strict=strict)
         included = _included(trainer, optimizers, schedulers)
         included |= {name: module for name, module in attributes.other_modules(trainer).items() if name in states}
-        if not is_final:  # optimizers get their groups from the starting events, or at the end
+        if not is_final:  # the starting events may still add groups to optimizers
             included = {
                 name: owner for name, owner in included.items() if not lacks_groups(owner, states.get(name, {}))
             }
@@ -167,7 +167,7 @@ def load_state(name: str, owner: Owner, state: Tree, source: StrPath, strict: bo
     """Load the state of a module, an optimizer or a scheduler.
 
     Raises:
-        ValueError: if it does not fit; names it
+        ValueError: if the state does not fit; names the object
     """
     try:
         if isinstance(owner, nn.Module):
@@ -201,19 +201,19 @@ def load_each(
     load: Callable[[str, Any, Tree], object] = lambda name, owner, state: owner.load_state_dict(state),
     is_final: bool = True,
 ) -> None:
-    """Restore all owners of a kind that have a state; finally, warn of owners without a state, and the reverse."""
+    """Restore all owners of a kind from their states. If final, warn of owners without states, and the reverse."""
     for name, owner in owners.items():
         if name in states:
             load(name, owner, states[name])
         elif is_final:
             warn_outside(f"The training state holds nothing for the {kind} {name!r}.")
     for name in states.keys() - owners.keys() if is_final else ():
-        if states[name] != {}:  # nothing is lost with an empty one
+        if states[name] != {}:  # an empty state is no loss
             warn_outside(f"The training state holds the state of {kind} {name!r}, which no longer exists.")
 
 
 def describe_attributes(trainer: TrainerLike) -> str:
-    """Return a description of what training states hold besides the model; empty if nothing."""
+    """Return a description of what training states hold besides the model; an empty text if that is nothing."""
     named, hidden = ", ".join(attributes.trained(trainer)), attributes.hidden(trainer)
     parts = [f"Training states include these attributes of the trainer: {named}."] if named else []
     if hidden:

@@ -14,12 +14,13 @@ from pytorch_accel_lite.base.types import Keys, Tree
 from pytorch_accel_lite.checkpoint.files import map_nested
 from pytorch_accel_lite.distributed.ranks import find_ranks
 
-#: The most bytes of pinned memory, which the system cannot swap or give to others. Torch rounds each tensor up.
+#: Maximum bytes of pinned memory, which the system can neither swap nor give to other programs. Torch rounds each
+#: tensor up.
 _MOST_PINNED = 16 * 2**30
 
 
 class _Buffer(NamedTuple):
-    """Memory for a copy of a tensor; a copy into pinned memory is made while the program runs on."""
+    """Memory for a copy of a tensor. Copies into pinned memory are made while the program continues."""
 
     tensor: torch.Tensor
     is_pinned: bool
@@ -30,10 +31,10 @@ class _Buffer(NamedTuple):
 
 
 class HostMemory:
-    """Host memory for copies of tensors, reused for the next copy: allocating it takes longer than copying.
+    """Host memory for copies of tensors. It is reused for the next copy, because allocating takes longer than copying.
 
-    For tensors on a GPU, it is pinned, unless they are too large. The device copies them in the order of its work,
-    before any later update, and nothing waits for it; call ``wait()`` before reading the copies.
+    For tensors on a GPU, the memory is pinned, unless the tensors are too large. The device copies them in the order of
+    its work, before any later update, and nothing waits for it; call ``wait()`` before reading the copies.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,7 @@ class HostMemory:
             if not isinstance(value, torch.Tensor):
                 return value
             tensor = value.detach()
-            of_parts = hasattr(type(tensor), "__tensor_flatten__")  # such as a DTensor
+            of_parts = hasattr(type(tensor), "__tensor_flatten__")  # a tensor made of tensors, such as a DTensor
             if of_parts or tensor.layout != torch.strided or tensor.is_quantized:
                 return tensor.to("cpu", copy=True)
             kind = tensor.device, tensor.dtype, tensor.shape, tensor.stride()
@@ -69,7 +70,7 @@ class HostMemory:
             return buffer.tensor
 
         copied = map_nested(copy_tensor, state)
-        self._arrival = record_event(late.pop()) if late else None  # all are on the current device
+        self._arrival = record_event(late.pop()) if late else None  # all tensors are on the current device
         return copied
 
     def wait(self) -> None:
@@ -99,7 +100,7 @@ class BackgroundWriter:
         memory: memory for copies of the data to write
     """
 
-    _newest: ClassVar[threading.Thread | None] = None  # of all writers
+    _newest: ClassVar[threading.Thread | None] = None  # the newest thread of all writers
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.ranks = find_ranks(accelerator, "background writing")
@@ -114,7 +115,7 @@ class BackgroundWriter:
             Exception: the error of the previous job, if it failed
         """
         self.wait()
-        # A daemon, so that a failing process does not wait for its peers.
+        # A daemon thread, so that a failing process does not wait for its peers.
         before = BackgroundWriter._newest
         self._thread = threading.Thread(target=self._run, args=(job, before), daemon=True, name="training-state-writer")
         BackgroundWriter._newest = self._thread

@@ -74,10 +74,10 @@ def check_states_are_possible(accelerator: Accelerator) -> None:
 
 
 def refuse_engines(accelerator: Accelerator, what: str, instead: str) -> None:
-    """Raise an error for what needs the whole state of the optimizer, or sets weights, which DeepSpeed and FSDP1 keep.
+    """Raise an error for a call that needs the full optimizer state or sets weights, with DeepSpeed or FSDP1.
 
     Args:
-        what: the call
+        what: the call, for the message
         instead: what to do, as a sentence
     """
     refuse_fsdp1(accelerator, what)
@@ -86,7 +86,7 @@ def refuse_engines(accelerator: Accelerator, what: str, instead: str) -> None:
 
 
 def refuse_fsdp1(accelerator: Accelerator, what: str) -> None:
-    """Raise an error for what needs the whole weights, which FSDP1 does not give by their names."""
+    """Raise an error for a call that needs full weights by name, which FSDP1 does not provide."""
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise ValueError(f"{what} does not work with FSDP1, whose weights are flattened. Use fsdp_version=2.")
 
@@ -179,7 +179,7 @@ def capture(
 
 
 def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> StateDict:
-    """Return the state shared by all ranks, without the weights, gathered unless it is to be saved in shards."""
+    """Return the state shared by all ranks, without the weights. It is gathered, unless it will be saved in shards."""
 
     def gather(state: Tree) -> Tree:
         return state if sharded else full_state_dict(state, is_first)
@@ -209,7 +209,7 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
 
 
 def _position(trainer: TrainerLike, is_local: bool) -> StateDict:
-    """Return what the loader needs to resume, also in the middle of an epoch; it may differ between processes."""
+    """Return the state that the loader needs to resume, also within an epoch. It may differ between processes."""
     loader = trainer.current_run.data.train_loader
     if loader is None or getattr(loader, "has_own_position", None) != is_local:
         return {}
@@ -224,12 +224,12 @@ def _position(trainer: TrainerLike, is_local: bool) -> StateDict:
 
 
 def _updated_objects(trainer: TrainerLike) -> StateDict:
-    """Return the objects that an update steps, with ``None`` for missing ones."""
+    """Return the objects that an update steps, with ``None`` for missing objects."""
     return {"optimizer": trainer.optimizer, "scheduler": trainer.scheduler, "scaler": trainer.accelerator.scaler}
 
 
 def _check_optimizer_classes(trainer: TrainerLike, state: TrainingState) -> None:
-    """Raise an error if the class of an optimizer differs from that in the state; older states lack it."""
+    """Raise an error if an optimizer's class differs from the class in the state, which older states do not record."""
     saved = state.shared.get("optimizer_classes", {})
     for name, optimizer in saved_optimizers(trainer).items():
         groups = zip(group_names(optimizer), saved.get(name, ()), class_names(optimizer), strict=False)
@@ -243,7 +243,7 @@ def _check_optimizer_classes(trainer: TrainerLike, state: TrainingState) -> None
 
 
 def _check_frozen_left_out(model: nn.Module, state: TrainingState, frozen_left_out: Mapping[str, int | None]) -> None:
-    """Raise an error if a model does not have the frozen weights that are not in a state."""
+    """Raise an error if the model's frozen weights are not those that the state has left out."""
     if frozen_left_out and (others := describe_other_weights(model, frozen_left_out, state.directory)):
         before, now = state.shared.get("base", ""), base_of(model)
         base = f" The state began with {before!r}, this model with {now!r}." if before != now else ""
@@ -331,7 +331,7 @@ def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = T
     def find_like(keys: Keys) -> torch.Tensor | None:
         if keys[:2] == ("optimizer", "state"):
             return optimized.get(keys[2])
-        return current.get(keys[-1])  # averaged weights, for example
+        return current.get(keys[-1])  # for averaged weights, for example
 
     read_tensors(state, find_like)
     shared = state.shared
@@ -341,7 +341,7 @@ def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = T
     for name, owner in _updated_objects(trainer).items():
         if shared[name] is not None and owner is not None and (with_scheduler or name != "scheduler"):
             if name == "optimizer" and lacks_groups(owner, shared[name]):
-                state.postponed.add(name)  # the starting events may add them
+                state.postponed.add(name)  # the starting events may add the missing groups
                 continue
             load_state(name, owner, shared[name], state.directory)
     model.load_state_dict(weights, strict=not frozen_left_out)
@@ -365,7 +365,7 @@ def _restore_user_attributes(trainer: TrainerLike, state: TrainingState, is_fina
 
 
 def _restore_history(trainer: TrainerLike, shared: StateDict) -> None:
-    """Restore the history and references to its values, or only the epoch of a history that is not saved."""
+    """Restore the history and references to its values. Of a history that is not saved, restore only the epoch."""
     history: Any = trainer.run_history
     if shared["history"] is not None and _is_saved(history):
         history.load_state_dict(shared["history"])
@@ -380,11 +380,11 @@ def _restore_history(trainer: TrainerLike, shared: StateDict) -> None:
 def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
     """Restore the callbacks, the running losses and the generators of this rank, right before training continues.
 
-    Also restores the attributes and registered objects again, as the starting events may have created or reset some, or
-    moved them to the device. If the number of processes has changed, generators are reseeded, and rank 0 gets the sum
-    of all ranks' losses, unless the number of shares is fixed.
+    Attributes and registered objects are restored again, because the starting events may have created, reset or moved
+    some of them. If the number of processes has changed, generators are reseeded, and rank 0 gets the sum of all ranks'
+    losses, unless the number of shares is fixed.
     """
-    _check_optimizer_classes(trainer, state)  # also of attributes that the starting events have created
+    _check_optimizer_classes(trainer, state)  # including attributes that the starting events have created
     add_missing_groups(trainer, state.shared.get("trainability", {}))
     for name in state.postponed:
         load_state(name, trainer.optimizer, state.shared[name], state.directory)

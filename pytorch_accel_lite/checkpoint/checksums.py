@@ -20,9 +20,9 @@ from typing import IO
 
 from pytorch_accel_lite.base.environment import available_cores
 
-#: Number of bytes of a file that are hashed at once. Part of the format: another size gives other checksums.
+#: Number of bytes that are hashed at once. This is part of the format: another size gives other checksums.
 PIECE = 8 << 20
-_MOST_THREADS = 8  # hash faster than most disks read
+_MOST_THREADS = 8  # so many threads hash faster than most disks read
 _CHUNK = 1 << 20
 _LONGEST_HEADER = 100_000_000  # accepted by readers of safetensors
 CHECKSUM = "sha256_of_pieces"
@@ -30,7 +30,7 @@ CHECKSUM = "sha256_of_pieces"
 UNSEALED = {CHECKSUM: "0" * 64}
 
 
-#: A file, or the content of one that the user had opened.
+#: A file, or the content of a file that the user had opened.
 Content = Path | bytes
 
 
@@ -77,7 +77,7 @@ def _hash_piece(content: Content, start: int, seal: tuple[int, int] = (0, 0)) ->
 def seal(path: Path) -> None:
     """Put the checksum of its content into a safetensors file that was written with ``UNSEALED``.
 
-    Meanwhile, the file is synced, which takes longer on most disks.
+    The file is synced at the same time, which takes longer than the checksum on most disks.
     """
     start, _ = _find_seal(path)
     with open(path, "r+b") as file, ThreadPoolExecutor(1, "syncing") as pool:
@@ -89,7 +89,7 @@ def seal(path: Path) -> None:
 
 
 def sealed(content: bytes) -> bytes:
-    """Return the content of a safetensors file as ``seal()`` completes it."""
+    """Return the content of a safetensors file with its checksum, as ``seal()`` completes a file."""
     start, unsealed = _find_seal(content)
     return content[:start] + _hash_sealed(content, start).encode() + content[start + len(unsealed) :]
 
@@ -103,14 +103,14 @@ def _hash_sealed(content: Content, start: int) -> str:
 
 
 def _find_seal(content: Content) -> tuple[int, str]:
-    """Return the position of the checksum in a safetensors file, and the checksum; empty if it has none."""
+    """Return the position of the checksum in a safetensors file, and the checksum, which is empty if there is none."""
     with _open(content) as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(length) if length <= _LONGEST_HEADER else b""
     try:
         stored = json.loads(header)["__metadata__"][CHECKSUM]
         return 8 + header.index(f'"{CHECKSUM}":"{stored}"'.encode()) + len(f'"{CHECKSUM}":"'), stored
-    except (ValueError, KeyError, TypeError):  # from another program, or too damaged for any reader
+    except (ValueError, KeyError, TypeError):  # the file is from another program, or too damaged for any reader
         return 0, ""
 
 
@@ -128,7 +128,7 @@ def verify_content(content: Content, name: str, *, is_safetensors: bool) -> None
     """Check the content of a file of tensors against its own checksums, if it has any.
 
     Args:
-        name: what to call it in the error
+        name: name of the file in the error
 
     Raises:
         ValueError: if it is damaged; names the file
@@ -154,10 +154,10 @@ def _records_are_intact(content: Content) -> bool:
                 return True
         with _open(content) as file, zipfile.ZipFile(file) as archive, _threads() as pool:
             records = archive.infolist()
-            if any(record.CRC for record in records):  # unless the user has turned them off in torch
+            if any(record.CRC for record in records):  # users can turn checksums off in torch
                 list(pool.map(lambda record: _read_record(archive, record), records))
     except OSError as error:
-        if error.errno == errno.EINVAL:  # from a damaged position
+        if error.errno == errno.EINVAL:  # the position in the archive is damaged
             return False
         raise
     except Exception:  # a damaged archive makes zipfile raise almost anything

@@ -1,4 +1,4 @@
-"""Long lists of items of one form, such as the transitions in a replay buffer, as a few tensors: one for each part."""
+"""Packing long lists of similar items, such as transitions in a replay buffer, into a tensor per part of an item."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TYPES: dict[str, type] = {kind.__name__: kind for kind in _NUMBERS}
 
 
 def pack_columns(items: Iterable[Any]) -> Columns | None:
-    """Return items of one form as columns; ``None`` for other items, or more than numbers, arrays and tensors."""
+    """Return similar items as columns; ``None`` if they differ in form, or hold other than numbers, arrays, tensors."""
     items = [*items]
     first = items[0]
     kind = type(first)
@@ -50,7 +50,7 @@ def unpack_columns(
     """Return the items of columns.
 
     Args:
-        place: returns the device for tensors that were on a type of device
+        place: returns the device for tensors that were on a given type of device
         find_class: returns a class by its name
     """
     kind, shared, packed = columns
@@ -94,7 +94,7 @@ def _pack(values: Sequence[Any]) -> _Column | None:
 
 
 def _pack_tensors(values: Sequence[torch.Tensor]) -> _Column | None:
-    """Return tensors of one shape as one tensor, each once, and for each value its place in that."""
+    """Return distinct tensors of one shape as one tensor, and the place in it of each value."""
     distinct = list({id(value): value for value in values}.values())
     kinds = {(v.dtype, v.shape, v.device, v.layout, v.requires_grad, v.is_quantized) for v in distinct}
     if (

@@ -32,13 +32,13 @@ from pytorch_accel_lite.checkpoint.checksums import UNSEALED, sealed, verify, ve
 from pytorch_accel_lite.distributed import Ranks
 
 _LONGEST_NAME = 230  # bytes; file systems allow 255, and hidden names are longer
-_SECONDS_TO_APPEAR = 3.0  # on a shared disk
+_SECONDS_TO_APPEAR = 3.0  # time that a file may take to appear on a shared disk
 _SECONDS_UNTIL_STALE = 600  # a process that is still writing a temporary file has modified it more recently
 #: The entry of a checkpoint with the checksums of weights that were left out.
 FROZEN = "frozen_weights"
-#: Called before a file or a state takes its place. They raise an error if this process may no longer write.
+#: Functions that are called before a file or a state takes its place, and raise an error if this process may not write.
 FENCES: list[Callable[[], None]] = []
-# Needed to load numpy numbers, but not allowed by torch by default; they run no code from a file.
+# Needed to load numpy numbers, but not allowed by torch by default. They run no code from a file.
 _NUMPY_NUMBERS: list[Any] = [
     np.dtype,
     (np.float64().__reduce__()[0], "numpy.core.multiarray.scalar"),  # written by numpy 1
@@ -71,8 +71,8 @@ def remove(path: Path) -> None:
 def naming_file(path: StrPath) -> Iterator[None]:
     """Convert system errors while a file is written, such as a full disk, to an ``OSError`` that names the file.
 
-    torch and safetensors raise other errors, and Python's errors do not name a file once it is open. Their chained
-    tracebacks are left out, as the error has the system's message.
+    torch and safetensors raise other kinds of errors, and Python's errors do not name a file once it is open. The
+    chained tracebacks are left out, because the new error has the system's message.
     """
     try:
         yield
@@ -94,7 +94,7 @@ def _error_number(error: BaseException | None) -> int | None:
 
 
 def check_is_shared(directory: Path, name: str, ranks: Ranks) -> None:
-    """Check that all ranks see the same directory, before each writes there; created if missing. All ranks take part.
+    """Check that all ranks see the same directory, in which each will write, and create it. All ranks take part.
 
     Args:
         name: what to call it in the error
@@ -120,13 +120,13 @@ def check_is_shared(directory: Path, name: str, ranks: Ranks) -> None:
 
 
 def require_shared(path: Path, name: str) -> None:
-    """Wait for what the first process has created in a shared directory, perhaps on another machine.
+    """Wait until a path appears that the first process has created in a shared directory, perhaps on another machine.
 
     Args:
         name: what to call the directory in the error
 
     Raises:
-        FileNotFoundError: if it does not appear
+        FileNotFoundError: if the path does not appear
     """
     end = time.monotonic() + _SECONDS_TO_APPEAR
     while not path.exists():
@@ -140,7 +140,7 @@ def require_shared(path: Path, name: str) -> None:
 
 
 def no_link(path: str, flags: int) -> int:
-    """Open a file for ``open(..., opener=no_link)``, but not through a link that others may have put in its place.
+    """Open a file for ``open(..., opener=no_link)``, but not through a link that somebody may have put in its place.
 
     Raises:
         OSError: if the path is a symbolic link (links among its folders are followed), or not a regular file
@@ -158,7 +158,7 @@ def no_link(path: str, flags: int) -> int:
 
 
 def hidden_name(name: str, suffix: str) -> str:
-    """Return the name of a hidden file that belongs to another, even if that one has the longest possible name."""
+    """Return the name of a hidden file that belongs to a file, even if that file has the longest possible name."""
     encoded = os.fsencode(name)
     if len(encoded) > _LONGEST_NAME:
         name = hashlib.sha256(encoded).hexdigest()[:32]
@@ -166,7 +166,7 @@ def hidden_name(name: str, suffix: str) -> str:
 
 
 def check_fences() -> None:
-    """Check that this process may write: its job may have continued without it."""
+    """Check that this process may write. It may not if its job has continued without it."""
     for check in FENCES:
         check()
 
@@ -186,15 +186,15 @@ def replacing(target: Path) -> Iterator[Path]:
             check_fences()
             temporary.replace(target)
     except BaseException:
-        with suppress(OSError):  # a disk that cannot be written at all
+        with suppress(OSError):  # the disk may not be writable at all
             temporary.unlink()
         raise
 
 
 def try_lock(file: IO[str] | IO[bytes]) -> bool:
-    """Lock an open file until it is closed; return ``False`` if another process has locked it, and warn if unknown."""
+    """Lock an open file until it is closed; return ``False`` if another process has the lock. Warn if unknown."""
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by forked workers
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # forked workers do not inherit it
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return False
@@ -259,7 +259,7 @@ def map_nested(
 ) -> Tree:
     """Apply a function to the values in nested dicts, lists and tuples, as ``storable()`` returns them.
 
-    Like torch's ``tree_map_with_path``, at a fraction of the cost.
+    It is like torch's ``tree_map_with_path``, at a fraction of the cost.
 
     Args:
         function: takes the keys and indices that lead to a value, and the value
@@ -284,10 +284,10 @@ def load_plain(path: Path | io.BytesIO, mapped: bool = False, name: str | None =
 
     Args:
         mapped: whether to leave the tensors in the file until they are used
-        name: what to call it in the error, instead of its path
+        name: name of the file in the error, instead of its path
 
     Raises:
-        ValueError: if it cannot be loaded this way
+        ValueError: if the file cannot be loaded without running code
     """
     try:
         with torch.serialization.safe_globals(_NUMPY_NUMBERS):
@@ -303,14 +303,14 @@ def load_verified(path: Path) -> Tree:
     """Load a single file written by ``torch.save``, after checking its content against its own checksums.
 
     Raises:
-        ValueError: if it is damaged, or cannot be loaded without running code
+        ValueError: if the file is damaged, or cannot be loaded without running code
     """
     verify(path)
     return load_plain(path)
 
 
 def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return tensors with tied ones under a single name, and a dict from their other names to that name."""
+    """Return tensors in which tied tensors have a single name, and a dict from their other names to that name."""
     kept: dict[object, str] = {}
     tied = {}
     for name, tensor in tensors.items():
@@ -360,7 +360,7 @@ def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class _Whole:
-    """An open file to which everything is written, as a file without a buffer may take less at a time."""
+    """An open file that writes all data it is given: a file without a buffer may take less at a time."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
@@ -369,7 +369,7 @@ class _Whole:
         rest = memoryview(data)
         while rest:
             taken = self.file.write(rest)
-            rest = rest[len(rest) if taken is None else taken :]  # not all files report how much
+            rest = rest[len(rest) if taken is None else taken :]  # some files do not report how much they took
         return len(data)
 
     def flush(self) -> None:
@@ -377,7 +377,7 @@ class _Whole:
 
 
 def open_tensors(path: StrPath) -> tuple[Any, dict[str, str]]:
-    """Return an open safetensors file and the texts stored in it. It stays open, and may be removed.
+    """Return an open safetensors file, and the texts stored in it. The open file may be removed.
 
     Raises:
         ValueError: if it is damaged
@@ -390,22 +390,22 @@ def open_tensors(path: StrPath) -> tuple[Any, dict[str, str]]:
 
 
 def write_checkpoint(checkpoint: StateDict, path: PathOrFile) -> None:
-    """Write a checkpoint atomically: even if the process is killed, ``path`` holds either the old or the new one.
+    """Write a checkpoint atomically: even if the process is killed, ``path`` has either the old or the new checkpoint.
 
     Args:
-        path: the path, or a binary file or ``io.BytesIO``, which is written from its position, flushed, and left open
-            there. That is not atomic.
+        path: the path, or a binary file or ``io.BytesIO``, which is written from its position, flushed, and left open.
+            Writing to an open file is not atomic.
 
     Raises:
         ValueError: if ``path`` is a URL, or a file that is closed or cannot be written
         TypeError: if an entry could not be loaded again without running code; names the path to it
-        OSError: if it cannot be written; the previous file is left unchanged
+        OSError: if the file cannot be written; the previous file is left unchanged
     """
     check_open_file("path", path, to_write=True)
     content = storable(checkpoint, "checkpoint")
     if not isinstance(path, (str, os.PathLike)):
         with naming_file(name_of(path)):
-            torch.save(content, _Whole(path))  # type: ignore[arg-type]  # a file as far as torch needs it; flushes it
+            torch.save(content, _Whole(path))  # type: ignore[arg-type]  # has what torch needs of a file
         return
     with replacing(local_path("path", path, "a checkpoint")) as temporary:
         write_plain(content, temporary)
@@ -417,7 +417,7 @@ def read_checkpoint(path: PathOrFile, *, is_verified: bool = False) -> StateDict
     Args:
         path: the path, or an open binary file, which is read from its position to its end into memory, verified, and
             left open
-        is_verified: whether its content has already been compared with its checksums, as on another process
+        is_verified: whether the content has already been compared with its checksums, for example by another process
 
     Raises:
         FileNotFoundError: if the file does not exist
@@ -464,7 +464,7 @@ def _entries_of(checkpoint: Tree, name: str) -> StateDict:
     """Return the entries of a checkpoint that torch has read.
 
     Raises:
-        ValueError: if it is not a checkpoint; names the file
+        ValueError: if the file is not a checkpoint; names the file
     """
     entries = checkpoint if isinstance(checkpoint, dict) else {}
     if entries and all(isinstance(value, torch.Tensor) for value in entries.values()):

@@ -14,13 +14,13 @@ from pytorch_accel_lite.run.parts import TrainingState
 
 
 class Store(Protocol):
-    """Keeps states and models at the URLs of a scheme. All ranks take part in the methods that take ``ranks``."""
+    """Keeps states and models at URLs of one scheme. All ranks take part in the methods with the argument ``ranks``."""
 
     def states(self, url: str) -> StateStore:
-        """Return the states of a run, each named below a URL."""
+        """Return the store of a run's states, which are below a URL."""
 
     def write_state(self, url: str, ranks: Ranks, captured: CapturedState) -> None:
-        """Write the parts of a training state that each rank has captured; see ``extending.write_files``.
+        """Write a training state, of which each rank has captured its part; see ``extending.write_files``.
 
         An existing state there is replaced once the new one is complete.
 
@@ -41,16 +41,17 @@ class Store(Protocol):
         """Return a context of a directory with a verified copy of a state."""
 
     def fetch_weights(self, url: str) -> AbstractContextManager[Path]:
-        """Return a context of a directory with a copy of the safetensors files, or of the single file at a URL.
+        """Return a context of a directory with copies of the safetensors files at a URL, or of the file named by it.
 
         Raises:
-            FileNotFoundError: if there are none
+            FileNotFoundError: if there are no such files
         """
 
     def collect(self, url: str) -> AbstractContextManager[Path]:
         """Return a context of a directory. At its end, the files are written to a URL, the model card last.
 
-        The directory begins with the card that is already at the URL. It is written again only if it has changed.
+        At first, the directory has the card that is at the URL, if any. The card is written again only if it has
+        changed.
         """
 
 
@@ -62,7 +63,7 @@ def store_of(url: str) -> Store:
     """Return the store for a URL.
 
     Raises:
-        ValueError: if there is none
+        ValueError: if there is no store for it
     """
     scheme = url.partition("://")[0]
     store = STORES.get(scheme, STORES.get("*"))
@@ -72,7 +73,7 @@ def store_of(url: str) -> Store:
 
 
 def open_store(save_dir: Path | str) -> StateStore:
-    """Return the states in a directory, or at a URL."""
+    """Return the store of the states in a directory, or at a URL."""
     return DirectoryStore(save_dir) if isinstance(save_dir, Path) else store_of(save_dir).states(save_dir)
 
 
@@ -82,7 +83,7 @@ def write_state(location: Path | str, ranks: Ranks, captured: CapturedState) -> 
     An existing state there is replaced once the new one is complete.
 
     Raises:
-        OSError: if it cannot be written; an existing state is left unchanged
+        OSError: if the state cannot be written; an existing state is left unchanged
     """
     if isinstance(location, Path):
         write_directory(location, ranks, captured)
@@ -104,10 +105,10 @@ def read_state(location: Path | str, ranks: Ranks) -> TrainingState:
 
 
 def local_copy(location: Path | str) -> AbstractContextManager[Path]:
-    """Return a context of the directory of a state, or of a verified copy of one in a store."""
+    """Return a context of the directory of a state, or of a verified copy of a state in a store."""
     return nullcontext(location) if isinstance(location, Path) else store_of(location).fetch_state(location)
 
 
 def open_folder(location: Path | str) -> AbstractContextManager[Path]:
-    """Return a context of a directory to write a model into: at a path, or a temporary one that is sent to a URL."""
+    """Return a context of a directory for a model: at a path, or a temporary directory that is uploaded to a URL."""
     return nullcontext(location) if isinstance(location, Path) else store_of(location).collect(location)

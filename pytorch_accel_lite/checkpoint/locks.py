@@ -16,18 +16,18 @@ from pytorch_accel_lite.checkpoint.files import hidden_name, no_link, try_lock
 _OF_A_LOCK = re.compile(rb"[\d\s\0]{0,64}")
 _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
-# A system lock belongs to a process. A second run of the same process would also get it, and would free it for both by
-# closing the file. So this process remembers the files that it has locked, by device and inode, and never opens one of
-# them a second time.
+# A system lock belongs to a process. A second run of the same process would also get the lock, and would free it for #
+# both by closing the file. So this process remembers the files that it has locked, by device and inode, and never opens
+# one of them a second time.
 _held: dict[tuple[int, int], int] = {}
-_guard = threading.RLock()  # also taken by finalizers, which run at any time
+_guard = threading.RLock()  # finalizers take it, too, at any time
 
 
 class LockedError(RuntimeError):
     """Another run holds the lock.
 
     Attributes:
-        owner: the number of its process, or ``"unknown"``
+        owner: the number of the other run's process, or ``"unknown"``
     """
 
     def __init__(self, owner: str) -> None:
@@ -36,18 +36,18 @@ class LockedError(RuntimeError):
 
 
 class FileLock:
-    """A lock that is held until ``release()``, or until the process ends however it may.
+    """A lock that is held until ``release()``, or until the process ends in any way.
 
     Args:
         path: a file that exists only for the lock; created if missing. Links are not followed, and a file that is not a
             lock is not touched.
-        is_temporary: whether to remove it when the lock is released
+        is_temporary: whether to remove the file when the lock is released
 
     Attributes:
         alive_at: when an earlier holder was last known to be alive, if at all
 
     Raises:
-        LockedError: if another run of this or any other process holds it
+        LockedError: if another run, of this or any other process, holds the lock
         OSError: if the file cannot be created, or is not a lock
     """
 
@@ -58,7 +58,7 @@ class FileLock:
         self._is_temporary = is_temporary
         with _guard:
             file = self._open()
-            while not self._is_in_place(file):  # its former holder may have removed it
+            while not self._is_in_place(file):  # the former holder may have removed the file
                 file.close()
                 file = self._open()
             self._file = file
@@ -96,10 +96,10 @@ class FileLock:
         return False
 
     def is_held(self) -> bool:
-        """Whether this object still holds the lock; not if somebody has removed the file.
+        """Whether this object still holds the lock, which it does not if somebody has removed the file.
 
-        If this process has lost the lock by closing another handle of the file, as when copying the folder, it is taken
-        again.
+        If this process has lost the lock by closing another handle of the file, as when copying the folder, it takes
+        the lock again.
         """
         return self._is_in_place(self._file) and try_lock(self._file)
 
@@ -139,7 +139,7 @@ def lock_path(argument: str, path: str | os.PathLike[str]) -> FileLock:
         argument: name of the argument with the path, for the error
 
     Raises:
-        RuntimeError: if another run writes there
+        RuntimeError: if another run writes to the path
         OSError: if neither folder can be written: training would end with that error
     """
     refused: OSError | None = None

@@ -1,4 +1,4 @@
-"""The hardware and software on which the last bits of a run depend, besides its code, data and seed."""
+"""The hardware and software on which the last bits of a run's results depend."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def machine_facts(trainer: TrainerLike) -> JsonObject:
 def describe_changes(trainer: TrainerLike, metadata: JsonObject) -> str:
     """Return what differs from the machine on which a state was saved, if that may change the run's last bits.
 
-    Empty if nothing differs, or if the run differs anyway because the number of processes has changed.
+    The text is empty if nothing differs, or if the run differs anyway because the number of processes has changed.
 
     Args:
-        metadata: from the manifest of the state
+        metadata: the metadata in the manifest of the state
     """
     for name, count in numbers_of_shares(trainer.division).items():
         before = metadata.get(name)

@@ -26,7 +26,7 @@ T = TypeVar("T")
 #: Since version 2, checksums are computed by pieces, and large tensors besides the weights are in a separate file.
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
-_FILE_CHECKSUM = "sha256"  # of a file in states of format 1
+_FILE_CHECKSUM = "sha256"  # key of a file's checksum in states of format 1
 
 
 class DamagedStateError(ValueError):
@@ -37,7 +37,7 @@ def manifest_text(entries: list[JsonObject], metadata: JsonObject) -> str:
     """Return the manifest of a state.
 
     Args:
-        entries: entries of each rank's files
+        entries: the entries of each rank's files
     """
     manifest = {
         "format_version": FORMAT_VERSION,
@@ -50,7 +50,7 @@ def manifest_text(entries: list[JsonObject], metadata: JsonObject) -> str:
 
 
 def previous_path(directory: Path) -> Path:
-    """Return the path to which a state is moved while a new one of the same name replaces it."""
+    """Return the path to which a state is moved while a new state of the same name replaces it."""
     return directory.with_name(hidden_name(directory.name, "previous"))
 
 
@@ -70,9 +70,9 @@ def read_manifest(directory: Path) -> JsonObject:
 
     Raises:
         FileNotFoundError: if the directory does not exist
-        NotADirectoryError: if it is a file
-        DamagedStateError: if it holds no state, or the manifest is damaged
-        ValueError: if it was written by a newer version of this library, or by another library
+        NotADirectoryError: if the path is a file
+        DamagedStateError: if the directory holds no state, or the manifest is damaged
+        ValueError: if the state was written by a newer version of this library, or by another library
     """
     recover(directory)
     if directory.is_file():
@@ -128,7 +128,7 @@ def _is_progress(value: object) -> bool:
     return isinstance(value, dict) and value.keys() == names and all(_is_integer(v) and v >= 0 for v in value.values())
 
 
-#: The checks of fields that every state has, and of fields that only newer states have.
+#: The checks of fields: of those that every state has, and of those that only newer states have.
 _REQUIRED: dict[str, Callable[[object], bool]] = {
     "saved_at": _is_time,
     "progress": _is_progress,
@@ -151,7 +151,7 @@ _OPTIONAL: dict[str, Callable[[object], bool]] = {
 
 
 def _find_odd_field(manifest: JsonObject) -> str:
-    """Return what is wrong with a field of a manifest with a matching checksum; empty if nothing is."""
+    """Return what is wrong with a field of a manifest whose checksum matches; an empty text if nothing is wrong."""
     optional = {**_OPTIONAL, **dict.fromkeys(DIVISIONS, _is_integer_or_none)}
     checks = {**_REQUIRED, **{name: check for name, check in optional.items() if name in manifest}}
     for name, check in checks.items():

@@ -1,4 +1,4 @@
-"""Files beside the weights of a saved model."""
+"""Writers of files beside the weights of a saved model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class SavedModel(NamedTuple):
     """A model in a directory that already has its weights.
 
     Args:
-        folder: the directory; for a URL, a temporary one, whose files are then sent there
+        folder: the directory; for a URL, a temporary directory whose files are then uploaded
         location: the path or URL passed to ``save_model()``
-        trainable_only: whether the frozen parameters were left out
+        trainable_only: whether frozen parameters were left out
         card_data: the argument of ``save_model()``; empty by default
     """
 
@@ -26,13 +26,13 @@ class SavedModel(NamedTuple):
 
 
 class ModelWriter(Protocol):
-    """Writes something beside the weights of each model that is saved in a directory, such as a description."""
+    """Writes further files, such as a description, beside the weights of each model that is saved in a directory."""
 
     def check(self, card_data: Mapping[str, object]) -> None:
         """Check the user's ``card_data`` on each process, before anything is saved.
 
         Raises:
-            TypeError: if it cannot be written; likewise ``ValueError``
+            TypeError: if the data cannot be written; likewise ``ValueError``
         """
 
     def write(self, trainer: TrainerLike, saved: SavedModel) -> None:

@@ -1,8 +1,8 @@
-"""Python objects as nested plain values, which load without running code, and their restoration in place.
+"""Converting Python objects to nested plain values, which load without running code, and restoring them in place.
 
 The contents of an object are followed through lists, dicts and the attributes of classes written in Python. Modules and
-other objects with ``state_dict()`` give their states. Code is not data: functions, classes and the like stay as they
-are in the program, as does everything that this package saves elsewhere.
+other objects with ``state_dict()`` give their states. Code is not data: functions and classes stay as they are in the
+program, and so do objects that this package saves elsewhere.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_di
 
 #: A value of one of ``_SCALARS``, or a tuple of the name of its kind and its parts.
 Node: TypeAlias = Any
-#: The program's object in the place where one is restored; ``NoPlaceError`` if there is none.
+#: The program's object in the place of the restored one; ``NoPlaceError`` if there is none.
 Current: TypeAlias = Any
 
 if TYPE_CHECKING:
@@ -51,13 +51,13 @@ _CODE = (
     re.Pattern, logging.Logger, torch.dtype, torch.device, torch.layout, np.dtype, np.ufunc, types.GenericAlias,
     range, slice, type(...),
 )  # fmt: skip
-#: Packages with nothing to save in their objects, unless these have a ``state_dict()``.
+#: Packages whose objects need not be saved, unless they have a ``state_dict()``.
 _LIBRARIES = frozenset({"pytorch_accel_lite", "accelerate", "torch"})
 #: The kinds of nodes that are not settings.
 _DATA = ("tensor", "array", "columns", "generator", "state", "module")
 _ARRAYS = "biufcSUmM"  # kinds of numpy types that are stored
-_LONG = 64  # items of a list from which columns are faster
-_SMALL = 4096  # bytes of an array up to which it is stored as bytes: a file has room for few separate arrays
+_LONG = 64  # number of items from which columns are faster
+_SMALL = 4096  # bytes: smaller arrays are stored as bytes, because a file has room for few separate arrays
 SAME = ("same",)  # stands for the program's object in this place
 
 
@@ -73,7 +73,7 @@ class Encoder:
     """Converts one object, with all its contents, into plain values.
 
     Args:
-        is_saved: whether an object is saved elsewhere, and is skipped
+        is_saved: returns whether an object is saved elsewhere, and is therefore skipped
         most_parts: number of parts after which to raise ``TooManyPartsError``
 
     Attributes:
@@ -88,13 +88,13 @@ class Encoder:
         self._parts_left = most_parts
         self._numbers: dict[int, int] = {}
         self._held: list[object] = []  # keeps ids unique
-        self._cells: list[list[Any]] = []  # they hold the tensors in nodes
+        self._cells: list[list[Any]] = []  # the cells of nodes that hold tensors
 
     def encode(self, value: Tree, path: str) -> Node:
         """Return the value as a node.
 
         Args:
-            path: its name in messages about parts that cannot be stored
+            path: name of the value in messages about parts that cannot be stored
         """
         self._parts_left -= 1
         if self._parts_left < 0:
@@ -112,7 +112,7 @@ class Encoder:
         return self._encode_object(value, path)
 
     def pack(self) -> None:
-        """Replace small tensors by bytes, as a file has room for few separate tensors. Those that share memory stay."""
+        """Replace small tensors by bytes: a file has room for few separate tensors. Tensors that share memory stay."""
         owners = Counter(tensor.untyped_storage().data_ptr() for [tensor] in self._cells if _has_memory(tensor))
         for cell in self._cells:
             [tensor] = cell
@@ -206,7 +206,7 @@ class Encoder:
 
 
 class Decoder:
-    """Restores objects from their nodes, in place if the program has an object of the same kind there.
+    """Restores objects from their nodes, in place if the program has an object of the same kind in that place.
 
     Args:
         device: where to create tensors that were not in host memory
@@ -311,7 +311,7 @@ class Decoder:
         saved = cell[0] if len(cell) == 1 else _unpack(*cell)
 
         def create() -> torch.Tensor:
-            tensor = copy.deepcopy(saved, self._copied).to(device)  # views of one tensor stay so
+            tensor = copy.deepcopy(saved, self._copied).to(device)  # views of one tensor stay views of one
             return nn.Parameter(tensor, flags["grad"]) if flags["parameter"] else tensor
 
         target: torch.Tensor = self._target(number, current, _can_be_filled(current, saved, flags["device"]), create)
@@ -385,7 +385,7 @@ class Decoder:
 
 
 def digest(node: Node) -> str | None:
-    """Return a text that changes with any value in a node; ``None`` if it has tensors without memory of their own."""
+    """Return a digest of all values in a node; ``None`` if it has tensors without memory of their own."""
     text = hashlib.sha256()
     on_devices: list[torch.Tensor] = []
 
@@ -433,7 +433,7 @@ def holds_nothing(node: Node) -> bool:
 
 
 def is_setting(node: Node) -> bool:
-    """Whether a node holds only numbers, texts and the like, and no data that may have been drawn at random."""
+    """Whether a node holds only settings, such as numbers and texts, and no data that may have been drawn at random."""
     if isinstance(node, tuple) and node and node[0] in _DATA:
         return False
     parts = node.values() if isinstance(node, dict) else node if isinstance(node, (tuple, list)) else ()
@@ -456,7 +456,7 @@ def _unpack(content: bytes, dtype: str, shape: list[int]) -> torch.Tensor:
 
 
 def _is_metric(module: nn.Module) -> bool:
-    metric = getattr(sys.modules.get("torchmetrics"), "Metric", ())  # if it is not imported, there is none
+    metric = getattr(sys.modules.get("torchmetrics"), "Metric", ())  # no metrics without this import
     return isinstance(module, metric)
 
 
@@ -537,7 +537,7 @@ def _find_class(name: str) -> type:
     """Return a class that the program has imported, if an instance can be created without running its code.
 
     Raises:
-        NoPlaceError: if there is none
+        NoPlaceError: if there is no such class
     """
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)

@@ -1,4 +1,4 @@
-"""Saving models of transformers, PEFT, diffusers and timm in their own forms, which their own functions load."""
+"""Saving models of transformers, PEFT, diffusers and timm in the formats of these libraries."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from pytorch_accel_lite.run.state import TrainerLike
 #: The file of PEFT's adapters in a directory.
 ADAPTERS = "adapter_model.safetensors"
 _ADAPTER_CONFIG = "adapter_config.json"
-_CARD = "README.md"  # PEFT's, which ours replaces
+_CARD = "README.md"  # PEFT's card, which the package's own replaces
 _CONFIG = "config.json"
 _TIMM_WEIGHTS, _DIFFUSERS_WEIGHTS = "model.safetensors", "diffusion_pytorch_model.safetensors"
 
-#: Writes a model into a folder, with the full weights it is given.
+#: Writes a model, with the given full weights, into a folder.
 Form = Callable[[Mapping[str, torch.Tensor], Path], None]
 
 
@@ -49,7 +49,7 @@ def base_of(model: nn.Module) -> str:
 
 
 def own_form(model: nn.Module) -> Form | None:
-    """Return a function that saves a model in the form of its library. Warns if that would leave out trained weights.
+    """Return a function that saves a model in its library's format. Warns if that format leaves out trained weights.
 
     Returns:
         ``None`` for other models, and for models that only their library itself can save
@@ -62,18 +62,18 @@ def own_form(model: nn.Module) -> Form | None:
                 "config to save them with the adapters."
             )
         return None if beside else partial(_save_pretrained, model)
-    # transformers leaves out all but its own adapters. If it has sharded a model, all processes must save it.
+    # transformers saves only its own adapters. If it has sharded a model, all processes must save the model.
     is_divided = getattr(getattr(model, "config", None), "distributed_config", None) or getattr(model, "_tp_size", None)
     has_own_adapters = getattr(model, "_hf_peft_config_loaded", False)
     if _is_a(model, "transformers", "PreTrainedModel") and not has_own_adapters and not is_divided:
-        return partial(_save_pretrained, model, max_shard_size=sys.maxsize)  # as a single file
+        return partial(_save_pretrained, model, max_shard_size=sys.maxsize)  # a single file
     if _is_a(model, "diffusers", "ModelMixin"):
         return partial(_save_diffusers, model)
     return partial(_save_timm, model) if is_of_timm(model) else None
 
 
 def is_of_timm(model: nn.Module) -> bool:
-    """Whether a model was made by ``timm.create_model``, rather than being a part of one."""
+    """Whether a model was made by ``timm.create_model``, rather than being a part of such a model."""
     return "timm" in sys.modules and isinstance(getattr(model, "pretrained_cfg", None), Mapping)
 
 
@@ -93,7 +93,7 @@ def _save_timm(model: Any, weights: Mapping[str, torch.Tensor], folder: Path) ->
     write_tensors(weights, folder / _TIMM_WEIGHTS, {})
     try:
         save_config_for_hf(model, str(folder / _CONFIG))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:  # an argument that is not JSON, for example
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # for example, an argument is not JSON
         (folder / _CONFIG).unlink(missing_ok=True)
         warn_outside(f"timm could not describe {type(model).__name__}, so there is no {_CONFIG}: {error}")
 
@@ -107,7 +107,7 @@ def _trained_beside_adapters(model: nn.Module) -> list[str]:
     """Return the trained parameters, and modules with statistics of the data, that PEFT does not save."""
     saved = set(adapter_names(model).values())
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    # For prompts and pruned matrices, PEFT saves values computed from them.
+    # Of prompts and pruned matrices, PEFT saves values that it computes from them.
     computed = re.compile(r"^prompt_encoder\.|\.lora_")
     following = [
         f"{name}.running_mean"
@@ -136,11 +136,11 @@ def adapter_names(model: Any) -> dict[tuple[str, str], str]:
 def write_own_form(
     form: Form, weights: Mapping[str, torch.Tensor], directory: Path, preprocessors: Iterator[Any]
 ) -> None:
-    """Save a model in its own form, in safetensors with checksums. Each file is written atomically.
+    """Save a model in its library's format, as safetensors with checksums. Each file is written atomically.
 
     Args:
         weights: the full state of the model
-        preprocessors: tokenizers and the like to save with it
+        preprocessors: tokenizers and other preprocessors to save with the model
     """
     with tempfile.TemporaryDirectory(prefix=".pretrained.", dir=_made(directory)) as temporary:
         new = Path(temporary)
@@ -166,12 +166,12 @@ def _made(directory: Path) -> Path:
 
 
 def remove_adapters(directory: Path) -> None:
-    """Remove adapters saved earlier from a directory with all weights of the model."""
+    """Remove adapters that were saved earlier from a directory that now has all weights of the model."""
     for name in (ADAPTERS, _ADAPTER_CONFIG):
         (directory / name).unlink(missing_ok=True)
 
 
-#: Preprocessors of a model's inputs, by their base class in transformers. A processor holds others.
+#: Preprocessors of a model's inputs, by their base class in transformers. A processor contains other preprocessors.
 _PREPROCESSORS = {
     "ProcessorMixin": "processor",
     "PreTrainedTokenizerBase": "tokenizer",
@@ -181,10 +181,10 @@ _PREPROCESSORS = {
 
 
 def preprocessors_of(trainer: TrainerLike, model: nn.Module) -> Iterator[Any]:
-    """Yield the tokenizer, processor and the like with which a model of transformers was trained.
+    """Yield the tokenizer, processor or other preprocessors with which a model of transformers was trained.
 
-    Searches attributes of the trainer, then the function that collates its batches, then its datasets. If several of a
-    kind are equally near, none is chosen, with a warning.
+    Searches attributes of the trainer, then the function that collates its batches, then its datasets. If several
+    preprocessors of a kind are equally near, none is chosen, with a warning.
     """
     if not (is_of_peft(model) or _is_a(model, "transformers", "PreTrainedModel")):
         return

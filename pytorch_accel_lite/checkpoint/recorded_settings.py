@@ -1,7 +1,7 @@
 """The settings of a run, recorded in its training states and compared with those of a resumed run.
 
 Settings are recorded if they change what a run computes. Settings that only change its speed, its paths or its output
-are left out, as are its length and its number of processes, which may change.
+are left out. So are its length and its number of processes, which a resumed run may change.
 """
 
 from __future__ import annotations
@@ -69,22 +69,22 @@ _ELSEWHERE = re.compile(
 _CODE = re.compile(r" #(\d+\.\d+)-[0-9a-f]{8}")
 _LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")})
 _OF_SIZE = ("train_per_device_batch_size", "gradient_accumulation_steps")
-#: Settings that may be absent. Others are missing only in states of other versions of torch or this package.
+#: Settings that may be absent. Other settings are missing only in states of other versions of torch or this package.
 _PARTS = ("callbacks.", "model.", "loss_func.", "eval_dataset")
 _DEEPEST = 4
-_MOST_SHOWN = 8  # settings that differ
-_LONGEST = 100  # characters of a value in a message
+_MOST_SHOWN = 8  # number of differing settings in a message
+_LONGEST = 100  # maximum characters of a value in a message
 _ABSENT = ""
 _DATA = "data"
 
 
 def tells_where(name: str) -> bool:
-    """Return whether the name of a setting is that of a place or a device, which may differ in a resumed run."""
+    """Return whether a setting, by its name, is a place or a device, which may differ in a resumed run."""
     return _ELSEWHERE.fullmatch(name) is not None
 
 
 def saved_optimizers(trainer: TrainerLike) -> dict[str, Optimizer]:
-    """Return the optimizers in training states by name: the trainer's own and those in attributes."""
+    """Return the optimizers in training states by name: the trainer's ``optimizer``, and optimizers in attributes."""
     named = {"optimizer": trainer.optimizer, **attributes.trained(trainer)}
     return {name: owner for name, owner in named.items() if isinstance(owner, torch.optim.Optimizer)}
 
@@ -131,7 +131,7 @@ def describe_optimizers(trainer: TrainerLike, initial: Options | None = None) ->
     """Return the options of all parameter groups, with the rates before any schedule.
 
     Args:
-        initial: these rates of the trainer's optimizer, if known
+        initial: the options, with these rates, of the trainer's optimizer, if known
     """
     result = {}
     for name, optimizer in saved_optimizers(trainer).items() if is_created(trainer.optimizer) else ():
@@ -149,14 +149,14 @@ def describe_optimizers(trainer: TrainerLike, initial: Options | None = None) ->
 
 
 def _running(optimizer: Optimizer) -> set[str]:
-    """Return the keys that an optimizer keeps in its groups for its own progress: they are not arguments."""
+    """Return the keys in an optimizer's groups that are its own progress rather than arguments."""
     optimizer = getattr(optimizer, "optimizer", optimizer)
     return set(getattr(optimizer, "defaults", {})) - _parameters(type(optimizer))  # type: ignore[arg-type]
 
 
 def _schedule(trainer: TrainerLike) -> dict[str, str]:
     scheduler = trainer.scheduler
-    if scheduler is None:  # reported by warn_of_other_schedule
+    if scheduler is None:  # warn_of_other_schedule reports a missing schedule
         return {}
     own = is_overridden(trainer, "create_scheduler")
     return {"create_scheduler_fn": class_name(type(scheduler)) if own else described(trainer.create_scheduler_fn)}
@@ -246,7 +246,7 @@ def class_name(kind: type) -> str:
 
 
 def class_of_module(kind: type) -> type:
-    """Return the class from which ``fully_shard`` has derived one; others unchanged."""
+    """Return the original of a class that ``fully_shard`` has derived; any other class unchanged."""
     is_derived = len(kind.__mro__) > 2 and kind.__mro__[1].__name__ == "FSDPModule"
     return kind.__mro__[2] if is_derived else kind
 
@@ -292,12 +292,12 @@ def _object(value: object, depth: int) -> str:
 def _parameters(kind: type) -> set[str]:
     try:
         return set(inspect.signature(kind).parameters)
-    except (TypeError, ValueError):  # not written in Python
+    except (TypeError, ValueError):  # the class is not written in Python
         return set()
 
 
 def _function(value: Callable[..., object], depth: int) -> str:
-    """Describe a function by its name and, if it is the user's, its code and the variables around it."""
+    """Describe a function by its name and, if it is the user's, by its code and its captured variables."""
     function: Any = getattr(value, "__func__", value)
     name = getattr(function, "__name__", type(value).__name__)
     code = getattr(function, "__code__", None)
@@ -307,7 +307,7 @@ def _function(value: Callable[..., object], depth: int) -> str:
     for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
         try:
             around.append(f"{variable}={described(cell.cell_contents, variable, depth)}")
-        except ValueError:  # not assigned yet
+        except ValueError:  # the variable is not assigned yet
             continue
     defaults = [described(item, "", depth) for item in function.__defaults__ or ()]
     number = crc32(repr([_code(code), defaults]).encode())
@@ -325,9 +325,10 @@ def _code(code: CodeType) -> list[object]:
 
 
 def compare_settings(trainer: TrainerLike, state: TrainingState) -> str:
-    """Return the differences between the settings of a state and of the run that has loaded it, and which ones hold.
+    """Return how the settings of a state differ from those of the run that has loaded it, and which of both hold.
 
-    The run then records those that hold. Empty if nothing differs, or if the state is from an earlier version.
+    The run then records the settings that hold. The text is empty if nothing differs, or if the state is from an
+    earlier version.
 
     Args:
         state: the state that the run has loaded
@@ -355,7 +356,7 @@ def compare_settings(trainer: TrainerLike, state: TrainingState) -> str:
 
 
 def describe_loaded(trainer: TrainerLike, before: Mapping[str, str], source: str) -> str:
-    """Return the options of optimizers that a file or a state has changed; empty if none.
+    """Return the options of optimizers that a file or a state has changed; an empty text if there are none.
 
     Args:
         before: the result of ``describe_optimizers()`` before loading
@@ -373,9 +374,9 @@ def _changed(before: JsonObject, now: JsonObject, is_elastic: bool) -> list[str]
     return [
         key
         for key in names
-        if not (is_elastic and key in _OF_SIZE)  # a job of another size keeps the size of an update, as far as it can
+        if not (is_elastic and key in _OF_SIZE)  # jobs of another size keep the size of an update if they can
         and ((key in before and key in now) or (key.startswith(_PARTS) and not key.startswith(heads)))
-        and "stateful" not in (before.get(key), now.get(key))  # there is a warning for that
+        and "stateful" not in (before.get(key), now.get(key))  # stateful callbacks have a warning of their own
     ]
 
 
@@ -385,7 +386,7 @@ def _is_same(before: str | None, now: str | None) -> bool:
     if before is None or now is None or _CODE.sub("", before) != _CODE.sub("", now):
         return False
     versions = [match for text in (before, now) for match in _CODE.findall(text)]
-    return len(set(versions)) > 1  # bytecode of other versions of Python cannot be compared
+    return len(set(versions)) > 1  # bytecode of different Python versions cannot be compared
 
 
 def _argument_of_callback(key: str) -> tuple[str, str] | None:
@@ -396,7 +397,7 @@ def _argument_of_callback(key: str) -> tuple[str, str] | None:
 
 
 def _held(state: TrainingState) -> set[tuple[str, str]]:
-    """Return the attributes in a state that the saved run had changed, by owner and name."""
+    """Return the attributes in a state, by owner and name, that the saved run had changed."""
     saved = state.shared.get("user_attributes", {})
     return {(owner, name) for part in ("kept", "own") for owner, of in saved.get(part, {}).items() for name in of}
 
@@ -410,12 +411,12 @@ def _is_restored(trainer: TrainerLike, key: str) -> bool:
 
 def _restores_arguments(scheduler: TrainerScheduler) -> bool:
     """Whether the state of a scheduler has its arguments, as with torch's, rather than only its position."""
-    kinds = (PlannedLrScheduler, LambdaLR, MultiplicativeLR)  # the latter without their functions
+    kinds = (PlannedLrScheduler, LambdaLR, MultiplicativeLR)  # the last two without their functions
     return not all(isinstance(part, kinds) for part in schedulers_in(scheduler).values())
 
 
 def _shown(this: str, other: str) -> str:
-    """Return a description for a message. If two are long, it begins where they differ."""
+    """Shorten a description for a message. If both are long, it begins where they differ."""
     this, other = _CODE.sub("", this), _CODE.sub("", other)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(this, other, strict=False)))
     begin = max(same - 30, 0) if max(len(this), len(other)) > _LONGEST else 0
@@ -423,7 +424,7 @@ def _shown(this: str, other: str) -> str:
 
 
 def _change(key: str, other: str, holds: str, word: str = "was") -> str:
-    """Return a text on a setting: the value that holds and the other one, or that a part is new or missing."""
+    """Return a text on a setting: the value that holds and the other value, or that a part is new or missing."""
     if _ABSENT in (other, holds) and key.startswith(_PARTS):
         return f"{key.removeprefix('callbacks.')} is {'new' if other == _ABSENT else 'missing'}"
     if _CODE.sub("", other) == _CODE.sub("", holds):

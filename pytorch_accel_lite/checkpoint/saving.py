@@ -90,17 +90,17 @@ def _warn_of_weights(trainer: TrainerLike, method: str) -> None:
 
 @contextmanager
 def _timed(trainer: TrainerLike) -> Iterator[None]:
-    """Count a block as saving."""
+    """Count the time of a block as saving."""
     timer = trainer.callback_handler.timer
     with nullcontext() if timer is None else timer("saving"), trainer.current_run.goodput.counting("saving"):
         yield
 
 
 def _check_on_all_ranks(trainer: TrainerLike, look_at: Callable[[], object]) -> None:
-    """Check a file that a user has opened. Call it on every process.
+    """Check on every process a file that a user has opened. Call it on every process.
 
     Raises:
-        TypeError: on all processes, if raised on any; likewise ``ValueError``
+        TypeError: on all processes, if any raises it; likewise ``ValueError``
     """
 
     def find_problem() -> TypeError | ValueError | None:
@@ -163,7 +163,7 @@ def _save_checkpoint(
         if frozen_left_out:
             checkpoint[FROZEN] = frozen_left_out
         state = None if trainer.optimizer is None or not save_optimizer else trainer.optimizer.state_dict()
-        if state is not None:  # an optimizer that is not created yet has none
+        if state is not None:  # an optimizer that is not created yet has no state
             checkpoint["optimizer_state_dict"] = full_state_dict(state, writes)
         if save_scheduler and trainer.scheduler is not None:
             checkpoint["scheduler_state_dict"] = trainer.scheduler.state_dict()
@@ -172,14 +172,14 @@ def _save_checkpoint(
         if states := attribute_states(trainer, writes, save_optimizer, save_scheduler, changed_modules(trainer)):
             checkpoint["attribute_state_dicts"] = states
         checkpoint.update(checkpoint_kwargs)
-        trainer.ranks.barrier()  # others may still be reading the file that is replaced
+        trainer.ranks.barrier()  # other processes may still be reading the old file
         trainer.ranks.run_together(lambda: write_checkpoint(checkpoint, target) if writes else None)
 
 
 def load_checkpoint(
     trainer: TrainerLike, checkpoint_path: PathOrFile, load_optimizer: bool, load_scheduler: bool, *, strict: bool
 ) -> StateDict:
-    """Load what ``save_checkpoint()`` or ``save_model()`` saved, or weights, without running code from the file."""
+    """Load a checkpoint, a saved model or weights, without running code from the file."""
     with naming_call(trainer.ranks, "load_checkpoint()"):
         trainer.ranks.barrier()
     if trainer.prepared_model is not None:
@@ -199,7 +199,7 @@ def load_checkpoint(
                     "no optimizer. Pass load_optimizer=False, or give the trainer an optimizer."
                 )
             load_optimizer_state(trainer.optimizer, checkpoint["optimizer_state_dict"])
-            trainer.current_run.schedule.final_rates = []  # the rates were loaded, not set by hand
+            trainer.current_run.schedule.final_rates = []  # the rates were loaded, not set by the user
         if load_scheduler and trainer.scheduler is not None and "scheduler_state_dict" in checkpoint:
             trainer.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
         load_loss_state(trainer, checkpoint.get("loss_func_state_dict", {}), source)
@@ -253,13 +253,13 @@ def _read(trainer: TrainerLike, path: PathOrFile, model: nn.Module, only_weights
                 f"{os.fspath(path)!r} is a training state. Load it with trainer.load_training_state(directory), or "
                 "resume the run with train(resume_from=directory)."
             )
-        return read_learned(location)  # verifies the whole state
+        return read_learned(location)  # also verifies the whole state
     verify_weights(trainer, location)
     return read_pretrained(location, model) if location.is_dir() else read_checkpoint(location, is_verified=True)
 
 
 def _read_open_file(trainer: TrainerLike, file: IO[bytes]) -> StateDict:
-    """Return the content of this process's open file, if all processes can read theirs. Call it on every process."""
+    """Return the content of this process's open file, if every process can read its file. Call it on every process."""
     checkpoint: StateDict = {}
 
     def read() -> None:
@@ -283,23 +283,23 @@ def save_model(
 ) -> None:
     """Save the model for use in other programs: its weights as safetensors, and a model card.
 
-    In a directory, models of transformers, PEFT, diffusers and timm are saved as their own library saves and loads
-    them, with configuration and tokenizer; see "Save and load" in the docs.
+    In a directory, models of transformers, PEFT, diffusers and timm are saved in the format of their library, with
+    configuration and tokenizer; see "Save and load" in the docs.
 
     A directory gets ``model.safetensors``, ``README.md`` and, with matplotlib, ``curves.png``, each written atomically.
     The card says how the model was trained, how good it is, and how to load it with PyTorch alone. The Hugging Face Hub
     shows it as the model's page, and ``huggingface_hub.ModelCard`` reads it. A ``README.md`` that somebody else wrote
     is kept, with a warning.
 
-    Call it on every process. Sharded weights are gathered in the host memory of the first, which writes the files.
+    Call it on every process. Sharded weights are gathered in the host memory of the first process, which writes the
+    files.
 
     Args:
         path: path of the directory, or its URL in a remote store, such as ``"hf://name/repository"``; missing folders
             are created. A path that ends in ``.safetensors`` is a single file with the weights alone. So is an open
             binary file or ``io.BytesIO``, which the main process writes from its position, flushes and leaves open; the
             other processes may pass anything.
-        trainable_only: whether to leave out frozen parameters. ``load_checkpoint()`` then leaves them in the model as
-            they are.
+        trainable_only: whether to leave out frozen parameters, which ``load_checkpoint()`` then does not change.
         card_data: further metadata of the card, such as ``{"license": "mit", "datasets": ["mnist"], "pipeline_tag":
             "image-classification"}``; see ``huggingface_hub.ModelCardData``
 
@@ -382,7 +382,7 @@ def _write_weights(
     """Write weights as a safetensors file, or into a directory with further files.
 
     Args:
-        form: saves the model as its library does, with its preprocessors; ``None`` for the weights alone
+        form: saves the model in its library's format, with its preprocessors; ``None`` for the weights alone
     """
     if write_beside is not None and isinstance(location, Path) and location.is_file():
         raise ValueError(
@@ -444,7 +444,7 @@ def save_training_state(
     check_states_are_possible(trainer.accelerator)
     with _timed(trainer):
         if writer is not None:
-            writer.wait()  # its memory is reused
+            writer.wait()  # the new copy reuses the writer's memory
         kwargs = dict(checkpoint_kwargs or {})
 
         def write(ranks: Ranks, captured: CapturedState) -> None:
@@ -462,7 +462,7 @@ def save_training_state(
 def load_training_state(trainer: TrainerLike, input_dir: StrPath) -> StateDict:
     """Load a training state into the trainer. To resume a run, use ``train(resume_from=...)``, which calls this."""
     resumed, location = trainer.current_run.resumed, parse_location(input_dir, "input_dir")
-    if resumed is not None and resumed.directory == location:  # the run has read it, and finishes it
+    if resumed is not None and resumed.directory == location:  # the run has read this state, and finishes restoring it
         state = resumed
         restore(trainer, state, with_scheduler=not trainer.current_run.schedule.is_recreated)
     else:

@@ -1,4 +1,4 @@
-"""Tensors in separate files: large ones, and sharded ones, where each process writes and reads its part.
+"""Large and sharded tensors in separate files. Of sharded tensors, each process writes and reads its own part.
 
 The files have the format of torch's distributed checkpoints in safetensors (``HuggingFaceStorageWriter``), which its
 ``HuggingFaceStorageReader`` reads, too. Files of unsharded tensors, such as those of pretrained models, are read as
@@ -29,7 +29,7 @@ _OFFSETS = "saved_offsets"
 _MARK = "in the shards, as"  # the only key of a dict that stands for a tensor
 _LARGE = 1 << 16  # minimum size in bytes of a tensor that is moved to a file of tensors
 
-#: For each tensor, the offsets of this process's part, and the part.
+#: For each tensor by name, the offsets of this process's part, and the part.
 Parts = dict[str, tuple[tuple[int, ...], torch.Tensor]]
 
 
@@ -48,7 +48,7 @@ def extract_tensors(state: Tree, sharded: dict[str, DTensor], large: dict[str, t
     """Return nested dicts, lists and tuples with each sharded or large tensor replaced by a mark.
 
     Files of tensors are faster to write and read than pickled ones, but cannot represent shared memory, strides or rare
-    types. Tensors with these stay in the state.
+    types. Tensors with such properties stay in the state.
 
     Args:
         sharded: gets the sharded tensors, by name
@@ -75,7 +75,7 @@ def extract_tensors(state: Tree, sharded: dict[str, DTensor], large: dict[str, t
         if not is_sharded_tensor(value) and not is_large(value):
             return value
         name = ".".join(map(str, path))
-        while name in sharded or name in large:  # a key may have dots, too
+        while name in sharded or name in large:  # keys may have dots, so names may clash
             name += "'"
         (sharded if is_sharded_tensor(value) else large)[name] = value
         return {_MARK: name}
@@ -90,7 +90,7 @@ def restore_tensors(
     """Return the state that was passed to ``extract_tensors()``.
 
     Args:
-        find_like: returns, for a path of keys, a tensor with the sharding to use, if any; by default, tensors are not
+        find_like: returns, for a path of keys, a tensor whose sharding to use, if any; by default, tensors are not
             sharded
     """
 
@@ -105,7 +105,7 @@ def _is_mark(value: object) -> bool:
 
 
 def local_parts(tensors: Mapping[str, DTensor]) -> Parts:
-    """Return the parts of sharded tensors that this process writes; only the first of several copies is written.
+    """Return the parts of sharded tensors that this process writes. Of several copies, only the first is written.
 
     Call it on every process.
     """
@@ -180,9 +180,9 @@ class StoredTensor:
         return sample.dtype  # type: ignore[no-any-return]
 
     def read(self, like: torch.Tensor | None = None) -> torch.Tensor:
-        """Read the tensor, sharded like another one of its shape: each process reads only its own part.
+        """Read the tensor, sharded like another tensor of the same shape: each process reads only its own part.
 
-        Reads the full tensor if the other is not sharded or has another shape. May communicate.
+        If the other tensor is not sharded or has another shape, the full tensor is read. May communicate.
         """
         if not is_sharded_tensor(like) or tuple(like.shape) != self.shape:
             return self._read((0,) * len(self.shape), self.shape)
@@ -199,7 +199,7 @@ class StoredTensor:
         for begin, sizes, file in self.parts:
             if (begin, sizes) == (start, shape):
                 mapped: torch.Tensor = file.get_tensor(self.name)
-                return mapped.clone()  # the mapping ends with the file
+                return mapped.clone()  # the memory mapping ends with the file
         result = torch.empty(shape, dtype=self.dtype)
         for begin, sizes, file in self.parts:
             first = [max(a, b) for a, b in zip(start, begin, strict=True)]
@@ -212,7 +212,7 @@ class StoredTensor:
 
 
 def find_tensors(paths: Iterable[Path]) -> dict[str, StoredTensor]:
-    """Return the tensors in safetensors files, by name. The files stay open, and may be removed.
+    """Return the tensors in safetensors files, by name. The files stay open; they may be removed from the disk.
 
     Raises:
         ValueError: if a file is damaged

@@ -1,4 +1,4 @@
-"""The training states of a run in one place: names, finding the newest intact one, rotation and locking."""
+"""The training states of a run in one place: their names, finding the newest intact state, rotation and locking."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _release(lock: FileLock, is_unlocked: threading.Event) -> None:
 
 
 class StateStore(ABC):
-    """The states of a run. Anything else in the same place is left alone.
+    """The states of a run. Other files in the same place are left alone.
 
     Attributes:
         NAME: the pattern of the names of states
@@ -78,25 +78,25 @@ class StateStore(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a state. It is no longer listed from the beginning, however long removing takes."""
+        """Remove a state. It disappears from ``names()`` at once, however long the removal takes."""
 
     @abstractmethod
     def lock(self) -> bool:
-        """Claim the location until ``unlock()``, and remove remains of killed runs. Does nothing if it is claimed.
+        """Claim the location until ``unlock()``, and remove remains of killed runs. Does nothing if already claimed.
 
         Returns:
-            whether it was not claimed before
+            whether this call has claimed the location
 
         Raises:
             RuntimeError: if another live run has locked it
-            OSError: if it cannot be written
+            OSError: if the location cannot be written
         """
 
     def check_is_shared(self, ranks: Ranks) -> None:  # noqa: B027
-        """Check that all ranks reach the same location; by a URL, they do. All ranks take part.
+        """Check that all ranks reach the same location, which they always do by a URL. All ranks take part.
 
         Raises:
-            OSError: on all ranks, if they do not
+            OSError: on all ranks, if they reach different locations
         """
 
     @abstractmethod
@@ -110,7 +110,7 @@ class StateStore(ABC):
         """Check, on all ranks, that no other run has taken over.
 
         Raises:
-            RuntimeError: if one has
+            RuntimeError: if another run has taken over
         """
         ranks.run_together(self._check_lock, only_first=True)
 
@@ -211,7 +211,7 @@ class DirectoryStore(StateStore):
         threading.Thread(
             target=_send_heartbeats, args=(lock, self._is_unlocked), daemon=True, name="signs-of-life"
         ).start()
-        # Whoever locks it without a run may never unlock it.
+        # Code that locks it outside a run may never unlock it.
         self._finalizer = weakref.finalize(self, _release, lock, self._is_unlocked)
         for path in self.location.iterdir():
             if match := _REMAINS.fullmatch(path.name):
@@ -220,14 +220,14 @@ class DirectoryStore(StateStore):
         return True
 
     def check_is_shared(self, ranks: Ranks) -> None:
-        """Check that all ranks see the same directory, as each writes its part there."""
+        """Check that all ranks see the same directory, because each writes its part there."""
         check_is_shared(self.location, f"save_dir={os.fspath(self.location)!r}", ranks)
 
     def unlock(self) -> None:
         """Give up the claim."""
         if self._lock is not None:
             _release(self._lock, self._is_unlocked)
-            self._finalizer.detach()  # otherwise the file of each run would live as long as the callback
+            self._finalizer.detach()  # else the file would live as long as the callback
             self._lock = None
 
     def _check_lock(self) -> None:

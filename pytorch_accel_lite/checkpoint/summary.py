@@ -25,7 +25,7 @@ from pytorch_accel_lite.run.division import DIVISIONS
 
 
 def _states_in(folder: Path) -> list[str]:
-    """Return a line for each training state in a folder and its subfolders, in the order of time."""
+    """Return a line for each training state in a folder and its subfolders, in the order in which they were saved."""
     paths = [path.parent for depth in ("*", "*/*", "*/*/*") for path in folder.glob(f"{depth}/{MANIFEST}")]
     manifests, damaged = [], []
     for path in paths:
@@ -48,7 +48,7 @@ def print_contents(state: StrPath) -> None:
     """Print the contents of a training state, or list the states in a folder.
 
     Args:
-        state: its directory, or its URL in a remote store; or a folder of states, of a run, or of runs
+        state: the directory of the state, or its URL in a remote store; or a folder of states, of a run, or of runs
     """
     location = parse_location(state, "state")
     if isinstance(location, Path) and not (location / MANIFEST).exists() and (lines := _states_in(location)):

@@ -1,6 +1,6 @@
 """Which parameters are trained: frozen parameters, modules kept in evaluation mode, groups added to an optimizer.
 
-A run may change this, by unfreezing for example. Its changes are restored; the rest stays as in the program.
+A run may change these, for example by unfreezing. A resumed run restores the changes; all else stays as in the program.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pytorch_accel_lite.run.state import TrainerLike
 
 
 def trainability(trainer: TrainerLike) -> dict[str, dict[str, bool]]:
-    """Return whether each parameter is trained, and whether each module is kept in evaluation mode, by name."""
+    """Return by name whether each parameter is trained, and whether each module is kept in evaluation mode."""
     return {
         "trained": {name: parameter.requires_grad for name, parameter in _parameters(trainer)},
         "stays_in_eval": {name: stays_in_eval(module) for name, module in _modules(trainer)},
@@ -27,7 +27,7 @@ def trainability(trainer: TrainerLike) -> dict[str, dict[str, bool]]:
 
 
 def capture_trainability(trainer: TrainerLike) -> StateDict:
-    """Return the changes of ``trainability()`` in the run, its original values, and the parameters of each group."""
+    """Return how the run has changed ``trainability()``, its original values, and the parameters of each group."""
     now, before = trainability(trainer), trainer.current_run.created_attributes.trainability
     changed = {
         kind: {name: value for name, value in values.items() if value != before.get(kind, {}).get(name, value)}
@@ -55,7 +55,7 @@ def lacks_groups(optimizer: TrainerOptimizer, state: StateDict) -> bool:
 
 
 def add_missing_groups(trainer: TrainerLike, saved: StateDict) -> None:
-    """Give the optimizers the groups that the run had added to them, if their parameters are known by name."""
+    """Add to the optimizers the groups that the saved run had added, if their parameters are known by name."""
     parameters = dict(_parameters(trainer))
     for name, owner in _optimizers(trainer).items():
         for part, groups in saved.get("groups", {}).get(name, {}).items():
@@ -68,12 +68,12 @@ def add_missing_groups(trainer: TrainerLike, saved: StateDict) -> None:
 
 
 def restore_trainability(trainer: TrainerLike, saved: StateDict) -> None:
-    """Restore which parameters are trained, as far as the saved run had changed it. Call it on every process."""
-    if "changed" not in saved:  # saved by an earlier version
+    """Restore the saved run's changes of which parameters are trained. Call it on every process."""
+    if "changed" not in saved:  # an earlier version saved the state
         return
     started = trainer.current_run.created_attributes.trainability
     before, changed = trainability(trainer), saved["changed"]
-    # The rest is as after the starting events, even if the events of the epoch have changed it.
+    # All else is as after the starting events, even if the events of the epoch have changed it.
     target = {kind: {**values, **started.get(kind, {}), **changed.get(kind, {})} for kind, values in before.items()}
     for name, parameter in _parameters(trainer):
         if parameter.requires_grad != target["trained"][name]:

@@ -1,7 +1,8 @@
 """A training state: a directory with everything needed to resume a run, which is either complete or does not exist.
 
-It is written under a temporary name, and every file is synced. A manifest with the sizes and checksums of all files is
-written last, and then the directory is renamed. Reading verifies everything first and runs no code from it.
+The directory is written under a temporary name, and every file is synced. A manifest with the sizes and checksums of
+all files is written last; then the directory is renamed. Reading a state verifies all files first, and runs no code
+from them.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def read_weights(state: TrainingState, like: Mapping[str, torch.Tensor] | None =
     """Return the state of the model, by name.
 
     Args:
-        like: the weights of a model, with the sharding for weights saved in shards; by default, none is sharded
+        like: the weights of a model, whose sharding to use for weights saved in shards; by default, weights are not
+            sharded
     """
     weights = read_model(Path(state.directory)) if state.weights is None else state.weights
     sharded = {
@@ -80,9 +82,9 @@ def read_tensors(state: TrainingState, find_like: Callable[[Keys], torch.Tensor 
     """Read the large and the sharded tensors in ``shared``.
 
     Args:
-        find_like: returns, for a path of keys, a tensor with the sharding to use; by default, none is sharded
+        find_like: returns, for a path of keys, a tensor whose sharding to use; by default, tensors are not sharded
     """
-    history = state.shared.pop("history")  # it may be long, and has no tensors to read
+    history = state.shared.pop("history")  # the history may be long, and has no tensors to read
     state.shared = restore_tensors(state.shared, state.tensors, find_like) | {"history": history}
 
 
@@ -91,10 +93,10 @@ class CapturedState:
     """The contents that this rank writes to a training state; only ``local`` on ranks other than the first.
 
     Args:
-        parts: the parts of sharded tensors that this rank writes; ``None`` if they have been gathered
-        weights: tensors of the model by name, tied ones once
+        parts: the parts of sharded tensors that this rank writes; ``None`` if sharded tensors have been gathered
+        weights: tensors of the model by name; tied tensors once
         tied: the other names of tied weights, mapped to the names under which they are kept
-        tensors: large tensors by name, marked in ``shared``
+        tensors: large tensors by name; ``shared`` has marks in their place
     """
 
     local: StateDict
@@ -133,7 +135,7 @@ def write_directory(directory: Path, ranks: Ranks, captured: CapturedState) -> N
         entries = ranks.run_together(write)
         ranks.run_together(lambda: _commit(temporary, directory, entries, captured.metadata), only_first=True)
     except BaseException as error:
-        if isinstance(error, OSError) and error.filename:  # the temporary name says nothing to the user
+        if isinstance(error, OSError) and error.filename:  # the user does not know the temporary name
             error.filename = str(error.filename).replace(temporary.name, directory.name)
         if ranks.rank == 0:
             remove(temporary)
@@ -212,7 +214,7 @@ def _load_part(path: Path, names: Iterable[str]) -> StateDict:
     """Load a file with a matching checksum, and check that it holds a dict with these keys.
 
     Raises:
-        DamagedStateError: if it does not; names the file
+        DamagedStateError: if it does not hold one; names the file
     """
     try:
         content = load_plain(path)
@@ -241,7 +243,7 @@ def open_state(directory: Path, metadata: JsonObject) -> TrainingState:
 
 
 def read_learned(directory: StrPath) -> StateDict:
-    """Return the learned part of a training state, like the content of a checkpoint without optimizers and schedulers.
+    """Return the learned part of a training state, in the form of a checkpoint without optimizers and schedulers.
 
     Raises:
         DamagedStateError: if the state is damaged; names the file
@@ -261,7 +263,7 @@ def read_model(directory: Path) -> dict[str, torch.Tensor]:
     """Return the weights in a training state, by all their names."""
     weights = safetensors.torch.load_file(directory / MODEL)
     _, metadata = open_tensors(directory / MODEL)
-    tied = metadata.items() - {("format", "pt")}  # the format, not another name of a tensor "pt"
+    tied = metadata.items() - {("format", "pt")}  # this entry is the format, not a tied tensor "pt"
     return weights | {name: weights[kept] for name, kept in tied}
 
 
@@ -271,7 +273,7 @@ def pack_numbers(value: Tree) -> Tree:
         return {name: pack_numbers(item) for name, item in value.items()}
     if type(value) is list and len(value) >= 16 and {*map(type, value)} in ({float}, {int}):
         numbers = np.asarray(value)
-        if numbers.dtype in (np.float64, np.int64):  # not integers of more than 64 bits
+        if numbers.dtype in (np.float64, np.int64):  # unlike integers of more than 64 bits
             return _NUMBERS, torch.from_numpy(numbers)
     return value
 

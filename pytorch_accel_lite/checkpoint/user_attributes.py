@@ -1,8 +1,8 @@
-"""The users' attributes: those of their trainers and callbacks that do not come from this package.
+"""Users' attributes: the attributes of trainers and callbacks that this package has not created.
 
 A training state keeps the attributes that have changed since the program created them, and all tensors of moderate
-size. It has digests of the others, to tell whether the resumed program has created the same ones. Attributes that
-differ between the processes are kept for each process.
+size. It has digests of the other attributes, which show whether the resumed program has created the same values.
+Attributes that differ between the processes are kept for each process.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ T = TypeVar("T")
 
 #: The names of the owner of an attribute (``""`` for the trainer) and of the attribute.
 
-_MOST_PARTS = 100_000  # of an attribute, for a digest before a run
+_MOST_PARTS = 100_000  # maximum parts of an attribute for a digest before a run
 _MOST_BYTES = 1 << 28
-_KEPT_ANYWAY = 1 << 20  # bytes of an attribute with tensors, up to which it is kept unchanged
+_KEPT_ANYWAY = 1 << 20  # bytes: smaller attributes with tensors are kept even if unchanged
 _LARGE = 1 << 30  # bytes that cause a message
 _RECENT = 30 * 24 * 3600  # seconds
 
@@ -71,12 +71,12 @@ def note_created(trainer: TrainerLike) -> CreatedAttributes:
 
 
 def note_started(trainer: TrainerLike) -> None:
-    """Note which parameters are trained once the starting events, which a resumed run repeats, are over."""
+    """Note which parameters are trained after the starting events, which a resumed run repeats."""
     trainer.current_run.created_attributes.trainability = trainability(trainer)
 
 
 def capture_attributes(trainer: TrainerLike) -> tuple[StateDict, StateDict]:
-    """Return the states of the users' attributes: those of all processes, and this process's own. A collective."""
+    """Return the states of users' attributes: those of all processes, and those of this process. A collective."""
     created: CreatedAttributes = trainer.current_run.created_attributes
     nodes: dict[Key, Node] = {}
     digests: dict[Key, str | None] = {}
@@ -115,7 +115,7 @@ def _removed(created: CreatedAttributes, owners: Mapping[str, object]) -> dict[s
 
 
 def _compare(trainer: TrainerLike, kept: set[Key], digests: dict[Key, str | None]) -> tuple[set[Key], set[Key]]:
-    """Return the attributes that any process keeps, and those of them that differ between processes."""
+    """Return the attributes that at least one process keeps, and those among them that differ between processes."""
     by_rank = trainer.all_gather_object((kept, digests))
     kept = set().union(*(of_rank for of_rank, _ in by_rank))
     first = by_rank[0][1]
@@ -129,13 +129,13 @@ def restore_attributes(
 
     Args:
         own: the states of this process; ``None`` if another number of processes saved them
-        is_final: whether nothing more will be created, so that missing attributes are reported
+        is_final: whether no more attributes will be created, so that missing ones are reported
     """
     owners = _owners(trainer)
     lost = []
     for owner, states in _merged(saved.get("kept", {}), own or {}).items():
         if owner not in owners:
-            continue  # the callback is gone; there is a message about that
+            continue  # another message reports the missing callback
         held, unsaved = vars(owners[owner]), attributes.unsaved(owners[owner])
         for name, node in states.items() if is_final else copy.deepcopy(states).items():
             if name in unsaved:
@@ -154,7 +154,7 @@ def restore_attributes(
 
 
 def _restore_settings(trainer: TrainerLike, saved: StateDict, owners: Mapping[str, object]) -> None:
-    """Reset attributes that the saved run had not changed to their created values, as events may have changed them."""
+    """Reset attributes that the saved run had not changed to their created values: events may have changed them."""
     settings = trainer.current_run.created_attributes.settings
     for owner, digests in saved.get("unchanged", {}).items():
         for name in digests:

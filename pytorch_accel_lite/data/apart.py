@@ -1,4 +1,4 @@
-"""Reading a batch outside the epochs of a loader, without affecting it."""
+"""Reading a batch outside the epochs of a loader, without affecting the loader."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def datasets_in(loader: ShardedLoader) -> list[object]:
 
 
 def can_read_apart(loader: ShardedLoader) -> bool:
-    """Whether samples can be read without anything counting them: from a map dataset, by plain numbers as indices."""
+    """Whether samples can be read without side effects on the loader: from a map dataset, by integer indices."""
     if type(loader) is not MapLoader or loader.limit == 0 or loader.source.batch_size is None:
         return False
     has_plain_order = type(loader.source.sampler) in (SequentialSampler, RandomSampler)
@@ -29,7 +29,7 @@ def read_apart(loader: ShardedLoader) -> Batch:
     """Read the first samples of a loader's dataset as one of its batches, in this process.
 
     Returns:
-        the batch; if it could not be read, its data are a ``FailedRead``
+        the batch; if it could not be read, its ``data`` is a ``FailedRead``
     """
     source = loader.source
     indices = list(range(min(int(source.batch_size), len(source.dataset))))

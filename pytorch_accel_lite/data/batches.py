@@ -74,7 +74,7 @@ def _reported_size(batch: BatchData, expected: int | None) -> int | None:
 
 
 def size_of_filler(batch: BatchData) -> int:
-    """Return a size for a filler batch. It has no weight, so its size need not be known."""
+    """Return a size for a filler batch. A filler batch has no weight, so its true size need not be known."""
     try:
         return infer_batch_size(batch)
     except ValueError:
@@ -137,14 +137,14 @@ def _signature(model: nn.Module) -> inspect.Signature:
         if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()):
             return inspect.signature(partial(type(model).forward, model))
         return signature
-    except (TypeError, ValueError):  # for example of a scripted module
+    except (TypeError, ValueError):  # a scripted module, for example, has no signature
         return inspect.signature(lambda *args, **kwargs: None)
 
 
 class BatchAdapter:
     """Feeds batches to a model in the ways that ``Trainer.calculate_train_batch_loss()`` documents.
 
-    ``model`` is passed to each call, because it is wrapped during training. The keys that its ``forward`` takes are
+    ``model`` is passed to each call, because the model is wrapped during training. The keys that ``forward`` takes are
     looked up once.
 
     Attributes:
@@ -170,7 +170,7 @@ class BatchAdapter:
         """Return the model's outputs for a batch, their loss, and the number of items averaged in the loss.
 
         Args:
-            read: the batch as it was read; a step may have passed other data
+            read: the batch as it was read, because a step may have passed other data
         """
         if type(batch) in (tuple, list) and len(batch) == 2 and loss_func is not None and batch[1] is not None:
             outputs = model(batch[0])  # the usual case
@@ -192,7 +192,7 @@ class BatchAdapter:
             items = _count_labels(batch, self._first_label)
             if items is None:
                 return {"loss": loss, "model_outputs": outputs}
-            # Without labels the mean is NaN, and must not count.
+            # Without labels, the mean is NaN and must not count.
             loss = torch.where(items.to(loss.device) > 0, loss, 0.0)
             return {"loss": loss, "model_outputs": outputs, "num_items_in_batch": items}
         if isinstance(batch, Mapping):
@@ -217,7 +217,7 @@ class BatchAdapter:
         return self._call(model, batch)[0]
 
     def _call(self, model: nn.Module, batch: BatchData) -> tuple[Tree, Tree]:
-        """Return the model's outputs and the targets: everything in the batch except the inputs, or ``None``."""
+        """Return the model's outputs and the targets, which are all of the batch except the inputs, or ``None``."""
         if isinstance(batch, Mapping):
             inputs = {k: v for k, v in batch.items() if self._takes_all or k in self._keys}
             if not inputs:
@@ -231,10 +231,10 @@ class BatchAdapter:
         return model(batch), None
 
     def _targets_of(self, rest: Mapping[str, Tree], batch: Mapping[str, Tree], loss_func: LossFunction) -> Tree:
-        """Return the value of the one key that forward does not take, all if there are several, or a usual target key.
+        """Return the targets: the value of the one key that forward does not take, several in a dict, or a usual key.
 
-        A usual target key that forward does not need (``labels=None``) comes before other keys. So does one that
-        forward does not take, if the loss is torch's, which takes no dict.
+        A usual target key that forward takes but does not need (``labels=None``) comes before other keys. If the loss
+        is torch's, which takes no dict, a usual target key that forward does not take comes first, too.
         """
         usual = [key for key in rest if key in TARGET_KEYS]
         if len(rest) > 1 and len(usual) == 1 and is_of_torch(loss_func):
@@ -255,7 +255,7 @@ class BatchAdapter:
             )
 
     def _loss_of_outputs(self, outputs: Tree, ignored: Tree, batch: BatchData) -> torch.Tensor:
-        """Return the loss from the outputs of the model."""
+        """Return the loss that the model itself has computed."""
         if isinstance(batch, Mapping):
             self._warn_of_ignored(ignored)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
@@ -277,7 +277,7 @@ def without_adapters(model: nn.Module) -> nn.Module:
 
 
 def first_label(model: nn.Module) -> int | None:
-    """Return the position of the first label in each row that counts in the loss of a Hugging Face model.
+    """Return the position, in each row, of the first label that counts in the loss of a Hugging Face model.
 
     ``None`` for models whose loss is not a mean over the labels, and for other models.
     """
@@ -289,7 +289,7 @@ def first_label(model: nn.Module) -> int | None:
     if calls_it and model.loss_type in (None, "ForCausalLM", "ForConditionalGeneration"):
         return 1  # each label is predicted from the tokens before it
     is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    is_seq2seq = is_encoder_decoder and "ForConditionalGeneration" in type(model).__name__  # old ones have no loss_type
+    is_seq2seq = is_encoder_decoder and "ForConditionalGeneration" in type(model).__name__  # old ones lack loss_type
     return 0 if is_seq2seq or model.loss_type in ("ForMaskedLM", "ForTokenClassification") else None
 
 
@@ -332,7 +332,7 @@ def complete_output(output: BatchOutput, data: BatchData, num_samples: int | Non
 
 
 def as_scalars(losses: Losses) -> Losses:
-    """Return losses, with tensors of one element, such as those of shape (1,), as scalars."""
+    """Return losses in which tensors of one element, such as tensors of shape (1,), are scalars."""
     if isinstance(losses, Mapping):
         return {name: _as_scalar(loss) for name, loss in losses.items()}
     return _as_scalar(losses)
@@ -350,7 +350,7 @@ def is_number(value: object) -> bool:
 
 
 def total_loss(losses: Losses) -> torch.Tensor:
-    """Return the loss to minimise: the sum if there are several by name."""
+    """Return the loss to minimise: the sum, if there are several losses by name."""
     total: torch.Tensor = reduce(operator.add, losses.values()) if isinstance(losses, Mapping) else losses
     return total
 
@@ -359,9 +359,9 @@ class Share(NamedTuple):
     """One of a fixed number of shares in a step.
 
     Args:
-        number: its number
+        number: the number of the share
         seed: the seed of the step, a mixture of the run's seed, the epoch and the position
-        ends_step: whether it is the last of this step on this process
+        ends_step: whether this is the last share of the step on this process
     """
 
     number: int
@@ -375,12 +375,12 @@ class Batch(NamedTuple):
     Args:
         data: the batch, on the device
         num_samples: number of samples of this process. 0 for a filler batch, see ``is_filler``. ``None`` if only the
-            step can tell.
+            step knows it.
         total_samples: number of samples of all processes in this step; ``None`` if unknown, like ``num_samples``
         is_last: whether this is the last step of the epoch
         indices: indices of the samples in the dataset, as a list or a tensor; ``None`` if unknown
-        share: the share that this is, if their number is fixed; ``None`` for the batch of a process. In a training
-            step, the last share of the step, while ``data`` has the batches of all.
+        share: the share with this batch, if the number of shares is fixed; ``None`` for the batch of a process. In a
+            training step, it is the last share of the step, and ``data`` has the batches of all its shares.
     """
 
     data: BatchData

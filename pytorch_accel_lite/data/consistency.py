@@ -1,4 +1,4 @@
-"""Checking that map datasets and the orders of samplers are the same on all processes, and in a resumed run."""
+"""Checking that datasets and sampler orders are the same on all processes, and in a resumed run."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ PASS_OWN_SHARD = "If each process should read its own part, pass OwnShard(DataLo
 
 
 class OtherOrderError(WrongLengthError):
-    """A sampler gives a wrong order. Never skipped as a failed batch, like ``WrongLengthError``."""
+    """A sampler gives a wrong order. Like a ``WrongLengthError``, it is never skipped as a failed batch."""
 
 
 def check_same_data(dataset: Source, ranks: Ranks) -> None:
     """Check that a map dataset has the same samples on all processes, as far as possible without reading them.
 
-    Compares lengths, the indices of subsets, and a few rows of tensors and Hugging Face's tables, also in datasets that
-    are attributes of others. If the contents of other datasets differ, there is only a warning, as they need not be
-    samples. Call it on every process.
+    Compares lengths, the indices of subsets, and a few rows of tensors and of Hugging Face's tables, also in datasets
+    that are attributes of others. If the contents of other kinds of datasets differ, there is only a warning, because
+    the contents need not be samples. Call it on every process.
 
     Raises:
         ValueError: on all processes, for example after a ``random_split`` that was not seeded
@@ -64,7 +64,7 @@ def check_same_data(dataset: Source, ranks: Ranks) -> None:
 
 
 def check_same_order(sampler: SamplerLike, order: list[Index], ranks: Ranks) -> int:
-    """Check that a sampler has drawn the same order, or piece of one, on all processes, and return its checksum.
+    """Check that a sampler has drawn the same order, or piece of an order, on all processes; return its checksum.
 
     Raises:
         OtherOrderError: on all processes; for example if the sampler has its own generator, or divides by rank
@@ -83,17 +83,17 @@ def check_same_order(sampler: SamplerLike, order: list[Index], ranks: Ranks) -> 
 def check_order(
     sampler: SamplerLike, order: list[Index] | None, ranks: Ranks, drawn: StateDict, resumed: StateDict | None
 ) -> None:
-    """Check the order of an epoch, drawn by each process itself, and store its identity in ``drawn``.
+    """Check the order of an epoch, which each process has drawn itself, and store its identity in ``drawn``.
 
     Args:
-        order: the order of a user's sampler; ``None`` for other samplers, whose orders depend only on the length
+        order: the order of a user's sampler; ``None`` for torch's samplers, whose orders depend only on the length
         drawn: the ``"length"`` of the order, if it consists of indices. For a user's sampler, the ``"checksum"`` of the
             order and the ``"batch_size"`` of the sampler, if any, are added.
-        resumed: the same from the training state, if the epoch is resumed in its middle
+        resumed: the identity from the training state, if the epoch is resumed in its middle
 
     Raises:
-        OtherOrderError: if the order differs from that of other processes
-        WrongLengthError: if the length of the data differs from that in the state
+        OtherOrderError: if the order differs from the order of other processes
+        WrongLengthError: if the length of the data differs from the length in the state
     """
     if order is not None:
         drawn["checksum"] = check_same_order(sampler, order, ranks)
@@ -108,7 +108,7 @@ def check_order(
 
 
 def checksum_of_indices(indices: Sequence[Index] | torch.Tensor | npt.NDArray[np.generic]) -> int:
-    """Return a checksum of indices, also in batches; other objects are compared by their ``repr``."""
+    """Return a checksum of indices, or of batches of indices. Other objects count by their ``repr``."""
     if isinstance(indices, torch.Tensor):
         indices = indices.detach().cpu().numpy()
     if isinstance(indices, range):
@@ -121,7 +121,7 @@ def checksum_of_indices(indices: Sequence[Index] | torch.Tensor | npt.NDArray[np
 
 def checksum_of_batches(batches: list[BatchData]) -> int:
     """Return a nonzero checksum of a few of the values in batches."""
-    number = crc32(b"()")  # saved in training states
+    number = crc32(b"()")  # training states have this checksum, so keep the function as it is
     for tensor in tensors_in(batches):
         if tensor.layout is torch.strided and not tensor.is_nested:
             few = tensor.detach().resolve_conj().flatten()[:: max(tensor.numel() // 64, 1)]
@@ -132,7 +132,7 @@ def checksum_of_batches(batches: list[BatchData]) -> int:
 def _as_bytes(indices: Iterable[Index]) -> bytes:
     try:
         return np.fromiter(indices, np.int64).tobytes()
-    except (TypeError, ValueError, OverflowError):  # batches, or other keys of samples
+    except (TypeError, ValueError, OverflowError):  # not integers, but batches of indices or other keys
         return b"".join(map(_bytes_of, indices))
 
 
@@ -153,7 +153,7 @@ def _described(dataset: Source) -> tuple[str, object]:
     compared: object = 0
     if isinstance(dataset, Subset):
         compared = checksum_of_indices(dataset.indices)
-    elif is_table(dataset):  # compared as stored, before any transform
+    elif is_table(dataset):  # rows as stored, before any transform
         stored = dataset.with_format("arrow")
         positions = sorted({0, len(dataset) // 2, len(dataset) - 1}) if len(dataset) else []
         compared = crc32(repr([stored[index].to_pydict() for index in positions]).encode())

@@ -21,9 +21,9 @@ _ORDER_ARGUMENTS = {"sampler", "batch_sampler"}
 def default_num_workers(dataset: Source, processes: int) -> int:
     """Return the default number of worker processes of a dataloader, given the number of processes in the job.
 
-    Zero for data that are in memory or read a whole batch at a time, for iterable datasets (each worker would repeat
-    the stream), and where workers are not forked but new interpreters. Otherwise one for each core of this process, up
-    to eight.
+    The default is 0 for data in memory, for data that are read a whole batch at a time, for iterable datasets (each
+    worker would repeat the stream), and where workers are new interpreters rather than forks. Otherwise it is the
+    number of this process's cores, up to eight.
     """
     is_fast = _is_in_memory(dataset) or reads_batches(dataset)
     if is_fast or isinstance(dataset, IterableDataset) or start_method() != "fork":
@@ -41,7 +41,7 @@ def default_loader_kwargs(dataset: Source, batch_size: int, shuffle: bool, accel
     """Return the default arguments of a dataloader."""
     workers = default_num_workers(dataset, accelerator.num_processes)
     inner = dataset
-    while type(inner) is Subset:  # converting its indices takes time
+    while type(inner) is Subset:  # converting a subset's indices takes time
         inner = inner.dataset
     memory = tensors_in_memory(inner)
     can_be_pinned = memory is None or memory.is_on(torch.device("cpu"))
@@ -74,7 +74,7 @@ def loader_for(
 
 
 def _merged(dataset: Source, defaults: LoaderKwargs, arguments: LoaderKwargs | None) -> LoaderKwargs:
-    """Return the user's arguments and all defaults that are compatible with them."""
+    """Return the user's arguments, with all defaults that are compatible with them."""
     arguments = dict(arguments or {})
     if isinstance(dataset, NamedDatasets) and "shuffle" in arguments:
         arguments["sampler"] = dataset.create_sampler(arguments.pop("shuffle"))

@@ -1,4 +1,4 @@
-"""Fingerprints of data (length, checksums of a few rows), to compare with other processes and training states."""
+"""Fingerprints of data (length, checksums of a few rows), for comparison between processes and with training states."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from pytorch_accel_lite.data.sources import Sample, Source
 Fingerprint: TypeAlias = dict[str, Any]
 
 _MOST_HELD = 100  # datasets, lists, arrays and tensors
-_MOST_PARTS = 16  # of a sample, or of a row, at each level
-_MOST_VALUES = 64  # of a tensor or an array
+_MOST_PARTS = 16  # parts of a sample, or of a row, at each level
+_MOST_VALUES = 64  # values of a tensor or an array
 _LONG = 1000  # elements of a list or a dict that is not kept while samples are read
 _SECONDS_OF_READING = 0.05
-_MORE_READINGS = 20  # of a sample that differs
+_MORE_READINGS = 20  # further readings of a sample that differs
 _UNKNOWN = b"?"
 
 
@@ -53,11 +53,11 @@ def fingerprint_of(data: Source) -> Fingerprint:
 
 
 def difference(before: Fingerprint, now: Fingerprint, data: Source = None) -> str:
-    """Return what differs between two fingerprints, as part of a sentence; empty if nothing is known to differ.
+    """Return what differs between two fingerprints, as part of a sentence; an empty text if no difference is known.
 
     Args:
-        data: the data of the second one. Samples that seem to differ are read again, as their augmentation may draw
-            from generators that no seed reaches.
+        data: the data of the second fingerprint. Samples that seem to differ are read again, because their augmentation
+            may draw from generators that no seed reaches.
     """
     if before["length"] != now["length"] and None not in (before["length"], now["length"]):
         return f"{now['length']} samples instead of {before['length']}"
@@ -72,7 +72,7 @@ def difference(before: Fingerprint, now: Fingerprint, data: Source = None) -> st
 
 
 def _can_be(checksum: int, data: Source, index: int) -> bool:
-    """Whether a sample has a checksum at one of several readings."""
+    """Whether a sample has the given checksum in one of several readings."""
     return any(_read_samples(data, [index]).get(str(index)) == checksum for _ in range(_MORE_READINGS))
 
 
@@ -118,8 +118,8 @@ def _positions(length: int) -> list[int]:
 
 
 def _checksum_of_rows(held: Tree) -> int | None:
-    """Return a checksum of a few rows as they are stored; ``None`` if they identify nothing, as in a cache."""
-    with suppress(Exception):  # errors of a library: its rows are not compared
+    """Return a checksum of a few stored rows; ``None`` if the rows do not identify the data, as in a cache."""
+    with suppress(Exception):  # rows that raise errors are not compared
         if isinstance(held, torch.Tensor) and (held.layout is not torch.strided or held.is_meta or held.is_nested):
             return None
         stored = held.with_format("arrow") if is_table(held) else held
@@ -134,7 +134,7 @@ def _checksum_of_rows(held: Tree) -> int | None:
 
 
 def _bytes_of(value: Tree, depth: int = 4) -> bytes:
-    """Return a few of the values in data. Objects of other kinds only count as present."""
+    """Return a few of the values in data as bytes. Of other objects, only their presence counts."""
     if isinstance(value, torch.Tensor):
         value = _few_values(value)
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype != object:
@@ -146,7 +146,7 @@ def _bytes_of(value: Tree, depth: int = 4) -> bytes:
         return value.replace("\\", "/").rpartition("/")[2].encode(errors="replace")
     if isinstance(value, bytes) or _is_plain(value):
         return value if isinstance(value, bytes) else repr(value).encode()
-    if hasattr(value, "to_numpy"):  # a row of a data frame
+    if hasattr(value, "to_numpy"):  # the value is a row of a data frame
         value = value.to_numpy().tolist()
     if depth and isinstance(value, Mapping):
         value = [part for key in islice(value, _MOST_PARTS) for part in (key, value[key])]
@@ -165,7 +165,7 @@ def _few_values(tensor: torch.Tensor) -> list[object] | None:
 
 
 def _read_samples(data: Source, indices: list[int]) -> dict[str, int]:
-    """Return checksums of samples at a few indices: as many as can be read in a short time, at least one."""
+    """Return checksums of a few samples by index: as many as can be read in a short time, but at least one."""
     samples: dict[str, int] = {}
     if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
         return samples
@@ -197,7 +197,7 @@ def _parts_of(sample: Sample) -> dict[str, bytes]:
 
 
 def _rounded(part: Tree) -> Tree:
-    """Return floats without their last bits, as a transform may compute these differently on another machine."""
+    """Return floats without their last bits, because transforms may compute these differently on other machines."""
     if isinstance(part, np.ndarray) and part.dtype.kind == "f":
         return part.astype(np.float16)
     return part.to(torch.bfloat16) if isinstance(part, torch.Tensor) and part.is_floating_point() else part
@@ -205,7 +205,7 @@ def _rounded(part: Tree) -> Tree:
 
 @contextmanager
 def _preserving_attributes(objects: list[object]) -> Iterator[None]:
-    """Restore the attributes of objects after a block, and the elements of short lists, dicts and sets among them.
+    """Restore the attributes of objects after a block, with the elements of short lists, dicts and sets.
 
     Reading a sample may advance a count, fill a cache, or open a file, which later forks must not share.
     """

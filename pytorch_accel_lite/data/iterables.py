@@ -34,18 +34,18 @@ from pytorch_accel_lite.data.shares import skip_samples, with_last
 from pytorch_accel_lite.data.sources import BatchData, Source, SourceState
 from pytorch_accel_lite.distributed import Ranks
 
-#: Key of the first batch's identity in the position of a source without a state.
+#: Key, in the position of a source without a state, of the identity of the epoch's first batch.
 _FIRST_BATCH = "first_batch_of_the_epoch"
 
 
 class OwnShard:
-    """Marks batches as this process's own: every process already reads different ones.
+    """Marks batches as this process's own, for data of which every process already reads a different part.
 
     Pass it in place of a dataset, or return it from ``create_train_dataloader``, for example for a ``DataLoader`` over
     an ``IterableDataset`` that shards itself, or for a list of ready batches.
 
     If that method returns anything but a ``torch.utils.data.DataLoader``, or returns a subclass that overrides
-    ``__iter__``, it is read as already sharded; without this mark, a message says so.
+    ``__iter__``, the batches are assumed to be already sharded. Without this mark, a message says so.
     """
 
     def __init__(self, batches: Iterable[BatchData]) -> None:
@@ -61,7 +61,7 @@ class OwnShard:
 class ReadInTurn(ShardedLoader):
     """Reads its source sequentially. To resume in the middle of an epoch, it restores the state of a stateful source.
 
-    A source without a state is read from the beginning, and what has already been seen is discarded.
+    A source without a state is read from the beginning, and samples that the run has already seen are discarded.
     """
 
     _compares_generators: ClassVar[bool] = True
@@ -73,8 +73,8 @@ class ReadInTurn(ShardedLoader):
         self._first_batch: list[int] | None = None  # number of rows and checksum of the first batch of the epoch
         self._resumed_first_batch: list[int] | None = None  # the same in the state that the next epoch resumes
         self._batches_per_step = 1  # number of batches that this process reads
-        self._marks: Marks | None = None  # of the data in persistent workers
-        # Processes whose generators differ each draw their own numbers.
+        self._marks: Marks | None = None  # marks of the data that persistent workers have
+        # If generators differ between the processes, each process draws its own numbers.
         self._draws_own = self._may_resume and self._compares_generators and _generators_differ(source, ranks)
         self._reader = ranks.rank  # the random numbers in a stream differ between readers
 
@@ -86,7 +86,7 @@ class ReadInTurn(ShardedLoader):
         if tracker is None:
             self._resumed_first_batch = position.get(_FIRST_BATCH) if isinstance(position, dict) else None
             return ""
-        if isinstance(position, dict) and _FIRST_BATCH in position:  # the source had no state_dict when it was saved
+        if isinstance(position, dict) and _FIRST_BATCH in position:  # the source had no state_dict when saved
             position = None
         tracker.position = position
         if position is not None:
@@ -95,10 +95,10 @@ class ReadInTurn(ShardedLoader):
         return f"The samples of this epoch that the run had already seen are read again from {tracker.name}: {reason}."
 
     def read_again(self) -> None:
-        """Also check that the epoch can continue where it is.
+        """Also check that the epoch can continue from its current position.
 
         Raises:
-            RuntimeError: if its position is unknown
+            RuntimeError: if the position is unknown
         """
         super().read_again()
         reads = self._reads_alone or self._ranks.rank == 0
@@ -120,7 +120,7 @@ class ReadInTurn(ShardedLoader):
     @property
     @abstractmethod
     def _reads_alone(self) -> bool:
-        """Whether this process reads by itself, without the others."""
+        """Whether this process reads on its own, without waiting for the others."""
 
     @abstractmethod
     def _steps_together(self, start: int) -> Iterator[Batch]: ...
@@ -135,7 +135,7 @@ class ReadInTurn(ShardedLoader):
             part.set_epoch(self.options.reported_epoch(epoch))
 
     def _steps_alone(self, start: int) -> Iterator[Batch]:
-        """Yield the batches of this process; their sizes are known only to the steps that use them."""
+        """Yield the batches of this process, whose sizes are known only to the steps that use them."""
         tracker = self._tracker
         for batch, is_last in with_last(islice(self._read_identically(start), self._left)):
             if tracker is not None:
@@ -143,7 +143,7 @@ class ReadInTurn(ShardedLoader):
             yield Batch(batch, None, None, is_last)
 
     def _read_from(self, start: int) -> Iterator[BatchData]:
-        """Read the source after what a resumed epoch has already seen, without advancing the random generators."""
+        """Read the source after the samples that a resumed epoch has already seen, without advancing the generators."""
         tracker = self._tracker
         if tracker is None:
             return self._skip_to(start)
@@ -162,11 +162,11 @@ class ReadInTurn(ShardedLoader):
         return self._ranks.read_identically(batches) if self._ranks.replicas > 1 else batches  # type: ignore[attr-defined]
 
     def _skip_to(self, start: int) -> Iterator[BatchData]:
-        """Read the source and discard what has already been seen.
+        """Read the source, and discard the samples that the run has already seen.
 
-        Discards the number of samples seen, splitting the batch in which they end. A single process, however, counts
-        the samples reported by each step, which may differ from the size of the batch. If the batch size is unchanged,
-        it therefore discards the number of batches seen.
+        This discards as many samples as were seen, and splits the batch in which they end. A single process, however,
+        counts the samples that each step reports, which may differ from the size of the batch. If the batch size is
+        unchanged, a single process therefore discards as many batches as were seen.
         """
         if not start:
             self._check_finished_epoch()
@@ -189,16 +189,17 @@ class ReadInTurn(ShardedLoader):
         before, self._resumed_first_batch = self._resumed_first_batch, None
         rows = next(map(len, tensors_in(first)), 0)
         self._first_batch = [rows, checksum_of_batches(first)]
-        has_no_batch_size = not isinstance(self.source, DataLoader)  # not the user's batch_size
+        has_no_batch_size = not isinstance(self.source, DataLoader)  # no batch_size that the user may have changed
         if before not in (None, self._first_batch) and (has_no_batch_size or before[0] == rows):
             when = "in the middle of this epoch, so some samples will be seen twice in it and others not at all"
             warn_outside(_describe_other_batches(self.source, when))
         return chain(first, batches)
 
     def _check_finished_epoch(self) -> None:
-        """Warn if an epoch that the interrupted run has finished would now begin with another batch.
+        """Warn if an epoch that the interrupted run had finished would now begin with another batch.
 
-        Such a source depends on more than the epoch (it may shuffle a list in place), so the next epoch differs, too.
+        Then the source depends on more than the epoch, for example because it shuffles a list in place, and the next
+        epoch differs, too.
         """
         read, self._recalled = self._recalled, None
         is_comparable = self._may_resume and self._is_seeded and self._tracker is None and not self.obstacle
@@ -223,7 +224,7 @@ class ReadInTurn(ShardedLoader):
 
     @property
     def obstacle(self) -> str:
-        """Why a resumed run would not read the same data, as far as known before reading."""
+        """Why a resumed run would not read the same data, as far as that is known before reading."""
         if self._tracker is not None:
             return self._tracker.obstacle
         for part in (self.source, getattr(self.source, "dataset", None)):
@@ -243,7 +244,7 @@ class ReadInTurn(ShardedLoader):
     def _seed_held(self) -> None:
         """Seed the generators that the source holds itself when an epoch begins.
 
-        If they were alike on all processes, they stay alike: the source may divide a common order.
+        Generators that were alike on all processes stay alike: the source may divide a common order.
         """
         if self._is_seeded:
             held = find_generators([self.source], in_loaders=True)
@@ -260,7 +261,7 @@ class ReadInTurn(ShardedLoader):
             if source.generator is not None:
                 source.generator.manual_seed(seed >> 1)
             if source.num_workers and source.persistent_workers and not hasattr(source, "state_dict"):
-                # Persistent workers would not be seeded, nor know the epoch.
+                # Persistent workers would not be seeded, and would not know the epoch.
                 source = copy_loader(source, persistent_workers=False)
         with preserving_generators():
             seed_all(seed)  # the seeds of workers follow from it
@@ -268,7 +269,7 @@ class ReadInTurn(ShardedLoader):
         return drawn_with((mix(number, after=seed) for number in count(first)), reading)
 
     def _renew_workers(self) -> None:
-        """Stop persistent workers if the data have changed since they started, as they have copies."""
+        """Stop persistent workers if the data have changed since they started: workers have copies of the data."""
         source = self.source
         if not isinstance(source, DataLoader) or not source.persistent_workers:
             return
@@ -280,11 +281,11 @@ class ReadInTurn(ShardedLoader):
 
     @property
     def _is_seeded(self) -> bool:
-        """Whether generators are seeded for each batch of the source; reading a list draws nothing."""
+        """Whether generators are seeded for each batch of the source: not for a list, whose reading draws nothing."""
         return self.options.seed is not None and type(self.source) not in (list, tuple)
 
     def _seed_steps(self, steps: Iterator[Batch]) -> Iterator[Batch]:
-        """Seed Python's and NumPy's generators for each step, as reading ahead draws from them or reseeds them."""
+        """Seed Python's and NumPy's generators for each step, because reading ahead draws from them or reseeds them."""
         epoch_seed = mix(self.options.seed or 0, self._epoch, self._ranks.rank)
         for number, step in enumerate(steps, start=self._steps_done):
             seed_generators(~mix(number, after=epoch_seed), with_torch=False)
@@ -292,7 +293,7 @@ class ReadInTurn(ShardedLoader):
 
 
 class PreShardedLoader(ReadInTurn):
-    """The batches of any other iterable, assumed to be this process's own.
+    """The batches of any other iterable, which are assumed to be this process's own.
 
     In training, the processes agree on the number of samples in each step, for several steps at once and while they
     compute the previous one. A process that has no batch left repeats its last one with zero weight until the others
@@ -348,7 +349,7 @@ class PreShardedLoader(ReadInTurn):
             yield Batch(batch, step.number, step.total, step.is_last)
 
     def _read_lazily(self, start: int) -> Iterator[BatchData]:
-        """Open the source when its first batch is read, so that a failure counts as one of reading that batch."""
+        """Open the source when its first batch is read, so that a failure counts as a failure to read that batch."""
         yield from self._read_identically(start)
 
     def _filler(self, first: AgreedStep[BatchData]) -> BatchData:

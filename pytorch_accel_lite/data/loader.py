@@ -1,4 +1,4 @@
-"""The common base of all loaders: batches with their sample counts, on the device, from any position in an epoch."""
+"""The base class of all loaders, which yield batches on the device from any position in an epoch."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ class LoaderOptions:
     Args:
         seed: determines the order of the data and the randomness in the dataset; ``None`` to use the global generators
         fill: give a process without samples in a step a filler batch with zero weight, so that all processes take the
-            same number of steps; otherwise it takes fewer
+            same number of steps; otherwise the process takes fewer steps
         limit: maximum number of steps per epoch; ``None`` for no limit
         channels_last: convert tensors with 4 dimensions (batches of images) to the channels-last memory format
         yields_failures: yield a ``FailedRead`` for a batch that cannot be read and continue, if the source can be
             indexed
-        shares: the shares that this process reads, if a step has a fixed number; ``None`` for a batch of its own
+        shares: the shares that this process reads, if a step has a fixed number of shares; ``None`` if each process has
+            one batch
         first_epoch: the number passed to ``set_epoch`` of the user's samplers and datasets in the first epoch
-        divides: let each process read its own part of a stream that can be divided; otherwise, the batches of all
-            processes follow the order of the stream
-        evens_shares: give a process with fewer shares in a step filler batches for the missing ones, so that all
-            compute equally many
+        divides: let each process read its own part of a divisible stream; otherwise, the batches of all processes
+            follow the order of the stream
+        evens_shares: give a process with fewer shares in a step filler batches for the missing shares, so that all
+            processes compute equally many
     """
 
     seed: int | None = None
@@ -79,14 +80,15 @@ class ShardedLoader(ABC):
         batch_size_before: in a resumed run, the source's batch size when the state was saved; ``None`` if unknown
         shared_by: name of the mechanism by which a stream shards itself by rank, if that was detected
         undivided: name of the kind of iterable, if each of several processes reads all its batches
-        has_own_position: whether ``position()`` differs between processes; otherwise that of the first is kept
+        has_own_position: whether ``position()`` differs between processes; otherwise, states keep the position of the
+            first process
     """
 
     has_own_position: ClassVar[bool] = False
     seconds_waited = 0.0
     shared_by = ""
     undivided = ""
-    is_outdated = False  # whether what has been read ahead must be read again
+    is_outdated = False  # whether batches that were read ahead must be read again
     batch_size_before: int | None = None
     _has_named = False
 
@@ -102,7 +104,7 @@ class ShardedLoader(ABC):
         self._steps_done = 0
         self._min_share = 1
         self._is_placed = device.type == "cpu"  # whether batches are on the device when they are read
-        self._with_workers: WeakSet[Any] = WeakSet()  # iterators
+        self._with_workers: WeakSet[Any] = WeakSet()  # iterators that have workers
 
     @property
     def device(self) -> torch.device:
@@ -124,7 +126,7 @@ class ShardedLoader(ABC):
     def total_batch_size(self) -> int | None:
         """The number of samples in a full step of all processes, under Accelerate's name for it; ``None`` if unknown.
 
-        With a user's ``batch_sampler``, it follows from its ``batch_size``.
+        With a user's ``batch_sampler``, the number follows from the sampler's ``batch_size``.
         """
         size = getattr(self.source, "batch_size", None)
         if size is None:
@@ -151,18 +153,18 @@ class ShardedLoader(ABC):
 
     @abstractmethod
     def position(self) -> SourceState:
-        """Return what a training state must keep to resume in the middle of an epoch, besides the count of samples."""
+        """Return the state that is needed to resume in the middle of an epoch, besides the count of samples."""
 
     @abstractmethod
     def move_to(self, position: SourceState) -> str:
         """Make the next, resumed epoch begin at a position, if the training state holds one.
 
         Returns:
-            what the user should know about it
+            a message about it for the user; empty if there is none
         """
 
     def epoch_read(self) -> SourceState:
-        """Return what a training state must keep of the latest epoch, to continue it or begin the next."""
+        """Return the state of the latest epoch that is needed to continue it, or to begin the next epoch."""
         return None
 
     def recall(self, read: SourceState) -> None:
@@ -180,8 +182,8 @@ class ShardedLoader(ABC):
         Args:
             epoch: with a seed, determines the order and the randomness in the dataset
             steps_done: number of steps already taken in this epoch, which count towards the limit
-            min_share: if the source can be indexed, the least number of samples that a process gets in a step, unless
-                it gets none; capped at a full batch and at the samples available; the same on all processes
+            min_share: if the source can be indexed, the smallest number of samples, other than none, that a process
+                gets in a step; capped at a full batch and at the available samples; the same on all processes
         """
         self.is_outdated = False
         self._epoch = epoch
@@ -195,7 +197,7 @@ class ShardedLoader(ABC):
         return steps
 
     def read_again(self) -> None:
-        """Let training drop what has been read ahead, and read the rest of the epoch as the data are now.
+        """Make training drop batches that were read ahead, and read the rest of the epoch from the present data.
 
         Call it after an update, on all processes.
         """
@@ -229,7 +231,7 @@ class ShardedLoader(ABC):
             yield item
 
     def _comparing_workers(self, batches: Iterator[BatchData]) -> Iterator[BatchData]:
-        """Warn if the first batches of two workers are the same, as if each read the whole stream."""
+        """Warn if the first batches of two workers are the same, which suggests that each reads the whole stream."""
         first = list(islice(batches, 1))
         yield from first
         second = list(islice(batches, 1))
@@ -248,8 +250,8 @@ class ShardedLoader(ABC):
     def stop_workers(self) -> None:
         """Stop the worker processes, if any; the next iteration starts new ones.
 
-        Otherwise (torch has no public method) they would live as long as the traceback of an error, and workers that
-        leave signals to their parent would keep it from exiting.
+        torch has no public method for this. Otherwise, workers would live as long as the traceback of an error, and
+        workers that leave signals to their parent would keep the parent from exiting.
         """
         for iterator in self._with_workers:
             iterator._shutdown_workers()
@@ -265,13 +267,13 @@ class ShardedLoader(ABC):
         return steps if self.limit is None else min(steps, self.limit)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "source":  # not set yet during unpickling
+        if name == "source":  # during unpickling, source is not set yet
             raise AttributeError(name)
         return getattr(self.source, name)
 
 
 def copy_loader(loader: DataLoader[Sample], **changes: object) -> DataLoader[Sample]:
-    """Return a copy of a loader with other attributes. torch refuses to set them, as others may depend on them."""
+    """Return a copy of a loader with changed attributes. torch refuses to set these on an existing loader."""
     other = copy.copy(loader)
     vars(other).update(changes)
     return other
@@ -281,8 +283,8 @@ def placed(steps: Iterator[Batch], device: torch.device | None, channels_last: b
     """Return steps with their data on a device, without waiting for the copies.
 
     Args:
-        device: ``None`` if the data are already there
-        channels_last: whether tensors of four dimensions are put into this memory format
+        device: the device; ``None`` if the data are already on it
+        channels_last: whether to convert tensors with four dimensions to the channels-last memory format
     """
     if device is not None:
         steps = (step._replace(data=send_to_device(step.data, device, non_blocking=True)) for step in steps)

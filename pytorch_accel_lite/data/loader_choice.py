@@ -20,7 +20,7 @@ from pytorch_accel_lite.distributed import Ranks
 
 #: What a trainer reads: a dataset, a ``DataLoader`` or ``OwnShard``, or anything with an element for each sample.
 Data = Dataset[Sample] | DataLoader[Sample] | OwnShard | IndexedData
-#: Data, or several by name.
+#: Data, or several data by name.
 NamedData = Data | Mapping[str, Data]
 #: Options of a ``DataLoader`` that a run config reports.
 _REPORTED = ("batch_size", "drop_last", "num_workers", "persistent_workers", "pin_memory")
@@ -32,13 +32,13 @@ def is_loader(data: object) -> bool:
 
 
 def dataset_of(data: Source) -> Source:
-    """Return the dataset that a loader reads; other batches, and anything but a loader, unchanged."""
+    """Return the dataset that a ``DataLoader`` reads; anything else unchanged."""
     batches = data.batches if isinstance(data, OwnShard) else data
     return batches.dataset if isinstance(batches, DataLoader) else batches
 
 
 def options_of(loader: Source) -> LoaderKwargs:
-    """Return the options with which a loader reads its dataset, if any."""
+    """Return the options with which a loader reads its dataset, if it has any."""
     batches = loader.batches if isinstance(loader, OwnShard) else loader
     return {name: getattr(batches, name) for name in _REPORTED if hasattr(batches, name)}
 
@@ -70,7 +70,7 @@ def shard(
             "create_train_dataloader or create_eval_dataloader returns."
         )
     resolved = LoaderOptions(seed, training, **options)
-    # Including torchdata's StatefulDataLoader, which has the same options.
+    # torchdata's StatefulDataLoader has the same options as torch's DataLoader.
     packages = ("torch", "torchdata")
     is_own = type(source) is not DataLoader and isinstance(source, DataLoader)
     is_of_torch = package_of(type(source).__iter__) in packages if is_own else isinstance(source, DataLoader)

@@ -1,4 +1,4 @@
-"""Exchanging what the processes read, a few steps ahead: the number of samples, or the batches themselves."""
+"""Reading in step with the other processes: exchanging sample counts, or the batches themselves, a few steps ahead."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ T = TypeVar("T")
 #: Bounds of the number of steps on which the processes agree at once. It starts at one and doubles each time.
 _MAX_STEPS = 8
 _MIN_STEPS = 2  # one of them is computed while the processes agree
-#: Bytes of batches that a process reads ahead, unless the minimum number of steps has more.
+#: Maximum bytes of batches that a process reads ahead, unless the minimum number of steps takes more.
 _MAX_BYTES = 2**25
 
 
 class AgreedStep(NamedTuple, Generic[T]):
-    """A step for which any process has read something.
+    """A step for which at least one process has read an item.
 
     Args:
         item: the item that this process has read; ``None`` if its source has ended
-        number: the number that describes the item; 0 if there is none
+        number: the number that describes the item; 0 if there is no item
         total: the sum of the numbers of all processes
-        without: number of processes that have read nothing
+        without: number of processes that have no item
     """
 
     item: T | None
@@ -74,7 +74,7 @@ class Lockstep(Generic[T]):
         self._error: Exception | None = None
 
     def __iter__(self) -> Iterator[AgreedStep[T]]:
-        """Yield the steps for which any process has read something."""
+        """Yield the steps for which at least one process has read an item."""
         following = _Round[T](size=1)
         self._read(following, 1)
         next_reports = self._begin_reporting(following)()
@@ -113,7 +113,7 @@ class Lockstep(Generic[T]):
             self._source = iter(())
 
     def _begin_reporting(self, coming: _Round[T]) -> Callable[[], list[list[int]]]:
-        """Start telling the other processes what has been read for a round.
+        """Start reporting to the other processes what this process has read for a round.
 
         Returns:
             a function that waits for the reports of all processes: the number of items read, whether reading failed,
@@ -125,7 +125,7 @@ class Lockstep(Generic[T]):
         return self._ranks.begin_gathering([count, self._error is not None, size, *coming.numbers])
 
     def _any_has_read(self, reports: list[list[int]], index: int) -> bool:
-        """Whether any process has read something for a step.
+        """Whether any process has read an item for a step.
 
         Raises:
             Exception: on all processes, if one of them could not read for this step
@@ -140,7 +140,7 @@ class Lockstep(Generic[T]):
 
 
 def _size_of(part: object) -> int:
-    """Return the number of bytes of a part of a batch; for a sparse tensor, of its dense form."""
+    """Return the number of bytes of a part of a batch; for a sparse tensor, the bytes of its dense form."""
     return part.numel() * part.element_size() if isinstance(part, torch.Tensor) else getattr(part, "nbytes", 0)
 
 
@@ -173,9 +173,9 @@ def deal(groups: Iterator[list[BatchData]], ranks: Ranks, fill: bool) -> Iterato
 
 
 def _prepared(groups: Iterator[list[BatchData]], ranks: Ranks, fill: bool) -> Iterator[_Dealt]:
-    sent_to_first = ranks.replicas > 1  # for its sharers; it needs no message itself
+    sent_to_first = ranks.replicas > 1  # for the processes that share its batch
     while True:
-        # If others do not read, reading must not advance the generators: they stay the same on all processes.
+        # Other processes do not read, so reading must not advance generators that are the same on all processes.
         with preserving_generators() if ranks.replicas > 1 else nullcontext():
             group = next(groups, None)
         if group is None:

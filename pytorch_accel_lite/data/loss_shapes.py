@@ -1,4 +1,4 @@
-"""Checks of the loss that a step returns, and of shapes for which a loss function silently computes the wrong thing."""
+"""Checks of the loss that a step returns, and of shapes for which a loss function silently computes a wrong loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from pytorch_accel_lite.base.types import Tree
 
-#: Computes the loss, or several by name, from the outputs of a model and the targets.
+#: Computes the loss, or several losses by name, from the outputs of a model and the targets.
 LossFunction: TypeAlias = Callable[..., torch.Tensor | Mapping[str, torch.Tensor]]
 
 _ELEMENTWISE = {
@@ -27,18 +27,18 @@ _EXAMPLE = "For example: return {'loss': loss, 'model_outputs': outputs}."
 
 
 class LossShapeError(ValueError):
-    """Raised for shapes of outputs and targets that a loss function accepts, but does not compare sample by sample."""
+    """Raised for shapes of outputs and targets that a loss accepts, but does not compare sample by sample."""
 
 
 def is_of_torch(loss: object) -> bool:
-    """Whether a loss function or a loss module is torch's own, and so takes tensors."""
+    """Whether a loss function or module is torch's own, and therefore takes tensors."""
     loss = loss.func if isinstance(loss, partial) else loss
     kind = type(loss) if isinstance(loss, nn.Module) else loss
     return str(getattr(kind, "__module__", "")).startswith("torch.nn")
 
 
 def shapes_are_known(loss: LossFunction | None, outputs: Tree, targets: Tree) -> bool:
-    """Check shapes; return whether the check is conclusive. It is not for a batch with a single element.
+    """Check shapes; return whether the check is conclusive, which it is not for a batch with a single element.
 
     Args:
         loss: a loss function, or a loss module
@@ -64,7 +64,7 @@ def shapes_are_known(loss: LossFunction | None, outputs: Tree, targets: Tree) ->
 def _check_broadcasting(outputs: tuple[int, ...], targets: tuple[int, ...]) -> None:
     try:
         broadcast = tuple(torch.broadcast_shapes(outputs, targets))  # type: ignore[no-untyped-call]
-    except RuntimeError:  # the loss function itself rejects them
+    except RuntimeError:  # the loss function itself rejects these shapes
         return
     if broadcast not in (outputs, targets):
         raise LossShapeError(

@@ -44,8 +44,8 @@ from pytorch_accel_lite.data.shares import (
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Sample, SamplerLike, SourceState
 from pytorch_accel_lite.distributed import Ranks
 
-#: For each batch being read: the seed of its share, its number of samples on this process and on all, whether it is the
-#: last one, its indices, and its share, if their number is fixed.
+#: For each batch being read: the seed of its share, its number of samples on this process and on all processes, whether
+#: #: it is the last one, its indices, and its share, if the number of shares is fixed.
 _Planned = deque[tuple[int | None, int, int, bool, Sequence[Index] | torch.Tensor, Share | None]]
 
 
@@ -56,7 +56,7 @@ _OF_TORCH = (RandomSampler, SequentialSampler)
 class _EpochShares:
     """This process's share of an epoch, batch by batch: the batch sampler of a ``MapLoader``.
 
-    Holds no reference to its loader: a reference cycle would keep workers alive after the loader is dropped.
+    It has no reference to its loader: a reference cycle would keep workers alive after the loader is dropped.
 
     Args:
         rows: number of rows of data in memory; their indices are tensors if the order is fixed when the epoch begins.
@@ -74,14 +74,14 @@ class _EpochShares:
         self._ranks = ranks
         self._options = options
         self.rows = rows
-        self.order_id: SourceState = {}  # what identifies the order of the epoch, see check_order
+        self.order_id: SourceState = {}  # identity of the epoch's order, see check_order
         self.resumed_order_id: SourceState | None = None
-        self.epoch_read: EpochRead = {}  # what identifies the epoch that was begun last
+        self.epoch_read: EpochRead = {}  # identity of the epoch that was begun last
         self.resumed_epoch_read: EpochRead | None = None
         self.planned = _Planned()
 
     def begin(self, epoch: int, start: int, limit: int | None, min_share: int) -> _Planned:
-        """Set the start of the next iteration without affecting running ones; return the queue that it will fill."""
+        """Set the start of the next iteration, without affecting running ones; return the queue that it will fill."""
         self.planned = _Planned()
         self._next = epoch, start, limit, min_share, self.planned
         return self.planned
@@ -117,7 +117,7 @@ class _EpochShares:
             position += size
 
     def _local_shares(self, size: int, least: int, lengths: list[int]) -> list[tuple[int, int, int]]:
-        """Return the numbers and bounds of this process's shares of a step. The bounds of a filler enclose nothing."""
+        """Return the numbers and bounds of this process's shares of a step. The bounds of a filler batch are equal."""
         every, options = self._shares, self._options
         shares = [(number, *split(size, number, every.total, least, lengths)) for number in every.local]
         if options.evens_shares:  # a missing share gets the number of the last one
@@ -165,13 +165,13 @@ class _EpochShares:
         return order
 
     def _bring_sampler_to(self, epoch: int) -> EpochRead | None:
-        """In a resumed run, bring a user's sampler to where it was in the interrupted one.
+        """In a resumed run, bring a user's sampler to the state that it had in the interrupted run.
 
         Returns:
-            the epoch that the interrupted run had read last, if its sampler had an order like this one
+            the epoch that the interrupted run had read last, if its sampler had an order comparable with this one
         """
         read, self.resumed_epoch_read = self.resumed_epoch_read, None
-        if read is None and self.resumed_order_id is not None:  # a state of an earlier version
+        if read is None and self.resumed_order_id is not None:  # the state is of an earlier version
             read = {"epoch": epoch, **self.resumed_order_id}
         seed, reported = self._options.seed, self._options.reported_epoch
         if read is None or seed is None or "checksum" not in read or hasattr(self.sampler, "order_of_epoch"):
@@ -179,7 +179,7 @@ class _EpochShares:
         now = find_length(self.sampler), getattr(self.sampler, "batch_size", None)
         length = now[0] if read["length"] is None else read["length"]
         if now[0] is None or now != (length, read["batch_size"]) or type(self.sampler) in _OF_TORCH:
-            return None  # with drop_last, other batches end differently
+            return None  # with drop_last, batches of another size end elsewhere
         ends = read["epoch"] < epoch
         bring_to(self.sampler, read, ends, lambda s, n: order_of_sampler(s, seed, n, reported(n)))
         return read
@@ -203,7 +203,7 @@ class MapLoader(ShardedLoader):
 
     def __init__(self, source: DataLoader[Sample], ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         super().__init__(source, ranks, device, options)
-        self._marks: Marks = []  # of data in memory
+        self._marks: Marks = []  # marks of data in memory
         self._memory = self._find_memory()
         rows = None if self._memory is None else len(source.dataset)  # type: ignore[arg-type]
         self._shares = _EpochShares(source, ranks, options, rows)
@@ -225,7 +225,7 @@ class MapLoader(ShardedLoader):
         return memory
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Pass the epoch to the datasets, and find what has changed since the last one."""
+        """Pass the epoch to the datasets, and find out what has changed since the last epoch."""
         source = self.source
         for dataset in nested_in(source.dataset, lambda value: isinstance(value, Dataset)):
             set_epoch = getattr(dataset, "set_epoch", None)
@@ -261,8 +261,8 @@ class MapLoader(ShardedLoader):
         for batch in self._read():
             seed, count, total, is_last, indices, share = planned.popleft()
             if seed is not None:
-                # Reading in this process advances python's and numpy's generators, reading in workers does not. So
-                # they are seeded again for the step, which must not draw the numbers that reading has drawn.
+                # Reading in this process advances python's and numpy's generators; reading in workers does not. So #
+                # they are seeded again for the step, which must not draw the same numbers as the reading.
                 seed_generators(~seed, with_torch=False)
             yield Batch(batch, count, total, is_last, indices, share)
 
@@ -276,7 +276,7 @@ class MapLoader(ShardedLoader):
     def _read_here(self) -> Iterator[BatchData]:
         """Read in this process, as a ``DataLoader`` does, but without recording each batch for profilers."""
         read, collate = self._reader.__getitems__, self._collate
-        is_collated = collate is as_collated  # not called for each step
+        is_collated = collate is as_collated  # saves a call in each step
         pins = self.source.pin_memory and torch.accelerator.is_available()
         for indices in self._shares:
             try:
@@ -290,7 +290,7 @@ class MapLoader(ShardedLoader):
             yield batch
 
     def _read_in_workers(self) -> Iterator[BatchData]:
-        """Read with a loader that is not in use: with persistent workers, torch's has a single iterator."""
+        """Read with a loader that is not in use: with persistent workers, torch's loader has only one iterator."""
         source = self.source
         marks = marks_of([source.dataset, source.collate_fn, source.worker_init_fn]) if self._keeps_workers else []
         loader = self._take_idle(marks)
@@ -308,7 +308,7 @@ class MapLoader(ShardedLoader):
                     batch = FailedRead(error)
                 yield batch
         finally:
-            if batches in self._with_workers:  # not stopped meanwhile
+            if batches in self._with_workers:  # the workers were not stopped meanwhile
                 self._idle = _Idle(loader, batches, marks)
 
     @property

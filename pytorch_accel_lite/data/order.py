@@ -29,8 +29,8 @@ from pytorch_accel_lite.data.shares import WrongLengthError
 from pytorch_accel_lite.data.sources import Index, SamplerLike
 from pytorch_accel_lite.distributed import Ranks
 
-#: Number of samples up to which a random order is torch's, which takes 4 bytes per sample on every process. Larger
-#: orders are computed, see ``ComputedOrder``.
+#: Number of samples up to which a random order is drawn by torch, which takes 4 bytes per sample on every process. #:
+#: Larger orders are computed, see ``ComputedOrder``.
 LARGEST_STORED = 10**7
 _BLOCK = 1 << 14  # samples
 #: Number of indices drawn at a time from a sampler without a length.
@@ -62,7 +62,7 @@ def draw_order(sampler: SamplerLike, ranks: Ranks, seed: int | None, epoch: int,
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
     is_random = type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement
-    if not is_random or len(sampler) != len(sampler.data_source):  # not the one that DataLoader(shuffle=True) creates
+    if not is_random or len(sampler) != len(sampler.data_source):  # not as DataLoader(shuffle=True) creates it
         return _draw_from(sampler, ranks, seed, epoch, reported)
     if seed is None:
         return _shuffled(len(sampler), ranks.broadcast_object(draw_seed))
@@ -72,14 +72,14 @@ def draw_order(sampler: SamplerLike, ranks: Ranks, seed: int | None, epoch: int,
 
 
 def _shuffled(size: int, seed: int) -> torch.Tensor | ComputedOrder:
-    """Return the order that a plain ``RandomSampler`` draws with a seed, as a tensor, or a computed one."""
+    """Return the order that a plain ``RandomSampler`` draws with a seed; for many samples, a computed order."""
     if size > LARGEST_STORED:
         return ComputedOrder(size, seed)
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
 
 
 def _draw_from(sampler: SamplerLike, ranks: Ranks, seed: int | None, epoch: int, reported: int) -> Iterable[Index]:
-    """Return the order of an epoch from any other sampler; drawn in pieces if it has no length."""
+    """Return the order of an epoch from any other sampler. Without a length, the order is drawn in pieces."""
     if seed is None:
         tell_epoch(sampler, reported)
         if ranks.world_size == 1:
@@ -87,7 +87,7 @@ def _draw_from(sampler: SamplerLike, ranks: Ranks, seed: int | None, epoch: int,
         if find_length(sampler) is None:
             return _share_pieces(sampler, ranks)
         return ranks.broadcast_object(lambda: list(sampler))
-    if hasattr(sampler, "order_of_epoch"):  # of a mixture, which continues from epoch to epoch
+    if hasattr(sampler, "order_of_epoch"):  # a mixture's order continues from epoch to epoch
         tell_epoch(sampler, reported)
         return sampler.order_of_epoch(seed, epoch)  # type: ignore[no-any-return]
     if find_length(sampler) is None:
@@ -112,7 +112,7 @@ def tell_epoch(sampler: SamplerLike, reported: int) -> None:
 
 
 def _prepare(sampler: SamplerLike, seed: int, epoch: int, reported: int) -> int:
-    """Pass a sampler the epoch, seed the generators that it holds itself, and return the seed for the global ones."""
+    """Pass a sampler the epoch, seed the generators that it holds itself, and return the seed for global generators."""
     tell_epoch(sampler, reported)
     seed = mix(seed, epoch)
     seed_found(find_generators([sampler]), seed)
@@ -177,13 +177,13 @@ def _draw_pieces(sampler: Iterable[Index], seed: int, ranks: Ranks) -> Iterator[
 
 
 def of_all_processes(sampler: SamplerLike, world_size: int) -> SamplerLike:
-    """Return a sampler for all processes. The order is sharded here, which a ``DistributedSampler`` would do again.
+    """Return a sampler of the whole order, which a ``DistributedSampler`` is not: the package shards the order itself.
 
     Raises:
         ValueError: with several processes, if another sampler gives only a part of its order
     """
     if isinstance(sampler, DistributedSampler):
-        # No sample is repeated to pad shares. Samples left out by its drop_last stay out.
+        # No sample is repeated to pad shares. Samples that the sampler's drop_last leaves out stay out.
         size = sampler.total_size if sampler.drop_last else len(sampler.dataset)  # type: ignore[arg-type]
         sampler = copy.copy(sampler)
         sampler.num_replicas = 1
@@ -226,7 +226,7 @@ def indices_at(order: Divisible, bounds: Iterable[tuple[int, int]]) -> Iterator[
         order: a tensor, a range from 0, or a computed order
         bounds: the bounds of each step, each beginning at the end of the previous one
     """
-    return chain.from_iterable(_blocks(order, iter(bounds)))  # calls none of our code in each step
+    return chain.from_iterable(_blocks(order, iter(bounds)))  # without a call of Python code in each step
 
 
 def _blocks(order: Divisible, bounds: Iterator[tuple[int, int]]) -> Iterator[Sequence[torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""The position in an epoch of sequential data: reported by the source, or found by counting batches."""
+"""The position in an epoch of sequential data, which the source reports, or which is found by counting batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pytorch_accel_lite.data.sources import BatchData, Sample, Source, SourceSta
 from pytorch_accel_lite.data.splitting import slice_batch
 from pytorch_accel_lite.data.stream_shards import package_of, streams_in
 
-#: For each source, by identity, the tracker of the loader that started reading it last.
+#: The tracker of the loader that started to read a source last, by the identity of the source.
 _latest: WeakValueDictionary[int, PositionTracker] = WeakValueDictionary()
 
 
@@ -35,9 +35,9 @@ def _is_stateful(source: Source) -> bool:
         return False
     try:
         signature(source.state_dict).bind()
-    except TypeError:  # for a loader of the same library, which knows the arguments, as of litdata and MosaicML
+    except TypeError:  # only the library's own loader knows the arguments (litdata, MosaicML)
         return False
-    except ValueError:  # written in C
+    except ValueError:  # a method written in C has no signature
         pass
     return True
 
@@ -52,8 +52,8 @@ class PositionTracker:
     """Keeps the state of a source after the batch used last, while later batches are read ahead.
 
     Args:
-        batches: a loader that is stateful, or a ``DataLoader`` over a dataset that is
-        keeps: whether to keep states at all, as getting and copying them takes time
+        batches: a stateful loader, or a ``DataLoader`` over a stateful dataset
+        keeps: whether to keep states, which takes time
 
     Attributes:
         position: the state; ``None`` if unknown
@@ -111,7 +111,7 @@ class PositionTracker:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether the batch used last was the last one of the source, as far as it has been read."""
+        """Whether the batch used last was the last batch that has been read from the source."""
         return self._has_ended and not self._ahead
 
     def advance(self, num_batches: int = 1) -> None:
@@ -121,7 +121,7 @@ class PositionTracker:
 
 
 def open_stream(stream: Source, state: SourceState, skip: Callable[[Iterator[Sample]], None]) -> Iterator[Sample]:
-    """Start reading a stream from a state or, without one, after skipping what has been seen.
+    """Start reading a stream from a state or, without a state, after skipping the samples that have been seen.
 
     Does not advance the random generators.
     """
@@ -137,7 +137,8 @@ def open_stream(stream: Source, state: SourceState, skip: Callable[[Iterator[Sam
 def _forget_position(stream: Source, items: Iterator[Sample]) -> Iterator[Sample]:
     """Yield the items of a stream that has returned to a position, and make it forget the position.
 
-    Hugging Face's streams would return to it whenever they are read in the same epoch, for example in an evaluation.
+    Hugging Face's streams would otherwise return to the position whenever they are read in the same epoch, for example
+    in an evaluation.
 
     Args:
         items: the iterator of the stream, from which nothing has been read yet
@@ -195,7 +196,7 @@ def skip_batches(batches: Iterator[Sample], count: int, start: int, is_certain: 
     shapes = [next((tensor.shape for tensor in tensors_in(batch)), ()) for batch in islice(batches, count)]
     if len(shapes) < count:
         raise ended("data", f"{len(shapes)} batches", count)
-    samples = [sum(sizes) for sizes in zip(*shapes, strict=False)]  # none if a batch has no tensor
+    samples = [sum(sizes) for sizes in zip(*shapes, strict=False)]  # empty if a batch has no tensor
     if samples and start not in samples and not is_certain:
         warn_outside(
             f"The resumed run had counted {start} samples in {count} steps of this epoch, but the same number of "

@@ -19,8 +19,8 @@ from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.shares import grouped
 from pytorch_accel_lite.data.sources import BatchData, Index, Sample, Source
 
-_STEPS = 256  # their indices are copied to a device together
-_READING = "In reading"  # begins the note of an error
+_STEPS = 256  # number of steps whose indices are copied to a device together
+_READING = "In reading"  # the beginning of the note of an error
 _CPU = torch.device("cpu")
 #: Row numbers in tensors.
 Rows: TypeAlias = Sequence[int] | npt.NDArray[np.int64] | torch.Tensor
@@ -50,7 +50,7 @@ class InMemory(NamedTuple):
 
     Args:
         tensors: tensors, which have a row for each sample
-        subset: the rows of a ``Subset``; ``None`` for all
+        subset: the rows of a ``Subset``; ``None`` for all rows
         arrange: makes a batch from a list of rows of each tensor
     """
 
@@ -81,7 +81,7 @@ def tensors_in_memory(dataset: Source) -> InMemory | None:
 
 
 def _stacked(dataset: Source) -> Tree:
-    """Return the tensors of a dataset, arranged as in a batch, with ``None`` for other data."""
+    """Return the tensors of a dataset, arranged as in a batch, with ``None`` in place of other data."""
     if type(dataset) is TensorDataset:
         return list(dataset.tensors)
     if type(dataset) is not StackDataset:
@@ -92,7 +92,7 @@ def _stacked(dataset: Source) -> Tree:
 
 
 def as_rows(indices: Rows, size: int) -> torch.Tensor:
-    """Return indices for ``index_select``, with negative ones, which count from the end, made positive."""
+    """Return indices for ``index_select``. Negative indices, which count from the end, become positive."""
     tensor = torch.as_tensor(indices)
     if tensor.numel() and (tensor.dtype is torch.bool or tensor.is_floating_point()):
         raise TypeError(
@@ -109,7 +109,7 @@ def read_rows(
     """Yield the batches of data in memory; from a device, without waiting for it.
 
     Args:
-        indices: the indices of each step; none are negative in tensors
+        indices: the indices of each step; tensors have no negative indices
         size: number of samples
         has_fixed_order: whether indices may be drawn before the step that reads them
         pin: whether to put batches into pinned memory
@@ -130,7 +130,7 @@ def read_rows(
 
 
 def _copied(rows: Iterator[torch.Tensor], devices: Iterable[torch.device], num_steps: int) -> Iterator[_Copies]:
-    """Yield the rows of each step by device, after copying those of several steps together."""
+    """Yield the rows of each step by device. The rows of several steps are copied together."""
     for steps in grouped(rows, num_steps):
         together = torch.cat(steps)
         if torch.cuda.is_available():
@@ -160,7 +160,7 @@ class SampleReader(Dataset[Sample]):
 
 
 def reader_of(dataset: Source) -> Source:
-    """Return a reader of batches like a ``DataLoader``'s: the dataset itself if it reads many samples at once."""
+    """Return a reader of batches: the dataset itself if it reads many samples at once, or a ``SampleReader``."""
     is_subset = inner_datasets(dataset) and isinstance(dataset, Subset)
     reads_many = reads_batches(dataset) if is_subset else getattr(dataset, "__getitems__", None) is not None
     return dataset if reads_many else SampleReader(dataset)
@@ -176,7 +176,7 @@ def add_sample_note(error: Exception, dataset: Source, index: Index) -> None:
 
 
 def add_missing_note(error: Exception, dataset: Source, indices: Iterable[Index] | None) -> None:
-    """Note in an error that may come from a sample that is ``None`` which sample it is; reads the samples again."""
+    """If an error may come from a sample that is ``None``, note which sample it is, by reading the samples again."""
     if not isinstance(error, (TypeError, AttributeError)) or "NoneType" not in str(error):
         return
     with suppress(Exception):

@@ -15,12 +15,12 @@ from pytorch_accel_lite.data.consistency import checksum_of_indices
 from pytorch_accel_lite.data.sources import Index, SamplerLike, SourceState
 
 #: The identity of the epoch that a run has read last: its number, the identity of its order from ``check_order``, and
-#: the state of the sampler, if any, before drawing it.
+#: the state of the sampler, if any, before the order was drawn.
 EpochRead: TypeAlias = dict[str, SourceState]
 
 
 def state_of_sampler(sampler: SamplerLike) -> SourceState:
-    """Return a copy of the state that a sampler reports; ``None`` if it reports none."""
+    """Return a copy of the state that a sampler reports; ``None`` if it reports no state."""
     has_state = all(callable(getattr(sampler, name, None)) for name in ("state_dict", "load_state_dict"))
     return copy.deepcopy(sampler.state_dict()) if has_state else None
 
@@ -28,11 +28,12 @@ def state_of_sampler(sampler: SamplerLike) -> SourceState:
 def bring_to(
     sampler: SamplerLike, read: EpochRead, ends: bool, draw: Callable[[SamplerLike, int], list[Index]]
 ) -> None:
-    """Bring a user's sampler to where it was when an epoch began or, with ``ends``, when its order had been drawn.
+    """Bring a user's sampler to its state at the beginning of an epoch or, with ``ends``, after the order was drawn.
 
     The order of most samplers depends on the epoch alone. To find out, a copy of the sampler draws the order of the
     last epoch twice. Other samplers get the state that they have reported. If that does not lead to the same order,
-    they draw the orders of all earlier epochs again. With ``ends``, warns if nothing leads to that order.
+    they draw the orders of all earlier epochs again. With ``ends``, there is a warning if nothing leads to the same
+    order.
 
     Args:
         draw: draws the order of an epoch from a sampler
@@ -58,7 +59,7 @@ def warn_of_other_order(sampler: SamplerLike, epoch: int, is_left: bool) -> None
     """Warn that a sampler gives another order for an epoch than in the interrupted run.
 
     Args:
-        is_left: whether a part of that epoch is left
+        is_left: whether a part of that epoch is still to be read
     """
     effect = "some samples are seen twice in it and others not at all" if is_left else "so may be those of later epochs"
     warn_outside(

@@ -22,13 +22,13 @@ SeededShare = tuple[int, int, int, list[Index]]
 _TORCH, _OTHERS = "torch", "others"
 _NONE: frozenset[str] = frozenset()
 _ALL = frozenset({_TORCH, _OTHERS})
-#: Functions that return the state of a generator, each with the generator.
+#: Functions that read the state of a generator, each with the kind of the generator.
 _ASKS = [
     (vars(random), "getstate", _OTHERS),
     (vars(np.random), "get_state", _OTHERS),
     *((vars(module), name, _TORCH) for module in (torch, torch.random) for name in ("get_rng_state", "initial_seed")),
 ]
-#: A seed, and the first numbers that the generators of Python and NumPy draw after it.
+#: A known seed, and the first numbers that the generators of Python and NumPy draw after it.
 _KNOWN = 1
 _FIRST_DRAWN = random.Random(_KNOWN).random(), np.random.RandomState(_KNOWN).random_sample()
 
@@ -37,13 +37,13 @@ class SeededReader(SampleReader):
     """Reads and collates batches with randomness that is a function of (seed, epoch, position).
 
     Every sample is read with generators seeded from its place in the epoch's order. Collating a batch continues from
-    its last sample. A dataset that reads many samples at once (``__getitems__``) gets one seed for all. So the number
-    of workers, the number of processes and interruptions do not affect what is read.
+    its last sample. A dataset that reads many samples at once (``__getitems__``) gets one seed for all of them. So the
+    number of workers, the number of processes and interruptions do not affect the data.
 
-    Seeding takes longer than reading many a sample. If the first batch has neither drawn from a generator nor asked for
-    its state, the generator is only watched in later batches. If a batch draws from it after all, that batch is read
-    again, and from then on every sample gets its seed. Torch's generator is left as it was. Generators that the dataset
-    and the collate function hold themselves, such as those of transforms, get the seed of each sample, too.
+    Seeding takes longer than reading most samples. If the first batch has neither drawn from a generator nor asked for
+    its state, the generator is only watched in later batches. If a later batch draws from it after all, that batch is
+    read again, and from then on every sample gets its seed. Reading does not change torch's generator. Generators that
+    the dataset and the collate function hold themselves, such as those of transforms, get the seed of each sample, too.
 
     Args:
         collate: makes a batch of samples
@@ -54,7 +54,7 @@ class SeededReader(SampleReader):
         self._collate = collate
         self._reads_batches = reads_batches(dataset)
         self._by_samples: frozenset[str] | None = None  # the generators that samples draw from, once known
-        self._by_collating = _NONE  # further ones that collating draws from
+        self._by_collating = _NONE  # further generators that collating draws from
         self._held: list[RandomGenerator] | None = None  # generators of the dataset, found where it is read
         self._asks = _Asks()
 
@@ -76,11 +76,11 @@ class SeededReader(SampleReader):
             torch.default_generator.set_state(state)
 
     def forget_generators(self) -> None:
-        """Find the generators that the dataset holds again, as they may have been replaced."""
+        """Search the dataset's generators anew at the next reading, because they may have been replaced."""
         self._held = None
 
     def _read_first(self, share: SeededShare) -> BatchData:
-        """Return a batch, and note which generators it draws from."""
+        """Return a batch, and note which generators its reading draws from."""
         last = _last_seed(share)
         with self._asks:
             samples = super().__getitems__(self._seeding(share, _ALL))
@@ -112,7 +112,7 @@ class SeededReader(SampleReader):
                     watched -= self._by_collating
                     seed_generators(_last_seed(share), _TORCH in self._by_collating, _OTHERS in self._by_collating)
                 batch = self._collate(samples)
-            except Exception as raised:  # perhaps because of a random number
+            except Exception as raised:  # a random number may be the cause
                 error = raised
         drawn |= self._drawn_from(watched, state)
         if drawn:
@@ -125,7 +125,7 @@ class SeededReader(SampleReader):
         return batch
 
     def _seeding(self, share: SeededShare, generators: frozenset[str]) -> Iterator[Index]:
-        """Yield the indices of samples, seeding the generators, also those that the dataset holds, for each."""
+        """Yield the indices of samples. For each, seed the generators, including those that the dataset holds."""
         _, epoch_seed, first, indices = share
         with_torch, with_others = _TORCH in generators, _OTHERS in generators
         for position, index in enumerate(indices, first):
@@ -140,7 +140,7 @@ class SeededReader(SampleReader):
         drawn = watched & self._asks.of
         if _TORCH in watched:
             now = torch.default_generator.get_state()
-            if now.numpy().tobytes() != state.numpy().tobytes():  # takes less time than torch.equal
+            if now.numpy().tobytes() != state.numpy().tobytes():  # faster than torch.equal
                 drawn |= {_TORCH}
         if _OTHERS in watched and (random.random(), np.random.random_sample()) != _FIRST_DRAWN:
             drawn |= {_OTHERS}
@@ -148,7 +148,7 @@ class SeededReader(SampleReader):
 
 
 def as_collated(batch: BatchData) -> BatchData:
-    """Return the data unchanged: they were collated when they were read."""
+    """Return a batch unchanged, because it was collated when it was read."""
     return batch
 
 
@@ -158,9 +158,9 @@ def _last_seed(share: SeededShare) -> int:
 
 
 class _Asks:
-    """Notes generators if their states are read in a block.
+    """Notes the generators whose states are read within a block.
 
-    Code that does so may depend on a generator without drawing from it, or restore it afterwards.
+    Code that reads a generator's state may depend on it without drawing from it, or restore it afterwards.
     """
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class _Asks:
 
 
 def _drawn_since(seed: int) -> frozenset[str]:
-    """Return the generators from which a number has been drawn since all were seeded with this seed."""
+    """Return the generators from which numbers have been drawn since all were seeded with this seed."""
     before: Any = np.random.RandomState(seed & 0xFFFFFFFF).get_state()
     now: Any = np.random.get_state()
     is_numpy_new = before[2:] == now[2:] and np.array_equal(before[1], now[1])

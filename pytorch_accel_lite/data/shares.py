@@ -1,4 +1,4 @@
-"""Dividing an epoch into steps and shares, independent of what a batch is."""
+"""The arithmetic of dividing an epoch into steps and shares."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ T = TypeVar("T")
 def split(size: int, rank: int, world_size: int, min_share: int = 1, lengths: Sequence[int] = ()) -> tuple[int, int]:
     """Return the bounds of a rank's contiguous share of ``size`` positions, which are divided as evenly as possible.
 
-    If they do not divide evenly, the first ranks get one more; if there are too few, the last ranks get none.
+    If the positions cannot be divided evenly, the first ranks get one more. If there are too few, the last ranks get
+    none.
 
     Args:
-        min_share: the minimum number of positions of a rank, unless it gets none or ``size`` is smaller
+        min_share: the minimum number of positions of a rank, unless the rank gets none or ``size`` is smaller
         lengths: lengths of the batches that these positions form: if there is one for each rank, the batches are the
             shares
     """
@@ -62,11 +63,11 @@ def global_batches(
 
 
 class WrongLengthError(ValueError):
-    """A sampler gives fewer or more indices than its length. Never skipped, unlike a batch that cannot be read."""
+    """A sampler gives fewer or more indices than its length. Unlike a failed batch, this error is never skipped."""
 
 
 def ended(source: str, seen: str, done: int) -> WrongLengthError:
-    """Return the error for data that end before the position at which a run resumes."""
+    """Return the error for data that end before the position from which a run resumes."""
     return WrongLengthError(
         f"The {source} ended after {seen} of this epoch, but the resumed run had already seen {done}. Resume it with "
         "the data it was saved with."
@@ -93,7 +94,7 @@ def skip_samples(
 
 
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Yield each item with whether it is the last one, reading one ahead."""
+    """Yield each item, and whether it is the last one. Reads one item ahead."""
     iterator = iter(items)
     pending = list(islice(iterator, 1))
     for following in iterator:
@@ -115,8 +116,8 @@ class Shares:
     Args:
         total: number of shares in a step
         local: numbers of the shares that this process reads
-        owner: what has a share
-        argument: the argument that asks for a number of shares, for messages; empty if it is the number of processes
+        owner: a noun for the owner of a share, for messages
+        argument: the argument that sets the number of shares, for messages; empty if it is the number of processes
     """
 
     total: int
@@ -125,11 +126,11 @@ class Shares:
     argument: str = ""
 
     def divide(self, rank: int, world_size: int) -> None:
-        """Divide the shares among other processes. Batches read by the former division are of no use."""
+        """Divide the shares among the processes anew. Batches that were read by the former division become useless."""
         self.local = range(*split(self.total, rank, world_size))
 
     def lacking(self, world_size: int) -> int:
-        """Return how many more shares the busiest process reads in a step."""
+        """Return how many more shares than this process the busiest process reads in a step."""
         return -(-self.total // world_size) - len(self.local)
 
 

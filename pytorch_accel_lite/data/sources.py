@@ -10,7 +10,7 @@ from pytorch_accel_lite.base.types import Tree
 
 #: A dataset, a stream or a loader, from torch, another library or the user.
 Source: TypeAlias = Any
-#: Draws the indices of samples, or batches of them; from torch, another library or the user.
+#: A sampler of indices, or of batches of indices, from torch, another library or the user.
 SamplerLike: TypeAlias = Any
 #: The index of a sample in a dataset: a number, or anything that a user's sampler yields.
 Index: TypeAlias = Any
@@ -20,7 +20,7 @@ Sample: TypeAlias = Any
 BatchData: TypeAlias = Tree
 #: Makes a batch from a list of samples.
 CollateFunction: TypeAlias = Callable[[list[Sample]], BatchData]
-#: What training states keep of a source or a loader, in plain values, such as a position. Only the source uses it.
+#: The state of a source or a loader for training states, in plain values, such as a position.
 SourceState: TypeAlias = Any
 
 

@@ -57,7 +57,7 @@ def split_batch(batch: BatchData, parts: int, size: int) -> list[tuple[BatchData
 
 
 def slice_batch(data: BatchData, begin: int, end: int, size: int) -> BatchData:
-    """Return a slice of the ``size`` samples of a batch; see ``split_batch()``."""
+    """Return the samples from ``begin`` to ``end`` of a batch of ``size`` samples; see ``split_batch()``."""
     return select_samples(data, slice(begin, end), size)
 
 
@@ -72,7 +72,7 @@ def select_samples(data: BatchData, rows: slice | list[int], size: int) -> Batch
             return data[rows] if isinstance(rows, slice) else type(data)(data[row] for row in rows)
         return honor_type(data, [select_samples(value, rows, size) for value in data])
     if is_dataclass(data):
-        names = [field.name for field in dataclasses.fields(data) if field.init]  # the constructor sets the others
+        names = [field.name for field in dataclasses.fields(data) if field.init]  # the constructor sets others
         return dataclasses.replace(data, **{name: select_samples(getattr(data, name), rows, size) for name in names})
     check_belongs_to_all(data, size)
     return data
@@ -85,7 +85,7 @@ def check_belongs_to_all(data: Tree, size: int) -> None:
     """Check that an object in a batch belongs to all of its samples.
 
     Raises:
-        ValueError: if it, or something in it, seems to have an element for each sample
+        ValueError: if the object, or something in it, seems to have an element for each sample
     """
     if isinstance(data, (str, bytes)):
         return
@@ -110,7 +110,7 @@ def to_cpu(
     elsewhere they raise an error.
 
     Args:
-        size: number of samples, so that a list with an element for each is kept as such
+        size: number of samples, so that a list with an element for each sample is recognised and kept
         copy: copies a tensor to the CPU
     """
     is_of_samples = size is not None and type(outputs) is list and is_list_of_samples(outputs, size)
@@ -168,8 +168,8 @@ def concatenate(parts: Sequence[Tree]) -> Tree:
 class Concatenation:
     """Concatenates nested outputs as they come, without ever taking their memory twice.
 
-    They are collected in large chunks, and each chunk is freed as soon as it has been copied: an allocator reuses the
-    memory of small tensors for other small ones, but does not return it.
+    Outputs are collected in large chunks, and each chunk is freed as soon as it has been copied. Small tensors would
+    not do: an allocator reuses their memory for other small tensors, but does not return it.
     """
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ _BYTES_OF_A_CHUNK = 2**25
 
 
 def _are_alike(column: Sequence[Tree]) -> bool:
-    """Whether all are tensors of one type that differ only in their lengths."""
+    """Whether all values are tensors of one type that differ only in their lengths."""
     first = column[0]
     return all(
         type(part) is torch.Tensor and part.dtype == first.dtype and part.shape[1:] == first.shape[1:]
@@ -215,7 +215,7 @@ def _are_alike(column: Sequence[Tree]) -> bool:
 
 
 def _concatenate_and_free(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate tensors and empty the list from its end, so that the last one allocated is freed first."""
+    """Concatenate tensors and empty the list from its end, so that the tensor allocated last is freed first."""
     if len(parts) == 1:
         return parts.pop()
     end = sum(map(len, parts))

@@ -1,4 +1,4 @@
-"""Sharded streams: some shard themselves by process, others can be divided."""
+"""Sharded streams: finding how a stream shards itself by process, and dividing streams that do not."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _self_sharding(stream: Source) -> SelfSharding | None:
     split = getattr(stream, "_distributed", None)  # Hugging Face datasets
     if split is not None and hasattr(split, "rank") and hasattr(split, "world_size"):
         return SelfSharding(f"split_dataset_by_node ({kind})", split.rank, split.world_size)
-    if kind == "IterableDatasetShard":  # of Accelerate and transformers
+    if kind == "IterableDatasetShard":  # from Accelerate and transformers
         return SelfSharding(kind, stream.process_index, stream.num_processes)
     stages = getattr(stream, "pipeline", None)  # webdataset
     names = [getattr(getattr(stage, "func", stage), "__name__", "") for stage in stages or () if callable(stage)]
@@ -67,12 +67,12 @@ def package_of(thing: Callable[..., object]) -> str:
 
 
 def find_self_sharding(stream: Source, ranks: Ranks) -> str:
-    """Return the mechanism by which a stream shards itself over the processes; empty if the trainer is to shard it.
+    """Return the mechanism by which a stream shards itself over the processes; empty if the trainer must shard it.
 
     Call it on every process.
 
     Raises:
-        ValueError: with several processes, if their parts overlap or are incomplete
+        ValueError: with several processes, if the parts of the processes overlap or are incomplete
     """
     share = next(filter(None, map(_self_sharding, streams_in(stream))), None)
     if share is not None and share.rank is None and ranks.replicas > 1:
@@ -115,7 +115,7 @@ def can_be_divided(stream: Source) -> bool:
 def part_of(stream: Source, rank: int, world_size: int) -> Source:
     """Return one of several parts of a stream that together have each sample once; ``None`` if it cannot be divided.
 
-    Hugging Face's streams are divided by their shards, but only evenly.
+    Hugging Face's streams are divided by their shards, if the shards can be divided evenly.
     """
     if _has_shard_method(stream):
         return stream.shard(rank, world_size)
@@ -127,7 +127,7 @@ def part_of(stream: Source, rank: int, world_size: int) -> Source:
 
 
 def part_of_this_process(stream: Source, ranks: Ranks) -> Source:
-    """Return the part of a stream that this process reads; ``None`` if it is not divided. Call it on every process."""
+    """Return this process's part of a stream; ``None`` if the stream is not divided. Call it on every process."""
     if ranks.world_size == 1 or not can_be_divided(stream):
         return None
     parts: list[Source] = []
@@ -147,7 +147,7 @@ def division_method(stream: Source) -> str:
 
 
 def _order_of_shards(stream: Source) -> object:
-    """Return what determines the order of a Hugging Face stream's shards: perhaps a seed drawn on each process."""
+    """Return what determines the order of a Hugging Face stream's shards, such as a seed drawn on each process."""
     shuffling = getattr(stream, "_shuffling", None)
     return getattr(stream, "num_shards", None), shuffling and str(shuffling.generator.bit_generator.state)
 

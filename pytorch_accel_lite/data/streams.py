@@ -1,4 +1,4 @@
-"""Streams: data that cannot be indexed and that belong to all processes."""
+"""Loaders for streams: data that cannot be indexed and that belong to all processes."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from pytorch_accel_lite.data.stream_shards import can_be_divided, division_metho
 from pytorch_accel_lite.distributed import Ranks
 
 _END = object()  # marks the end of a part
-#: Key of the positions in all parts of a stream.
+#: Key, in a position, of the positions in all parts of a stream.
 _PARTS = "parts_of_a_divided_stream"
 
 
 class StreamLoader(ReadInTurn):
-    """The batches of a ``DataLoader`` that cannot be indexed: rank 0 reads all and sends them to the ranks in turn.
+    """The batches of a ``DataLoader`` over a stream. Rank 0 reads all batches and sends them to the ranks in turn.
 
-    So every sample is seen once, even if the stream is random. If each process read its own part of an epoch before an
-    interruption, the rest is read part by part.
+    So every sample is seen once, even if the stream is random. If each process had read its own part of an epoch before
+    an interruption, rank 0 reads the rest of the epoch part by part.
     """
 
     def __init__(self, source: Source, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         super().__init__(source, ranks, device, options)
         self._batches_per_step = ranks.world_size
-        self._parts: list[_Part] = []  # of a resumed epoch
+        self._parts: list[_Part] = []  # the parts of a resumed epoch
 
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
         if not start:
@@ -54,12 +54,12 @@ class StreamLoader(ReadInTurn):
                 yield batch
 
     def _groups(self, start: int) -> Iterator[list[BatchData]]:
-        """Yield the batches of all processes in each step. Reads nothing before the first is requested."""
+        """Yield the batches of all processes in each step. Nothing is read before the first step is requested."""
         batches = self._read_parts() if self._parts else self._read_from(start)
         yield from grouped(batches, self._ranks.world_size)
 
     def _read_parts(self) -> Iterator[BatchData]:
-        """Yield a batch of each part in turn, from its position on."""
+        """Yield a batch of each part in turn, each part from its own position on."""
         self._dealt: deque[tuple[_Part, int]] = deque()
         reading = deque((part, part.begin(self._epoch)) for part in self._parts)
         while reading:
@@ -121,7 +121,7 @@ def _is_divided(position: SourceState) -> bool:
 
 
 class _Part(StreamLoader):
-    """The rest of a part of a stream, after what a process of the interrupted run has read."""
+    """The rest of a part of a stream, after the samples that a process of the interrupted run has read."""
 
     _compares_generators = False
 
@@ -157,8 +157,8 @@ class _Part(StreamLoader):
 class DividedLoader(PreShardedLoader):
     """The batches of a stream that can be divided: each process reads a part.
 
-    An epoch that is resumed by a different number of processes, or that was not read in parts, is completed by a
-    ``StreamLoader``, in the way it was begun.
+    If an epoch is resumed by another number of processes, or was not read in parts, a ``StreamLoader`` completes it in
+    the way in which it was begun.
     """
 
     has_own_position = False
@@ -170,7 +170,7 @@ class DividedLoader(PreShardedLoader):
         super().__init__(copy_loader(source, dataset=part), ranks, device, options, division_method(source.dataset))
         self._undivided = StreamLoader(source, ranks, device, options)
         self._completes_undivided = False
-        self._samples = self._batches = 0  # of this part, in this epoch
+        self._samples = self._batches = 0  # of this part in this epoch
 
     def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
         if start and self._completes_undivided:
@@ -191,7 +191,7 @@ class DividedLoader(PreShardedLoader):
         return self._in_step(self._samples if start else 0)
 
     def _filler(self, first: AgreedStep[BatchData]) -> BatchData:
-        """Return the last batch of a part that had ended before the epoch was resumed, or a batch of another part."""
+        """Return a filler batch: the last batch of a part that ended before the resumption, or of another part."""
         batch = next(item for item in self._ranks.all_gather_object(first.item) if item is not None)
         if self._samples and first.item is None:
             with preserving_generators():
@@ -215,7 +215,7 @@ class DividedLoader(PreShardedLoader):
         return {_PARTS: self._ranks.all_gather_object(super().epoch_read())}
 
     def recall(self, read: SourceState) -> None:
-        """Remember what this part has read last, if the interrupted run had equally many parts."""
+        """Remember the epoch that this part has read last, if the interrupted run had equally many parts."""
         is_alike = _is_divided(read) and len(read[_PARTS]) == self._ranks.world_size
         super().recall(read[_PARTS][self._ranks.rank] if is_alike else None)
 

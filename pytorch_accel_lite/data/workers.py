@@ -1,4 +1,4 @@
-"""Starting the workers of a dataloader so that none waits for threads that exist only in its parent."""
+"""Starting the workers of a dataloader so that no worker waits for threads that exist only in its parent."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _initialise_worker(
 
     Args:
         collects: whether to enable garbage collection
-        leaves_signals: whether to leave signals, which launchers send to the whole group, to the parent
+        leaves_signals: whether to ignore signals, which launchers send to the whole group, and leave them to the parent
     """
     gc.freeze()
     if collects:
@@ -70,8 +70,8 @@ def _initialise_worker(
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     info: Any = get_worker_info()
-    if isinstance(info.dataset, SampleReader):  # show the user's dataset; torch itself does not read this attribute
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # read-only otherwise
+    if isinstance(info.dataset, SampleReader):  # show users their dataset; torch does not read it
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # the attribute is read-only
     if worker_init_fn is not None:
         worker_init_fn(worker_id)
 
@@ -155,7 +155,7 @@ class CheckedForkContext(ForkContext):
 
 
 def worker_init_fn(worker_id: int) -> int:
-    """Return the seed of a dataloader worker. All its generators have already been seeded from it.
+    """Return the seed of a dataloader worker, from which all its generators have already been seeded.
 
     Kept for users of pytorch-accelerated who pass it to a ``DataLoader``; it has nothing left to do.
     """

@@ -1,4 +1,4 @@
-"""Different Accelerate settings for the trainers of one process. Accelerate itself keeps the first settings for all."""
+"""Different Accelerate settings for the trainers of one process, all of which would have the first settings."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
 
-_OF_A_TRAINER = "_was_created_by_a_trainer"  # an attribute of the states of accelerators that trainers created
-_ARE_OF_PROCESS = type(vars(AcceleratorState)["_shared_state"]) is dict  # rather than of a thread, as on TPUs
+_OF_A_TRAINER = "_was_created_by_a_trainer"  # marks the states of accelerators that trainers created
+_ARE_OF_PROCESS = type(vars(AcceleratorState)["_shared_state"]) is dict  # not per thread, as on TPUs
 _in_effect = 0  # how many runs have their trainer's settings in effect
 
 
 def create_accelerator(create: Callable[[], Accelerator], precision: str | None) -> Accelerator:
     """Create the accelerator of a trainer, whatever the settings of earlier trainers.
 
-    Without a precision, it shares the settings of an accelerator that the user has already created.
+    Without a precision, the new accelerator shares the settings of one that the user has already created.
 
     Args:
         create: creates the accelerator
@@ -44,14 +44,14 @@ def create_accelerator(create: Callable[[], Accelerator], precision: str | None)
 
 
 def find_unused_parameters(accelerator: Accelerator) -> None:
-    """Let models that an accelerator wraps from now on find parameters that the loss does not depend on."""
+    """Make ``DistributedDataParallel`` find unused parameters in models that an accelerator wraps from now on."""
     options = accelerator.ddp_handler or DistributedDataParallelKwargs()
     accelerator.ddp_handler = replace(options, find_unused_parameters=True)
 
 
 @contextmanager
 def in_effect(accelerator: Accelerator) -> Iterator[None]:
-    """Let Accelerate use the settings of an accelerator in a block."""
+    """Make Accelerate use the settings of an accelerator within a block."""
     global _in_effect
     if not _ARE_OF_PROCESS:
         yield

@@ -1,4 +1,4 @@
-"""Exchanges of a few numbers between processes. Each carries its purpose, so that different ones are never paired."""
+"""Exchanges of a few numbers between processes. Each has a purpose, so that different exchanges are never paired."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pytorch_accel_lite.distributed.positions import MACHINERY, describe_call
 
 #: The most numbers of a process in an exchange. Every exchange has this size: gloo ends processes whose sizes differ.
 CAPACITY = 14
-#: A text to add to the description of where this process is, such as that it has left a run.
+#: A text to add to the description of this process's position, such as that it has left a run.
 circumstances = ""
 _EXPLANATION = -1  # the purpose of exchanges in which processes tell each other where they are
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -29,7 +29,7 @@ class OtherCallError(RuntimeError):
 
 
 class ProcessLostError(RuntimeError):
-    """Another process has left the job. Says which one and, if known, why."""
+    """Another process has left the job. The message says which process and, if known, why."""
 
 
 class ControlGroup:
@@ -37,7 +37,7 @@ class ControlGroup:
 
     Args:
         group: the process group
-        members: its processes, by their ranks in the job
+        members: the processes of the group, by their ranks in the job
     """
 
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int]) -> None:
@@ -51,7 +51,7 @@ class ControlGroup:
         """Start exchanging a few numbers, and return a function that waits for the numbers of all processes.
 
         Args:
-            numbers: int64, at most ``CAPACITY``, equally many on each process
+            numbers: at most ``CAPACITY`` numbers of type int64, equally many on each process
             purpose: the purpose, see ``find_purpose()``
         """
         sent = torch.zeros(2 + CAPACITY, dtype=torch.int64)
@@ -73,7 +73,7 @@ class ControlGroup:
     def _explain(self, number: int) -> NoReturn:
         """Raise an error that says in which call each process is. All processes get here.
 
-        Some may get here later, as they wait for an earlier exchange or have already begun others.
+        Some processes get here later, because they wait for an earlier exchange or have already begun others.
         """
         if number > self._explained:
             while not self._all_explain():
@@ -112,9 +112,10 @@ _purposes: dict[tuple[CodeType, CodeType], int] = {}
 
 
 def find_purpose() -> int:
-    """Return a number for the current exchange, from the method of ``Ranks`` and its caller.
+    """Return a number for the purpose of the current exchange, from the method of ``Ranks`` and its caller.
 
-    A user's code may call the same method in different places, for example in a branch for the first process.
+    The caller counts because a user's code may call the same method in different places, for example in a branch for
+    the first process.
     """
     method: Any = currentframe()
     caller = method.f_back

@@ -21,7 +21,7 @@ def average_gradients(
     """Average gradients over the ranks, like ``DistributedDataParallel``. A missing gradient counts as zero.
 
     Args:
-        update: numbers that identify the update, if ranks may be at different ones
+        update: numbers that identify the update, if ranks may be at different updates
         num_parameters: the largest number of parameters that an update may have
 
     Raises:
@@ -30,7 +30,7 @@ def average_gradients(
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     sparse_dims = [_NO_GRADIENT if p.grad is None else local_shard(p.grad).sparse_dim() for p in trained]
     padding = [_NO_GRADIENT] * (num_parameters - len(trained))
-    negated = [-number for number in update]  # their maxima are the negated minima
+    negated = [-number for number in update]  # the maxima of these are the negated minima
     maxima = list(map(int, ranks.max([*update, *negated, *sparse_dims, *padding])))
     if maxima[: len(update)] != [-number for number in maxima[len(update) : 2 * len(update)]]:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Processes started by a launcher: checking them, reporting errors to it, exiting when it is killed."""
+"""Processes that a launcher has started: checking them, reporting errors to the launcher, exiting if it is killed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_launch(accelerator: Accelerator) -> None:
 
 @wraps(accelerate.notebook_launcher)
 def notebook_launcher(*args: object, **kwargs: object) -> None:
-    """Call Accelerate's ``notebook_launcher``, unless a trainer already exists: its own error does not mention that."""
+    """Call Accelerate's ``notebook_launcher``. If a trainer exists, raise a clearer error than Accelerate's own."""
     processes = signature(accelerate.notebook_launcher).bind_partial(*args, **kwargs).arguments.get("num_processes")
     if (processes or 1) > 1 and AcceleratorState._shared_state:
         raise ValueError(
@@ -84,7 +84,7 @@ def _report_uncaught_errors() -> None:
         try:
             raise error
         except BaseException:
-            with suppress(OSError):  # a full disk
+            with suppress(OSError):  # the disk may be full
                 record_error(error)
 
     sys.excepthook = report
@@ -101,5 +101,5 @@ def record_error(error: BaseException) -> None:
 def _die_with_parent() -> None:
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the launcher died in between
+    if os.getppid() != parent:  # the launcher died before prctl took effect
         os.kill(os.getpid(), signal.SIGKILL)

@@ -36,8 +36,8 @@ class MeshInfo(Protocol):
 class DataRanks(Ranks):
     """The processes of a job where several share each batch, as in tensor parallelism.
 
-    Sums, gathered objects, ``rank`` and ``world_size`` cover the processes that read different data: each batch counts
-    once. Maxima, broadcasts and barriers cover all processes.
+    Sums, gathered objects, ``rank`` and ``world_size`` cover only the processes that read different data, so each batch
+    counts once. Maxima, broadcasts and barriers cover all processes.
 
     Args:
         everyone: all processes
@@ -75,13 +75,13 @@ class DataRanks(Ranks):
         self._everyone.barrier(timeout)
 
     def broadcast_to_sharers(self, value: T) -> T:
-        """Return the same value on all processes that share a batch: the value of the first."""
+        """Return the same value on all processes that share a batch: the value of the first of them."""
         return self._sharers.broadcast_object(lambda: value)
 
     def read_identically(self, items: Iterator[T]) -> Iterator[T]:
-        """Yield the same items on all processes that share a batch: the items of the first.
+        """Yield the same items on all processes that share a batch: the items of the first of them.
 
-        Each also reads its own items, so that positions stay in step. If one fails, all raise an error.
+        Each process also reads its own items, so that positions stay in step. If one process fails, all raise an error.
         """
 
         def read() -> list[T]:
@@ -94,7 +94,7 @@ class DataRanks(Ranks):
 
 @cache
 def _group_of_rank(job: dist.ProcessGroup, groups: tuple[Peers, ...], backend: str | None) -> dist.ProcessGroup:
-    """Return this process's group among several disjoint ones. Created once, as torch never frees groups."""
+    """Return this process's group among several disjoint groups. They are created once: torch never frees groups."""
     timeout = chosen_timeout(job)
     created: list[tuple[Peers, Any]] = [(ranks, dist.new_group(list(ranks), timeout, backend)) for ranks in groups]
     own: dist.ProcessGroup = next(group for ranks, group in created if dist.get_rank() in ranks)
@@ -108,12 +108,12 @@ def find_data_ranks(model: nn.Module, everyone: Ranks) -> Ranks:
     tensor parallelism, share their batches.
 
     Raises:
-        ValueError: if the weights are sharded over some processes and nothing connects these to the others
+        ValueError: if the weights are sharded over some of the processes, and no mesh connects these to the others
     """
     if everyone.world_size == 1:
         return everyone
     meshes = list({mesh: None for p in model.parameters() if (mesh := getattr(p, "device_mesh", None)) is not None})
-    if not meshes:  # Accelerate has not sharded it yet
+    if not meshes:  # Accelerate has not sharded the model yet
         return everyone
     fsdp_peers = _largest(_fsdp_peers(model))
     gathered = everyone.all_gather_object((fsdp_peers, max(map(_model_peers, meshes), key=len)))

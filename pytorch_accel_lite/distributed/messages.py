@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-#: Unpickling a sparse tensor puts it on a list of torch's, which keeps it until it is validated, privately.
+#: Unpickling a sparse tensor puts it on a private list of torch's, which keeps the tensor until it is validated.
 _release_sparse_tensors: Callable[[], None] = getattr(torch._utils, "_validate_loaded_sparse_tensors", lambda: None)  # noqa: SLF001
-#: Stands for a tensor in the pickled part: the offset of its bytes, its type and its shape.
+#: A tensor in the pickled part of a message: the offset of its bytes, its type and its shape.
 _TensorKey: TypeAlias = tuple[int, torch.dtype, tuple[int, ...]]
 _ALIGNMENT = 64  # bytes
 _HEADER = 8  # bytes at the front of a message, for the size of the pickled part
@@ -35,7 +35,7 @@ class Message(pickle.Pickler):
         self.size = self._first + self._size_of_tensors
 
     def persistent_id(self, obj: object) -> _TensorKey | None:
-        """Return the offset, type and shape of a tensor, which is left out of the pickled part."""
+        """Return the offset, type and shape of a tensor, which is not pickled."""
         if type(obj) is not torch.Tensor or obj.device.type != "cpu" or obj.requires_grad:
             return None
         if obj.layout is not torch.strided or obj.is_nested or obj.is_quantized:

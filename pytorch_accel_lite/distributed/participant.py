@@ -1,4 +1,4 @@
-"""A trainer, as the code for the processes of a job sees it."""
+"""The parts of a trainer that the code for the processes of a job uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a thread is, from its stack: in which call of the user's code, and whether it waits for other processes."""
+"""Finding out from a thread's stack in which call of the user's code it is, and whether it waits for others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d")
 _EXCHANGE = _HERE + "exchange.py"
-#: Files with functions that carry out collectives for others. Extensions may add theirs.
+#: Files whose functions carry out collectives for other code. Extensions may add files.
 MACHINERY = {_EXCHANGE, _HERE + "ranks.py", _HERE + "layout.py"}
 _AT_THE_END = _HERE + "shutdown.py"
 _WRAPPERS = os.path.join(_PACKAGE, "base", "unknown_names.py")  # wraps methods to check their arguments
@@ -44,7 +44,7 @@ def innermost_function(stack: Stack) -> str:
 
 
 def describe_call(stack: Stack) -> str:
-    """Return the call in the user's code in which a thread is, with the line, and what it does there.
+    """Return the call in the user's code in which a thread is, with the line, and the innermost function in it.
 
     For example ``in evaluate(), called by on_train_step_end of train.py:12 (check_same_call of arguments.py:3)``.
     """
@@ -90,7 +90,7 @@ def is_in_exchange(stack: Stack) -> bool:
 
 
 def signature(frame: FrameType | None) -> tuple[tuple[tuple[int, int], ...], bool]:
-    """Return an identity of the place of a thread, and whether it waits for other processes."""
+    """Return an identifier of the position of a thread, and whether the thread waits for other processes."""
     places = []
     waits = False
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Decorators for functions that only one process of a machine or a job runs, or that one runs before the others."""
+"""Decorators for functions that only one process runs, per machine or job, or that one runs before the others."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def _job_group(job: dist.ProcessGroup, purpose: str) -> ControlGroup:
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Return how long a collective of a process group may take."""
     backend = group._get_backend(group._device_types[-1])
-    options = getattr(backend, "options", None)  # not all backends show them
+    options = getattr(backend, "options", None)  # not all backends show their options
     return getattr(options, "_timeout", None) or dist.default_pg_timeout
 
 
@@ -52,10 +52,10 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def chosen_timeout(job: dist.ProcessGroup) -> timedelta | None:
-    """Return the timeout that the user chose for the default process group of a job, for the groups created here.
+    """Return the timeout that the user chose for the job's default process group. Groups created here use it, too.
 
-    ``None`` stands for torch's default, which depends on the backend. NCCL's is too short for a group that waits for
-    files.
+    ``None`` stands for torch's default, which depends on the backend. NCCL's default is too short for a group that
+    waits for files.
     """
     constants: Any = dist.distributed_c10d
     timeout = timeout_of(job)
@@ -69,13 +69,13 @@ class Ranks:
     with the collectives of the model. Creating an instance is a collective operation: all ranks must do it.
 
     Args:
-        purpose: name of the group; threads that communicate at the same time need different ones
+        purpose: name of the group; threads that communicate at the same time need different groups
 
     Attributes:
         rank: the rank of this process in the job, from 0
         world_size: the number of processes in the job
         members: the processes that read different data, by their ranks in the job
-        device_group: their process group for tensors on a device; ``None`` for the group of the job
+        device_group: the process group of ``members`` for tensors on a device; ``None`` for the group of the job
         replicas: number of processes that share each batch, as in tensor parallelism
         is_first_sharer: whether this process is the first of the processes that share its batches
         generation: how often the processes of a job that outlives them have changed, from 1; 0 in other jobs
@@ -164,11 +164,11 @@ class Ranks:
     def begin_scatter(self, pieces: Sequence[torch.Tensor] | None, size: int) -> Callable[[], torch.Tensor]:
         """Start sending each rank a piece of data from rank 0, and return a function that waits for this rank's piece.
 
-        A collective operation, which is completed even if nobody waits for it.
+        This is a collective operation, which completes even if this rank does not wait for its result.
 
         Args:
-            pieces: on rank 0, the bytes for each rank, all of the same length; ``None`` on the others
-            size: the length
+            pieces: on rank 0, the bytes for each rank, all of the same length; ``None`` on the other ranks
+            size: the length of each piece
         """
         piece = torch.empty(size, dtype=torch.uint8) if pieces is None else pieces[0]
         sent = None if pieces is None else list(pieces)
@@ -227,11 +227,11 @@ class Ranks:
     def run_together(self, action: Callable[[], T], only_first: bool = False) -> list[T]:
         """Run a function on every rank and return the results, in rank order.
 
-        If it fails on one rank, or its result cannot be pickled there, that rank raises its error, and the others raise
-        one that quotes it, so no rank waits for one that has failed.
+        If the function fails on a rank, or its result cannot be pickled, that rank raises its error, and the others
+        raise an error that quotes it. So no rank waits for one that has failed.
 
         Args:
-            only_first: whether to run it on rank 0 only
+            only_first: whether to run the function on rank 0 only
         """
         if self.world_size == 1:
             return [action()]
@@ -258,16 +258,16 @@ class Ranks:
     def repeatable(self, action: Callable[[], T], keep: Callable[[], Callable[[], object]] | None = None) -> T:
         """Return the result of an action in which each process has its own part.
 
-        In a job that outlives its processes (see ``use_ranks()``), the remaining processes repeat the action if one is
-        lost meanwhile. Here, it is done once.
+        In a job that outlives its processes (see ``use_ranks()``), the remaining processes repeat the action if a
+        process is lost meanwhile. In this class, the action is done once.
 
         Args:
-            keep: called before an action that may be repeated; the function it returns undoes an attempt
+            keep: called before an action that may be repeated; returns a function that undoes an attempt
         """
         return action()
 
     def state_to_join(self) -> str | None:
-        """Return the training state from which this process joins a run already begun by others, if it does."""
+        """Return the training state from which this process joins a run that others have begun, or ``None``."""
         return None
 
     def barrier(self, timeout: timedelta | None = None) -> None:
@@ -285,7 +285,8 @@ class Ranks:
 def _broadcast_in_place(source: int, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     """Copy a rank's values of a tensor to all ranks of a group.
 
-    They are sent as bytes, because gloo supports few dtypes, and from contiguous memory, as it ignores strides.
+    The values are sent as bytes, because gloo supports few dtypes, and from contiguous memory, because it ignores
+    strides.
     """
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
         dist.broadcast(tensor, source, group)
@@ -302,7 +303,7 @@ _kind: type[Ranks] = Ranks
 
 
 def use_ranks(kind: type[Ranks]) -> None:
-    """Let the trainers of this program use another kind of ``Ranks``, such as for a job with changing processes.
+    """Make the trainers of this program use another kind of ``Ranks``, for example for jobs whose processes change.
 
     Args:
         kind: a subclass, called with the same arguments
@@ -324,8 +325,8 @@ _STORE_TIMEOUT = timedelta(seconds=10)
 def connect_to_store(name: str) -> Store | None:
     """Return a store of short texts by key, which all processes of the job share; ``None`` if there is none.
 
-    It has a separate connection to the store of the default process group, whose own connection cannot be shared: a
-    collective that waits on it would block every other user.
+    It is a separate connection to the store of the default process group. The group's own connection cannot be shared:
+    a collective that waits on it would block all other users.
 
     Args:
         name: prefix of all keys, the same on every process, and different from those of earlier stores
@@ -337,7 +338,7 @@ def connect_to_store(name: str) -> Store | None:
         store = store.underlying_store
     if isinstance(store, _stores.TCPStore):
         store = _stores.TCPStore(store.host, store.port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
-    elif not isinstance(store, _stores.FileStore):  # it has no connection
+    elif not isinstance(store, _stores.FileStore):  # a FileStore has no connection
         return None
     named: Store = _stores.PrefixStore(name, store)
     return named

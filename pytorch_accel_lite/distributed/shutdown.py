@@ -1,4 +1,4 @@
-"""Orderly shutdown of a job of several processes: without it, an interpreter may abort while exiting."""
+"""Orderly shutdown of a job of several processes, without which an interpreter may abort while exiting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pytorch_accel_lite.distributed.participant import Participant
 from pytorch_accel_lite.distributed.ranks import Ranks
 
 _open: weakref.WeakSet[Participant] = weakref.WeakSet()
-_job: list[tuple[Accelerator, Ranks]] = []  # to end the job even if its trainers were dropped without being closed
+_job: list[tuple[Accelerator, Ranks]] = []  # ends the job even if its trainers were never closed
 _last_run_failed = False  # even if the program has caught the error
 _EXIT_TIMEOUT = timedelta(seconds=30)
 
@@ -50,7 +50,7 @@ def record_end(failed: bool) -> None:
 @atexit.register
 def _close_all() -> None:
     _leave_job()
-    if getattr(sys, "last_type", None) is KeyboardInterrupt and not hasattr(sys, "ps1"):  # not an interactive session
+    if getattr(sys, "last_type", None) is KeyboardInterrupt and not hasattr(sys, "ps1"):  # no interactive session
         # If an exit handler, such as one of torch, runs code from a string, the interpreter forgets that Ctrl-C has
         # ended the program, and exits with 1. An interrupt in such code restores that.
         with suppress(KeyboardInterrupt):
@@ -71,7 +71,7 @@ def _leave_job() -> None:
         if not failed:
             try:
                 ranks.barrier(_EXIT_TIMEOUT)
-            except RuntimeError:  # another rank has failed, or is still busy
+            except RuntimeError:  # another rank has failed or is still busy
                 failed = True
         watch.stop(reason)
         if failed and dist.get_backend() != "gloo":  # destroying a group of NCCL waits for ranks that wait for this one

@@ -28,13 +28,13 @@ from pytorch_accel_lite.distributed.ranks import Ranks, connect_to_store
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-#: Exit code of a program ended by a watch: EX_TEMPFAIL of sysexits.h, a failure after which one may try again.
+#: Exit code of a program ended by a watch: EX_TEMPFAIL of sysexits.h, a failure after which a retry may succeed.
 EXIT_CODE = 75
-_SECONDS = 40.0  # of waiting before the first report
+_SECONDS = 40.0  # seconds of waiting before the first report
 _LONGEST_INTERVAL = 4.0
-_MOST_BYTES = 1 << 20  # read and written by a waiting process between two checks
-_MOST_CPU = 0.2  # share of the time in which its thread computes
-_PATIENCE = 5.0  # seconds for a process that has lost another to learn why
+_MOST_BYTES = 1 << 20  # maximum read and written by a waiting process between two checks
+_MOST_CPU = 0.2  # maximum share of CPU time of a waiting thread
+_PATIENCE = 5.0  # seconds in which a process tries to learn why it has lost another
 _HINT = (
     " Those in the backward pass wait for gradients that another process does not have: of a step in which it skips "
     "its backward pass, or of parameters that its loss does not depend on."
@@ -43,15 +43,15 @@ _LOST = re.compile(r"gloo.*((closed|reset) by peer|Broken pipe)|remote process e
 
 
 class _Place(NamedTuple):
-    """Where a process is.
+    """The position of a process.
 
     Args:
-        call: the call that it is in, and the line
-        waited: for how many seconds it has waited for others without doing anything else
-        kind: the kind of collective that it waits in, if any
+        call: the current call, with the line
+        waited: the seconds for which the process has waited for others without doing anything else
+        kind: the kind of collective in which the process waits, if any
         is_own: whether the user's code itself called that collective
-        runs: the numbers of the runs that it is in
-        begun: the number of the latest run that it has begun
+        runs: the numbers of the runs that the process is in
+        begun: the number of the latest run that the process has begun
     """
 
     call: str
@@ -63,15 +63,15 @@ class _Place(NamedTuple):
 
 
 class JobWatch(threading.Thread):
-    """Checks regularly whether this process waits for others, and reports where it is if another asks.
+    """Checks regularly whether this process waits for others, and reports its position if another process asks.
 
-    Uses no collectives, and nothing of a step. A process that has waited long enough asks the others for their places
-    through the store of the job, and prints a report.
+    It uses no collectives, and costs a step nothing. A process that has waited long enough asks the others for their
+    positions through the store of the job, and prints a report.
 
     Args:
         processes: the host, the namespace of process ids and the process id of each rank
         store: texts by key that all processes share, if any
-        seconds: how long to wait before the first report; the time doubles for each further one
+        seconds: how long to wait before the first report; the time doubles with each further report
     """
 
     def __init__(self, rank: int, processes: list[tuple[str, str, int]], store: Store | None, seconds: float) -> None:
@@ -108,7 +108,7 @@ class JobWatch(threading.Thread):
         self.watch_this_thread()
 
     def leave(self, number: int, failed: bool = False, reason: str = "") -> None:
-        """Note that a run has ended in this process; with a reason for the others if it failed here first."""
+        """Note that a run has ended in this process, with a reason for the others if it failed here first."""
         self._runs = [run for run in self._runs if run[0] != number]
         if self._runs:  # outer runs continue
             return
@@ -124,7 +124,7 @@ class JobWatch(threading.Thread):
                 self._store.set(f"left/{self._rank}", json.dumps([self.begun, reason]))
 
     def _note_of(self, rank: int) -> tuple[int, str] | None:
-        """Return the latest run that another process has left, and why, if it has left a note."""
+        """Return the latest run that another process has left, and the reason; ``None`` if it has left no note."""
         key = f"left/{rank}"
         if not self._can_ask() or not self._store.check([key]):
             return None
@@ -134,7 +134,7 @@ class JobWatch(threading.Thread):
     def run(self) -> None:
         """Check until the watch is stopped."""
         while not self._is_over.wait(self._interval):
-            with suppress(Exception):  # for example, if the process of the store or the watched thread has ended
+            with suppress(Exception):  # for example, the process of the store has ended
                 self._look()
 
     def stop(self) -> None:
@@ -224,12 +224,12 @@ class JobWatch(threading.Thread):
             return
         _print("\n".join([*lines, f"{verdict} The job ends with exit code {EXIT_CODE}."]))
         waiting = {rank: place.kind for rank, place in places.items() if place.waited}
-        # A process that waits in an exchange gets an error once the connection to another one is closed.
+        # A process that waits in an exchange gets an error once the connection to another process is closed.
         ending = [rank for rank, kind in waiting.items() if kind != "exchange"] or [*waiting]
         self._verdict = "\n".join([verdict, *lines[1:]])
         self._store.set(f"{self._answered}/end", json.dumps([ending, self._verdict]))
         if self._rank in ending:
-            self._is_over.wait(self._interval + 1)  # lets the others read that
+            self._is_over.wait(self._interval + 1)  # lets the others read the verdict
             end_process()
 
     def _silence(self, rank: int) -> str:
@@ -243,7 +243,7 @@ class JobWatch(threading.Thread):
         return "which does not answer: native code keeps Python from running, or its process or machine is lost"
 
     def _find_verdict(self, places: dict[int, _Place]) -> str:
-        """Return why the processes certainly cannot go on; empty if they may."""
+        """Return why the processes certainly cannot continue; an empty text if they may."""
         waiting = {rank: place for rank, place in places.items() if place.waited >= self._seconds / 2}
         for rank, place in waiting.items():
             if not place.runs or place.is_own:
@@ -285,14 +285,14 @@ class JobWatch(threading.Thread):
         return state in "ZX"
 
     def find_loss(self) -> str:
-        """Return which other processes are lost and, as far as possible, why."""
+        """Return which other processes are lost and, if possible, why."""
         others = [rank for rank in range(len(self._processes)) if rank != self._rank]
         run = self._runs[-1][0] if self._runs else self.begun
         deadline = time.monotonic() + _PATIENCE
         while True:
             is_late = time.monotonic() > deadline
             ended = [rank for rank in others if self._has_ended(rank)]
-            time.sleep(0.05)  # its last note may still be on its way
+            time.sleep(0.05)  # the last note may still be on its way
             if self._verdict:
                 return self._verdict
             with suppress(RuntimeError):  # the process that serves the store has ended
@@ -315,12 +315,12 @@ def _listed(ranks: Iterable[int]) -> str:
 
 
 def _print(text: str) -> None:
-    with suppress(OSError, ValueError):  # nobody reads it
+    with suppress(OSError, ValueError):  # the output may be closed
         print(text, file=sys.stderr, flush=True)
 
 
 def end_process() -> None:
-    """End this process at once: its other threads hang."""
+    """End this process at once, because its other threads hang."""
     with suppress(Exception):
         sys.stdout.flush()
     os._exit(EXIT_CODE)
@@ -350,7 +350,7 @@ _job: dist.ProcessGroup | None = None
 
 
 def start(ranks: Ranks) -> None:
-    """Start the watch of a job of several processes, unless there is one. Call it on every process."""
+    """Start the watch of a job of several processes, unless it has one. Call it on every process."""
     global _watch, _job
     if ranks.world_size == 1 or not ranks.is_watched or _job is dist.group.WORLD:
         return
@@ -389,7 +389,7 @@ def stop(reason: str = "") -> None:
 
 @contextmanager
 def watching(trainer: Participant) -> Iterator[None]:
-    """Watch a run in a block; call it on every process. An error about a lost connection names the other process."""
+    """Watch a run within a block, on every process. An error about a lost connection names the other process."""
     watch = _watch if trainer.ranks.world_size > 1 else None
     if watch is None:
         yield
@@ -414,7 +414,7 @@ def naming_call(ranks: Ranks, call: str = "") -> Iterator[None]:
     """In a block, replace an error about a lost connection by one that names the other process and the reason.
 
     Args:
-        call: a call of the user, named if the others do not take part in it within the group's time limit
+        call: the user's call, named in the error if the others do not take part in it within the group's time limit
     """
     try:
         yield
@@ -438,7 +438,7 @@ def naming_call(ranks: Ranks, call: str = "") -> Iterator[None]:
 
 
 def is_about_lost_process(error: BaseException) -> bool:
-    """Whether an error of torch's is about the connection to another process, which has failed or was killed."""
+    """Whether an error of torch is about the connection to another process that has failed or was killed."""
     return isinstance(error, ProcessLostError) or bool(_LOST.search(str(error)))
 
 

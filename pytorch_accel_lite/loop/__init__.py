@@ -1,1 +1,1 @@
-"""A run: its settings, how it begins or resumes, its epochs, steps and updates, evaluation and prediction."""
+"""The course of a run: how it begins or resumes, its epochs, steps and updates, evaluation and prediction."""

@@ -69,7 +69,7 @@ def _join(values: list[Tree], shares: list[Count], sizes: list[int]) -> Tree:
     if all(isinstance(value, torch.Tensor) and is_number(value) for value in values):
         return _mean(values, shares)
     if isinstance(first, dict) and all(value.keys() == first.keys() for value in values):
-        joined = copy.copy(first)  # one of Hugging Face's models has attributes, too
+        joined = copy.copy(first)  # outputs of Hugging Face models also have attributes
         for key in first:
             joined[key] = _join([value[key] for value in values], shares, sizes)
         return joined
@@ -90,14 +90,14 @@ def _are_lists_of_samples(values: list[Tree], sizes: list[int]) -> bool:
 
 
 def _shares(outputs: Sequence[BatchOutput], counted: str) -> list[Count]:
-    """Return the weight of each output as a fraction of their total; zeros if the total is zero."""
+    """Return the weight of each output as a fraction of the total weight; zeros if the total is zero."""
     total = sum(output[counted] for output in outputs)
     total = torch.where(total == 0, 1, total) if isinstance(total, torch.Tensor) else total or 1
     return [output[counted] / total for output in outputs]
 
 
 def _mean(values: list[Tree], shares: list[Count]) -> Tree:
-    """Return the weighted mean of values. Those with weight zero, such as means over no items, do not count."""
+    """Return the weighted mean of values. Values with weight zero, such as means over no items, do not count."""
     if all(value is None for value in values):  # an evaluation may have no loss
         return None
     weighted = [value * share for value, share in zip(values, shares, strict=True)]

@@ -1,4 +1,4 @@
-"""Communication between processes for use in steps and callbacks: methods of the trainer, called on every process."""
+"""Methods of the trainer for communication between processes in steps and callbacks."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def gather(
             processes. Tensors without dimensions become a tensor with one element per process.
         padding_value: in each tensor, drop the rows in which every element has this value; may be NaN
         with_gradients: for losses over the samples of all processes, such as contrastive losses: gradients reach the
-            rows of all processes and equal those of one process with the full batch. Pass it for everything that enters
-            such a loss, including targets, so that filler batches, which only keep a process in step with the others,
-            are left out.
+            rows of all processes, and equal the gradients of one process with the full batch. Pass it for every input
+            of such a loss, including targets, so that filler batches, which only keep a process in step with the
+            others, are left out.
 
     Raises:
         ValueError: on all processes, if their tensors differ in more than the first dimension
@@ -62,7 +62,7 @@ def gather(
 
 @contextmanager
 def gathering_uneven_batches(trainer: TrainerLike) -> Iterator[None]:
-    """In a block, let Accelerate's ``gather_for_metrics`` gather the batches of a run, whose lengths may differ."""
+    """Within a block, replace Accelerate's ``gather_for_metrics`` by a version for batches of different lengths."""
     attributes = vars(trainer.accelerator)
     before = attributes.get("gather_for_metrics")
     attributes["gather_for_metrics"] = partial(_gather_for_metrics, trainer)
@@ -75,10 +75,10 @@ def gathering_uneven_batches(trainer: TrainerLike) -> Iterator[None]:
 
 
 def _gather_for_metrics(trainer: TrainerLike, input_data: Tree, use_gather_object: bool = False) -> Tree:
-    """Return what Accelerate's own method returns: tensors concatenated over all processes, or a list of other objects.
+    """Replace Accelerate's method: return tensors concatenated over all processes, or a list of other objects.
 
-    Called in a step, it leaves out the rows of filler batches. From then on, evaluations have filler batches as well,
-    so that a process without samples in the last step also takes part.
+    In a step, rows of filler batches are left out. After the first call, evaluations have filler batches as well, so
+    that a process without samples in the last step also takes part.
     """
     run, batch = trainer.current_run, trainer.current_run.batch
     if batch is not None and not run.data.has_fillers:
@@ -121,8 +121,8 @@ def broadcast_object(self: TrainerLike, obj: T, source: int = 0, group: dist.Pro
     """Return the picklable object of one process on every process. Call it on every process.
 
     Args:
-        source: rank of that process in the job
-        group: only among the processes of this group, which all call it; ``None`` for all of the job
+        source: rank, in the job, of the process with the object
+        group: the processes that take part, which all call this method; ``None`` for all processes of the job
     """
     with naming_call(self.ranks, "broadcast_object()"):
         if group is not None:
@@ -142,7 +142,7 @@ def all_gather_object(self: TrainerLike, obj: T, group: dist.ProcessGroup | None
     """Return the picklable objects of all processes, ordered by rank. Call it on every process.
 
     Args:
-        group: only among the processes of this group, which all call it; ``None`` for all of the job
+        group: the processes that take part, which all call this method; ``None`` for all processes of the job
     """
     with naming_call(self.ranks, "all_gather_object()"):
         if group is None:
@@ -175,7 +175,7 @@ def _to_numeric(trainer: TrainerLike, reduce: str | None, tensor: torch.Tensor) 
     if reduce is None:
         return tensor.item() if tensor.numel() == 1 else tensor.tolist()
     apply = torch.sum if reduce == "mean" else getattr(torch, reduce)
-    own = tensor.item() if tensor.numel() == 1 else apply(tensor).item()  # keeps the type of a single element
+    own = tensor.item() if tensor.numel() == 1 else apply(tensor).item()  # one element keeps its type
     values, counts = zip(*trainer.data_ranks.all_gather_object((own, tensor.numel())), strict=True)
     if reduce == "mean":
         return sum(values) / sum(counts)
@@ -227,10 +227,10 @@ def _gather_pieces(ranks: Ranks, tensor: torch.Tensor, lengths: Sequence[int]) -
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers the rows of all ranks; the gradient of a row is the sum of its gradients on all ranks.
+    """Gathers the rows of all ranks. The gradient of a row is the sum of its gradients over all ranks.
 
-    A rank whose rows do not count receives all rows, including its own, but contributes nothing to any gradient: its
-    loss has zero weight, yet duplicate rows might have made it NaN.
+    A rank whose rows do not count receives all rows, including its own, but contributes nothing to any gradient. Its
+    loss has zero weight, but may be NaN because of the duplicate rows.
     """
 
     @staticmethod
@@ -268,7 +268,7 @@ class _GatherConstant(_Gather):
 
 
 def result_of_first(make: Callable[[], T]) -> T:
-    """Return the result of ``make`` on rank 0, the only rank that calls it. For use before the trainer is created.
+    """Return the result of ``make``, which only rank 0 calls, on every rank; also before the trainer is created.
 
     With a single process, this does not initialise Accelerate, which is up to the trainer.
     """

@@ -1,7 +1,8 @@
-"""Loops of users in an overridden ``_run_training``, as in pytorch-accelerated: what they leave out is done here.
+"""Support for users' own loops in an overridden ``_run_training``, as in pytorch-accelerated.
 
 Such a loop calls ``_run_train_epoch`` and ``_run_eval_epoch``, fires the events of the run, and counts the epochs of
-the history. An override that calls ``super()._run_training()`` runs our loop, which does everything.
+the history. The functions here do the rest. An override that calls ``super()._run_training()`` runs the package's own
+loop, and needs none of this.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def begin_own_epoch(trainer: TrainerLike, run: Run) -> None:
 
 
 def _complete_epoch(trainer: TrainerLike, run: Run) -> None:
-    """Complete an epoch of a user's loop, which itself only counts it in the history."""
+    """Complete an epoch of a user's loop. The loop itself only counts the epoch in the history."""
     if run.epoch_is_trained:
         trainer._step_after_epoch()
         training.complete_epoch(trainer, run)
@@ -58,7 +59,7 @@ def _complete_epoch(trainer: TrainerLike, run: Run) -> None:
 
 @contextmanager
 def _following(trainer: TrainerLike, run: Run) -> Iterator[None]:
-    """Notice in a block how the run ends, before the callbacks do."""
+    """Within a block, note how the run ends before the callbacks are told."""
 
     def note_end(trainer: TrainerLike, **kwargs: object) -> None:
         if not run.loop.is_ours:
@@ -68,7 +69,7 @@ def _following(trainer: TrainerLike, run: Run) -> Iterator[None]:
                     _complete_epoch(trainer, run)
 
     def note_stop(trainer: TrainerLike, **kwargs: object) -> None:
-        stop = sys.exc_info()[1]  # the event is fired where it is handled
+        stop = sys.exc_info()[1]  # the event is fired while the stop is being handled
         if not run.loop.is_ours and isinstance(stop, StopTrainingError):
             run.end.note(stop)
 

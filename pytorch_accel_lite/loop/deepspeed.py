@@ -1,4 +1,4 @@
-"""Settings of DeepSpeed, which makes an update within the backward pass, and what cannot be done with it."""
+"""Settings for DeepSpeed, and checks for what it cannot do, as it makes updates within the backward pass."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def uses_deepspeed(accelerator: Accelerator) -> bool:
 
 
 def configure_deepspeed(trainer: TrainerLike, run: Run, batch_size: int) -> None:
-    """Let DeepSpeed clip gradients as ``train`` says, and weight them as the trainer does.
+    """Make DeepSpeed clip gradients as ``train()`` requests, and weight them as the trainer does.
 
-    Left to itself, Accelerate sets a limit of 1 for their norm, and divides each loss by the number of accumulated
-    batches, which the trainer has done already.
+    By default, Accelerate limits the gradient norm to 1, and divides each loss by the number of accumulated batches,
+    although the trainer has done that already.
 
     Raises:
-        ValueError: if the run asks for what cannot be done within the backward pass
+        ValueError: if the run needs something that cannot be done within the backward pass
     """
     if not uses_deepspeed(trainer.accelerator):
         return
@@ -51,7 +51,7 @@ def configure_deepspeed(trainer: TrainerLike, run: Run, batch_size: int) -> None
 
 
 def _problem(trainer: TrainerLike, run: Run) -> str:
-    """Return what the run cannot do; empty if it can do all."""
+    """Return what the run cannot do with DeepSpeed; an empty text if there is nothing."""
     request, loader = run.request, run.data.required_train_loader
     steps = request.gradient_accumulation_steps
     if request.gradient_clip_value is not None:
@@ -73,7 +73,7 @@ def _problem(trainer: TrainerLike, run: Run) -> str:
 
 
 def check_whole_window(run: Run) -> None:
-    """Check that the gradients of an update had their right weights, which cannot be corrected.
+    """Check that the gradients of an update had the right weights, because DeepSpeed cannot correct them afterwards.
 
     Raises:
         RuntimeError: if the window was not as large as its nominal size

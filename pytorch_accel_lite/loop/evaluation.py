@@ -1,4 +1,4 @@
-"""Evaluation of one or several datasets, within a training run or on its own. Every sample counts once."""
+"""Evaluation on one or several datasets, within a training run or alone. Every sample counts once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from pytorch_accel_lite.run.state import Run, TrainerLike
 
 @contextmanager
 def prefixed(history: RunHistory, prefix: str) -> Iterator[None]:
-    """Prefix the names of the metrics recorded in a block."""
+    """Prefix the names of the metrics that are recorded within a block."""
     before = history.metric_name_prefix
     history.set_metric_name_prefix(f"{before}{prefix}")
     try:
@@ -47,7 +47,7 @@ def prefixed(history: RunHistory, prefix: str) -> Iterator[None]:
 def evaluate_all(
     trainer: TrainerLike, run: Run, is_training: bool = True, is_intermediate: bool = False
 ) -> dict[str, float]:
-    """Evaluate on all evaluation datasets; with several, their names prefix the names of the metrics."""
+    """Evaluate on all evaluation datasets. If there are several, the names of metrics begin with the dataset's name."""
     data = run.data
     losses: dict[str, float] = {}
     loaders = data.eval_loaders or {"": data.required_eval_loader}
@@ -76,7 +76,8 @@ def evaluate_all(
 
 def _evaluate_on(trainer: TrainerLike, run: Run, loader: Source, is_training: bool, is_intermediate: bool) -> None:
     if "_run_eval_epoch" in run.overridden:
-        # Passed only if it is not the default: an override may lack the argument, as in pytorch-accelerated.
+        # Pass is_training only if it is not the default: overrides written for pytorch-accelerated may lack the
+        # argument.
         passed = {} if is_training else {"is_training": False}
         trainer._run_eval_epoch(loader, **passed, **({"is_intermediate": True} if is_intermediate else {}))
     else:
@@ -84,12 +85,12 @@ def _evaluate_on(trainer: TrainerLike, run: Run, loader: Source, is_training: bo
 
 
 def _undo_of_evaluation(trainer: TrainerLike, run: Run) -> Callable[[], None]:
-    """Return a function that undoes an evaluation: what it records, and what callbacks learn from it."""
+    """Return a function that undoes an evaluation: what it has recorded, and what callbacks have learned from it."""
     history, progress = trainer.run_history, (run.loss_trackers, run.loop.completes_evaluation)
     counts = count_values(history)
     before = Snapshot()
     before.keep_generators()
-    # Our callbacks only note that there was an evaluation, and may hold as much memory as a model.
+    # The package's own callbacks only note that there was an evaluation, and a copy may take as much memory as a model.
     before.keep_states(
         cast(HasStateDict, callback)
         for callback in trainer.callback_handler
@@ -105,7 +106,7 @@ def _undo_of_evaluation(trainer: TrainerLike, run: Run) -> Callable[[], None]:
 
 
 def begin_evaluations(run: Run) -> None:
-    """Determine when a training run evaluates, from its beginning or from where it was."""
+    """Determine when a training run evaluates, from its beginning or from the point at which it resumes."""
     every = run.request.evaluate_every
     if not run.data.all_eval_loaders:
         if every is not None and run.data.ranks.rank == 0:
@@ -123,8 +124,8 @@ def evaluate_if_due(trainer: TrainerLike, run: Run, ends_epoch: bool = False) ->
     """Evaluate within an epoch, if that is due, and step a scheduler that follows a metric.
 
     Args:
-        ends_epoch: whether the steps of the epoch are over. Unless it is due by time, the evaluation then follows the
-            epoch.
+        ends_epoch: whether the steps of the epoch are over. An evaluation that is then due, except by time, takes place
+            after the epoch.
     """
     interval = run.loop.evaluations
     if interval is None or run.is_finished or not interval.is_due(run):
@@ -135,7 +136,7 @@ def evaluate_if_due(trainer: TrainerLike, run: Run, ends_epoch: bool = False) ->
     try:
         _evaluate_within(trainer, inner, is_intermediate=False)
     finally:
-        if inner.epoch_phase == EpochPhase.EVALUATED:  # also if a callback stopped the run at that point
+        if inner.epoch_phase == EpochPhase.EVALUATED:  # even if a callback has then stopped the run
             interval.advance(run)
             if run.request.scheduler_metric is not None and trainer.scheduler is not None:
                 trainer.scheduler_step()
@@ -143,7 +144,7 @@ def evaluate_if_due(trainer: TrainerLike, run: Run, ends_epoch: bool = False) ->
 
 @contextmanager
 def _loss_in_evaluation_mode(trainer: TrainerLike) -> Iterator[None]:
-    """Set a loss module to evaluation mode for a block, then restore the modes of its parts outside the model."""
+    """Set a loss module to evaluation mode within a block, then restore the modes of its parts outside the model."""
     of_loss = set(trainer.loss_func.modules()) if isinstance(trainer.loss_func, nn.Module) else set()
     with preserving_modes(of_loss - set(trainer.model.modules())):
         for module in of_loss:
@@ -153,7 +154,7 @@ def _loss_in_evaluation_mode(trainer: TrainerLike) -> Iterator[None]:
 
 def evaluation_epoch(trainer: TrainerLike, run: Run, source: Source, is_training: bool, is_intermediate: bool) -> None:
     """Evaluate on one dataset and record its losses."""
-    completes, run.loop.completes_evaluation = run.loop.completes_evaluation, False  # others may evaluate within this
+    completes, run.loop.completes_evaluation = run.loop.completes_evaluation, False  # for evaluations within this one
     trainer.eval_epoch_start()
     run.loss_trackers = trainer.division.create_trackers()
     call_start(trainer, "on_eval_epoch_start", "evaluation", is_intermediate=is_intermediate)
@@ -177,7 +178,7 @@ def evaluation_epoch(trainer: TrainerLike, run: Run, source: Source, is_training
 
 
 def _fillers(run: Run, last: Batch | None) -> list[Batch]:
-    """Return the batches that the others have and this process lacks: one at the end, and those skipped.
+    """Return filler batches for the steps that only other processes have: one at the end, and one per skipped batch.
 
     Args:
         last: the last batch that this process has read
@@ -190,7 +191,7 @@ def _fillers(run: Run, last: Batch | None) -> list[Batch]:
 
 
 def _add_losses(trainer: TrainerLike, run: Run, batches: Iterable[Batch]) -> Batch | None:
-    """Compute the losses of batches, add them up, and return the last batch, also if it was skipped."""
+    """Compute and add up the losses of batches; return the last batch, even if it was skipped."""
     listeners = trainer.callback_handler.listeners
     trackers = run.loss_trackers
     batch = None
@@ -200,11 +201,11 @@ def _add_losses(trainer: TrainerLike, run: Run, batches: Iterable[Batch]) -> Bat
         trackers.measured = batch, output["batch_size"]
         if trackers.unweighed:
             trackers.weigh()
-        if batch.num_samples != 0:  # like is_filler, without a call for each batch
+        if batch.num_samples != 0:  # as is_filler, without the cost of a call
             trackers.add(output)
         if listeners["on_eval_step_end"]:
             trainer.call_event("on_eval_step_end", batch=batch.data, batch_output=output)
-        del output  # before the next takes memory
+        del output  # frees its memory for the next output
     return batch
 
 
@@ -269,7 +270,7 @@ def _evaluate_within(trainer: TrainerLike, run: Run, is_intermediate: bool) -> d
 
 @contextmanager
 def _collecting_values(trainer: TrainerLike) -> Iterator[dict[str, MetricValue]]:
-    """Yield a dict that, after the block, has the latest values of the metrics recorded in it, by name.
+    """Yield a dict that, after the block, has the latest values, by name, of the metrics recorded within the block.
 
     Within a run, values of metrics that the run also records are removed again. Other metrics keep their values, but
     these do not count as values of the run.
@@ -291,7 +292,7 @@ def _collecting_values(trainer: TrainerLike) -> Iterator[dict[str, MetricValue]]
 
 
 def _apart_from_run(trainer: TrainerLike) -> AbstractContextManager[None]:
-    """Outside a run, record metrics separately from those of the run, under its last trained epoch."""
+    """Outside a run, record metrics separately from those of the latest run, under its last trained epoch."""
     if trainer.is_running:
         return nullcontext()
     history, progress = trainer.run_history, trainer.progress

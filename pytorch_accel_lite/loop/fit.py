@@ -1,4 +1,4 @@
-"""The story of ``train()``: how a run is set up, from its settings to its loop. The loop itself is in ``training``."""
+"""The outline of ``train()``: how a run is set up, from its settings to its loop. The loop is in ``training.py``."""
 
 from __future__ import annotations
 

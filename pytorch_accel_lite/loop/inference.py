@@ -31,7 +31,7 @@ from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, TrainerLike
 from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
 
-#: A step method: it returns its output for a batch.
+#: A step method, which returns its output for a batch.
 Compute: TypeAlias = Callable[[BatchData], Tree]
 
 
@@ -46,7 +46,7 @@ def inference_run(
 ) -> Iterator[Run]:
     """Enter an evaluation or prediction run, with its loaders and the model prepared.
 
-    An outer run is left unchanged. Without one, an evaluation becomes the latest run.
+    An outer run is left unchanged. Without an outer run, an evaluation becomes the latest run.
     """
     batch_size = int(batch_size)
     run = trainer.current_run.derive()
@@ -78,7 +78,7 @@ def inference_run(
 def compute_batches(
     trainer: TrainerLike, run: Run, batches: Iterable[Batch], compute: Compute, is_evaluation: bool = True
 ) -> Iterator[tuple[Batch, Tree]]:
-    """Yield each batch with its output from a step method, or with ``SKIPPED`` if it has failed and is skipped."""
+    """Yield each batch with its output from a step method, or with ``SKIPPED`` if the batch failed and is skipped."""
     listeners = trainer.callback_handler.listeners
     run.batch_number = 0
     batches = leaving_as_found(trainer, run, batches, "evaluation" if is_evaluation else "prediction")
@@ -92,7 +92,7 @@ def compute_batches(
             output = _compute_or_leave_out(trainer, run, batch, compute, is_evaluation)
         elif is_evaluation and run.request.auto_microbatch:
             output = _compute_in_parts(trainer, run, batch, compute)
-        else:  # as in _compute, without a call for each batch
+        else:  # as in _compute, without the cost of a call
             with mixed_precision(trainer.accelerator):
                 output = compute(batch.data)
             if is_evaluation:
@@ -133,7 +133,7 @@ def _compute_in_parts(trainer: TrainerLike, run: Run, batch: Batch, compute: Com
     """Return the output of an evaluation batch, computed in parts that fit into memory.
 
     Processes do not wait for one another in evaluation, so each splits its own batches. A part that does not fit is
-    split further, and so are later parts; earlier ones are not computed again.
+    split further, and so are later parts. Earlier parts are not computed again.
     """
     outputs: list[BatchOutput] = []
     whole = batch._replace(num_samples=None) if batch.is_filler else batch
@@ -169,7 +169,7 @@ def _compute_if_it_fits(trainer: TrainerLike, run: Run, compute: Compute) -> Bat
     except Exception as error:
         if infer_batch_size(batch.data, batch.num_samples or None) < 2 or not is_out_of_memory(error):
             raise
-        traceback.clear_frames(error.__traceback__)  # they hold the tensors of the attempt
+        traceback.clear_frames(error.__traceback__)  # its frames hold the tensors of the attempt
         before.close()
         return None
     run.loss_trackers.measure(batch, output["batch_size"])
@@ -178,7 +178,7 @@ def _compute_if_it_fits(trainer: TrainerLike, run: Run, compute: Compute) -> Bat
 
 @contextmanager
 def inference(trainer: TrainerLike) -> Iterator[None]:
-    """Compute without gradients in a block, by the bare model, with optimizers in evaluation mode."""
+    """Within a block, compute without gradients, with the bare model, and with optimizers in evaluation mode."""
     with evaluating_optimizers(trainer), unwrapped_model(trainer), torch.no_grad():
         yield
 
@@ -202,7 +202,7 @@ def unwrapped_model(trainer: TrainerLike) -> Iterator[None]:
 
 
 def preserving_randomness(trainer: TrainerLike, run: Run) -> AbstractContextManager[None]:
-    """Preserve the generators of an outer run; without one, only the generators that seeded reading of data changes."""
+    """Preserve the generators of an outer run; without one, only the generators that seeded reading changes."""
     if run.outer is not None or trainer.division.has_fixed_shares:
         return preserving_generators()
     return nullcontext() if run.data.seed is None else preserving_generators("python", "numpy")

@@ -1,4 +1,4 @@
-"""How runs begin, nest and end: their data and settings, the starting point, the ending events."""
+"""How runs begin, nest and end: their data, settings, starting points and ending events."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def configure(trainer: TrainerLike, run: Run) -> None:
     if request.skips_in_evaluation:
         prepare_skipping(trainer, run, request)
     _lock_paths(trainer, run)
-    check_training(trainer.optimizer, trainer.accelerator, request)  # again, as callbacks may have changed it
+    check_training(trainer.optimizer, trainer.accelerator, request)  # again, as callbacks may have changed the request
     _check_metrics(trainer, run)
 
 
@@ -87,7 +87,7 @@ class LoaderArguments(NamedTuple):
 def prepare_data(
     trainer: TrainerLike, run: Run, loaders: LoaderArguments, resume_from: str | os.PathLike[str] | None
 ) -> None:
-    """Find the state to resume from, seed the generators, and create the loaders: their order may depend on both."""
+    """Find the state to resume from, seed the generators, and create the loaders, whose order may depend on both."""
     request = run.request
     if request.saves_training_states or resume_from is not None:
         check_history(trainer.run_history)
@@ -100,12 +100,12 @@ def prepare_data(
     if run.data.eval_dataset is not None:
         create_eval_loaders(trainer, run, loaders.batch_size, loaders.of_eval)
     apply_model_options(trainer)  # before the event, so that copies made by callbacks have them too
-    # A request to end the run waits until the run has started, as there is nothing yet that could end in order.
+    # If a callback requests the end of the run, the request waits until the run has started and can end in order.
     trainer.callback_handler.call_each("on_dataloaders_created", run.control.request, trainer)
 
 
 def _seed(trainer: TrainerLike, run: Run) -> None:
-    """Seed the generators, and find the seed of the order of the data, which a resumed run takes from its state."""
+    """Seed the generators, and find the seed of the data order, which a resumed run takes from its state."""
     run.data.seed = trainer.seed
     if trainer.seed is not None:
         seed_run(trainer.seed, alike=trainer.division.has_fixed_shares)
@@ -115,7 +115,7 @@ def _seed(trainer: TrainerLike, run: Run) -> None:
         run.data.first_epoch = state.metadata.get("first_epoch", 1)
     elif trainer.seed is None and (run.request.saves_training_states or run.data.ranks.replicas > 1):
         run.data.seed = run.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
-    if run.data.ranks.replicas > 1:  # processes that compute a batch together drop out the same units
+    if run.data.ranks.replicas > 1:  # processes that share a batch must draw the same dropout
         restore_generators(run.data.ranks.broadcast_to_sharers(capture_generators()))  # type: ignore[attr-defined]
 
 
@@ -123,7 +123,7 @@ def _lock_paths(trainer: TrainerLike, run: Run) -> None:
     """Keep other runs from writing to the paths that callbacks have claimed, until this run ends.
 
     Raises:
-        RuntimeError: on all processes, if another run writes to one of them
+        RuntimeError: on all processes, if another run writes to one of the paths
     """
 
     def lock() -> None:
@@ -180,7 +180,7 @@ def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_
 def sharded_loader(trainer: TrainerLike, run: Run, source: Source, training: bool) -> ShardedLoader:
     """Return a loader that gives this process its share of a source of batches, with the options of the run.
 
-    A source that is such a loader already is returned as it is.
+    A source that is already a ``ShardedLoader`` is returned unchanged.
     """
     evens_shares = trainer.is_sharded and trainer.division.has_fixed_shares and run.ranks.world_size > 1
     loader = shard(
@@ -220,7 +220,7 @@ def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     had_optimizer = is_created(trainer.optimizer)
     configure_deepspeed(trainer, run, batch_size)
     prepare_model(trainer, training=True)
-    if not had_optimizer and not uses_deepspeed(trainer.accelerator):  # whose optimizer has copies of the weights
+    if not had_optimizer and not uses_deepspeed(trainer.accelerator):  # DeepSpeed's optimizer has copies of the weights
         check_optimizers(trainer)
     run.config = create_config(trainer, run, batch_size)
     run.latest.training = Training(run.config, run.end, run.data.eval_dataset)
@@ -236,13 +236,13 @@ def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
             f"gradient_accumulation_steps={run.request.gradient_accumulation_steps!r} has a change that is never "
             f"reached: the run has {updates} updates."
         )
-    clear_gradients(trainer.optimizer)  # a run that failed within a window may have left some
+    clear_gradients(trainer.optimizer)  # a run that failed within a window may have left gradients
     trainer.accelerator.sync_gradients = True
     run.stepper = trainer._create_step(run)
 
 
 def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRunConfig:
-    """Return the settings of a run, from the method that users of pytorch-accelerated override."""
+    """Return the settings of a run from ``create_run_config``, which users of pytorch-accelerated override."""
     request = run.request
     if "_create_run_config" not in run.overridden:
         return resolve_run_config(trainer, run, request, batch_size)
@@ -366,7 +366,7 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
             yield
         shutdown.record_end(failed=False)
     except BaseException as error:
-        shutdown.record_end(failed=not isinstance(error, GeneratorExit))  # the caller has stopped iterating
+        shutdown.record_end(failed=not isinstance(error, GeneratorExit))  # the caller stopped iterating
         raise
     finally:
         if trainer.current_run is run and run.previous is not None:
@@ -376,7 +376,7 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
         if run.schedule.initial_options:
             note_initial_options(trainer.optimizer, run.schedule.initial_options)
             run.schedule.final_rates = learning_rates(trainer.optimizer)
-        # This also ends predictions that were started within it and not iterated to their end.
+        # This also ends predictions that were started within the run and not iterated to their end.
         trainer.open_runs[:] = [other for other in trainer.open_runs if other is not run and other.outer is not run]
         run.outer = None
         if not trainer.open_runs:
@@ -388,7 +388,7 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
 
 @contextmanager
 def _with_the_others(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
-    """Check that all processes begin the run, and watch it in a block."""
+    """Check that all processes begin the run, and watch the run within a block."""
     if run.ranks.is_alone:
         yield
         return
@@ -400,7 +400,7 @@ def _with_the_others(trainer: TrainerLike, run: Run, call: str) -> Iterator[None
 
 @contextmanager
 def computing(trainer: TrainerLike) -> Iterator[None]:
-    """Apply the settings of torch and Accelerate that a trainer asks for in a block."""
+    """Within a block, apply the settings of torch and Accelerate that a trainer requests."""
     with (
         in_effect(trainer.accelerator),
         nullcontext() if trainer.deterministic is None else deterministic_kernels(trainer.deterministic),
@@ -413,11 +413,11 @@ def computing(trainer: TrainerLike) -> Iterator[None]:
 def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation"]) -> Iterator[None]:
     """Fire the ending events after a block. If it is stopped early, print the reason and notify the callbacks.
 
-    The reason is printed last. The reason of a pause is printed at once, as saving takes time. Stops and errors within
-    an outer run are left to that run.
+    The reason of a stop is printed last; the reason of a pause is printed at once, because saving takes time. Stops and
+    errors within an outer run are left to the outer run.
     """
     stopped = None
-    ended = kind == "evaluation"  # errors do not fire its ending events
+    ended = kind == "evaluation"  # errors do not fire the ending events of an evaluation
     try:
         try:
             with watch.naming_call(run.ranks) if run.ranks.world_size > 1 else nullcontext():
@@ -470,7 +470,7 @@ def close_failed(trainer: TrainerLike, run: Run, error: BaseException, ended: bo
     """Notify the callbacks that an error ends the run; the caller raises the error itself.
 
     Does nothing within an outer run, which may catch the error. A rank that fails alone does not fire the ending
-    events, as they may communicate with ranks that have not failed.
+    events, because they may communicate with ranks that have not failed.
 
     Args:
         ended: whether the ending events have already begun; one of their listeners may have failed

@@ -1,4 +1,4 @@
-"""Values that a step logs besides its losses."""
+"""``trainer.log()``: values that a step logs besides its losses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Count
         ValueError: if a loss of the step has this name
     """
     if self.compiled_forward is not None and torch.compiler.is_compiling():
-        # What happens to the value is not part of the step's computation.
+        # While a step is compiled, only note the value: logging is not part of the graph.
         self.compiled_forward.logged.append(
             (name, value.detach() if isinstance(value, torch.Tensor) else value, weight)
         )
@@ -48,7 +48,7 @@ def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Count
     if run.batch.is_filler:
         return
     if isinstance(value, torch.Tensor):
-        value = value.detach().mean() if value.ndim else value.detach().clone()  # the step may change it
+        value = value.detach().mean() if value.ndim else value.detach().clone()  # the step may change the tensor
     if weight is None:
         trackers.log_for(run.batch, name, value)
     else:

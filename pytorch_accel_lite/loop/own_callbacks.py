@@ -1,4 +1,4 @@
-"""Calling a user's own callbacks outside a run, as long as they work there."""
+"""Calling a user's own callbacks outside a run, until they fail."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pytorch_accel_lite.base.origins import is_overridden
 from pytorch_accel_lite.base.text import describe_error
 from pytorch_accel_lite.run.events import EVENTS, CallbackHandler, StopTrainingError, TrainerCallback, events_between
 
-#: The events of a step, without that of saving.
+#: The events of a step, except the event for saving.
 _OF_A_STEP = events_between("on_train_epoch_start", "on_train_step_checkpoint")
 
 
 class OwnCallbacks(CallbackHandler):
     """Calls the methods that the user wrote for the events of a step. A callback is called until it raises an error.
 
-    It may fail because it needs an earlier event.
+    A callback may fail because it relies on an event that was not fired.
 
     Args:
         now: returns the time in seconds
@@ -43,7 +43,7 @@ class OwnCallbacks(CallbackHandler):
 
     @contextmanager
     def _try(self, callback: object) -> Iterator[None]:
-        if callback not in self._tried:  # a phase within a callback, such as saving
+        if callback not in self._tried:  # the part is a phase within a callback, such as saving
             yield
             return
         name, begin = type(callback).__name__, self._now()

@@ -51,7 +51,7 @@ def predict(
     def collect() -> Concatenation | None:
         predicted = _predicted(trainer, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, True)
         outputs, is_empty = Concatenation(), True
-        with closing(predicted):  # leaves inference mode, also if outputs cannot be concatenated
+        with closing(predicted):  # leaves inference mode even if outputs cannot be concatenated
             for step in predicted:
                 outputs.add(step)
                 is_empty = False
@@ -93,10 +93,10 @@ def _predicted(
     only_first: bool,
     is_collected: bool,
 ) -> Generator[list[Tree], None, None]:
-    """Yield for each step the outputs of all processes, or an empty list where they are not wanted.
+    """Yield the outputs of all processes for each step, or an empty list on processes that do not want them.
 
     Args:
-        is_collected: whether the caller does nothing but collect them
+        is_collected: whether the caller only collects the outputs
     """
     check_dataset(trainer, "dataset", dataset, batch_size, loader_kwargs, collate_fn)
     if isinstance(dataset, dict):
@@ -132,11 +132,11 @@ def _predicted(
 
 
 class _Report(NamedTuple):
-    """What a process tells the others about its steps since they last gathered.
+    """What a process tells the others about its steps since the last gathering of outputs.
 
     Args:
-        has_outputs: for each of these steps, whether it has outputs
-        size: the bytes of all its outputs
+        has_outputs: whether each of these steps has outputs
+        size: the bytes of all outputs of these steps
     """
 
     has_outputs: list[bool]
@@ -145,7 +145,7 @@ class _Report(NamedTuple):
 
 
 def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_collected: bool) -> Iterator[list[Tree]]:
-    """Yield for each step the outputs of all processes, gathered after several steps."""
+    """Yield the outputs of all processes for each step; they are gathered once for several steps."""
     ranks = trainer.data_ranks
     is_late = is_collected and is_asynchronous(run.device)
     outputs = _outputs_copied_late(trainer, run) if is_late else _outputs(trainer, run)
@@ -187,7 +187,7 @@ def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_collected
 
 @contextmanager
 def _predicting(trainer: TrainerLike, run: Run, generators: StateDict) -> Iterator[None]:
-    """Let the model predict in a block, without effect on an outer run.
+    """Within a block, let the model predict without effect on an outer run.
 
     Args:
         generators: the generator states of a prediction within a run, kept from one block to the next
@@ -201,9 +201,9 @@ def _predicting(trainer: TrainerLike, run: Run, generators: StateDict) -> Iterat
 
 
 def _outputs_copied_late(trainer: TrainerLike, run: Run) -> Iterator[list[Tree]]:
-    """Yield this process's outputs. Each is copied while the device computes the next step, so no step waits.
+    """Yield this process's outputs. Outputs are copied while the device computes the next step, so no step waits.
 
-    The copies use pinned memory only for a step, as there may be many.
+    A copy is in pinned memory for one step only, because there may be many copies.
     """
     device = run.device
     before: tuple[list[Tree], torch.Event] | None = None
@@ -216,7 +216,7 @@ def _outputs_copied_late(trainer: TrainerLike, run: Run) -> Iterator[list[Tree]]
 
 
 def _arrived(copies: list[Tree], arrival: torch.Event) -> list[Tree]:
-    """Return copies out of pinned memory, once they have been made."""
+    """Wait until copies in pinned memory are complete, and return them in ordinary memory."""
     arrival.synchronize()
     return [to_cpu(each, copy=torch.Tensor.clone) for each in copies]
 
@@ -248,12 +248,12 @@ def _outputs(
 
 
 def _warn_of_rows(batch: Batch, output: Tree) -> bool:
-    """Warn if no output has a row for each sample, and return whether the batch was enough to tell."""
+    """Warn if no output has a row for each sample; return whether the batch was sufficient to know."""
     if batch.num_samples is None or batch.num_samples < 2:
         return False
     sizes = {batch.num_samples, infer_batch_size(batch.data, batch.num_samples)}
     if isinstance(output, ListOfSamples):
-        return True  # from a detector: one element for each sample, of any length
+        return True  # a detector's list with an element for each sample
     rows = [len(part) for part in parts_in([output]) if isinstance(part, torch.Tensor) and part.ndim]
     if rows and sizes.isdisjoint(rows):
         warn_outside(
@@ -265,7 +265,7 @@ def _warn_of_rows(batch: Batch, output: Tree) -> bool:
 
 
 def _suspending(trainer: TrainerLike, run: Run, steps: Iterator[list[Tree]]) -> Iterator[list[Tree]]:
-    """Make the outer run of a prediction the current one while the caller uses a part of the prediction."""
+    """Make the outer run of a prediction the current run while the caller uses a part of the prediction."""
     for parts in steps:
         if run.previous is not None:
             trainer.current_run = run.previous

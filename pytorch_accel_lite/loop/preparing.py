@@ -24,7 +24,7 @@ from pytorch_accel_lite.optimizers.operations import OptimizerFactory, Optimizer
 from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.state import TrainerLike
 
-#: How extensions change a model in place, by the trainer argument that asks for it. Each function is called with the
+#: Functions with which extensions change a model in place, by trainer argument. Each function is called with the
 #: trainer and the value, and returns a text to print.
 MODEL_CHANGES: dict[str, Callable[[TrainerLike, Any], str]] = {}
 
@@ -62,7 +62,7 @@ def apply_model_options(trainer: TrainerLike) -> None:
 
 
 def _prepare_quantised(model: nn.Module) -> None:
-    """Keep quantised weights as they are, and check that PEFT does not train any, as it would a copied head."""
+    """Leave quantised weights where they are, and check that none would be trained, as in a head that PEFT copied."""
     keep_as_they_are(model)
     trained = [name for name, value in model.named_parameters() if value.requires_grad and is_quantised(value)]
     if trained and is_of_peft(model):
@@ -99,7 +99,7 @@ def release_model(trainer: TrainerLike) -> None:
 
 
 class UnmadeOptimizer:
-    """Stands for the optimizer of a trainer with a factory, until a run first prepares the model for training.
+    """Stands for an optimizer that a factory will create when a run first prepares the model for training.
 
     It has no parameter groups. A state loaded into it is kept for the real optimizer.
 
@@ -117,8 +117,8 @@ class UnmadeOptimizer:
         """Create the optimizer for a model that is otherwise ready to be trained.
 
         Raises:
-            ValueError: when no parameter of the model is trainable
-            TypeError: when the factory returns anything but an optimizer, or several in a dict or a list
+            ValueError: if no parameter of the model is trainable
+            TypeError: if the factory does not return an optimizer, or several in a dict or a list
         """
         trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if not trainable:
@@ -143,7 +143,7 @@ class UnmadeOptimizer:
         return optimizer
 
     def state_dict(self) -> StateDict | None:
-        """Return the state that was loaded, if one was."""
+        """Return the state that was loaded; ``None`` if there is none."""
         return self._state
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -177,7 +177,7 @@ def _first_argument(factory: Callable[..., object]) -> str:
 
 
 def rewrap_model(trainer: TrainerLike) -> None:
-    """Wrap the model again, as its set of trained parameters has changed: ``Trainer.rewrap_model()``."""
+    """Wrap the model again, because its set of trained parameters has changed: ``Trainer.rewrap_model()``."""
     if not trainer.can_rewrap_model:
         raise RuntimeError(
             "The set of trained parameters cannot change in the middle of this run: the model is sharded "

@@ -83,7 +83,7 @@ def _begin_from_initial_rates(trainer: TrainerLike, run: Run, has_schedule: bool
         if has_schedule:
             try:
                 trainer.scheduler = _create_from(trainer, initial)
-            except KeyError as error:  # with last_epoch, the schedule continues from the current rates
+            except KeyError as error:  # a scheduler created with last_epoch continues from the current rates
                 continues = had_schedule and "initial_lr" in str(error)
                 if not continues:
                     raise
@@ -124,7 +124,7 @@ def _print_unused_rates(trainer: TrainerLike, initial: Options) -> None:
         used = [*highest, *scheduler.base_lrs, *([default.default] if default else [])]
         as_shown = {
             _listed([rate]) for rate in used if isinstance(rate, (int, float, torch.Tensor))
-        }  # tensors are rounded
+        }  # rates in tensors are rounded
         unused = [rate for group in groups if _listed([rate := rates.get(id(group))]) not in {"none", *as_shown}]
         if unused:
             message = (
@@ -154,7 +154,7 @@ def _listed(rates: Sequence[Rate | torch.Tensor]) -> str:
 
 
 def create_with(trainer: TrainerLike, create: SchedulerFactory) -> TrainerScheduler:
-    """Return the scheduler of a trainer's optimizer, or those of several, with placeholders replaced."""
+    """Return the scheduler of a trainer's optimizer, or the schedulers of several, with placeholders replaced."""
     create = replace_trainer_placeholder_values(trainer, create)
     if not isinstance(create, Mapping):
         check_factory(create)
@@ -169,7 +169,7 @@ def create_with(trainer: TrainerLike, create: SchedulerFactory) -> TrainerSchedu
 
 
 def step_after_epoch(trainer: TrainerLike) -> None:
-    """Step a per-epoch scheduler; one that follows a metric is stepped only after an evaluation."""
+    """Step a per-epoch scheduler. A scheduler that follows a metric is stepped only after an evaluation."""
     run = trainer.current_run
     request = run.request
     each_epoch = trainer.scheduler is not None and request.scheduler_interval == "epoch"
@@ -179,7 +179,7 @@ def step_after_epoch(trainer: TrainerLike) -> None:
 
 
 def _check_optimizer(trainer: TrainerLike) -> None:
-    """Check that the schedulers change the rates of the trainer's optimizers, not of one that nobody steps."""
+    """Check that the schedulers change the rates of the trainer's optimizers, not of other optimizers."""
     optimizers = (trainer.optimizer, *attributes.other_optimizers(trainer).values())
     trained = {id(group) for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())}
     for name, scheduler in schedulers_in(trainer.scheduler).items():
@@ -200,8 +200,8 @@ def check_scheduler(
     """Check that a scheduler can be stepped, and is given a metric if and only if it takes one.
 
     Args:
-        create_scheduler_fn: the function that created it; ``None`` if an overridden ``create_scheduler`` did, which may
-            return no scheduler
+        create_scheduler_fn: the function that created the scheduler; ``None`` if an overridden ``create_scheduler``
+            created it, which may also return no scheduler
         steps_itself: whether an overridden method steps the scheduler
     """
     interval, metric = request.scheduler_interval, request.scheduler_metric
@@ -290,7 +290,7 @@ def check_length(trainer: TrainerLike, run: Run) -> None:
 def must_recreate(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
     """Whether a state's schedule counts updates while the number of updates per epoch has changed.
 
-    Not for a run that is limited by updates, as its length is unchanged.
+    A run that is limited by updates keeps its schedule, because its length is unchanged.
     """
     before = state.metadata["run_config"].get("num_update_steps_per_epoch")
     now = run.required_config.num_update_steps_per_epoch
@@ -323,10 +323,10 @@ def warn_of_other_schedule(trainer: TrainerLike, state: TrainingState) -> None:
 
 
 def resume_schedule(trainer: TrainerLike, run: Run, state: TrainingState) -> None:
-    """Recreate the schedule of a resumed run with its new lengths, and advance it to the fraction of the run completed.
+    """Recreate the schedule of a resumed run with new lengths, and advance it to the completed fraction of the run.
 
     Raises:
-        ValueError: if it cannot be advanced, or its learning rate there differs from that of the run
+        ValueError: if the schedule cannot be advanced, or its learning rate at that point is not that of the saved run
     """
     config = run.required_config
     per_epoch = int(config.num_update_steps_per_epoch or 0)

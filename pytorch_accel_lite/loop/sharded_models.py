@@ -1,4 +1,4 @@
-"""Before a run with a sharded model: sharding it, checking it, and dividing the data."""
+"""Preparing a run with a sharded model: sharding and checking the model, and dividing the data."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def begin_sharded(trainer: TrainerLike, run: Run) -> None:
             f"share the weights of {type(model).__name__} by tensor parallelism. Load the model with tp_plan='auto' "
             "and the accelerator's device mesh, or call parallelize_module on it, before you create the trainer."
         )
-    if run.data.ranks.replicas > 1 and run.data.seed is None:  # sharers must read the same random samples
+    if run.data.ranks.replicas > 1 and run.data.seed is None:  # processes that share a batch must read the same samples
         run.data.seed = _draw_seed(trainer)
 
 
@@ -124,14 +124,14 @@ def _create_mesh(trainer: TrainerLike) -> DeviceMesh:
 
 
 def fill(model: nn.Module, device: torch.device, source: str | os.PathLike[str] | None, seed: int) -> None:
-    """Give values to all parameters and buffers of a model that are on the meta device, each process its own shards.
+    """Give values to all parameters and buffers of a model on the meta device; each process fills its own shards.
 
     Args:
         source: a safetensors file, or a directory of them; ``None`` to initialise the parameters as a model that is not
             sharded would be after ``torch.manual_seed(seed)``, layer by layer
 
     Raises:
-        ValueError: if there are no values for some of them
+        ValueError: if there are no values for a parameter or a buffer
     """
     missing = {name for name, tensor in _tensors(model) if tensor.is_meta}
     if not missing and source is None:
@@ -164,7 +164,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _load(model: nn.Module, source: Path) -> set[str]:
-    """Read the weights of a model, each process only its own shards; return the names of those that were found."""
+    """Read the weights of a model; each process reads its own shards. Return the names of the weights found."""
     stored = find_tensors([source] if source.is_file() else sorted(source.glob("*.safetensors")))
     if not stored:
         raise ValueError(f"{os.fspath(source)!r}, which parallelize_model returned, has no weights as safetensors.")
@@ -177,11 +177,11 @@ def _load(model: nn.Module, source: Path) -> set[str]:
                 )
             tensor.copy_(stored[name].read(tensor))
             loaded.add(id(tensor))
-    return {name for name, tensor in _tensors(model) if id(tensor) in loaded}  # tied ones have one name there
+    return {name for name, tensor in _tensors(model) if id(tensor) in loaded}  # the file has one name for tied weights
 
 
 def _initialise(model: nn.Module, missing: set[str], device: torch.device) -> set[str]:
-    """Initialise layer after layer, unsharded on each process; keep the local shards, and return their names."""
+    """Initialise one unsharded layer after another, and keep the local shards; return the names of the weights."""
     done: set[int] = set()
     for prefix, module in model.named_modules(remove_duplicate=False):
         tensors = dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
@@ -204,7 +204,7 @@ def _initialise(model: nn.Module, missing: set[str], device: torch.device) -> se
 
 
 def _initialiser(model: nn.Module, module: nn.Module) -> Callable[[nn.Module], object] | None:
-    """Return the method that initialises a module: of a transformers model, or of torch's modules."""
+    """Return the function that initialises a module: that of a transformers model, or ``reset_parameters`` in torch."""
     methods = ("reset_parameters", "_reset_parameters")
     method_name = next((method for method in methods if hasattr(module, method)), None)
     return getattr(model, "_init_weights", None) or (None if method_name is None else methodcaller(method_name))

@@ -16,8 +16,8 @@ from pytorch_accel_lite.run.parts import SkippedBatches, SkippedStep
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
-SKIPPED = object()  # in place of the output of a batch
-_MOST_BATCHES = 8  # listed in the report
+SKIPPED = object()  # stands for the output of a batch that was skipped
+_MOST_BATCHES = 8  # number of batches that the report lists
 
 
 def prepare_skipping(trainer: TrainerLike, run: Run, request: RunRequest) -> None:
@@ -40,7 +40,7 @@ def prepare_skipping(trainer: TrainerLike, run: Run, request: RunRequest) -> Non
 
 
 def before_step(run: Run) -> Snapshot:
-    """Keep what a step may change before it fails: logged values and random generators."""
+    """Keep the state that a step may change before it fails: logged values and random generators."""
     before = Snapshot()
     before.keep_states([run.loss_trackers])
     before.keep_generators()
@@ -48,7 +48,7 @@ def before_step(run: Run) -> Snapshot:
 
 
 def skip_failed_batch(trainer: TrainerLike, run: Run, batch: Batch, error: Exception, before: Snapshot) -> None:
-    """Skip a batch whose step has failed, or raise the error if the batch is not its cause."""
+    """Skip a batch whose step has failed, or raise the error if the batch is not the cause."""
     if batch.is_filler or isinstance(error, (StopTrainingError, NonFiniteLossError, OtherCallError, ProcessLostError)):
         raise error
     before.close()
@@ -60,12 +60,12 @@ def skip_failed_batch(trainer: TrainerLike, run: Run, batch: Batch, error: Excep
     skipped.first_error = skipped.first_error or error
     event = "on_eval_batch_skipped" if skipped.phase == "evaluation" else "on_predict_batch_skipped"
     trainer.call_event(event, failures=[failure], error=error, step=step)
-    if not isinstance(batch.data, FailedRead):  # its frames are still in use
-        traceback.clear_frames(error.__traceback__)  # they hold the tensors of the step
+    if not isinstance(batch.data, FailedRead):  # the frames of a failed read are still in use
+        traceback.clear_frames(error.__traceback__)  # its frames hold the tensors of the step
 
 
 def report_skipped(trainer: TrainerLike, run: Run) -> None:
-    """Gather what all processes have skipped, and report it in a line.
+    """Gather the batches that all processes have skipped, and report them in a line.
 
     Raises:
         RuntimeError: on all processes, if every batch has failed
@@ -74,7 +74,7 @@ def report_skipped(trainer: TrainerLike, run: Run) -> None:
     if skipped is None:
         return
     gathered = run.ranks.all_gather_object((skipped.batches, skipped.last_computed is not None))
-    skipped.last_computed = None  # frees it
+    skipped.last_computed = None  # frees the batch
     skipped.batches = list(chain.from_iterable(batches for batches, _ in gathered))
     skipped.is_gathered = True
     if not skipped.batches:
@@ -90,7 +90,7 @@ def report_skipped(trainer: TrainerLike, run: Run) -> None:
 
 
 def _describe(trainer: TrainerLike, skipped: SkippedBatches) -> str:
-    """Return the number of samples skipped, and their indices, as far as known."""
+    """Return the number of samples skipped, and their indices, if these are known."""
     batches = skipped.batches
     numbers = [batch.samples for batch in batches if batch.samples is not None]
     samples = sum(numbers)
@@ -112,6 +112,6 @@ def _in_a_line(error: str) -> str:
 def _count_samples(batch: Batch) -> int | None:
     if batch.num_samples is not None:
         return batch.num_samples
-    with suppress(Exception):  # the step may have failed at this
+    with suppress(Exception):  # the step may have failed for the same reason
         return infer_batch_size(batch.data)
     return None

@@ -1,4 +1,4 @@
-"""Trying something without leaving a trace: what it may change is copied before, and restored afterwards."""
+"""Snapshots, with which the package tries something and restores everything afterwards."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from pytorch_accel_lite.run.state import TrainerLike
 
 
 class Snapshot(ExitStack):
-    """Restores what it keeps at the end of a ``with`` block, or by ``close()``: all of it, even if a part fails.
+    """Restores the states that it keeps at the end of a ``with`` block or in ``close()``, even if one of them fails.
 
-    What was kept last is restored first. Without ``close()``, nothing is restored.
+    The state that was kept last is restored first. Outside a ``with`` block and without ``close()``, nothing is
+    restored.
 
     Args:
         on_host: whether to copy tensors to host memory, leaving room on the device
@@ -51,44 +52,44 @@ class Snapshot(ExitStack):
                 self.callback(value.setstate, value.getstate())
 
     def keep_states(self, owners: Iterable[HasStateDict]) -> None:
-        """Keep the states of objects with ``state_dict()`` and ``load_state_dict(state)``; the first come first."""
+        """Keep the states of objects with ``state_dict()`` and ``load_state_dict(state)``, restored in this order."""
         for owner, state in reversed([(owner, copy.deepcopy(owner.state_dict())) for owner in owners]):
             self.callback(owner.load_state_dict, state)
 
     def keep_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep what tensors hold."""
+        """Keep the values of tensors."""
         for tensor in tensors:
             distinct = distinct_elements(tensor.detach())
             self.callback(_copy_back, tensor, distinct.to("cpu", copy=True) if self._on_host else distinct.clone())
 
     def keep_buffers(self, modules: Iterable[nn.Module]) -> None:
-        """Keep the buffers of modules and their parts, as a forward pass may change or replace them."""
+        """Keep the buffers of modules and their parts, because a forward pass may change or replace buffers."""
         for part in dict.fromkeys(chain.from_iterable(module.modules() for module in modules)):
             for name, buffer in vars(part)["_buffers"].items():
                 self.keep_tensors([] if buffer is None else [buffer])
                 self.callback(setattr, part, name, buffer)
 
     def keep_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Keep the gradients of parameters, and their values."""
+        """Keep the gradients of parameters, including the values of the gradients."""
         for parameter in parameters:
             self.keep_tensors([] if parameter.grad is None else [parameter.grad])
             self.callback(setattr, parameter, "grad", parameter.grad)
 
     def set_gradients_aside(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Keep the gradients of parameters without copying them. Meanwhile, the parameters have none."""
+        """Keep the gradients of parameters without copying them. Until then, the parameters have no gradients."""
         for parameter in parameters:
             self.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
 
 
 class StepSnapshot(Snapshot):
-    """What a forward and backward pass may change.
+    """Keeps all that a forward and backward pass may change.
 
-    Gradients, buffers, generators, logged values, registered objects, and what the pass itself trains with optimizers
-    in attributes of the trainer.
+    These are gradients, buffers, generators, logged values, registered objects, and modules that the pass itself trains
+    with optimizers in attributes of the trainer.
 
     Attributes:
-        gradients: the gradients before the pass, by parameter, set aside
+        gradients: the gradients from before the pass, by parameter
     """
 
     def __init__(self, trainer: TrainerLike) -> None:
@@ -101,7 +102,7 @@ class StepSnapshot(Snapshot):
         )
         trained = dict.fromkeys(others)
         self.gradients = {parameter: parameter.grad for parameter in parameters}
-        # The pass itself may use other gradients, so they are not set aside.
+        # The pass itself may use the gradients of other parameters, so these stay in place.
         elsewhere = dict.fromkeys(chain(trained, *(module.parameters() for module in beside)))
         self.keep_gradients(parameter for parameter in elsewhere if parameter not in self.gradients)
         self.set_gradients_aside(self.gradients)
@@ -114,7 +115,7 @@ class StepSnapshot(Snapshot):
         self.keep_generators()
 
     def add_gradients(self) -> None:
-        """Add the gradients of the pass to those before it."""
+        """Add the gradients of the pass to the gradients from before it."""
         for parameter, gradient in self.gradients.items():
             if gradient is not None:
                 if parameter.grad is not None:
@@ -131,7 +132,7 @@ def _copy_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
 
 @contextmanager
 def replaced(owner: object, **values: object) -> Iterator[None]:
-    """Replace attributes of an object for a block."""
+    """Replace attributes of an object for the duration of a block."""
     with ExitStack() as before:
         for name, value in values.items():
             before.callback(setattr, owner, name, getattr(owner, name))

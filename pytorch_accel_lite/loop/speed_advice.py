@@ -1,4 +1,4 @@
-"""Advice on faster data and updates, during a run and from tools before it."""
+"""Advice on faster data and updates, for ``AdviceCallback`` and ``diagnose()``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FUSING_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def faster_data(trainer: TrainerLike) -> str:
-    """Return advice for this machine on how to feed a model that waits for data."""
+    """Return advice, for the cores of this machine, on how to feed a model that waits for data."""
     workers = getattr(trainer.train_dataloader, "num_workers", 0)
     cores = cores_per_process(trainer.accelerator.num_processes)
     if workers < cores:

@@ -54,7 +54,7 @@ class PlainStep(Step):
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the forward and backward pass on a batch and track its losses."""
         output = self.forward(trainer, run, batch)
-        samples, total = run.count_step(output, batch)  # before the backward pass, in which users may change the loss
+        samples, total = run.count_step(output, batch)  # first: callbacks may change the loss in the backward pass
         backward(trainer, batch, output, samples, total, run.window, trainer.backward_step)
         return output
 
@@ -64,11 +64,11 @@ class PlainStep(Step):
         if trainer.accelerator.native_amp:
             with mixed_precision(trainer.accelerator):
                 output = compute(batch.data)
-        else:  # entering a context that does nothing costs time, too
+        else:  # entering an empty context costs time
             output = compute(batch.data)
         complete_output(output, batch.data, batch.num_samples, "calculate_train_batch_loss", training=True)
         trackers = run.loss_trackers
-        trackers.measured = batch, output["batch_size"]  # as measure() does: a call in every step would cost time
+        trackers.measured = batch, output["batch_size"]  # as in measure(), without the cost of a call
         if trackers.unweighed:
             trackers.weigh()
         if self.must_examine_batch and not batch.is_filler:
@@ -111,7 +111,7 @@ def backward(
     window: GradientWindow,
     backward_step: Callable[[torch.Tensor], None],
 ) -> torch.Tensor:
-    """Accumulate the gradients of a loss, weighted by its share of the accumulation window, in every kind of step.
+    """Accumulate the gradients of a loss, weighted by its share of the window. Every kind of step calls this.
 
     Args:
         samples: number of samples in this process's batch
@@ -132,13 +132,13 @@ def backward(
 
 
 def _announce_backward(trainer: TrainerLike, data: BatchData, output: BatchOutput) -> None:
-    """Fire ``on_backward_start``. Gradients are those of the loss that its callbacks leave in the output.
+    """Fire ``on_backward_start``. Gradients are computed for the loss that callbacks leave in the output.
 
-    A callback may replace the loss or change it in place, or do so with some of several losses.
+    A callback may replace the loss, or change it in place; with several losses, also some of them.
     """
     loss: torch.Tensor = output["loss"]
     version = loss._version
-    losses = dict(output.get("losses", {}))  # a reference, so that ids stay unique
+    losses = dict(output.get("losses", {}))  # these references keep the ids unique
     parts = _identities(losses)
     trainer.call_event("on_backward_start", batch=data, batch_output=output, step=trainer.current_run.progress.step)
     if output.get("loss") is not loss:
@@ -150,14 +150,14 @@ def _announce_backward(trainer: TrainerLike, data: BatchData, output: BatchOutpu
 
 
 def _identities(losses: Mapping[str, torch.Tensor]) -> list[tuple[str, int, int]]:
-    """Return what identifies losses: it differs if one is replaced or changed in place."""
+    """Return the identities and versions of losses, which differ if a loss is replaced or changed in place."""
     return [(name, id(loss), loss._version) for name, loss in losses.items() if isinstance(loss, torch.Tensor)]
 
 
 def as_returned(trainer: TrainerLike, output: BatchOutput) -> BatchOutput:
-    """Return what is recorded of a step's output: the losses that the step returned.
+    """Return a copy of the losses in a step's output, as the step returned them, for recording.
 
-    Steps that record only after the backward pass call this before it, as callbacks may change the loss.
+    Steps that record losses only after the backward pass call this before it, because callbacks may change the loss.
     """
     if not trainer.callback_handler.listeners["on_backward_start"]:
         return output
@@ -175,7 +175,7 @@ def loss_of(trainer: TrainerLike, batch: Batch) -> torch.Tensor:
 
 
 def warm_up_ddp(trainer: TrainerLike, run: Run, batch: Batch) -> None:
-    """Run one forward and backward pass that leaves its only trace in ``DistributedDataParallel``.
+    """Run one forward and backward pass that changes nothing except ``DistributedDataParallel``.
 
     The wrapper rearranges gradients after its first backward pass. With three or more processes, the order of their
     sums, and so the last bits, depend on it: a resumed run must have had that first pass, too.

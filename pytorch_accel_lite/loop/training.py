@@ -61,17 +61,17 @@ def train(trainer: TrainerLike, run: Run) -> None:
                 check_evaluation(trainer, run)
             is_over = run.resumed is not None and _end_if_complete(trainer, run, run.resumed)
             if is_over or run.epoch_is_trained or not run.progress.is_mid_epoch:
-                _finish_resuming(trainer, run)  # within an epoch, its starting events come first
+                _finish_resuming(trainer, run)  # within an epoch, the epoch's starting events come first
             while not is_over and (run.progress.is_mid_epoch or not run.is_finished):
                 _train_and_evaluate(trainer, run)
         except StopTrainingError:
-            _finish_resuming(trainer, run)  # a starting event stopped the run, which keeps the callbacks' states
+            _finish_resuming(trainer, run)  # a starting event stopped the run
             raise
     warn_of_weights(trainer, run)
 
 
 def _train_and_evaluate(trainer: TrainerLike, run: Run) -> None:
-    """Train for one epoch and evaluate. For a resumed run, do what is left of that."""
+    """Train for one epoch and evaluate. A resumed run does what is left of the epoch."""
     begin_epoch(run)
     if run.epoch_phase < EpochPhase.TRAINED:
         own_epoch = trainer._run_train_epoch if "_run_train_epoch" in run.overridden else None
@@ -138,9 +138,9 @@ def _train_epoch(trainer: TrainerLike, run: Run) -> None:
     set_optimizer_modes(trainer, training=True)
     least = share_for_batch_norm(trainer, run)
     run.batch_number = progress.step
-    length = find_length(loader) if not progress.step else None  # a resumed run may count other steps
+    length = find_length(loader) if not progress.step else None  # the steps of a resumed epoch may have other sizes
     while not _train_steps(trainer, run, _batches_left(trainer, run, least), limit):
-        pass  # the batches are read again: the step repeats an update, or the data have changed
+        pass  # read the batches again: an update is repeated, or the data have changed
     run.batch_number = None
     _check_length(run, loader, length if progress.update < limit else None)
     if trainer.check_replicas and run.ranks.world_size > 1:
@@ -166,16 +166,16 @@ def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit
     """Train on the batches of an epoch, up to a limit of updates, and measure how long training waits for them.
 
     Returns:
-        whether that is done; otherwise the batches have to be read again, as the step repeats an update, or the data
-        have changed
+        whether the steps are complete; otherwise the batches have to be read again, because the step repeats an update,
+        or the data have changed
     """
     progress, loader = run.progress, run.data.required_train_loader
     with run.goodput.training(loader):
-        with run.goodput.counting("data"):  # the first batch takes the time of starting workers
+        with run.goodput.counting("data"):  # includes the time in which workers start
             batch = next(batches, None) if progress.update < limit else None
         if batch is not None and progress.step and run.evaluates_within_epochs:
-            evaluate_if_due(trainer, run)  # the resumed run was stopped before or within it
-        is_outdated = loader.is_outdated  # by that evaluation
+            evaluate_if_due(trainer, run)  # the run was interrupted before or within this evaluation
+        is_outdated = loader.is_outdated  # the evaluation may have changed the data
         while batch is not None and not is_outdated:
             if run.stepper.must_warm_up_ddp:
                 warm_up_ddp(trainer, run, batch)
@@ -198,7 +198,7 @@ def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit
 
 def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     """Accumulate the gradients of a batch; at the end of an accumulation window, update the weights."""
-    step, window = run.progress.step, run.window  # a number of batches; what trains on them is run.stepper
+    step, window = run.progress.step, run.window  # step is a number; run.stepper trains
     listeners = trainer.callback_handler.listeners
     window.filled = window.filled % window.steps + 1
     window.is_ending = batch.is_last or window.filled == window.steps
@@ -208,7 +208,7 @@ def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     window.is_in_step = True
     forward_backward = run.stepper.forward_backward if window.steps == 1 else _accumulate
     output = forward_backward(trainer, run, batch)
-    updates = window.is_ending and window.has_gradients  # no gradients if all batches were skipped
+    updates = window.is_ending and window.has_gradients  # without gradients if all batches were skipped
     if updates:
         if run.stepper.must_compare_replicas:
             note_missing_gradients(trainer, run)
@@ -231,13 +231,13 @@ def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
 
 
 def _accumulate(trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
-    """Compute the gradients of a batch, and average them over the processes if it is the last of a window."""
+    """Compute the gradients of a batch, and after the last batch of a window, average them over the processes."""
     with gradient_sync(trainer.accelerator, trainer.model, run.window.is_ending):
         return run.stepper.forward_backward(trainer, run, batch)
 
 
 def _follow_schedules(trainer: TrainerLike, run: Run, batch: Batch) -> None:
-    """Set the size of the next window, and evaluate within the epoch if that is due, but not at its end."""
+    """Set the size of the next window. Evaluate if an evaluation within the epoch is due, except at the epoch's end."""
     run.stepper.set_accumulation(run, run.accumulation.after(run.progress.update))
     if run.evaluates_within_epochs:
         evaluate_if_due(trainer, run, ends_epoch=batch.is_last)
@@ -248,7 +248,7 @@ def _follow_schedules(trainer: TrainerLike, run: Run, batch: Batch) -> None:
 
 @contextmanager
 def _reading(run: Run, source: Source) -> Iterator[None]:
-    """Let a run read other training batches in a block, if they differ from its own."""
+    """Let a run read other training batches within a block, if they are not its own."""
     own = run.data.train_loader
     if source is own:
         yield
@@ -263,13 +263,13 @@ def _reading(run: Run, source: Source) -> Iterator[None]:
 
 
 def _check_length(run: Run, loader: Source, length: int | None) -> None:
-    """Check that an epoch had batches, and warn if a stream has ended before its length, which schedules rely on."""
+    """Check that an epoch had batches. Warn if a stream ended before its length, on which schedules rely."""
     steps = run.progress.step
     if not steps:
         raise ValueError("train_dataset gave no batch in this epoch: is it empty or exhausted?")
     # A stream that divides itself among the processes may have the length of all data.
     is_stream = run.data.ranks.world_size == 1 and isinstance(getattr(loader.source, "dataset", None), IterableDataset)
-    if length is not None and is_stream and steps + loader.source.num_workers < length:  # each may drop a last batch
+    if length is not None and is_stream and steps + loader.source.num_workers < length:  # each may drop one
         warn_outside(
             f"The training data ended after {steps} steps of this epoch, but their length is {length} steps, by which "
             "schedules and the remaining time are computed. Return the true length in __len__ of the dataset, or "
@@ -288,9 +288,9 @@ def warn_of_weights(trainer: TrainerLike, run: Run) -> None:
 
 
 def _describe_states(trainer: TrainerLike, run: Run) -> None:
-    """Print which attributes training states include, if any are saved; the starting events may have added some.
+    """Print which attributes training states include, if states are saved, once starting events may have added some.
 
-    Also prints if it is known that a resumed run will not read the same data.
+    Also prints a message if it is known that a resumed run cannot read the same data.
     """
     if not (run.request.saves_training_states or run.resumed is not None):
         return
@@ -306,14 +306,14 @@ def _describe_states(trainer: TrainerLike, run: Run) -> None:
 
 
 def _finish_resuming(trainer: TrainerLike, run: Run) -> None:
-    """Restore last what the starting events may have reset, and the random generators."""
+    """Restore what the starting events may have reset, and then the random generators."""
     if run.resumed is not None:
         finish_restoring(trainer, run.resumed)
         run.resumed = None
 
 
 def _end_if_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
-    """End a resumed run that has nothing left to do, print why, and return whether it has."""
+    """Return whether a resumed run has nothing left to do; if so, end it and print why."""
     about = state.metadata
     if about["stop_reason"] is not None and not about["interrupted"] and not _continues_after_stop(trainer, run, about):
         run.end.reason, run.end.stopped_by = about["stop_reason"], about.get("stopped_by")
@@ -326,7 +326,7 @@ def _end_if_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bo
 
 
 def _continues_after_stop(trainer: TrainerLike, run: Run, about: JsonObject) -> bool:
-    """Return whether a stopped run continues: if it is longer, or without the callback that stopped it; print why."""
+    """Return whether a stopped run continues, because it is longer or lacks the callback that stopped it; print why."""
     length = "num_epochs" if run.request.max_num_train_steps is None else "max_num_train_steps"
     before, now = about["run_config"].get(length), getattr(run.required_config, length)
     source = about.get("stopped_by")
@@ -346,7 +346,7 @@ def _continues_after_stop(trainer: TrainerLike, run: Run, about: JsonObject) -> 
 
 
 def share_for_batch_norm(trainer: TrainerLike, run: Run) -> int:
-    """Return the least number of samples that a process may get in a step, unless it gets none: two with batch norm.
+    """Return the smallest number of samples, other than none, that a process may get in a step: two with batch norm.
 
     Call it on every process at the start of an epoch, with the model in training mode. Warns if the epoch ends with a
     batch of a single sample.

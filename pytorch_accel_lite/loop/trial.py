@@ -1,4 +1,4 @@
-"""Trials with a trainer's model, after which everything is restored."""
+"""Trials: training with a trainer's model, after which everything is restored."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Trial:
     on every process.
 
     Args:
-        name: the method that tries the trainer, for error messages
-        train_dataset: as for ``train()``, like ``loader_kwargs`` and ``collate_fn``
+        name: the method of the trainer that makes the trial, for error messages
+        train_dataset: as in ``train()``; so are ``loader_kwargs`` and ``collate_fn``
         request: the settings of the run
-        supports: what the tool can try besides steps with one loss and one update: ``"train_step"`` if overridden,
-            ``"closure"`` for optimizers that need one, and the ``argument`` of a ``Division``
-        sets_batch_size: whether ``batch_size`` also replaces that of a ``DataLoader``
+        supports: what the tool supports besides steps with one loss and one update: ``"train_step"`` for an overridden
+            one, ``"closure"`` for optimizers that need a closure, and the ``argument`` of a ``Division``
+        sets_batch_size: whether ``batch_size`` also replaces the batch size of a ``DataLoader``
 
     Attributes:
         run: the run
@@ -109,7 +109,7 @@ class Trial:
                     yield self
 
     def begin_on(self, trainer: TrainerLike, batch_size: int) -> Trial:
-        """Return the same trial, already begun, of a copy of the trainer, which the caller restores."""
+        """Return the same trial with a copy of the trainer. It has already begun; the caller must restore the copy."""
         trial = copy.copy(self)
         trial.trainer = trainer
         trial.run = trainer.current_run = self.run.derive()
@@ -120,10 +120,10 @@ class Trial:
     # batches
 
     def read_batch(self, batch_size: int) -> Batch:
-        """Read the first training batch, with this number of samples from a dataset, also before the trial runs.
+        """Read the first training batch, with ``batch_size`` samples if from a dataset; also before ``running()``.
 
         Raises:
-            ValueError: if there is none
+            ValueError: if there is no such batch
         """
         run, reader = self.run, self.trainer
         if reader.current_run is not run:
@@ -146,7 +146,7 @@ class Trial:
         """Yield training batches indefinitely, one epoch after another.
 
         Raises:
-            ValueError: if an epoch is empty, as all later ones would be
+            ValueError: if an epoch is empty, because all later epochs would be, too
         """
         loader = self.run.data.required_train_loader
         for epoch in itertools.count(1):
@@ -254,7 +254,7 @@ def _prepared(trainer: TrainerLike) -> Iterator[None]:
     """Prepare a trainer for training outside a run, without its callbacks, and restore everything afterwards."""
     prepare_model(trainer, training=True)
     try:
-        with Snapshot(on_host=True) as before:  # leaves the device's memory to the trial
+        with Snapshot(on_host=True) as before:  # on the host, to leave the device's memory to the trial
             before.enter_context(replaced(trainer, callback_handler=CallbackHandler(), scheduler=None))
             keep_training(trainer, before)
             yield
@@ -266,8 +266,8 @@ def _prepared(trainer: TrainerLike) -> Iterator[None]:
 def keep_training(trainer: TrainerLike, before: Snapshot) -> None:
     """Keep weights, buffers, gradients, modes, the optimizer, the scaler and the generators.
 
-    This includes the loss function, registered objects, and other modules of the trainer, such as averaged copies, as
-    its steps may change them.
+    This includes the loss function, registered objects, and other modules of the trainer, such as averaged copies,
+    because its steps may change them.
     """
     owners = [trainer.get_model(), trainer.loss_func, trainer.optimizer, trainer.accelerator.scaler]
     owners += [*attributes.other_modules(trainer).values(), *attributes.trained(trainer).values()]

@@ -63,7 +63,7 @@ class CombinedOptimizer(OfParts[Optimizer], Optimizer):
         return {parameter: state for part in self._parts.values() for parameter, state in part.state.items()}
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Raise an error, as groups must be added to one of the parts.
+        """Raise an error, because groups must be added to one of the parts.
 
         Raises:
             TypeError: always
@@ -110,7 +110,7 @@ class CombinedOptimizer(OfParts[Optimizer], Optimizer):
             set_mode(part, training=False)
 
     def state_dict(self) -> StateDict:
-        """Return the state in the form of a single optimizer's, with parameters numbered across all parts."""
+        """Return the state in the form of a single optimizer's state, with parameters numbered across all parts."""
         combined: StateDict = {"state": {}, "param_groups": []}
         extra = {}
         for name, part in self._parts.items():
@@ -119,7 +119,7 @@ class CombinedOptimizer(OfParts[Optimizer], Optimizer):
             combined["state"] |= {number + first: values for number, values in state.pop("state").items()}
             groups = state.pop("param_groups")
             combined["param_groups"] += [{**g, "params": [number + first for number in g["params"]]} for g in groups]
-            if state:  # other entries of an optimizer, such as a step count
+            if state:  # further entries of an optimizer's state, such as a step count
                 extra[name] = state
         return combined | ({"parts": extra} if extra else {})
 

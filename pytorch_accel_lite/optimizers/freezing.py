@@ -27,8 +27,8 @@ class LayerGroup(_PartOfModel):
 
     Args:
         layer_group_idx: the index of the group, counted from the first group and from the last
-        module: the module, or a ``ModuleList`` if there are several
-        is_frozen: whether the group has parameters that can be frozen, and all of them are
+        module: the module of the group, or a ``ModuleList`` of several modules
+        is_frozen: whether the group has parameters that can be frozen, and all of them are frozen
     """
 
 
@@ -37,12 +37,12 @@ class Layer(_PartOfModel):
 
 
 class ModelFreezer:
-    """Freezes and unfreezes the layer groups of a model. Print it to see them.
+    """Freezes and unfreezes the layer groups of a model. Print it to see the groups.
 
     If most layers of the model are in lists of blocks of one class, as in a transformer, the groups are the modules
-    before the blocks (embeddings), each block with what follows it (a norm, a pooler), and the head: the model's
-    children after the one that has the last block. Lists of stages count as blocks, inner lists do not. Groups without
-    parameters are left out. In all other models, each module that is an attribute of the model is a group.
+    before the blocks (embeddings), each block with the modules that follow it (a norm, a pooler), and the head: the
+    model's children after the child with the last block. Lists of stages count as blocks, inner lists do not. Groups
+    without parameters are left out. In all other models, each module that is an attribute of the model is a group.
 
     Parameters owned by a module around several groups, such as a class token, belong to the first group; a parameter
     shared by several groups belongs to the first of them. Freeze before the run starts. In the middle of a run on
@@ -50,7 +50,7 @@ class ModelFreezer:
 
     Args:
         model: the model
-        freeze_batch_norms: whether to freeze batch norms, too; otherwise they are trained even in frozen groups
+        freeze_batch_norms: whether to freeze batch norms, too; otherwise batch norms are trained even in frozen groups
         groups: the groups from the input to the head, each a module of the model or a list of modules; for example
             ``list(model.children())``
 
@@ -103,7 +103,7 @@ class ModelFreezer:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def freeze(self, from_index: int = 0, to_index: int = -2, set_modules_as_eval: bool = False) -> None:
-        """Freeze the layer groups between two indices, inclusive and in any order; by default all but the last.
+        """Freeze the layer groups between two indices, inclusive and in any order; by default all groups but the last.
 
         Args:
             from_index: one end of the range; negative indices count from the last group
@@ -117,7 +117,7 @@ class ModelFreezer:
         for _, group, parameters in self._between(from_index, to_index):
             for parameter in parameters:
                 parameter.requires_grad = False
-                parameter.grad = None  # otherwise an optimizer would keep using it
+                parameter.grad = None  # otherwise an optimizer would keep using the gradient
             for module in group.module.modules() if set_modules_as_eval else ():
                 if not self._is_exempt(module):
                     keep_in_eval(module)
@@ -125,7 +125,7 @@ class ModelFreezer:
     def unfreeze(
         self, from_index: int = -1, to_index: int = 0, set_modules_as_training: bool = True
     ) -> dict[int, dict[str, list[nn.Parameter]]]:
-        """Unfreeze the layer groups between two indices, as in ``freeze()``; by default all.
+        """Unfreeze the layer groups between two indices, as in ``freeze()``; by default all groups.
 
         Args:
             set_modules_as_training: whether to set the modules to training mode
@@ -185,7 +185,7 @@ def _stay_in_eval(module: nn.Module, inputs: object) -> None:
 
 
 def keep_in_eval(module: nn.Module) -> None:
-    """Keep a module, without its parts, in evaluation mode, in spite of ``model.train()``."""
+    """Keep a module, but not its submodules, in evaluation mode, in spite of ``model.train()``."""
     module.training = False
     if not stays_in_eval(module):
         module.register_forward_pre_hook(_stay_in_eval)
@@ -204,7 +204,7 @@ def stays_in_eval(module: nn.Module) -> bool:
 
 
 def parameters_by_group(model: nn.Module, groups: Sequence[ModuleGroup] | None = None) -> list[list[nn.Parameter]]:
-    """Return the parameters of each layer group that has some, each parameter once.
+    """Return the parameters of each layer group that has parameters. Each parameter occurs once.
 
     Args:
         groups: the groups, as in ``ModelFreezer``
@@ -219,15 +219,16 @@ def layer_group_parameters(
 ) -> list[ParamGroup]:
     """Return the parameter groups of an optimizer with smaller learning rates for layer groups far from the head.
 
-    Discriminative fine-tuning, from Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification"
-    (2018, arXiv:1801.06146), who divide by 2.6 from group to group. Layer groups are those of ``ModelFreezer``
-    that have parameters. Pass the result to the optimizer: ``AdamW(layer_group_parameters(...))``. Frozen parameters
-    are included, as they may be unfrozen later, except for the base weights of a model with adapters.
+    This is discriminative fine-tuning, from Howard and Ruder, "Universal Language Model Fine-tuning for Text
+    Classification" (2018, arXiv:1801.06146), who divide the rate by 2.6 from group to group. Layer groups are those of
+    ``ModelFreezer`` that have parameters. Pass the result to the optimizer: ``AdamW(layer_group_parameters(...))``.
+    Frozen parameters are included, because they may be unfrozen later, except for the base weights of a model with
+    adapters.
 
     Args:
         model: the model
         lr: learning rate of the last group, the head
-        decay: ratio of the learning rate of each group to that of the next
+        decay: ratio of the learning rate of each group to the rate of the next group towards the head
         groups: the layer groups, see ``ModelFreezer``
     """
     check_positive_number("lr", lr)

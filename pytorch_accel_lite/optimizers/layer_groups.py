@@ -11,10 +11,10 @@ from torch import nn
 
 from pytorch_accel_lite.base.reprs import short
 
-#: A group as users pass it: a module, or several.
+#: A group as users pass it: a module, or several modules.
 ModuleGroup = nn.Module | Sequence[nn.Module]
 
-# Lists with a smaller share of the largest list's layers are not blocks of the model; they may be heads.
+# A list with a smaller share of layers than this, relative to the largest list, has no blocks: it may have heads.
 _LEAST_SHARE = 0.25
 
 
@@ -31,7 +31,8 @@ class Group:
 
     Args:
         modules: modules, none of which is in another group
-        parameters: the parameters of the modules, and of modules around several groups; each in one group only
+        parameters: the parameters of the modules, and of modules around several groups; each parameter is in one group
+            only
     """
 
     modules: list[nn.Module]
@@ -39,15 +40,15 @@ class Group:
 
     @property
     def module(self) -> nn.Module:
-        """The module, or a ``ModuleList`` of several."""
+        """The module of the group, or a ``ModuleList`` of several modules."""
         return self.modules[0] if len(self.modules) == 1 else nn.ModuleList(self.modules)
 
 
 def find_groups(model: nn.Module, groups: Sequence[ModuleGroup] | None = None) -> list[Group]:
     """Divide a model into groups, from the input to the head.
 
-    Parameters outside all groups, such as a class token, belong to the first group; shared ones to the first that has
-    them.
+    Parameters outside all groups, such as a class token, belong to the first group. A shared parameter belongs to the
+    first group that has it.
 
     Args:
         groups: the groups; by default, those of ``ModelFreezer``
@@ -110,7 +111,7 @@ def _modules_of(group: Any, parts: set[nn.Module]) -> list[nn.Module]:
 
 
 def _skip_wrappers(model: nn.Module) -> nn.Module:
-    """Return the first module, from outside, that has more than one child, parameters of its own, or blocks."""
+    """Return the outermost module that has more than one child, parameters of its own, or blocks."""
     children = list(model.children())
     owns_parameters = next(model.parameters(recurse=False), None) is not None
     if len(children) != 1 or owns_parameters or _block_class(children[0]) is not None:
@@ -119,7 +120,7 @@ def _skip_wrappers(model: nn.Module) -> nn.Module:
 
 
 def _num_layers(module: nn.Module) -> int:
-    """Return the number of modules with parameters. Their sizes would say more about the vocabulary than the depth."""
+    """Return the number of modules with parameters. Their sizes would show the vocabulary rather than the depth."""
     return sum(next(part.parameters(recurse=False), None) is not None for part in module.modules())
 
 
@@ -136,7 +137,7 @@ def _block_class(module: nn.Module) -> type | None:
 
 
 def _find_blocks(root: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a model in order; none if its children are its layers, or most layers are outside lists."""
+    """Return the blocks of a model in order; an empty list if its children are layers, or most are not in lists."""
     lists = [] if _block_class(root) is not None or _has_stages(root) else list(_lists_in(root))
     sizes = {module: _num_layers(module) for module in lists}
     trunk = [module for module, size in sizes.items() if size >= _LEAST_SHARE * max(sizes.values())]
@@ -161,7 +162,7 @@ def _lists_in(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _group_around(root: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Module]]:
-    """Return the modules before the blocks, each block with what follows it, and the head."""
+    """Return the modules before the blocks, each block with the modules that follow it, and the head."""
     groups: list[list[nn.Module]] = [[]]
     head: list[nn.Module] = []
     is_block = set(blocks)

@@ -17,7 +17,7 @@ from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.quantised import is_frozen_and_quantised
 
 _kind_of = attrgetter("dtype", "device", "requires_grad")
-#: An average, the value of the model, and whether the value is trained.
+#: An averaged tensor, the tensor of the model, and whether that is trained.
 Pair = tuple[torch.Tensor, torch.Tensor, bool]
 
 
@@ -26,11 +26,10 @@ class ModelEma(nn.Module):
 
     After each update, ``average = decay * average + (1 - decay) * value``, for all floating-point parameters and
     buffers together (as ``average + (1 - decay) * (value - average)`` for parameters that are trained, which is one
-    operation and rounds less); others, such as counts, are copied. Rounding errors do not accumulate: the average of a
-    value that does not change does not change either. Therefore, buffers and frozen parameters in half precision are
-    averaged in float32.
-    Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992), in the exponential form of
-    TensorFlow's ``ExponentialMovingAverage``.
+    operation and rounds less). Other tensors, such as counts, are copied. Rounding errors do not accumulate: the
+    average of a value that does not change does not change either. Therefore, buffers and frozen parameters in half
+    precision are averaged in float32. Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging"
+    (1992), in the exponential form of TensorFlow's ``ExponentialMovingAverage``.
 
     Args:
         model: the model, not wrapped for distributed training
@@ -55,7 +54,8 @@ class ModelEma(nn.Module):
         self.num_updates = 0
 
     def _copy(self, model: nn.Module) -> nn.Module:
-        # Quantised weights are never trained. Modules of 8-bit ones (CB) hold parts of them, which must be their own.
+        # Quantised weights are never trained. Modules with 8-bit weights hold parts of them (CB), of which the copy
+        # needs its own.
         quantised = filter(is_frozen_and_quantised, model.parameters())
         shared = {id(weight): weight for weight in quantised if not hasattr(weight, "CB")}
         module = copy.deepcopy(model, shared).eval().requires_grad_(False)
@@ -85,7 +85,7 @@ class ModelEma(nn.Module):
             if pairs.learned[0]:
                 torch._foreach_lerp_(*pairs.learned, 1 - decay)
             for dtype, (averages, values) in pairs.others.items():
-                # These may be infinite, as in masks; lerp would make them NaN.
+                # Buffers may be infinite, as in masks; lerp would make them NaN.
                 weight, added = _factors(decay, dtype)
                 if dtype.itemsize > 2:
                     torch._foreach_mul_(averages, weight)
@@ -105,7 +105,7 @@ class ModelEma(nn.Module):
         return {**vars(self), "_cached": None}
 
     def update_fn(self, ema_model_weights: torch.Tensor, updated_model_weights: torch.Tensor) -> torch.Tensor:
-        """Return the new average of one tensor. Override it to change the rule; it is then applied tensor by tensor."""
+        """Return the new average of one tensor. An override changes the rule, and is called for each tensor."""
         return self.decay * ema_model_weights + (1 - self.decay) * updated_model_weights
 
     def set(self, model: nn.Module) -> None:
@@ -123,7 +123,7 @@ class ModelEma(nn.Module):
 
 
 def _warn_of_rounding(model: nn.Module, decay: float) -> None:
-    """Warn if the dtype of the trained weights, and so of the average, is too coarse for the change in an update."""
+    """Warn if the dtype of the trained weights, and so of the average, is too coarse for the change by one update."""
     trained = (p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point())
     coarsest = max(trained, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
     if 0 < 1 - decay < torch.finfo(coarsest).eps:
@@ -137,7 +137,7 @@ def _warn_of_rounding(model: nn.Module, decay: float) -> None:
 def _factors(decay: float, dtype: torch.dtype) -> tuple[float, float]:
     """Return ``decay`` and ``1 - decay`` such that both are exact in a type, or in float32 if that is wider.
 
-    Otherwise their sum is not exactly 1 there, and each update would change even an average that equals the value.
+    Otherwise their rounded sum is not exactly 1, and each update would change even an average that equals the value.
     """
     resolution = 2 / min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
     added = round((1 - decay) * resolution) / resolution
@@ -147,13 +147,13 @@ def _factors(decay: float, dtype: torch.dtype) -> tuple[float, float]:
 class SortedPairs:
     """The tensors of an average and of its model, in lists for an update.
 
-    Collecting and sorting them takes longer than the update of a small model, so they are reused as long as both
-    modules have the same tensors.
+    Collecting and sorting the tensors takes longer than the update of a small model, so the lists are reused as long as
+    both modules have the same tensors.
 
     Attributes:
-        learned: averages, and the parameters of the model that are being trained
-        others: averages, and other floating-point tensors, by type
-        counts: pairs of tensors of another type, which are copied
+        learned: averages, and the trained parameters of the model
+        others: averages, and other floating-point tensors of the model, by type
+        counts: pairs of tensors of other types, which are copied
     """
 
     def __init__(self, model: nn.Module, average: nn.Module, pairs: Iterable[Pair]) -> None:
@@ -180,7 +180,7 @@ class SortedPairs:
         self._before = self._identities()
 
     def match(self, model: nn.Module) -> bool:
-        """Whether these are still all tensors of the average and of this model, with the same types and devices."""
+        """Whether the lists still have all tensors of the average and the model, with the same types and devices."""
         is_of_model = bool(self._tables) and self._tables[0] is model._parameters
         return is_of_model and self._before == self._identities()
 
@@ -194,8 +194,8 @@ class ShardedEma(ModelEma):
     """A ``ModelEma`` of a sharded model.
 
     Attributes:
-        module: holds the averaged weights, with the names and shards of the model's. It cannot be called: use the model
-            itself within ``in_place_of()``.
+        module: holds the averaged weights, with the names and the sharding of the model's weights. It cannot be called:
+            use the model itself within ``in_place_of()``.
     """
 
     def _copy(self, model: nn.Module) -> nn.Module:
@@ -209,7 +209,7 @@ class ShardedEma(ModelEma):
         )
 
     def _sorted_pairs(self, model: nn.Module) -> SortedPairs:
-        return SortedPairs(model, self.module, self._pairs(model))  # each time: local shards are new tensors
+        return SortedPairs(model, self.module, self._pairs(model))  # not reused: local shards are new tensors each time
 
     @contextmanager
     def in_place_of(self, model: nn.Module) -> Iterator[None]:
@@ -232,7 +232,7 @@ def _copy_of_tensors(module: nn.Module, copies: dict[int, nn.Module | nn.Paramet
     """Return a module with copies of another module's tensors, in the same order, but no behaviour.
 
     Args:
-        copies: the copies so far, by identity of the originals, so that shared tensors stay shared
+        copies: the copies so far, by the ``id`` of the originals, so that shared tensors stay shared
     """
     copy = nn.Module()
     copies[id(module)] = copy

@@ -1,4 +1,4 @@
-"""Operations on a trainer's optimizer and its scheduler, each of which may consist of several."""
+"""Operations on a trainer's optimizer and scheduler, each of which may consist of several parts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pytorch_accel_lite.base.types import HasStateDict
 
 T = TypeVar("T")
 
-#: An optimizer, or several by name or number, as a trainer takes them.
+#: An optimizer, or several optimizers by name or number, as a trainer takes them.
 Optimizers = Optimizer | Mapping[str, Optimizer] | Sequence[Optimizer]
-#: A function that creates an optimizer, or several, from a model's trainable parameters.
+#: A function that creates one or several optimizers from a model's trainable parameters.
 OptimizerFactory = Callable[..., Optimizers]
 
 
@@ -27,17 +27,17 @@ class SchedulerLike(HasStateDict, Protocol):
     def step(self) -> Callable[..., object]: ...  # noqa: D102
 
 
-#: A trainer's optimizer: none, one that a factory will create, torch's, or Accelerate's wrapper.
+#: A trainer's optimizer: ``None``, an ``UnmadeOptimizer``, an optimizer of torch, or Accelerate's wrapper of it.
 TrainerOptimizer: TypeAlias = Any
-#: A trainer's scheduler: none, one of torch, timm or the user, or several by optimizer name.
+#: A trainer's scheduler: ``None``, a scheduler of torch, timm or the user, or several by optimizer name.
 TrainerScheduler: TypeAlias = Any
 #: A function that creates a scheduler from an optimizer.
 CreateScheduler: TypeAlias = Callable[..., SchedulerLike]
-#: Such a function, or several by optimizer name.
+#: A function that creates a scheduler, or several functions by optimizer name.
 SchedulerFactory: TypeAlias = CreateScheduler | Mapping[str, CreateScheduler]
 #: The code of the wrapper that torch puts around the ``step`` of every optimizer class.
 _WRAPPER = Optimizer.profile_hook_step(lambda optimizer: None).__code__
-# torch has no public names for these. If one of them disappears, every step is wrapped.
+# torch has no public names for its global hooks. If one of them disappears, every step is wrapped.
 _GLOBAL_HOOKS = [
     getattr(torch_optimizer, f"_global_optimizer_{when}_hooks", {"": "unknown"}) for when in ("pre", "post")
 ]
@@ -61,7 +61,7 @@ class OfParts(Generic[T]):
 
 
 def is_created(optimizer: object) -> TypeGuard[Optimizer]:
-    """Whether there is an optimizer, rather than none or a factory that is not called yet."""
+    """Whether a value is an optimizer, rather than ``None`` or a factory that has not been called yet."""
     return hasattr(optimizer, "param_groups")
 
 
@@ -80,20 +80,20 @@ def _needs_closure(kind: type) -> bool:
     """Whether ``step`` has a required argument ``closure``, as in LBFGS."""
     try:
         closure = inspect.signature(kind.step).parameters.get("closure")  # type: ignore[attr-defined]
-    except (AttributeError, ValueError):  # it is not a method, or not written in Python
+    except (AttributeError, ValueError):  # step is not a method, or not written in Python
         return False
     return closure is not None and closure.default is closure.empty
 
 
 def set_mode(optimizer: object, training: bool) -> None:
-    """Set the mode of an optimizer that has modes. A schedule-free one, for example, trains with other weights."""
+    """Set the mode of an optimizer that has modes. A schedule-free optimizer, for one, trains with other weights."""
     method = getattr(optimizer, "train" if training else "eval", None)
     if callable(method):
         method()
 
 
 def clear_gradients(optimizer: Optimizer) -> None:
-    """Clear the gradients like ``optimizer.zero_grad()``, but 20 times as fast unless that is overridden."""
+    """Clear the gradients like ``optimizer.zero_grad()``, but 20 times as fast if the class does not override it."""
     if getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -105,8 +105,8 @@ def clear_gradients(optimizer: Optimizer) -> None:
 def take_step(optimizer: TrainerOptimizer, *closure: Callable[[], torch.Tensor]) -> None:
     """Step an optimizer like ``optimizer.step()``, but create the record for profilers only while one is running.
 
-    torch creates that record, which takes as long as a small layer, in the wrapper that calls hooks. torch's schedulers
-    replace ``optimizer.step`` by a function that notes the call; it is noted here, too.
+    torch creates the record, which takes as long as a small layer, in the wrapper that calls hooks. torch's schedulers
+    replace ``optimizer.step`` by a function that notes the call; this function notes it, too.
     """
     wrapped = type(optimizer).step
     replaced = vars(optimizer).get("step")
@@ -127,7 +127,7 @@ def take_step(optimizer: TrainerOptimizer, *closure: Callable[[], torch.Tensor])
 
 
 def parts_of_optimizer(optimizer: TrainerOptimizer) -> dict[str, Optimizer]:
-    """Return the parts of a combined optimizer by name, even if Accelerate has wrapped it; empty for others."""
+    """Return the parts of a combined optimizer by name, even if Accelerate has wrapped it; else an empty dict."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return inner.parts if isinstance(inner, OfParts) else {}
 
@@ -148,7 +148,7 @@ def _classes(optimizer: TrainerOptimizer) -> list[str]:
     names = []
     for kind in type(optimizer).__mro__:
         if issubclass(kind, Optimizer) and kind is not Optimizer:
-            names.append(kind.__qualname__.rpartition(".")[2])  # kept by decorators that rename a class
+            names.append(kind.__qualname__.rpartition(".")[2])  # decorators that rename a class keep it
             if kind.__module__.startswith("torch.optim"):
                 break
     return names

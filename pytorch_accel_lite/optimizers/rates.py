@@ -1,4 +1,4 @@
-"""The rates of an optimizer before a schedule changed them. The next schedule starts from them."""
+"""The rates of an optimizer from before any schedule, from which the next schedule starts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def learning_rates(optimizer: Optimizer, name: str = "lr") -> list[Rate]:
     """Return the learning rate of each parameter group, ``None`` for groups without one.
 
     Args:
-        name: ``"lr"``, or ``"initial_lr"`` for the rates before any schedule, as far as they are known
+        name: ``"lr"``, or ``"initial_lr"`` for the rates before any schedule, if they are known
     """
     return [to_number(group.get(name, group.get("lr"))) for group in optimizer.param_groups]
 
@@ -55,8 +55,8 @@ def initial_options(optimizer: Optimizer, final_rates: Sequence[Rate] = ()) -> O
     """Return the values that the options had before any schedule changed them.
 
     Args:
-        final_rates: the learning rates at the end of the last schedule. A rate that differs from them was set by hand,
-            and counts as an initial one.
+        final_rates: the learning rates at the end of the last schedule. A rate that differs from these was set by the
+            user, and counts as an initial rate.
     """
     options = scheduled_options(optimizer)
     for number, (group, values) in enumerate(zip(optimizer.param_groups, options, strict=True)):
@@ -68,7 +68,7 @@ def initial_options(optimizer: Optimizer, final_rates: Sequence[Rate] = ()) -> O
 
 
 def note_initial_options(optimizer: Optimizer, initial: Options) -> None:
-    """Store the initial values in the optimizer like torch, since ``OneCycleLR`` sets a different ``initial_lr``."""
+    """Store the initial values in the optimizer, as torch does: ``OneCycleLR`` sets a different ``initial_lr``."""
     for group, values in zip(optimizer.param_groups, initial, strict=False):  # groups may have been added
         for name, value in values.items():
             if name == "lr" or to_number(group[name]) != value:
@@ -79,7 +79,7 @@ def layer_scales(groups: Sequence[ParamGroup], rates: Sequence[Rate]) -> list[fl
     """Return the factor of a schedule for each group's rate: its ``lr_scale``, as in timm's schedulers.
 
     ``timm.optim.param_groups_layer_decay`` gives groups this key and one rate for all. Rates that already have these
-    proportions were multiplied by hand.
+    proportions were multiplied by the user, so their factor is 1.
 
     Args:
         rates: the rates of the groups before any schedule
@@ -93,7 +93,7 @@ def layer_scales(groups: Sequence[ParamGroup], rates: Sequence[Rate]) -> list[fl
 def has_unused_scales(optimizer: Optimizer) -> bool:
     """Whether groups of different ``lr_scale`` train at the same rate, so that nothing has applied it.
 
-    In a warm-up from 0, the initial rates count.
+    In a warm-up from 0, the initial rates are compared.
     """
     scales: dict[float, float] = {}
     for group in optimizer.param_groups:

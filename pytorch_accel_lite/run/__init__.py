@@ -1,1 +1,1 @@
-"""What a run is: its settings, progress, events, losses and history, and the state of the run itself."""
+"""The state of a run: its settings, progress, events, losses, history and parts."""

@@ -42,8 +42,8 @@ def buffers_in(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
 
 
 def other_optimizers(trainer: TrainerLike) -> dict[str, Optimizer]:
-    """Return the optimizers that are attributes, by name, except the trainer's own."""
-    groups = getattr(trainer.optimizer, "param_groups", None)  # the same for Accelerate's wrapper
+    """Return the optimizers that are attributes, by name, except the trainer's ``optimizer``."""
+    groups = getattr(trainer.optimizer, "param_groups", None)  # Accelerate's wrapper has the same groups
     attributes = _instances(trainer, Optimizer)
     return {name: optimizer for name, optimizer in attributes.items() if optimizer.param_groups is not groups}
 
@@ -79,17 +79,17 @@ def weights_are_finite(trainer: TrainerLike) -> bool:
     """
 
     def largest(tensors: Iterable[torch.Tensor]) -> float:
-        """Return the largest absolute value, which is NaN if any is."""
+        """Return the largest absolute value, or NaN if there is a NaN."""
         shards = [local_shard(t) for t in tensors if t.is_floating_point() and t.itemsize > 1]
         shards = [t.coalesce().values() if t.is_sparse else t for t in shards if t.numel()]  # for torch before 2.7
         if len({(t.device, t.dtype) for t in shards}) > 1:
             return torch.nn.utils.get_total_norm(shards, norm_type=math.inf).item()
-        with torch.no_grad():  # the same, without sorting by device and type
+        with torch.no_grad():  # with the same result, but without sorting by device and type
             return torch.stack(torch._foreach_norm(shards, math.inf)).max().item() if shards else 0.0
 
     model_parameters = trainer.model.parameters() if trainer.is_sharded else ()
     finite = math.isfinite(largest([*model_parameters, *all_optimized_parameters(trainer)]))
-    finite = finite and not math.isnan(largest(trainer.model.buffers()))  # they may be infinite, as masks are
+    finite = finite and not math.isnan(largest(trainer.model.buffers()))  # buffers may be infinite, as masks are
     return not trainer.ranks.max([float(not finite)])[0]
 
 
@@ -97,7 +97,7 @@ def unsaved(owner: TrainerLike | TrainerCallback) -> frozenset[str]:
     """Return the attributes of a trainer or a callback that its class keeps from being saved.
 
     Raises:
-        TypeError: if they are not given as names
+        TypeError: if ``unsaved_attributes`` does not consist of names
     """
     names = owner.unsaved_attributes
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
@@ -111,7 +111,8 @@ def unsaved(owner: TrainerLike | TrainerCallback) -> frozenset[str]:
 def trained(trainer: TrainerLike) -> dict[str, HasStateDict]:
     """Return the attributes that are saved with the trainer, by name: trained modules, optimizers and schedulers.
 
-    Excludes what is always saved: the model, the loss function and their parts, the optimizer, registered objects.
+    Excludes attributes that are always saved: the model, the loss function and their parts, the optimizer, registered
+    objects.
     """
     return _without_unsaved(trainer, _trained(trainer))
 
@@ -127,7 +128,7 @@ def _trained(trainer: TrainerLike) -> dict[str, HasStateDict]:
         return {}
     schedulers = _find(trainer, is_scheduler)
     others = [module for module in other_modules(trainer).values() if module is not trainer.loss_func]
-    if not others and not schedulers and not other_optimizers(trainer):  # as in most trainers: a state is saved sooner
+    if not others and not schedulers and not other_optimizers(trainer):  # the usual case, which is fast
         return {}
     optimized = set(map(id, all_optimized_parameters(trainer)))
     saved = set(map(id, [*registered_objects(trainer).values(), trainer.loss_func, trainer.scheduler]))
@@ -143,11 +144,11 @@ def _trained(trainer: TrainerLike) -> dict[str, HasStateDict]:
 
 
 def hidden(trainer: TrainerLike) -> dict[str, nn.Module | torch.Tensor]:
-    """Return what the optimizers train outside the model and outside every other module that is saved.
+    """Return the parameters that the optimizers train outside the model and all other saved modules.
 
     Parameters that are attributes of the trainer are named after the attribute. Others, in closures for example, are
-    named by their first place in an optimizer, such as ``optimizer[0][3]``. A module that holds parameters is returned
-    in their place, as it may have buffers, too.
+    named by their first place in an optimizer, such as ``optimizer[0][3]``. A module that holds such parameters is
+    returned in their place, because it may have buffers, too.
     """
     places = {} if not trainer.saves_attributes else _places(trainer)
     if not places:
@@ -165,7 +166,7 @@ def hidden(trainer: TrainerLike) -> dict[str, nn.Module | torch.Tensor]:
 
 
 def _places(trainer: TrainerLike) -> dict[str, torch.Tensor]:
-    """Return the optimized parameters that belong to nothing that is saved under a name, by place."""
+    """Return the optimized parameters outside all named objects that are saved, by their place in an optimizer."""
     groups = {} if not is_created(trainer.optimizer) else {"optimizer": trainer.optimizer}
     groups |= other_optimizers(trainer)
     saved = [trainer.model, trainer.loss_func, *_trained(trainer).values(), *registered_objects(trainer).values()]
@@ -182,8 +183,8 @@ def _places(trainer: TrainerLike) -> dict[str, torch.Tensor]:
 def _holders(trainer: TrainerLike, parameters: frozenset[int]) -> dict[int, nn.Module]:
     """Return, by parameter id, the largest modules whose trainable parameters are all among these parameters.
 
-    The modules may be anywhere in the program, in a closure or a global, so they are searched for with the garbage
-    collector, once in a run.
+    The modules may be anywhere in the program, such as in a closure or a global. The garbage collector finds them, once
+    in a run.
     """
     known: dict[frozenset[int], dict[int, nn.Module]] = trainer.current_run.holders
     if parameters not in known:
@@ -248,7 +249,7 @@ def _instances(trainer: TrainerLike, kind: type[T]) -> dict[str, T]:
 
 
 def _find(trainer: TrainerLike, is_wanted: Callable[[object], TypeGuard[T]]) -> dict[str, T]:
-    """Return the attributes of a kind, including elements of lists, tuples and dicts, named like ``critics.0``."""
+    """Return the attributes of a kind, also elements of lists, tuples and dicts, with names like ``critics.0``."""
     result = {}
     for name, value in vars(trainer).items():
         if name in _SAVED_SEPARATELY:

@@ -18,19 +18,19 @@ from pytorch_accel_lite.run.parts import TrainingState
 
 
 class Division:
-    """How the work of each step is divided. Here, each process computes a batch of its own.
+    """How the work of each step is divided. This class is the default: each process computes a batch of its own.
 
-    Other kinds divide a step into a fixed number of shares and give each process some of them. The result of a share,
+    Subclasses divide a step into a fixed number of shares and give each process some of them. The result of a share,
     and so of the run, then does not depend on the number of processes.
 
     Attributes:
         has_fixed_shares: whether the number of shares is fixed. Between steps, all processes then have the same random
             numbers, and the step adds up the gradients.
-        argument: the argument of a trainer that asks for it, for messages; empty if none does
-        shares: the shares that this process reads and computes; ``None`` for the batch of this process
+        argument: the trainer argument that requests this division, for messages; empty for the default
+        shares: the shares that this process reads and computes; ``None`` if each process has one batch
         current: number of the share that is being computed
-        outputs: for each share of this process in the latest training step, by number, its batch and the output of the
-            step; empty without shares
+        outputs: the batch and the step's output for each share of this process in the latest training step, by number
+            of the share; empty without shares
     """
 
     has_fixed_shares = False
@@ -43,7 +43,7 @@ class Division:
 
     @property
     def count(self) -> int | None:
-        """The number of shares in a step; ``None`` for as many as there are processes."""
+        """The fixed number of shares in a step; ``None`` if each process has one batch."""
         return None if self.shares is None else self.shares.total
 
     def check_tool(self, name: str, supports: Collection[str]) -> None:
@@ -54,21 +54,21 @@ class Division:
         """
 
     def check_gather(self) -> None:
-        """Raise an error if the processes cannot gather now, because they do not compute in step."""
+        """Raise an error if the processes cannot gather now because they are not at the same point of the program."""
 
     def computing(self, device: torch.device) -> AbstractContextManager[None]:
         """Return a context in which runs compute."""
         return nullcontext()
 
     def begin_share(self, batch: Batch) -> None:
-        """Begin the computation of a share. Called only if their number is fixed."""
+        """Begin the computation of a share. Called only if the number of shares is fixed."""
 
     def create_trackers(self) -> LossTrackers:
         """Return the running losses of an epoch or an evaluation that begins."""
         return LossTrackers()
 
     def capture(self, ranks: Ranks, losses: LossTrackers, metrics: dict[str, MetricValue]) -> StateDict:
-        """Return what a training state keeps of the shares, the same on all processes. Called on each of them.
+        """Return the state of the shares for a training state, the same on all processes. Called on every process.
 
         Args:
             losses: the running losses of the epoch
@@ -85,10 +85,10 @@ DIVISIONS: dict[str, Callable[[int, Ranks, int | None], Division]] = {}
 
 
 def create_division(argument: str, value: int | None, ranks: Ranks, seed: int | None) -> Division:
-    """Return the division that an argument of a trainer asks for.
+    """Return the division that an argument of a trainer requests.
 
     Args:
-        value: its value; ``None`` for a batch of each process
+        value: the value of the argument; ``None`` for the default, one batch per process
 
     Raises:
         ValueError: if the extension with the argument is not installed
@@ -101,5 +101,5 @@ def create_division(argument: str, value: int | None, ranks: Ranks, seed: int | 
 
 
 def numbers_of_shares(division: Division) -> dict[str, int | None]:
-    """Return the number of shares, as a training state records it: by trainer argument."""
+    """Return the number of shares by trainer argument, as a training state records it."""
     return {argument: division.count if argument == division.argument else None for argument in DIVISIONS}

@@ -44,12 +44,12 @@ class StopTrainingError(Exception):
 class RunPausedError(StopTrainingError):
     """Raise it in a callback to pause training: the run ends after the current update, and can be resumed later.
 
-    For your own limits of time, for example.
+    Use it for time limits of your own, for example.
     """
 
 
 class RunInterruptedError(RunPausedError):
-    """A signal, number ``signum``, requested the end of the run."""
+    """Raised if the signal with number ``signum`` has requested the end of the run."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"Stopping because of {signal.Signals(signum).name}.")
@@ -61,19 +61,19 @@ class NonFiniteLossError(FloatingPointError):
 
 
 class CallbackMethodNotImplementedError(Exception):
-    """Never raised, as events that a callback does not define are skipped. Kept for code that imports it."""
+    """Never raised: events that a callback does not define are skipped. Kept for code that imports this class."""
 
 
 #: The attribute that holds the arguments with which a callback was created.
 _ARGUMENTS = "_constructor_arguments"
-#: The attribute of a user's callback that holds the names of the attributes set by our constructors.
+#: The attribute of a user's callback that holds the names of the attributes set by this package's constructors.
 LIBRARY_ATTRIBUTES = "_library_attributes"
-#: The attribute that says that a constructor of ours has been called.
+#: The attribute that shows that a constructor of this package has been called.
 _IS_CONSTRUCTED = "_is_constructed"
 
 
 def _remember_arguments(cls: type) -> None:
-    """Make a constructor remember its arguments for the ``repr`` and, if it is ours, check those that are bools."""
+    """Make a constructor remember its arguments for the ``repr`` and, if it is this package's, check bool arguments."""
     constructor: Callable[..., None] = cls.__init__  # type: ignore[misc]
     if constructor is object.__init__ or getattr(constructor, "remembers_arguments", False):
         return
@@ -103,7 +103,7 @@ def arguments_of(callback: TrainerCallback) -> dict[str, object]:
 
 
 class Failure(TypedDict):
-    """What callbacks are told of a batch that has failed on a rank.
+    """A batch that has failed on a rank, as callbacks are told about it.
 
     Args:
         rank: the rank
@@ -180,7 +180,7 @@ class TrainerCallback:
         whenever processes are lost or join, see takeover
             on_processes_changed                             left, came
 
-    A ``ShowOutputsCallback`` fires ``on_outputs``, with ``outputs`` and ``pictures``, when it has shown some.
+    A ``ShowOutputsCallback`` fires ``on_outputs``, with ``outputs`` and ``pictures``, after showing outputs.
 
     Some kinds of steps fire the events of the backward pass, or also those of the update, as follows::
 
@@ -210,16 +210,16 @@ class TrainerCallback:
 
     If both exist, the trainer's own method (``train_epoch_start`` ...) is called before the event. ``step`` counts
     batches from 0 within an epoch; ``trainer.progress`` holds all counts. An event passes the trainer by position and
-    everything else by keyword: name the arguments you need and accept ``**kwargs`` for the rest, as more may be added.
-    Adding a callback raises an error if one of its methods does not accept the arguments of its event.
+    everything else by keyword: name the arguments you need and accept ``**kwargs`` for the others, because more may be
+    added. Adding a callback raises an error if one of its methods does not accept the arguments of its event.
 
     ``configure_run`` is called first, so that a callback can declare what it needs from a run. A callback with
-    ``state_dict()`` and ``load_state_dict(state)`` is saved in training states. Of your callbacks without them, the
-    states keep the attributes.
+    ``state_dict()`` and ``load_state_dict(state)`` is saved in training states. For your callbacks without these
+    methods, training states keep the attributes.
 
     Attributes:
         saves_attributes: whether training states keep the attributes of your callback
-        unsaved_attributes: names of attributes that they leave out
+        unsaved_attributes: names of attributes that training states leave out
     """
 
     saves_attributes: ClassVar[bool] = True
@@ -232,7 +232,8 @@ class TrainerCallback:
     def __repr__(self) -> str:
         """Represent a callback as a call of its constructor, with the arguments it was created with.
 
-        An attribute with the name and type of an argument is shown in place of the argument, as it may have changed.
+        An attribute with the name and type of an argument is shown in place of the argument, because it may have
+        changed.
         """
         return constructor_call(self, *vars(self).get(_ARGUMENTS, ((), {})))
 
@@ -266,10 +267,10 @@ class TrainerCallback:
     def on_backward_start(
         self, trainer: Trainer, *, batch: BatchData, batch_output: BatchOutput, step: int, **kwargs: object
     ) -> None:
-        """The loss of a batch is known. Gradients are computed from what this event leaves in ``batch_output["loss"]``.
+        """The loss of a batch is known. Gradients are computed from ``batch_output["loss"]`` as this event leaves it.
 
-        So a callback may add to it or replace it, on every process. The recorded loss is the one that the step
-        returned.
+        A callback may therefore add to the loss or replace it, on every process. The recorded loss is the one that the
+        step returned.
         """
 
     def on_backward_end(
@@ -283,8 +284,9 @@ class TrainerCallback:
         """A batch has failed and is skipped on all ranks.
 
         Args:
-            failures: for each rank that failed, its ``rank``, the ``indices`` of its samples, its ``error`` as text
-            error: the exception on the rank that raised it, ``None`` on the others
+            failures: a dict for each rank that failed, with the ``rank``, the ``indices`` of its samples and the
+                ``error`` as text
+            error: the exception on the rank that raised it, ``None`` on other ranks
         """
 
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: object) -> None:
@@ -311,7 +313,7 @@ class TrainerCallback:
         """An evaluation begins.
 
         Args:
-            is_intermediate: whether it interrupts a training epoch
+            is_intermediate: whether the evaluation interrupts a training epoch
         """
 
     def on_eval_step_start(self, trainer: Trainer, **kwargs: object) -> None:
@@ -325,10 +327,10 @@ class TrainerCallback:
     def on_eval_batch_skipped(
         self, trainer: Trainer, *, failures: list[Failure], error: Exception, step: int, **kwargs: object
     ) -> None:
-        """An evaluation batch of this rank has failed and is skipped. Other ranks do not know: do not communicate.
+        """An evaluation batch of this rank has failed and is skipped. Do not communicate: other ranks are unaware.
 
         Args:
-            failures: one dict: the ``rank``, the ``indices`` of the samples, the ``error`` as text
+            failures: a single dict with the ``rank``, the ``indices`` of the samples and the ``error`` as text
             step: number of the batch in this evaluation, from 0
         """
 
@@ -390,7 +392,7 @@ class TrainerCallback:
         """A ``ShowOutputsCallback`` has shown outputs of the model.
 
         Args:
-            outputs: by name, the text of an output, or the path of a picture
+            outputs: texts, or paths of pictures, by name
             pictures: the pictures by name, as the bytes of a PNG file and as pixels
         """
 
@@ -404,7 +406,7 @@ EVENTS: tuple[str, ...] = tuple(
 
 
 def events_between(first: str, last: str) -> tuple[str, ...]:
-    """Return the events that ``TrainerCallback`` declares between two others: those of a part of the loop."""
+    """Return the events of a part of the loop: from ``first`` to ``last`` in the order in which they are declared."""
     return EVENTS[EVENTS.index(first) + 1 : EVENTS.index(last)]
 
 
@@ -415,7 +417,7 @@ def keywords_of(event: str) -> tuple[str, ...]:
 
 
 Phase = Literal["training", "evaluation", "prediction"]
-#: By phase, the events between two batches.
+#: The events between two batches, by phase.
 STEP_EVENTS: dict[Phase, tuple[str, ...]] = {
     "training": events_between("on_train_epoch_start", "on_train_epoch_end"),
     "evaluation": events_between("on_eval_epoch_start", "on_eval_epoch_end"),
@@ -438,8 +440,8 @@ for _event in (*EVENTS, *_OF_CALLBACKS):
 
 Listener = Callable[..., object]
 
-#: Events after the backward pass, where a change of the loss would have no effect. In pytorch-accelerated,
-#: ``on_train_step_end`` fires before it.
+#: Events after the backward pass, where a change of the loss would have no effect. In pytorch-accelerated, #:
+#: ``on_train_step_end`` fires before the backward pass.
 _AFTER_BACKWARD = tuple(
     event for event in events_between("on_backward_start", "on_train_epoch_end") if "batch_output" in keywords_of(event)
 )
@@ -468,7 +470,7 @@ class _AfterBackward:
 
 
 def _is_another_loss(loss: object, version: int, after: object) -> bool:
-    """Whether a loss was changed in place, or replaced by one with a graph; one without a graph is only shown."""
+    """Whether a loss was changed in place, or replaced; a replacement without a graph is only for display."""
     if after is loss:
         return bool(getattr(loss, "_version", 0) != version)
     needs_gradients = getattr(after, "requires_grad", None)
@@ -513,12 +515,12 @@ class CallbackHandler:
 
     def __init__(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback] | None] = ()) -> None:
         self.callbacks: list[TrainerCallback] = []
-        #: The listeners of each event, in order. An event without listeners costs only a look-up.
+        #: The listeners of each event, in order. An event without listeners only costs a look-up.
         self.listeners: dict[str, tuple[Listener, ...]] = _Listeners(self._find_listeners)
         #: Called with the callback about to be called, or the phase ``"saving"``; returns a context that times it.
         self.timer: Callable[[object], AbstractContextManager[None]] | None = None
         self._muted: set[tuple[int, str]] = set()
-        self._failed: Listener | None = None  # the last one that raised an error
+        self._failed: Listener | None = None  # the last listener that raised an error
         self.add_callbacks(callbacks)
 
     def add_callbacks(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback] | None]) -> None:
@@ -549,7 +551,7 @@ class CallbackHandler:
         self.listeners.clear()
 
     def set_listening(self, callback: TrainerCallback, listens: bool, *events: str) -> None:
-        """Set whether a callback is called at events that it defines, as calls at every step cost time."""
+        """Set whether a callback is called at events that it defines. Calls at every step cost time."""
         muted = {(id(callback), event) for event in events}
         self._muted = self._muted - muted if listens else self._muted | muted
         for event in events:
@@ -563,13 +565,13 @@ class CallbackHandler:
     def configure_run(self, trainer: object, request: RunRequest) -> None:
         """Let every callback declare what it needs from a run, and find the listeners of all events."""
         for callback in self.callbacks:
-            configure: Listener = callback.configure_run  # the trainer as the layers above know it
+            configure: Listener = callback.configure_run  # typed with the trainer of the layers above
             configure(trainer, request)
         for event in EVENTS:
             self.listeners[event]
 
     def warn_of_unknown_events(self) -> None:
-        """Warn of methods that are named almost like an event, or like one of other libraries."""
+        """Warn of methods that are named almost like an event, or like an event of another library."""
         for kind in dict.fromkeys(map(type, self.callbacks)):
             for name in dir(kind):
                 is_like_ours = name.startswith("on_") and name not in EVENTS
@@ -603,7 +605,7 @@ class CallbackHandler:
     def call_each(self, event: str, ask: Callable[[Exception], None], *args: object, **kwargs: object) -> None:
         """Call an event like ``call_event()``, but pass requests to end the run to ``ask`` and continue.
 
-        The next callbacks must run even if one of several processes requests the end, as they may communicate.
+        The next callbacks must run even if one of several processes requests the end, because they may communicate.
         """
         timer = self.timer
         for listener in self.listeners[event]:
@@ -622,11 +624,11 @@ class CallbackHandler:
                 raise
 
     def notify_all(self, event: str, *args: object, **kwargs: object) -> list[Exception]:
-        """Call an event on every callback, even if some raise, and return the errors. For the end of a run."""
+        """Call an event of the end of a run on every callback, even if some raise errors, and return the errors."""
         return _errors_of(event, self.listeners[event], *args, **kwargs)
 
     def notify_rest(self, event: str, *args: object, **kwargs: object) -> list[Exception]:
-        """Like ``notify_all()``, after an error in this event, for the callbacks after the one that raised it."""
+        """After an error in this event, call the callbacks after the one that raised it, like ``notify_all()``."""
         listeners, failed, self._failed = self.listeners[event], self._failed, None
         first = listeners.index(failed) + 1 if failed in listeners else len(listeners)
         return _errors_of(event, listeners[first:], *args, **kwargs)
@@ -657,13 +659,13 @@ class CallbackHandler:
 
 
 class HasCallbackHandler(Protocol):
-    """A trainer, as far as it calls callbacks."""
+    """The part of a trainer that calls callbacks."""
 
     callback_handler: CallbackHandler
 
 
 def set_listening(trainer: HasCallbackHandler, callback: TrainerCallback, listens: bool, *events: str) -> None:
-    """Set whether a callback is called at events, except those that a user's subclass of a built-in one overrides."""
+    """Set whether a callback is called at events, except events that a user's subclass of the callback overrides."""
     built_in = [
         vars(kind) for kind in type(callback).__mro__ if is_from_this_package(kind) and kind is not TrainerCallback
     ]
@@ -684,7 +686,7 @@ def _create(callback: type[TrainerCallback]) -> TrainerCallback:
 
 
 def _check_constructed(callback: TrainerCallback) -> None:
-    """Check that a subclass of a callback of ours has called its constructor."""
+    """Check that a user's subclass of a built-in callback has called the constructor of that callback."""
     ours = next((c for c in type(callback).__mro__ if is_from_this_package(c) and "__init__" in vars(c)), None)
     if ours is not None and _IS_CONSTRUCTED not in vars(callback):
         raise TypeError(
@@ -697,7 +699,7 @@ def _check_methods(callback: TrainerCallback) -> None:
     """Check that every event method of a callback accepts the arguments it will be called with.
 
     Raises:
-        TypeError: if one does not; names the class, the method and the right signature
+        TypeError: if a method does not; names the class, the method and the right signature
     """
     for name in EVENTS:
         default: object = getattr(TrainerCallback, name)
@@ -755,7 +757,7 @@ def _explain(
 
 
 def _note_source(error: Exception, listener: Listener, event: str) -> None:
-    """Note in an error which callback raised it; in a request to stop, so that a run with another one may continue."""
+    """Note in an error which callback raised it. After a stop, a run without that callback may then continue."""
     callback = getattr(listener, "__self__", listener)
     if isinstance(error, StopTrainingError):
         if isinstance(callback, TrainerCallback):

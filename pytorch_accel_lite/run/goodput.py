@@ -1,4 +1,4 @@
-"""How the time of a job is spent, its restarts included."""
+"""Goodput: how the time of a job, including its restarts, is spent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Timed(Protocol):
 
 
 _KINDS = ("training", "data", "evaluation", "saving", "starting", "takeover", "lost", "down")
-_TAKEOVERS = "takeovers"  # their number, beside the seconds in states
+_TAKEOVERS = "takeovers"  # key of their number in states
 
 
 def describe_fractions(fractions: Mapping[str, float], takeovers: float = 0) -> str:
@@ -29,13 +29,13 @@ def describe_fractions(fractions: Mapping[str, float], takeovers: float = 0) -> 
 class Goodput:
     """How the time since the first start of a job has been spent. Saved in training states, so it covers restarts.
 
-    ``training`` is what remains when all else is subtracted: waiting for ``data``; ``evaluation``; ``saving`` as far as
-    training waits for it; ``starting`` until the first step; the ``takeover`` of the work of lost processes, repeated
-    work included; training that was ``lost`` in an interruption and has to be repeated; and the time during which the
-    job was ``down``.
+    ``training`` is the time that remains when all other kinds are subtracted: waiting for ``data``; ``evaluation``;
+    ``saving``, as far as training waits for it; ``starting``, until the first step; ``takeover`` of the work of lost
+    processes, including repeated work; ``lost`` training that has to be repeated after an interruption; and the time
+    during which the job was ``down``.
 
     Attributes:
-        used: what else the job has used, such as energy, by a name with its unit
+        used: other resources that the job has used, such as energy, by a name with its unit
         takeovers: how often the job has continued without lost processes, or with new ones
     """
 
@@ -48,11 +48,11 @@ class Goodput:
         self._begin = time.monotonic()
         self._end: float | None = self._begin
         self._is_starting = True
-        self._loader: Timed | None = None  # during the steps of an epoch
+        self._loader: Timed | None = None  # the loader being read, during the steps of an epoch
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The seconds of each kind."""
+        """The seconds by kind of time."""
         seconds = dict(self._seconds)
         if self._loader is not None:
             seconds["data"] = seconds.get("data", 0.0) + self._loader.seconds_waited
@@ -62,7 +62,7 @@ class Goodput:
 
     @property
     def fractions(self) -> dict[str, float]:
-        """The fraction of each kind in the total time; they add up to 1."""
+        """The fraction of each kind in the total time; the fractions add up to 1."""
         seconds = self.seconds
         total = sum(seconds.values()) or 1.0
         return {kind: value / total for kind, value in seconds.items()}
@@ -79,14 +79,14 @@ class Goodput:
         return f"Goodput({self})"
 
     def to_dict(self) -> dict[str, dict[str, float]]:
-        """Return the seconds and the fraction of each kind, what else was used, and the number of takeovers, if any."""
+        """Return the seconds and fractions of each kind, the resources used, and the number of takeovers, if any."""
         others = {"used": self.used} if self.used else {}
         others |= {"counts": {_TAKEOVERS: float(self.takeovers)}} if self.takeovers else {}
         return {"seconds": self.seconds, "fractions": self.fractions, **others}
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count the time of a block, the run."""
+        """Count the time of a block as that of the run."""
         self._begin, self._end = time.monotonic(), None
         try:
             yield
@@ -95,7 +95,7 @@ class Goodput:
 
     @contextmanager
     def counting(self, kind: str) -> Iterator[None]:
-        """Count the time of a block, without what is counted within it, unless the run is over."""
+        """Count the time of a block, without the times that are counted within it, unless the run is over."""
         begin, outer, self._nested = time.monotonic(), self._nested, 0.0
         try:
             yield
@@ -121,7 +121,7 @@ class Goodput:
         """Count the steps of an epoch; everything before the first epoch counts as starting.
 
         Args:
-            loader: its ``seconds_waited`` measures how long training waits for it
+            loader: the loader, whose ``seconds_waited`` measures how long training waits for it
         """
         if self._is_starting:
             self._seconds["starting"] = max(time.monotonic() - self._begin - sum(self._seconds.values()), 0.0)
@@ -139,13 +139,13 @@ class Goodput:
         return self.seconds | {_TAKEOVERS: float(self.takeovers)}
 
     def resume(self, state: Mapping[str, float], saved_at: float) -> None:
-        """Continue from a state; the job was down since it was saved."""
+        """Continue from a state; the time since the state was saved counts as down."""
         down = max(time.time() - saved_at - (time.monotonic() - self._begin), 0.0)
         self.takeovers += int(state.get(_TAKEOVERS, 0))
         self._earlier = dict(state) | {"down": state.get("down", 0.0) + down}
 
     def note_sign_of_life(self, saved_at: float, alive_at: float) -> None:
-        """Count the time from the state to the last sign of life of the job as lost rather than down."""
+        """Count the time between the state and the job's last sign of life as lost rather than down."""
         lost = min(max(alive_at - saved_at, 0.0), self._earlier["down"])
         self._earlier["lost"] = self._earlier.get("lost", 0.0) + lost
         self._earlier["down"] -= lost

@@ -1,4 +1,4 @@
-"""The history of a run: the metrics that were recorded, and in which epoch."""
+"""The history of a run: the recorded metrics with their epochs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-#: The values of metrics by name, and ``epoch``.
+#: The values of metrics by name, with the number of the epoch as ``epoch``.
 Row: TypeAlias = dict[str, MetricValue]
 
 
@@ -32,7 +32,7 @@ class RunHistory(ABC):
     """The metrics of a run, in the order in which they were recorded, and the number of the current epoch.
 
     ``history["accuracy"]`` returns all values of a metric, oldest first. Iteration, ``in`` and ``len`` refer to the
-    names, as with a dict. Unlike a dict, an empty history is true. Its ``repr`` shows the latest values.
+    names, as with a dict. Unlike an empty dict, an empty history is true. Its ``repr`` shows the latest values.
     """
 
     #: Whether greater values are better, by metric name, as far as known from the run.
@@ -56,7 +56,7 @@ class RunHistory(ABC):
 
     @abstractmethod
     def update_metric(self, metric_name: str, metric_value: MetricValue) -> None:
-        """Record a value, under the current prefix followed by ``metric_name``; ``None`` is none."""
+        """Record a value of the metric named by the current prefix and ``metric_name``; ``None`` is not a value."""
 
     @abstractmethod
     def delete_metric(self, metric_name: str) -> None:
@@ -98,7 +98,7 @@ class RunHistory(ABC):
         Only ``InMemoryRunHistory`` checks that.
 
         Args:
-            source: what the means are of
+            source: a description of what was averaged
         """
         for name, value in means.items():
             self.update_metric(name, value)
@@ -162,7 +162,7 @@ class RunHistory(ABC):
         Marks the best value of an evaluation if it is known which values are better. Needs the extra ``plot``.
 
         Args:
-            path: file for the picture, in the format of its suffix (``.png``, ``.pdf``, ``.svg``); ``None`` to not save
+            path: file for the plot, in the format of its suffix (``.png``, ``.pdf``, ``.svg``); ``None`` does not save
                 it
             metrics: names of the metrics to plot; ``None`` for all that the run has recorded (see ``curves()``)
 
@@ -189,10 +189,10 @@ class RunHistory(ABC):
         return True  # so that `history or default` keeps an empty history
 
     def _repr_html_(self) -> str | None:
-        """Return a table of the epochs, with the best value of each evaluated metric in bold, where that is known."""
+        """Return a table of the epochs, with the best values in bold of evaluated metrics whose direction is known."""
         try:
             rows = self.rows()
-        except TypeError:  # of a history that does not know the epochs of its values
+        except TypeError:  # the history does not know the epochs of its values
             return None
         names = [name for name in self if any(name in row for row in rows)]
         panels = panels_by_metric(names)
@@ -210,7 +210,7 @@ class RunHistory(ABC):
         return join_wrapped(f"{type(self).__name__}(", latest, ")")
 
 
-_MOST_ROWS = 100  # in a notebook
+_MOST_ROWS = 100  # number of rows in a notebook
 
 
 def _as_cell(value: Any) -> str:
@@ -223,7 +223,7 @@ def count_values(history: RunHistory) -> dict[str, int]:
 
 
 class NewMetrics:
-    """The metrics that were recorded since they were last taken.
+    """The metrics that were recorded since the last ``take()``.
 
     Attributes:
         counts: the number of values of each metric that were taken or skipped
@@ -233,7 +233,7 @@ class NewMetrics:
         self.counts: dict[str, int] = {}
 
     def skip(self, history: RunHistory) -> None:
-        """Take no notice of what has been recorded so far."""
+        """Skip all values that have been recorded so far."""
         self.counts = count_values(history)
 
     def follow(self, history: RunHistory) -> None:
@@ -262,10 +262,10 @@ class InMemoryRunHistory(RunHistory):
         self.current_epoch = 1
         self._metrics: dict[str, list[MetricValue]] = {}
         self._epochs: dict[str, list[int]] = {}
-        self._apart: dict[str, set[int]] = {}  # by metric, the indices of values from outside a run
+        self._apart: dict[str, set[int]] = {}  # indices of values from outside a run, by metric
         self._is_apart = False
-        self._source = ""  # of the values being recorded, if they are means of losses
-        self._sources: dict[str, tuple[int, str]] = {}  # by metric, the epoch and the source of the latest value
+        self._source = ""  # source of the values being recorded, if they are means of losses
+        self._sources: dict[str, tuple[int, str]] = {}  # epoch and source of the latest value, by metric
 
     def get_metric_names(self) -> KeysView[str]:
         """Return the names of all metrics, in the order of their first record; supports set operations."""
@@ -289,7 +289,7 @@ class InMemoryRunHistory(RunHistory):
                 "float('nan')."
             )
         name = f"{self.metric_name_prefix}{metric_name}"
-        if name == "epoch":  # as code for pytorch-accelerated may record
+        if name == "epoch":  # code for pytorch-accelerated may record it
             warn_outside(
                 "The metric 'epoch' is left out of tables and files, whose column of epochs has this name. Record it "
                 "under another name."
@@ -308,7 +308,7 @@ class InMemoryRunHistory(RunHistory):
             self._source = before
 
     def _check_source(self, name: str) -> None:
-        """Check that a name is not used both for a loss and for something else in an epoch."""
+        """Check that a name is not used for both a loss and another metric in an epoch."""
         epoch, source = self._sources.get(name, (0, ""))
         if epoch == self.current_epoch and source != self._source:
             raise ValueError(

@@ -18,7 +18,7 @@ from pytorch_accel_lite.run.settings import TrainerRunConfig
 
 
 class CountedRun(Protocol):
-    """A run, as far as intervals count what it has trained."""
+    """The part of a run by which intervals measure its progress."""
 
     progress: Progress
     data: RunData
@@ -43,16 +43,16 @@ class Interval:
     """How often something happens in a run, such as an evaluation or a save.
 
     Arguments that take an interval also take its text: ``evaluate_every="500 updates"``. Units are updates, epochs
-    (also fractions), samples (of all processes together), seconds, minutes and hours. Within an epoch, something is due
-    after the first update at which another interval has passed, at the same update on all processes; a resumed run
-    continues to count from where it was, but callbacks begin to count times again.
+    (also fractions), samples (of all processes together), seconds, minutes and hours. Within an epoch, an action is due
+    after the first update at which another interval has passed, at the same update on all processes. A resumed run
+    continues to count from its position, but callbacks count times anew.
 
     Args:
         every: the interval in words, such as ``"0.25 epochs"``, or a number
         unit: the unit of a number
 
     Raises:
-        ValueError: if it cannot be understood
+        ValueError: if the interval cannot be understood
     """
 
     def __init__(self, every: str | float | Interval, unit: str | None = None) -> None:
@@ -70,7 +70,7 @@ class Interval:
             raise ValueError(f"{self.text!r} must be an integer number of {unit}.")
         self.unit = unit
         self.amount: Fraction | float = amount
-        self._passed: float = 0  # intervals that have passed; for times, seconds at which the last one ended
+        self._passed: float = 0  # number of passed intervals; for times, when the last one ended, in seconds
 
     def __repr__(self) -> str:
         return f"Interval({self.text!r})"
@@ -80,22 +80,22 @@ class Interval:
 
     @property
     def is_time(self) -> bool:
-        """Whether the unit is one of time."""
+        """Whether the unit is a unit of time."""
         return self.unit in _SECONDS
 
     @property
     def is_within_epochs(self) -> bool:
-        """Whether it may end within an epoch."""
+        """Whether the interval may end within an epoch."""
         return self.unit != "epochs" or self.amount % 1 != 0
 
     def start(self, run: CountedRun, argument: str = "") -> None:
         """Start counting from the position of a run, which may be a resumed one.
 
         Args:
-            argument: the argument with the interval; named in a warning if the run is too short for it
+            argument: name of the argument with the interval, for the warning if the run is too short for it
 
         Raises:
-            ValueError: if it is a fraction of an epoch of unknown length
+            ValueError: if the interval is a fraction of an epoch of unknown length
         """
         if self.is_within_epochs and self.unit == "epochs" and run.trained_fraction is None:
             raise ValueError(
@@ -133,7 +133,7 @@ class Interval:
         return int((progress.epochs_completed + (within or 0)) // self.amount)
 
     def state_dict(self, run: CountedRun) -> StateDict:
-        """Return what a resumed run needs to continue."""
+        """Return the state that a resumed run needs to continue the interval."""
         return {"every": self.text, "passed": run.clock - self._passed if self.is_time else self._passed}
 
     def load_state_dict(self, state: StateDict, run: CountedRun) -> None:
@@ -145,7 +145,7 @@ class Interval:
 def _fraction(text: str) -> Fraction:
     """Return the exact value of a number; 0 if it does not fit into a float.
 
-    Its digits could fill the memory: an exponent of seven digits takes a minute.
+    A larger number is not computed: an exponent of seven digits would take a minute, and could fill the memory.
     """
     number = float(text)
     return Fraction(text) if 0 < number < math.inf else Fraction(0)

@@ -1,4 +1,4 @@
-"""Queues of clusters, to which a job returns to be started again."""
+"""Queues of clusters, to which an interrupted job returns."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class JobQueue(Protocol):
         """Check before training that this job could return to the queue.
 
         Raises:
-            RuntimeError: if it could not
+            RuntimeError: if the job could not return
         """
 
     def was_requeued(self) -> bool:
         """Whether this job has returned to the queue before."""
 
     def requeue_after(self, interruption: Exception) -> str:
-        """Return this job to the queue if an interruption of its run asks for that.
+        """Return this job to the queue if its run was interrupted in a way that requires that.
 
         Args:
-            interruption: what has paused the run, for example a ``RunInterruptedError``
+            interruption: the error that has paused the run, for example a ``RunInterruptedError``
 
         Returns:
-            what has been done, in a sentence to be printed; empty if nothing
+            a sentence to print that says what was done; empty if nothing was done
         """
 
 

@@ -48,7 +48,7 @@ class LossTracker:
         if isinstance(batch_size, torch.Tensor) and batch_size.is_cpu:
             batch_size = to_float(batch_size)
         if isinstance(loss, torch.Tensor) and loss.is_cpu and not isinstance(self.total_loss, torch.Tensor):
-            # The usual case avoids a call of our own, as it occurs in every step.
+            # The usual case avoids a further call, because this runs in every step.
             loss = loss.tolist() if type(loss) is torch.Tensor else to_float(loss)
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()
@@ -56,7 +56,7 @@ class LossTracker:
         else:
             self.total_loss += loss * batch_size
         self.loss_value = loss
-        self.running_count = self.running_count + batch_size  # not in place, as it may be the user's tensor
+        self.running_count = self.running_count + batch_size  # not in place: it may be the user's tensor
 
     def _add_on_device(self, loss: torch.Tensor, batch_size: Count) -> None:
         if not isinstance(self.total_loss, torch.Tensor):
@@ -77,7 +77,7 @@ class LossTracker:
             setattr(self, name, value.clone() if isinstance(value, torch.Tensor) else value)
 
     def __repr__(self) -> str:
-        average = {} if isinstance(self.total_loss, torch.Tensor) else {"average": self.average}  # no read of a device
+        average = {} if isinstance(self.total_loss, torch.Tensor) else {"average": self.average}  # no device read
         return reprs.call("LossTracker", {**average, "running_count": self.running_count})
 
     @property
@@ -93,7 +93,7 @@ _WITHOUT_LOSS = ""  # counts the samples of evaluations that compute no loss
 class LossTrackers(dict[str, LossTracker]):
     """The running losses of an epoch or evaluation, by name.
 
-    Contains ``loss``, its parts if a step returns several, and the values logged by steps and callbacks.
+    Contains ``loss``, its parts if a step returns several losses, and the values logged by steps and callbacks.
 
     Attributes:
         parts: names of the parts of the loss
@@ -101,8 +101,8 @@ class LossTrackers(dict[str, LossTracker]):
         is_empty: whether no step has added anything
         is_recorded: whether the means have been computed, so that nothing can be added
         measured: the batch of the latest step, and the number of its samples as the step returned it
-        num_items: numbers of items averaged in parts of the loss in this step, for parts with their own
-        unweighed: values logged before their step has returned: the batch, the name and the value
+        num_items: number of items averaged in a part of the loss in this step, for parts with a number of their own
+        unweighed: values logged before their step has returned, each with the batch and the name
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class LossTrackers(dict[str, LossTracker]):
                 self.of(name).update(loss, self.num_items.get(name, weight))
 
     def state_dict(self) -> StateDict:
-        """Return the sums of logged values, which a failing step may have changed, unlike losses."""
+        """Return the sums of logged values. A step that fails may have changed them; it cannot have changed losses."""
         logged = {name: t.state_dict() for name, t in self.items() if name != "loss" and name not in self.parts}
         return {"logged": logged, "unweighed": len(self.unweighed)}
 
@@ -148,12 +148,12 @@ class LossTrackers(dict[str, LossTracker]):
         return self.setdefault(name, LossTracker())
 
     def log(self, name: str, value: torch.Tensor | float, weight: Count) -> None:
-        """Add a value under its own name, a mean over ``weight`` items."""
+        """Add a logged value, which is a mean over ``weight`` items."""
         self.logged.add(name)
         self.of(name).update(value, weight)
 
     def log_for(self, batch: Batch, name: str, value: torch.Tensor | float) -> None:
-        """Add a mean over the samples of a batch, once its step has returned their number."""
+        """Add a value that is a mean over the samples of a batch, once the step has returned their number."""
         self.logged.add(name)
         self.unweighed.append((batch, name, value))
         if batch is self.measured[0]:
@@ -172,7 +172,7 @@ class LossTrackers(dict[str, LossTracker]):
         for entry in values:
             if entry[0] is batch:
                 self.log(*entry[1:], size)
-            else:  # logged for the whole batch, and this is a part of it
+            else:  # the value was logged for the whole batch, of which this is a part
                 self.unweighed.append(entry)
 
     def local_sums(self) -> list[dict[str, tuple[float, float]]]:
@@ -195,7 +195,7 @@ class LossTrackers(dict[str, LossTracker]):
             name: format of the metric names, for example ``"train_{}_epoch"``
 
         Raises:
-            ValueError: if nothing has been added on any rank, or no items
+            ValueError: if nothing has been added on any rank, or if there were no items
         """
         means = {}
         self.is_recorded = True

@@ -16,7 +16,7 @@ from pytorch_accel_lite.run.history import RunHistory
 
 
 class Recorder(Protocol):
-    """A trainer, as far as it decides what a run records."""
+    """The part of a trainer that determines what a run records."""
 
     loss_func: LossFunction | None
     run_history: RunHistory
@@ -42,7 +42,7 @@ class Watched(Protocol):
 Directions = dict[str, bool | None]  # whether greater values are better, by name; None if unknown
 
 _LOSS: Directions = {"eval_loss": False}
-#: The names under which evaluations record their losses.
+#: The names of the losses that evaluations record.
 _OF_EVALUATIONS = ("eval_loss_epoch", "intermediate_eval_loss", "evaluation_loss")
 _RUN = "the run itself, as a loss,"
 _NEEDS_EVALUATION = " train() was given no eval_dataset. Pass one, or watch a training metric."
@@ -52,12 +52,12 @@ _NEEDS_EVALUATION = " train() was given no eval_dataset. Pass one, or watch a tr
 class ExpectedMetrics:
     """The metrics that a run records and watches, declared by callbacks in ``configure_run`` via ``request.metrics``.
 
-    This way, watching a metric that cannot be recorded is an error before the first batch, and whether greater values
-    are better need not be specified. Your own callbacks and trainers may record metrics without declaring them.
+    So a watched metric that cannot be recorded is an error before the first batch, and users need not specify whether
+    greater values are better. Your own callbacks and trainers may record metrics without declaring them.
 
     Attributes:
         directions: whether greater values are better, for each metric that the run is known to record
-        evaluated: the same for the metrics recorded in evaluations
+        evaluated: the same for metrics that are recorded in evaluations
         watched: the metrics that callbacks watch, in the order of the callbacks
         differing: the metrics that were found to differ between the processes
         within_epochs: whether a callback evaluates within epochs
@@ -69,12 +69,12 @@ class ExpectedMetrics:
     within_epochs: bool = False
     differing: set[str] = field(default_factory=set)
     _in_epochs: Directions = field(default_factory=dict)
-    _in_evaluations: dict[tuple[str, str], bool | None] = field(default_factory=dict)  # prefix and name
+    _in_evaluations: dict[tuple[str, str], bool | None] = field(default_factory=dict)  # by prefix and name
     _recorders: dict[tuple[bool, str], object] = field(default_factory=dict)
     _nested: dict[tuple[str, str], object] = field(default_factory=dict)  # recorders by prefix and name
-    _required: list[tuple[object, str]] = field(default_factory=list)  # owner and name
+    _required: list[tuple[object, str]] = field(default_factory=list)  # pairs of an owner and a name
     _complete: list[object] = field(default_factory=list)  # owners that record no undeclared metrics
-    _others: list[str] = field(default_factory=list)  # classes that may record some
+    _others: list[str] = field(default_factory=list)  # classes that may record undeclared metrics
 
     def record(
         self,
@@ -90,12 +90,12 @@ class ExpectedMetrics:
             owner: the callback
             metrics: names of the metrics, or a dict from their names to whether greater values are better (``None`` if
                 unknown)
-            in_evaluation: whether they are recorded in every evaluation: once for each dataset, and within epochs with
-                the prefix ``intermediate_``
+            in_evaluation: whether the metrics are recorded in every evaluation: once for each dataset, and within
+                epochs with the prefix ``intermediate_``
             and_others: whether the callback may record further metrics
 
         Raises:
-            ValueError: if another callback records one of them, as each epoch would have two values of it
+            ValueError: if another callback records one of the metrics, so that each epoch would have two values of it
         """
         for name, better in (metrics if isinstance(metrics, Mapping) else dict.fromkeys(metrics)).items():
             if in_evaluation:
@@ -121,7 +121,7 @@ class ExpectedMetrics:
         self._others += nested._may_record_others(callbacks)
 
     def watch(self, watched: Watched) -> None:
-        """Declare that a callback watches a metric: it must be recorded, and its direction will be determined."""
+        """Declare that a callback watches a metric, which must then be recorded, and whose direction is determined."""
         self.watched.append(watched)
         self.require(watched, watched.name)
 
@@ -175,7 +175,7 @@ class ExpectedMetrics:
             owners[name] = owner
 
     def _recorded(self, datasets: list[str]) -> Iterator[tuple[str, str]]:
-        """Yield the name of each metric of the run, without the prefix of the history, and who records it."""
+        """Yield the name of each metric of the run, without the prefix of the history, and the name of its recorder."""
         yield "train_loss_epoch", _RUN
         for data in datasets:
             of_dataset = f" (of eval_dataset[{data[:-1]!r}])" if data else ""
@@ -205,7 +205,7 @@ class ExpectedMetrics:
         }
 
     def _may_record_others(self, parts: Iterable[object]) -> list[str]:
-        """Return the classes that may record undeclared metrics: in general, all outside this package."""
+        """Return the classes that may record undeclared metrics: in general, all classes outside this package."""
         complete = [part for part in self._complete if "configure_run" in vars(type(part))]
         silent = [
             type(part).__name__ for part in parts if not is_from_this_package(type(part)) and part not in complete
@@ -214,7 +214,7 @@ class ExpectedMetrics:
 
 
 def _losses_that_may_record(name: str, loss_func: LossFunction | None, datasets: list[str], prefix: str) -> list[str]:
-    """Return the functions that may return several losses by name, if one of these may be recorded as ``name``."""
+    """Return the functions that may return a dict of losses, if such a loss may be recorded as ``name``."""
     if is_of_torch(loss_func):
         return []
     evaluated = [f"{re.escape(data)}(eval_.+_epoch|intermediate_eval_.+)" for data in datasets]
@@ -223,7 +223,7 @@ def _losses_that_may_record(name: str, loss_func: LossFunction | None, datasets:
 
 
 def _refuse(where: object, name: str, reason: str, directions: Directions, others: list[str], warns: bool) -> None:
-    """Raise an error for a metric that is never recorded, or warn if a user-defined class might record it.
+    """Raise an error for a metric that is never recorded; warn instead if a user-defined class might record it.
 
     Args:
         warns: whether this process is the one that warns

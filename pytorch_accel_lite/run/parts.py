@@ -1,4 +1,4 @@
-"""The parts of a run: its data, its schedule, its end, what it skips, and what is known of it afterwards."""
+"""The parts of a run: its data, its schedule, its end, the batches it skips, and the records it leaves."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ class RunData:
 
     Attributes:
         train_dataset: the dataset that the run trains on
-        eval_dataset: the dataset that it evaluates on, or a dict of them
-        collate_fn: makes a batch from a list of samples, if it was passed
+        eval_dataset: the dataset that the run evaluates on, or a dict of datasets
+        collate_fn: the user's function that makes a batch from a list of samples, if one was passed
         train_loader: the loader of this process's training batches; ``None`` in an evaluation or prediction alone
-        train_loader_kwargs: arguments of that loader
+        train_loader_kwargs: arguments of ``train_loader``
         eval_loaders: the loaders of evaluation batches by the names of their datasets, if there are several
-        eval_loader_kwargs: arguments of those loaders
-        ranks: the processes, as the data are divided among them: in tensor parallelism, several share each batch
-        seed: determines the order of the data, unless it is ``None``
+        eval_loader_kwargs: arguments of the evaluation loaders
+        ranks: the processes among which the data are divided; in tensor parallelism, several processes count as one,
+            because they share each batch
+        seed: the seed that determines the order of the data; ``None`` without a seed
         first_epoch: the number passed to ``set_epoch`` of samplers and datasets in the first epoch; 1 in runs resumed
             from states of version 0.2 and earlier
-        eval_loader: the loader being read, one of ``eval_loaders`` unless that is empty: a single one has no name
+        eval_loader: the evaluation loader being read; one of ``eval_loaders``, which is empty for a single dataset
+            without a name
         eval_dataset_name: name of the dataset being evaluated, if there are several
         made_loaders: loaders created for this run, whose workers end with it
         has_fillers: whether a process without samples in a step takes part in it with a filler batch
@@ -77,7 +79,7 @@ class RunData:
         """The loader of the current evaluation or prediction.
 
         Raises:
-            RuntimeError: if there is none
+            RuntimeError: if there is no such loader
         """
         if self.eval_loader is None:
             raise RuntimeError("There is no eval_dataloader before evaluate() has been called.")
@@ -91,12 +93,13 @@ class RunData:
 
 @dataclass(slots=True, eq=False, repr=False)
 class RunSchedule:
-    """What a run knows of its learning rate schedule.
+    """The state of a run's learning rate schedule.
 
     Attributes:
         initial_options: options of the optimizer before any schedule, if the run has a schedule
         final_rates: the learning rates at the end of a run with a schedule
-        shift: by how many updates the schedule is ahead of ``progress.update``, if epochs had more or fewer updates
+        shift: by how many updates the schedule is ahead of ``progress.update``, after a resumption with more or fewer
+            updates per epoch
         is_recreated: whether the schedule of a resumed run is recreated rather than restored
     """
 
@@ -111,12 +114,12 @@ class RunEnd:
     """How a run ends.
 
     Attributes:
-        reason: why it was stopped early
-        stopped_by: the callback that stopped it, as the call that created it
-        pause: the request to pause that stopped it
-        has_begun: whether its ending events have begun, in a loop of an overridden ``_run_training``
-        has_failed: whether an error has ended it
-        last_calls: called when the run has ended without an error, after all callbacks have handled its end
+        reason: why the run was stopped early
+        stopped_by: the callback that stopped the run, as the call that created the callback
+        pause: the request to pause that stopped the run
+        has_begun: whether the ending events have begun, in a loop of an overridden ``_run_training``
+        has_failed: whether an error has ended the run
+        last_calls: functions to call when the run has ended without an error and all callbacks have handled its end
     """
 
     reason: str | None = None
@@ -127,18 +130,18 @@ class RunEnd:
     last_calls: list[Callable[[], None]] = field(default_factory=list)
 
     def note(self, stop: StopTrainingError) -> None:
-        """Note what stops the run early."""
+        """Note the request that stops the run early."""
         self.reason, self.stopped_by = str(stop) or type(stop).__name__, stop.raised_by
         self.pause = stop if isinstance(stop, RunPausedError) else None
 
     def make_last_calls(self) -> None:
-        """Make the last calls, in the order of the requests."""
+        """Make the last calls, in the order in which they were requested."""
         for call in self.last_calls:
             call()
 
     @property
     def is_regular(self) -> bool:
-        """Whether it ended, possibly early, without failing or being paused."""
+        """Whether the run ended, possibly early, without failing or being paused."""
         return self.pause is None and not self.has_failed
 
 
@@ -146,9 +149,9 @@ class SkippedStep(NamedTuple):
     """A batch that was skipped in an evaluation or a prediction.
 
     Args:
-        failure: what callbacks are told of it
-        step: its number on its process, from 0
-        samples: number of its samples, or ``None`` if unknown
+        failure: the failure, as callbacks are told about it
+        step: the number of the batch on its process, from 0
+        samples: number of samples in the batch, or ``None`` if unknown
     """
 
     failure: Failure
@@ -158,11 +161,11 @@ class SkippedStep(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class SkippedBatches:
-    """What is skipped in an evaluation or a prediction because its step fails.
+    """The batches that are skipped in an evaluation or a prediction because their steps failed.
 
     Attributes:
-        batches: the batches of this process; after gathering, of all processes
-        is_gathered: whether they are
+        batches: the batches of this process; after gathering, those of all processes
+        is_gathered: whether the batches of all processes have been gathered
         first_error: the first error of this process
         last_computed: the last batch of this process that did not fail
     """
@@ -175,7 +178,7 @@ class SkippedBatches:
 
 
 class Training(NamedTuple):
-    """What is known of a training run in later evaluations."""
+    """The record of a training run for later evaluations."""
 
     config: TrainerRunConfig
     end: RunEnd
@@ -183,7 +186,7 @@ class Training(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """What ``Trainer.evaluate()`` found for the weights that the model has after a run."""
+    """The result of ``Trainer.evaluate()`` for the weights that the model has after a run."""
 
     eval_dataset: NamedData | None
     metrics: Mapping[str, MetricValue]
@@ -194,7 +197,7 @@ class GlobalModes(NamedTuple):
 
     Attributes:
         gradients: whether gradients are computed
-        autocast: whether operations choose their precision, on the device of the trainer
+        autocast: whether autocast is enabled for the device of the trainer
         dtype: the dtype of new tensors
     """
 
@@ -214,7 +217,7 @@ class LoadedWeights(NamedTuple):
     Args:
         file: name of the file or directory
         numbers: the numbers in the file, such as the epoch and the metric of a best model
-        update: the number of updates of the run at that time
+        update: the number of updates of the run when the weights were loaded
     """
 
     file: str
@@ -224,15 +227,15 @@ class LoadedWeights(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class CreatedAttributes:
-    """What a program had created when a run began.
+    """The attributes that a program had created when a run began.
 
     Attributes:
-        digests: of each attribute of moderate size
-        settings: of each attribute that holds only numbers and texts, its node
+        digests: a digest of each attribute of moderate size
+        settings: the serialised form of each attribute that holds only numbers and texts
         changed: attributes that are known to have changed
         warned_of: paths of values that states cannot keep, for which a warning has been given
         compared: attributes whose arguments the comparison of settings has reported
-        trainability: which parameters are trained after the starting events
+        trainability: which parameters are trainable after the starting events
     """
 
     digests: dict[Key, str] = field(default_factory=dict)
@@ -262,12 +265,12 @@ class TrainingState:
 
     Args:
         metadata: facts about the run from the manifest: progress, processes, versions ...
-        shared: state shared by all ranks: optimizer, scheduler, history, callbacks ...
-        local: state of this rank: its generators and its part of the running losses; ``None`` if a different number of
+        shared: the state that all ranks share: optimizer, scheduler, history, callbacks ...
+        local: the state of this rank: its generators and its part of the running losses; ``None`` if another number of
             processes saved the state
-        weights: the weights, if they have already been read: the local copy of a remote state is removed
-        tensors: large tensors, and sharded ones, in open files, by name; marked in ``shared``
-        postponed: names of optimizers that are restored once they have all their groups
+        weights: the weights, if they have already been read, as from a remote state, whose local copy is removed
+        tensors: large or sharded tensors in open files, by name; ``shared`` has marks in their place
+        postponed: names of optimizers that are restored later, when they have all their parameter groups
     """
 
     directory: Path | str
@@ -281,11 +284,11 @@ class TrainingState:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Latest:
-    """What is known of the latest training, evaluation and loading of weights, also after their runs.
+    """Records of the latest training, evaluation and loading of weights, which outlive their runs.
 
     Attributes:
-        training: the latest training: of this run, or the one before this evaluation
-        evaluation: the latest after it, if no other weights were loaded since
+        training: the latest training: this run, or the run before this evaluation
+        evaluation: the latest evaluation after that training, if no other weights were loaded since
         loaded: the weights that were loaded last
         recorded_by_evaluate: indices of the values that ``evaluate()`` has recorded in the history, by metric
     """

@@ -14,7 +14,7 @@ from pytorch_accel_lite.base.quantised import is_frozen_and_quantised, quantised
 from pytorch_accel_lite.optimizers.combined import AcceleratedCombinedOptimizer
 from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, is_created, parts_of_optimizer
 
-_PREPARED_TOGETHER = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}  # they have optimizers of their own
+_PREPARED_TOGETHER = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}  # these have optimizers of their own
 
 
 class PreparedModel:
@@ -38,8 +38,8 @@ class PreparedModel:
         self._originals = model, optimizer
         self.trains = False
         self._forward = vars(model).get("forward")
-        # Accelerate's lists of prepared objects. free_memory() would also drop what others have prepared, and collect
-        # garbage, which takes longer than many a run.
+        # Accelerate's lists of prepared objects. free_memory() would also drop objects that other code has prepared,
+        # and # collect garbage, which takes longer than many runs.
         self._held = [(held, len(held)) for held in (accelerator._models, accelerator._optimizers)]
         self.is_sharded = is_sharded(accelerator, model)
         self.outlives_runs = accelerator.distributed_type not in PLAIN
@@ -60,7 +60,7 @@ class PreparedModel:
     def _prepare(self, accelerator: Accelerator) -> None:
         """Let Accelerate prepare the model, and the optimizer if it exists."""
         model = self.model
-        if any(map(is_frozen_and_quantised, model.parameters())):  # which cannot be sent
+        if any(map(is_frozen_and_quantised, model.parameters())):  # quantised weights cannot be broadcast
             quantised = quantised_entries(unwrap(model), unwrap(model).state_dict())
             ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *sorted(quantised)]
             vars(model)["_ddp_params_and_buffers_to_ignore"] = ignored
@@ -69,7 +69,7 @@ class PreparedModel:
         elif accelerator.distributed_type in _PREPARED_TOGETHER:
             self._originals = model, self.optimizer.make(model)
             self.model, self.optimizer = accelerator.prepare(*self._originals)
-        elif accelerator.is_fsdp2:  # which Accelerate prepares together, too, but only to exchange the parameters
+        elif accelerator.is_fsdp2:  # prepared together only to exchange the parameters
             self.model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
             accelerator._optimizers.pop()
         else:
@@ -86,14 +86,14 @@ class PreparedModel:
 
     def _name_parts(self) -> None:
         if type(self.optimizer) is AcceleratedOptimizer and parts_of_optimizer(self.optimizer):
-            self.optimizer.__class__ = AcceleratedCombinedOptimizer  # Accelerate's own knows no names
+            self.optimizer.__class__ = AcceleratedCombinedOptimizer  # Accelerate's class knows no names
 
     def _note_first_call(self, *_: object) -> None:
         self.has_run = True
         self._first_call.remove()
 
     def can_rewrap(self, model: nn.Module) -> bool:
-        """Whether the prepared model can be rewrapped: not if its weights are sharded or its wrapper is compiled."""
+        """Whether the prepared model can be rewrapped: its weights are not sharded and its wrapper is not compiled."""
         return not (self.is_sharded or isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel))
 
     def release(self, model: nn.Module) -> tuple[nn.Module, TrainerOptimizer]:
@@ -109,5 +109,5 @@ class PreparedModel:
             del held[length:]
         released = unwrap(model)
         if unwrap(self.model) is released and getattr(released, "_orig_mod", None) is original:
-            released = original  # compiled by Accelerate
+            released = original  # without Accelerate's compilation
         return released, optimizer

@@ -13,11 +13,11 @@ from pytorch_accel_lite.run.metric_checks import ExpectedMetrics
 
 
 class StateSource(Protocol):
-    """A callback that knows of training states.
+    """A callback that can find training states.
 
     Attributes:
         find_latest: returns the latest state that a trainer can resume from, or ``None``
-        save_dir: where they are
+        save_dir: where the training states are
     """
 
     @property
@@ -36,7 +36,7 @@ class RunRequest:
     Args:
         kind: whether the run trains, evaluates or predicts
         sanity_check: try the evaluation on one batch before the first update
-        saves_training_states: derive the order of the data from a seed, even if the trainer has none
+        saves_training_states: derive the order of the data from a seed, even if the trainer has no seed
         skips_failed_batches: skip training batches that fail
         skips_in_evaluation: leave out evaluation batches that fail
         skips_in_prediction: leave out batches that fail in a prediction
@@ -93,10 +93,11 @@ class RunRequest:
             argument: name of the callback's argument with the path
             path: the path; ``None`` does nothing
             content: what the path will contain, in a word or two; by default the name of the callback's class
-            locks: whether a run that trains keeps others, also of other programs, from writing there until it ends
+            locks: whether a training run keeps other runs, also of other programs, from writing to the path until it
+                ends
 
         Raises:
-            ValueError: if another callback writes there; names the argument, the path and both callbacks
+            ValueError: if another callback writes to the path; names the argument, the path and both callbacks
         """
         if path is None:
             return
@@ -123,12 +124,12 @@ class TrainerRunConfig:
         train_dl_kwargs: arguments of the training dataloader
         eval_per_device_batch_size: number of samples in an evaluation batch of one process
         eval_dl_kwargs: arguments of the evaluation dataloader
-        train_total_batch_size: number of samples in one update, over all processes; in the first one, if
+        train_total_batch_size: number of samples in one update, over all processes; in the first update, if
             ``gradient_accumulation_steps`` changes
         eval_total_batch_size: number of samples in one evaluation step, over all processes
-        num_update_steps_per_epoch: number of optimizer updates per epoch, or in the first one if
+        num_update_steps_per_epoch: number of optimizer updates per epoch, or in the first epoch if
             ``gradient_accumulation_steps`` changes; ``None`` if the data have no length, 0 in an evaluation run
-        num_local_update_steps_per_epoch: the same number, as every process takes part in every update
+        num_local_update_steps_per_epoch: the same number, because every process takes part in every update
         max_num_train_steps: number of optimizer updates in the run; ``None`` if the data have no length and no limit
             was given
         is_local_process_zero: whether this is the first process on its machine
@@ -137,8 +138,9 @@ class TrainerRunConfig:
         mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``
         num_processes: number of processes in the job
         seed: the seed of the trainer, or ``None``
-        logical_processes: that argument of the trainer, if it was given; sizes are then those of a logical process
-        deterministic: that argument of the trainer, if it was given
+        logical_processes: the trainer's argument of this name, if it was passed; batch sizes are then those of a
+            logical process
+        deterministic: the trainer's argument of this name, if it was passed
     """
 
     num_epochs: int | None
@@ -176,7 +178,7 @@ class TrainerRunConfig:
         return call(type(self).__name__, self.notable())
 
     def notable(self) -> dict[str, object]:
-        """Return the settings that differ from their defaults and, with several processes, which one this is."""
+        """Return the settings that differ from their defaults and, with several processes, which process this is."""
         per_process = {"is_distributed", "is_local_process_zero", "is_world_process_zero", "num_processes"}
         hidden = {"num_local_update_steps_per_epoch"} | (set() if self.is_distributed else per_process)
         defaults = {item.name: item.default for item in fields(self) if item.name != "mixed_precision"}

@@ -1,4 +1,4 @@
-"""Attributes of a trainer that a subclass may replace by its own of the same name."""
+"""Attributes of a trainer that a subclass may replace by attributes of its own with the same names."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ class Shadowable(Generic[T]):
     def __get__(self, trainer: object, owner: type) -> T | Shadowable[T]:
         return self if trainer is None else self._read(trainer)
 
-    if TYPE_CHECKING:  # if it were there, an attribute of an instance would not hide the property
+    if TYPE_CHECKING:  # with a real __set__, attributes of instances could not hide the property
 
         def __set__(self, trainer: object, value: object) -> None: ...

@@ -18,8 +18,9 @@ _HANDLED = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT
 def ending_in_order(request: Callable[[Exception], None]) -> Iterator[None]:
     """In a block, make SIGTERM, SIGUSR1, SIGUSR2 and SIGINT request the end of the run.
 
-    The same signal again ends the program immediately; another one does not, as schedulers may send several in a row.
-    Does nothing in threads other than the main one, which receive no signals. Handlers are restored afterwards.
+    If the same signal comes again, it ends the program immediately. Another signal does not, because schedulers may
+    send several in a row. Does nothing in threads other than the main one, which receive no signals. Handlers are
+    restored afterwards.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

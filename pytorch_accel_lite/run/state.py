@@ -1,4 +1,4 @@
-"""Runs: the state of one call of ``train``, ``evaluate`` or ``predict``, and what a trainer shows of it."""
+"""Runs: the state of one call of ``train``, ``evaluate`` or ``predict``, and the interfaces of trainers and steps."""
 
 from __future__ import annotations
 
@@ -216,21 +216,22 @@ class TrainerLike(Protocol):
 
 
 class Step:
-    """How a run trains on a batch. A run has exactly one: the plain step, or one of those in ``steps/``.
+    """How a run trains on a batch. A run has exactly one step: the plain step, or one of the steps in ``steps/``.
 
-    What other code asks of any kind has a default here. What only one kind needs is in its class.
+    This class has defaults for everything that other code asks of a step. What only one kind of step needs is in its
+    class.
 
     Attributes:
         closure: argument of the optimizer's ``step``: nothing, or a function that recomputes the gradients
-        updates_one_by_one: whether it updates each optimizer by itself
+        updates_one_by_one: whether the step updates each optimizer separately
         updating: name of the optimizer being updated, or updated last, if they are updated one by one
         num_microbatches: number of parts that each batch is split into
         num_eval_parts: number of parts that each evaluation batch of this process is split into
         gradient_norm: the total norm of the gradients of the current update, if it has been computed
         skips_update: whether the current update is skipped
         skipped_updates: number of updates skipped in the run
-        must_warm_up_ddp: whether ``DistributedDataParallel`` has still to arrange its gradients
-        must_compare_replicas: whether the first update has still to be compared between the processes
+        must_warm_up_ddp: whether ``DistributedDataParallel`` still has to arrange its gradients
+        must_compare_replicas: whether the first update still has to be compared between the processes
         without_gradient: the parameters that had no gradient on this process in the first update
     """
 
@@ -254,7 +255,7 @@ class Step:
         return []
 
     def begin(self, trainer: TrainerLike) -> None:
-        """Prepare for the first batch of a training run, rather than of a trial."""
+        """Prepare for the first batch of a training run. Not called in a trial."""
 
     def end(self, trainer: TrainerLike) -> None:
         """Called after the last batch of a training run that has not failed, before its ending events."""
@@ -272,7 +273,7 @@ class Step:
         raise NotImplementedError
 
     def recover(self, trainer: TrainerLike, run: Run, error: Exception) -> bool:
-        """Restore the state before the window in which an error occurred; return whether it is computed again."""
+        """Restore the state from before the window in which an error occurred; return whether it is repeated."""
         return False
 
     def update(self, trainer: TrainerLike, run: Run) -> None:
@@ -285,24 +286,24 @@ class Step:
         run.window.filled = 0
 
     def state_dict(self) -> StateDict:
-        """Return what a training state keeps of the step, the same on every process."""
+        """Return the state of the step for a training state, the same on every process."""
         return {}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Restore what ``state_dict()`` returned; states of earlier versions, and of other kinds, may lack a key."""
+        """Restore the result of ``state_dict()``. States of earlier versions and of other kinds may lack a key."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class LoopState:
-    """What the loop of a run keeps for itself.
+    """The private state of the loop of a run.
 
     Attributes:
-        is_ours: whether our own loop has begun, rather than one in an overridden ``_run_training``
+        is_ours: whether the package's own loop has begun, rather than a loop in an overridden ``_run_training``
         has_reached_limit: whether the last epoch made the last requested update
-        evaluations: how often the run evaluates, if it does
+        evaluations: the interval between evaluations, if the run evaluates at intervals
         has_update_schedules: whether evaluations, or the sizes of windows, are scheduled by updates
-        completes_evaluation: whether the evaluation that begins next is the last of an epoch
-        trained_model: the trainer's model, while another one is evaluated in its place
+        completes_evaluation: whether the evaluation that begins next is the last one of an epoch
+        trained_model: the trainer's model, while another model is evaluated in its place
         unrecorded: the running losses of the training epoch, until they are recorded
         global_modes: settings of torch after the starting events
     """
@@ -321,24 +322,24 @@ class LoopState:
 class Run:
     """The state of a run. A trainer always has one, ``trainer.run``: the active run, the last one, or an idle one.
 
-    Callbacks may read what is listed here. It only mirrors the trainer: do not change it. The other attributes belong
-    to the trainer, and may change with any version.
+    Callbacks may read the attributes that are listed here, but not change them: they only mirror the trainer. All other
+    attributes belong to the trainer, and may change with any version.
 
     Attributes:
-        kind: ``"training"``, also in its own evaluations; ``"evaluation"``, by ``evaluate``; or ``"prediction"``.
-            ``request.kind`` is that of the outermost run
-        ranks: the processes of the job, for settings, files and errors. ``data.ranks``, for sums and means over samples
-            and gradients, are fewer in tensor parallelism, where several processes compute a batch together
+        kind: ``"training"``, also in the run's own evaluations; ``"evaluation"``, by ``evaluate``; or ``"prediction"``.
+            ``request.kind`` is the kind of the outermost run
+        ranks: the processes of the job, for settings, files and errors. In tensor parallelism, several processes
+            compute a batch together: then ``data.ranks``, for sums and means over samples and gradients, has fewer
         device: the device of this process
         overridden: names of the methods of a trainer that the user's class overrides
         request: the settings requested for the run
         config: the settings resolved from the request and the data; ``None`` before that
         data: the data and their loaders
-        progress: its epoch, update, step and so on
+        progress: the current epoch, update, step and so on
         stepper: how the run trains on a batch
         window: the accumulation window, and how much of it is filled
-        accumulation: how many batches there are in an update
-        schedule: what is known of the learning rate schedule
+        accumulation: the number of batches in an update
+        schedule: the state of the learning rate schedule
         end: how the run ends
         batch: the batch being processed; ``None`` outside a step
         batch_number: the number, in the epoch or evaluation, of the batch being read or processed, if any
@@ -346,11 +347,12 @@ class Run:
         recorded_losses: the mean losses of the last epoch or evaluation, by metric name
         step_metrics: values measured in the latest update, by name: numbers, or tensors on the device
         epoch_phase: how far the epoch has got; ``epoch_is_trained`` if its steps are done
-        skipped: the batches that fail in its evaluations or its prediction; ``None`` if such a failure is an error
+        skipped: the failed batches of the run's evaluations or its prediction; ``None`` if such a failure is an error
         outer: the run within which this one was started, if any
         resumed: the training state from which the run starts, until it is restored
         goodput: how the time of the job is spent
-        cleanup: closed when the run ends: frees the paths that it writes to, and undoes what holds only within it
+        cleanup: an exit stack, closed when the run ends, that frees the paths the run writes to, and restores temporary
+            settings
     """
 
     ranks: Ranks
@@ -379,13 +381,13 @@ class Run:
     skipped: SkippedBatches | None = None
     resumed: TrainingState | None = None
 
-    # Of the trainer.
+    # For the trainer only.
     previous: Run | None = None  # the run that is current again when this one ends
-    recorded_settings: StateDict | None = None  # in its states; on the main process, if it saves any
+    recorded_settings: StateDict | None = None  # recorded in training states; on the main process, if it saves states
     loop: LoopState = field(default_factory=LoopState)
     latest: Latest = field(default_factory=Latest)
-    created_attributes: CreatedAttributes = field(default_factory=CreatedAttributes)  # by the program when it began
-    holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)  # of trained parameters, by ids
+    created_attributes: CreatedAttributes = field(default_factory=CreatedAttributes)  # what the program created before
+    holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)  # of parameters, by ids
 
     @classmethod
     def create(
@@ -400,7 +402,7 @@ class Run:
         """Create a run that has not started yet. A dict of training datasets is combined into one.
 
         Args:
-            ranks: the processes, if the trainer has no run yet to take them from
+            ranks: the processes, for the first run of a trainer; later runs take them from the run before
         """
         if isinstance(train_data, dict):
             train_data = NamedDatasets(train_data)
@@ -435,7 +437,7 @@ class Run:
         )
 
     def stay(self) -> None:
-        """Stay the trainer's run after its end, as it has started, and free the previous one and its data."""
+        """Remain the trainer's run after the end, because this run has started; free the previous run and its data."""
         self.previous = None
 
     @property
@@ -443,7 +445,7 @@ class Run:
         """The config of the run.
 
         Raises:
-            RuntimeError: if there is none yet
+            RuntimeError: if there is no config yet
         """
         if self.config is None:
             raise RuntimeError("There is no run_config before train() or evaluate() has been called.")
@@ -456,7 +458,7 @@ class Run:
 
     @property
     def evaluates_within_epochs(self) -> bool:
-        """Whether it evaluates within epochs, too."""
+        """Whether the run also evaluates within epochs."""
         return self.loop.evaluations is not None and self.loop.evaluations.is_within_epochs
 
     @property
@@ -468,21 +470,21 @@ class Run:
     def is_finished(self) -> bool:
         """Whether all requested epochs or updates are complete."""
         limit, num_epochs = self.request.max_num_train_steps, self.required_config.num_epochs
-        counts_updates = self.progress.update > 0  # an overridden _run_train_epoch need not
+        counts_updates = self.progress.update > 0  # an overridden _run_train_epoch need not count updates
         if limit is not None and (counts_updates or num_epochs is None or self.loop.has_reached_limit):
-            # The number of epochs is an estimate, as batches may be skipped.
+            # The number of epochs is an estimate, because batches may be skipped.
             return self.progress.update >= limit or self.loop.has_reached_limit
         return num_epochs is not None and self.progress.epochs_completed >= num_epochs
 
     @property
     def ends_with_epoch(self) -> bool:
-        """Whether the current epoch is the last, as far as is known."""
+        """Whether the current epoch is the last one, as far as that is known."""
         no_limit = self.request.max_num_train_steps is None
         return self.is_finished or (no_limit and self.progress.epoch == self.required_config.num_epochs)
 
     @property
     def max_num_samples(self) -> int | None:
-        """The number of samples in all epochs of the run, though it may end within the last; ``None`` if unknown."""
+        """The number of samples in all epochs of the run, which may end within the last epoch; ``None`` if unknown."""
         samples, num_epochs = self.data.required_train_loader.num_samples, self.required_config.num_epochs
         return None if samples is None or num_epochs is None else samples * num_epochs
 
@@ -497,7 +499,7 @@ class Run:
     def trained_fraction(self) -> Fraction | None:
         """The trained fraction of the current epoch, less than 1 until it ends; ``None`` if unknown.
 
-        Computed from samples where their number is known, so that it is the same on any number of processes.
+        It is computed from samples if their number is known, so that it is the same on any number of processes.
         """
         loader, progress = self.data.required_train_loader, self.progress
         total, left = loader.steps_left(0), loader.steps_left(progress.samples_in_epoch)
@@ -516,12 +518,12 @@ class Run:
         return indices.tolist() if isinstance(indices, torch.Tensor) else None if indices is None else list(indices)
 
     def count_step(self, output: BatchOutput, batch: Batch) -> tuple[int, int]:
-        """Add the losses and the samples of a training batch to the running ones.
+        """Add the losses of a training batch to the running losses, and its samples to the progress.
 
         Returns:
-            its number of samples on this process, and on all processes
+            the number of samples of this process, and of all processes, in the step
         """
-        # Inlines Batch.samples() and Progress.add_samples(), as this runs in every step.
+        # Inlines Batch.samples() and Progress.add_samples(), because this runs in every step.
         local = batch.num_samples
         progress = self.progress
         if local != 0:  # 0 for a filler batch
@@ -556,8 +558,8 @@ def run_to_change(trainer: TrainerLike, loader_of: Literal["train", "eval"] | No
         loader_of: for a dataloader, whether it trains or evaluates
 
     Raises:
-        AttributeError: before the trainer is initialised; or for a dataloader while nothing is running, as the next run
-            would replace it
+        AttributeError: before the trainer is initialised; or, for a dataloader, while nothing is running, because the
+            next run would replace the dataloader
     """
     if "current_run" not in vars(trainer):
         raise AttributeError(f"{type(trainer).__name__}: call super().__init__(...) before setting attributes.")

@@ -21,7 +21,7 @@ class StopCoordinator:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        #: Whether ``sync()`` may have anything to do: on several ranks always, otherwise once there is a request.
+        #: Whether ``sync()`` may have work to do: always on several ranks, otherwise once there is a request.
         self.must_sync = ranks.world_size > 1
         self._requests: dict[str, tuple[int, Exception]] = {}
         self._calls = 0
@@ -40,12 +40,12 @@ class StopCoordinator:
         return time.monotonic() - self._start if self.ranks.world_size == 1 else self._clock
 
     def request(self, error: Exception) -> None:
-        """Request a stop or a pause with this error; the first of each is kept. Safe to call in a signal handler."""
+        """Request a stop or a pause with this error; the first of each is kept. Safe in a signal handler."""
         self._requests.setdefault("pause" if isinstance(error, RunPausedError) else "stop", (self._calls, error))
         self.must_sync = True
 
     def realign(self) -> None:
-        """Synchronise at the next update, as the ranks have changed. Call it on all ranks after the same update."""
+        """Synchronise at the next update: the ranks have changed. Call it on all ranks after the same update."""
         self.must_sync = self.must_sync or self.ranks.world_size > 1
         self._updates, self._interval = 0, 1
 

@@ -1,4 +1,4 @@
-"""Learning rate schedulers that torch lacks, stepped once per update; see ``docs/schedulers.md``."""
+"""Learning rate schedulers that torch lacks, which are stepped once per update; see ``docs/schedulers.md``."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ from pytorch_accel_lite.schedulers.scheduler_base import RUN_EPOCHS, UPDATES_PER
 class CosineLrScheduler(PlannedLrScheduler):
     """Cosine annealing without restarts: warm-up, half a cosine, cool-down; stepped once per update.
 
-    With W updates of warm-up, C of cool-down and A = total - W - C between them, the learning rate after n updates is
+    With W updates of warm-up, C updates of cool-down, and A = total - W - C updates between them, the learning rate
+    after n updates is
 
     * in the warm-up, ``start + (base - start) * n / W``;
     * then ``min + (base - min) * (1 + cos(pi * ((n - W) / A) ** k_decay)) / 2``;
@@ -33,8 +34,8 @@ class CosineLrScheduler(PlannedLrScheduler):
         k_decay: values above 1 keep the rate high for longer, values below 1 lower it sooner
         lr_min: final rate of every group, or the group's base rate if that is smaller
         min_lr_ratio: final rate as a fraction of each group's base rate, instead of ``lr_min``
-        num_warmup_epochs: length of the warm-up in epochs; may be fractional. If warm-up and cool-down leave nothing
-            for the annealing, both are shortened proportionally to half of the schedule, with a warning.
+        num_warmup_epochs: length of the warm-up in epochs; may be fractional. If warm-up and cool-down leave no updates
+            for the annealing, both are shortened proportionally, to half of the schedule together, with a warning.
         warmup_starting_lr: rate of the first update if there is a warm-up, or the base rate if that is smaller
         warmup_starting_lr_ratio: the same as a fraction of each group's base rate, instead of ``warmup_starting_lr``
         num_cooldown_epochs: number of epochs at the final rate; may be fractional

@@ -15,7 +15,7 @@ from pytorch_accel_lite.schedulers.wsd_scheduler import WSDLrScheduler
 
 #: The names that ``train(create_scheduler_fn=...)`` takes: ``"constant"``, ``"linear"``, ``"cosine"``, ``"wsd"``.
 ScheduleName = Literal["constant", "linear", "cosine", "wsd"]
-#: What ``train`` takes.
+#: The values that ``train`` takes as ``create_scheduler_fn``.
 ScheduleArgument = ScheduleName | SchedulerFactory | Mapping[str, ScheduleName | CreateScheduler]
 
 
@@ -28,8 +28,8 @@ def resolve_names(
     """Return the factory that a name stands for, also in a dict by optimizer; functions are returned unchanged.
 
     Args:
-        warmup_steps: number of steps of linear warm-up, or their fraction of the run if less than 1
-        interval: ``"update"`` or ``"epoch"``: what a step of the schedule is
+        warmup_steps: number of steps of linear warm-up; if less than 1, their fraction of the run
+        interval: ``"update"`` or ``"epoch"``: when the schedule is stepped
 
     Raises:
         ValueError: for an unknown name, or a warm-up without a name
@@ -59,13 +59,13 @@ def resolve_names(
 
 
 def check_factory(create: CreateScheduler, argument: str = "create_scheduler_fn") -> None:
-    """Check that a function can be called with an optimizer alone, which becomes its first argument."""
+    """Check that a function can be called with an optimizer as its only argument."""
     function = create.func if isinstance(create, partial) else create
     name = getattr(function, "__name__", type(function).__name__)
     try:
         first, *others = [*inspect.signature(function).parameters, ""]
         inspect.signature(create).bind(object())
-    except ValueError:  # not written in Python
+    except ValueError:  # the function is not written in Python
         return
     except TypeError as error:
         lacks = str(error).startswith("missing")

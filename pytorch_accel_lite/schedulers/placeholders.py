@@ -1,4 +1,4 @@
-"""Placeholders for values that are known only when a run starts, for use in scheduler factories."""
+"""Placeholders, in the arguments of scheduler factories, for values that are known only when a run starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PlaceholderError(ValueError):
 
 
 class Settings(Protocol):
-    """The settings of a run, of which others are looked for by their names."""
+    """The settings of a run. Settings that are not declared here are looked up by name."""
 
     @property
     def gradient_accumulation_steps(self) -> int | Mapping[int, int]: ...  # noqa: D102
@@ -26,7 +26,7 @@ class Settings(Protocol):
 
 
 class HasSettings(Protocol):
-    """A trainer, of which only the settings of its run must be known; loaders are looked for by their names."""
+    """A trainer with the settings of its run. Its loaders are looked up by name."""
 
     @property
     def run_config(self) -> Settings | None: ...  # noqa: D102
@@ -34,12 +34,12 @@ class HasSettings(Protocol):
 
 #: A placeholder in place of a number, until it is resolved.
 Unresolved: TypeAlias = Any
-#: What placeholders are combined with.
+#: A value that can be combined with a placeholder.
 Operand: TypeAlias = "float | Placeholder"
 
 
 def _operators(symbol: str, apply: Callable[..., float]) -> tuple[Callable[[Operand, Operand], Placeholder], ...]:
-    """Return the methods of an operator, for a placeholder on its left and on its right."""
+    """Return the methods of an operator, for a placeholder on the left and on the right of it."""
 
     def combine(left: Operand, right: Operand) -> Placeholder:
         for operand in (left, right):
@@ -122,7 +122,7 @@ class Placeholder:
 
 
 def _expression(template: str, apply: Callable[..., float], *operands: Operand) -> Placeholder:
-    """Return what a function makes of numbers and placeholders; the template has a ``{}`` for each."""
+    """Return an expression that applies a function to operands; the template has a ``{}`` for each of them."""
     text = template.format(*map(repr, operands))
     named = [operand for operand in operands if isinstance(operand, Placeholder)]
 
@@ -157,7 +157,7 @@ def _named(
         unknown = PlaceholderError(f"{text} cannot be resolved: {missing}")
         try:
             value = read(trainer)
-        except TypeError as error:  # a dataloader without a length
+        except TypeError as error:  # the dataloader has no length
             raise unknown from error
         if value is None:
             raise unknown
@@ -172,7 +172,7 @@ def _setting(name: str, setting: str, missing: str = _NO_LENGTH) -> Placeholder:
 
 
 def _loader(trainer: HasSettings, name: str) -> Sized:
-    """Return a loader of a trainer, or of an object that has only its name in pytorch-accelerated."""
+    """Return a loader of a trainer, or of an object that has it only under the name of pytorch-accelerated."""
     loader: Sized = getattr(trainer, name) if hasattr(trainer, name) else getattr(trainer, f"_{name}")
     return loader
 
@@ -235,7 +235,7 @@ class TrainerPlaceholderValues(metaclass=_ListsPlaceholders):
 
     All processes take part in every update, so the number of updates does not grow with the number of processes.
 
-    As of the ``Enum`` of pytorch-accelerated, ``list(...)``, ``TrainerPlaceholderValues["NUM_EPOCHS"]`` and
+    As with the ``Enum`` of pytorch-accelerated, ``list(...)``, ``TrainerPlaceholderValues["NUM_EPOCHS"]`` and
     ``isinstance(value, TrainerPlaceholderValues)`` work.
     """
 
@@ -245,8 +245,8 @@ class TrainerPlaceholderValues(metaclass=_ListsPlaceholders):
         "num_epochs",
         "the training data have no length, so the run is limited by max_num_train_steps only. Use MAX_NUM_TRAIN_STEPS.",
     )
-    #: The number of optimizer updates in an epoch (a shorter last accumulation window counts as one). An error if
-    #: ``gradient_accumulation_steps`` changes during the run: then use ``MAX_NUM_TRAIN_STEPS``.
+    #: The number of optimizer updates in an epoch (a shorter last accumulation window counts as one). Raises an error
+    #: if ``gradient_accumulation_steps`` changes during the run: then use ``MAX_NUM_TRAIN_STEPS``.
     NUM_UPDATE_STEPS_PER_EPOCH = _updates_per_epoch("NUM_UPDATE_STEPS_PER_EPOCH")
     #: The same number, under its name in pytorch-accelerated: every process takes part in every update.
     PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH = _updates_per_epoch("PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH")

@@ -27,11 +27,12 @@ def schedule_values(
     """Return the learning rate at each update, for each parameter group.
 
     Args:
-        create_scheduler_fn: as for ``train()``; placeholders in a ``functools.partial`` are resolved
+        create_scheduler_fn: as in ``train()``; placeholders in a ``functools.partial`` are resolved
         num_updates: number of optimizer updates in the run
-        lr: learning rate of the optimizer, or one for each parameter group, or its options in a dict
+        lr: learning rate of the optimizer; or a list with the learning rate, or a dict of options, of each parameter
+            group
         num_epochs: number of epochs in the run
-        warmup_steps: as for ``train()``, for a schedule by name
+        warmup_steps: as in ``train()``, for a schedule by name
     """
     check_positive_int("num_updates", num_updates)
     check_positive_int("num_epochs", num_epochs)

@@ -44,13 +44,13 @@ class SchedulerBase(ABC):
 
     @abstractmethod
     def get_updated_values(self, num_updates: int) -> Iterable[float] | float | None:
-        """Return the value to use for the update after ``num_updates``.
+        """Return the value for the next update, after ``num_updates`` updates.
 
         Args:
             num_updates: number of updates made so far
 
         Returns:
-            one value for all parameter groups, one for each, or ``None`` to leave them unchanged
+            one value for all parameter groups, a value for each group, or ``None`` to leave the groups unchanged
         """
 
     def step_update(self, num_updates: int) -> None:
@@ -77,7 +77,7 @@ class SchedulerBase(ABC):
         return [to_number(group[self.param_group_field]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> StateDict:
-        """Return all attributes except the optimizer. Override this if some are not plain values."""
+        """Return all attributes except the optimizer. Override it if some attributes are not plain values."""
         return {name: value for name, value in vars(self).items() if name != "optimizer"}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -86,7 +86,7 @@ class SchedulerBase(ABC):
 
 
 class StatefulSchedulerBase(SchedulerBase):
-    """Base class of schedulers that count the updates: call ``step()`` after each one, as the trainer does.
+    """Base class of schedulers that count the updates: call ``step()`` after each update, as the trainer does.
 
     The first update uses the optimizer's values. If your schedule starts differently, call ``self.step_update(0)`` at
     the end of the constructor.
@@ -102,17 +102,17 @@ class StatefulSchedulerBase(SchedulerBase):
         return self._num_updates
 
     def step(self) -> None:
-        """Count an update, and set the parameter groups to the values for the next one."""
+        """Count an update, and set the parameter groups to the values for the next update."""
         self._num_updates += 1
         self.step_update(self._num_updates)
 
 
 class PlannedLrScheduler(StatefulSchedulerBase):
-    """A learning rate schedule determined by its arguments, whose state is its position and the initial rates.
+    """A learning rate schedule that its arguments determine. Its state has only its position and the initial rates.
 
     The arguments are not part of the state, so a run resumed with more epochs follows the longer schedule.
 
-    The rate of a parameter group with the key ``lr_scale``, as timm's layer decay has it, is multiplied by that.
+    If a parameter group has the key ``lr_scale``, as from timm's layer decay, its rate is multiplied by that value.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -42,18 +42,18 @@ DECAYS: dict[str, Callable[[float, float], float]] = {
 
 
 def estimate_checkpoint_steps(total_steps: int, num_checkpoints: int = 3) -> list[int]:
-    """Return the updates at which decays end: the last at the end, each of the others at half of the next.
+    """Return the updates at which decays end: the last at the end of the schedule, each other at half of the next one.
 
     Args:
         total_steps: number of updates in the schedule
         num_checkpoints: number of decays
 
     Raises:
-        ValueError: if the schedule is too short for that many
+        ValueError: if the schedule is too short for so many decays
     """
     check_positive_int("total_steps", total_steps)
     check_positive_int("num_checkpoints", num_checkpoints)
-    if num_checkpoints > 1 and total_steps < 2**num_checkpoints:  # a single period may be a decay alone
+    if num_checkpoints > 1 and total_steps < 2**num_checkpoints:  # a single period may consist of a decay alone
         raise ValueError(
             f"num_checkpoints={num_checkpoints!r} is too many for total_steps={total_steps!r}: each is at half of the "
             f"next, which takes at least {2**num_checkpoints} updates."
@@ -80,8 +80,8 @@ class WSDLrScheduler(PlannedLrScheduler):
             ``total_steps``
         num_update_steps_per_epoch: number of updates per epoch
         total_steps: length of the schedule in updates; takes precedence over ``num_epochs``
-        num_warmup_steps: number of updates over which the rate rises linearly; ``None`` for a hundredth of all. A
-            warm-up that would reach into the first decay is shortened, with a warning. A continuation has no warm-up.
+        num_warmup_steps: number of updates over which the rate rises linearly; ``None`` for a hundredth of all updates.
+            A warm-up that would reach into the first decay is shortened, with a warning. A continuation has no warm-up.
         decay_phase_ratio: fraction of each period that is decay, from 0 (no decay) to 1
         lr_min: rate at the end of a decay, as a fraction of the base rate
         warmup_starting_lr: rate of the first update if there is a warm-up, or the base rate if that is smaller
@@ -194,8 +194,8 @@ class WSDLrScheduler(PlannedLrScheduler):
         """Return the period and phase of the schedule after a number of updates.
 
         Returns:
-            the period as in ``get_decay_info()``, and the ``phase`` of the next update, one of ``"warmup"``,
-            ``"stable"``, ``"decay"``, or ``"finished"`` after the last
+            the period as in ``get_decay_info()``, and the ``phase`` of the next update: ``"warmup"``, ``"stable"``,
+            ``"decay"``, or ``"finished"`` after the last period
         """
         period = self._period_at(num_updates)
         if num_updates >= self.total_steps:
@@ -221,7 +221,7 @@ class WSDLrScheduler(PlannedLrScheduler):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load the state returned by ``state_dict()``, and set the learning rates accordingly.
 
-        If this schedule is a continuation and the state is not, the schedule starts from the beginning: see
+        If this schedule is a continuation and the state is not from one, the schedule starts from the beginning: see
         ``continue_from()``. A state of pytorch-accelerated, which lacks the number of updates, leaves that number
         unchanged, with a warning.
         """

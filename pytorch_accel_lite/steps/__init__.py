@@ -1,1 +1,1 @@
-"""The kinds of training steps that replace the plain one, or parts of it."""
+"""The kinds of training steps that replace the plain step, or parts of it."""

@@ -13,7 +13,7 @@ _replaced: dict[Kind, Kind] = {}
 
 
 def replace_step(kind: Kind, by: Kind) -> None:
-    """Replace a kind of step in all runs by another, usually a subclass of it."""
+    """Replace a kind of step in all runs by another kind, usually a subclass."""
     _replaced[kind] = by
 
 
@@ -29,7 +29,7 @@ def create_step(trainer: TrainerLike, run: Run) -> Step:
     for kind in KINDS:
         if any(feature in features for feature in kind.features):
             return _replaced.get(kind, kind)(trainer, run)
-    # Not a requested feature: the weights are sharded in a way that ShardedStep supports.
+    # Sharded weights are not a requested feature, so they choose a step only if no feature does.
     if are_sharded(trainer.model.parameters()) and run.ranks.world_size > 1:
         return ShardedStep(trainer, run)
     return PlainStep(trainer, run)

@@ -25,19 +25,19 @@ from pytorch_accel_lite.steps.manual import MANUAL
 
 
 def _recomputes_gradients(trainer: TrainerLike, run: Run) -> bool:
-    """Whether the trainer's class declares that it does, or seems to. Only then are batches kept, which costs time."""
+    """Whether the trainer's class declares or seems to recompute gradients. Only then are batches kept."""
     declared = trainer.recomputes_gradients
     return _names_recompute_gradients(trainer) if declared is None else declared
 
 
 def _names_recompute_gradients(trainer: TrainerLike) -> bool:
-    """Whether ``optimizer_step`` is overridden, and one of the methods of the user's classes names it."""
+    """Whether ``optimizer_step`` is overridden, and a method of the user's classes mentions ``recompute_gradients``."""
     if not is_overridden(trainer, "optimizer_step"):
         return False
     values = [
         value for base in type(trainer).__mro__ if not is_from_this_package(base) for value in vars(base).values()
     ]
-    methods = [inspect.unwrap(getattr(value, "__func__", value)) for value in values]  # may be decorated
+    methods = [inspect.unwrap(getattr(value, "__func__", value)) for value in values]  # methods may be decorated
     codes = [method.__code__ for method in methods if hasattr(method, "__code__")]
     return any("recompute_gradients" in inner.co_names for code in codes for inner in codes_in(code))
 
@@ -64,7 +64,7 @@ CLOSURE = Feature(
     lambda trainer, run: bool(needs_closure(trainer.optimizer)),
     (*_CONFLICTS, _ONLY_ALONE),
 )
-#: A conflict is an error when the method is called.
+#: A conflict is an error only when ``recompute_gradients()`` is called.
 RECOMPUTED = Feature("recompute_gradients()", _recomputes_gradients, _CONFLICTS, is_refused=False)
 
 
@@ -89,7 +89,7 @@ class ReplayingStep(PlainStep):
         return super().forward_backward(trainer, run, batch)
 
     def recompute(self, trainer: TrainerLike, run: Run) -> torch.Tensor:
-        """Compute the gradients of the window as they were computed before, and return its mean loss."""
+        """Compute the gradients of the window in the same way as before, and return the mean loss of the window."""
         if run.window.has_gradients or run.progress.update != self._update:
             raise _refusal("no update is under way that it could repeat")
         trainer.optimizer_zero_grad()
@@ -122,20 +122,20 @@ class ReplayingStep(PlainStep):
 
 
 def recompute_gradients(self: TrainerLike) -> torch.Tensor:
-    """Compute the gradients of the current update again, at the weights as they are now, and return the loss.
+    """Compute the gradients of the current update again, at the current weights, and return the loss.
 
     Call it in an overridden ``optimizer_step``, on every process, or pass it to an optimizer as its closure:
-    ``self.optimizer.step(self.recompute_gradients)``. Repeats the forward and backward passes of the accumulation
-    window, with the same random numbers, and replaces the gradients, which are weighted, averaged over the processes
-    and clipped as before. The events of the backward pass fire again. Losses, logged values and buffers (running
-    statistics of batch norm) are left as they were after the first pass.
+    ``self.optimizer.step(self.recompute_gradients)``. This repeats the forward and backward passes of the accumulation
+    window, with the same random numbers, and replaces the gradients. The new gradients are weighted, averaged over the
+    processes and clipped as before. The events of the backward pass fire again. Losses, logged values and buffers
+    (running statistics of batch norm) are left as they were after the first pass.
 
     Returns:
         the mean loss of the window over all processes, a scalar without gradients
 
     Raises:
-        RuntimeError: outside ``optimizer_step``, or in a run where it does not work: with fp16 (bf16 works), sharded
-            models, ``auto_microbatch``, ``SkipFailedBatchesCallback`` or an overridden ``train_step``
+        RuntimeError: outside ``optimizer_step``, or in a run with fp16 (bf16 works), sharded models,
+            ``auto_microbatch``, ``SkipFailedBatchesCallback`` or an overridden ``train_step``
     """
     run = self.current_run
     if isinstance(run.stepper, ReplayingStep):

@@ -1,4 +1,4 @@
-"""Features of a run that do not work together, as each kind of step declares: errors, and docs/combinations.md."""
+"""Features of a run that do not work together, as each kind of step declares: errors, and a table for the docs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ KINDS.extend((GuardedStep, ManualStep, ReplayingStep))
 
 
 def all_features() -> list[Feature]:
-    """Return the features that may not work together with others."""
+    """Return all features that conflict with some others."""
     return [*(feature for kind in KINDS for feature in kind.features), COMPILED, CHECKPOINTED]
 
 
 def find_features(trainer: TrainerLike, run: Run) -> list[Feature]:
-    """Return the features that a run uses, and that work in it.
+    """Return the features that a run uses, except those that handle a conflict themselves.
 
     Raises:
-        ValueError: for two that do not work together, unless the feature itself handles that
+        ValueError: if two of them do not work together, unless the feature itself handles the conflict
     """
     found = []
     for feature in [feature for feature in all_features() if feature.is_used(trainer, run)]:

@@ -1,4 +1,4 @@
-"""Compiled steps, made by an extension: what they do not work with."""
+"""The seam for compiled steps, which an extension makes, and the features that they do not work with."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from pytorch_accel_lite.steps.manual import MANUAL
 class StepCompiler(Protocol):
     """Makes a compiled form of a trainer's ``calculate_train_batch_loss``.
 
-    It is given the arguments for ``torch.compile``, and what feeds batches to the trainer's model.
+    It gets the arguments for ``torch.compile``, and the adapter that feeds batches to the trainer's model.
     """
 
     def __call__(self, trainer: TrainerLike, options: dict[str, Any], adapter: BatchAdapter) -> CompiledForwardLike:
         """Return the compiled form."""
 
 
-#: What compiles steps. An extension adds it.
+#: The compilers of steps. An extension adds one.
 STEP_COMPILERS: list[StepCompiler] = []
 
 
 def create_compiled_forward(
     trainer: TrainerLike, compile_step: bool | dict[str, Any], adapter: BatchAdapter
 ) -> CompiledForwardLike | None:
-    """Return the compiled form of a trainer's ``calculate_train_batch_loss``, or ``None`` if it asks for none.
+    """Return the compiled form of a trainer's ``calculate_train_batch_loss``, or ``None`` if it is not requested.
 
     Raises:
         ValueError: if the extension is missing
@@ -42,7 +42,7 @@ def create_compiled_forward(
     return STEP_COMPILERS[0](trainer, {} if compile_step is True else dict(compile_step), adapter)
 
 
-#: A conflict is a warning, and batches are computed without compilation.
+#: A conflict leads to a warning, and batches are computed without compilation.
 COMPILED = Feature(
     "compile_step",
     lambda trainer, run: trainer.compiled_forward is not None,

@@ -32,10 +32,10 @@ SKIPPED_BATCHES = Feature(
 
 
 class GuardedStep(PlainStep):
-    """A step that may fail without a trace, on all processes together: it is skipped, or repeated in smaller parts.
+    """A step that may fail without a trace, on all processes together, and is skipped or repeated in smaller parts.
 
-    With several processes, nothing is communicated until each has reported its outcome: the module inside
-    ``DistributedDataParallel`` is used, and gradients are averaged at the end of the window.
+    With several processes, nothing is communicated until each process has reported its outcome: the step calls the
+    module inside ``DistributedDataParallel``, and gradients are averaged at the end of the window.
     """
 
     features = (MICROBATCHES, SKIPPED_BATCHES)
@@ -82,7 +82,7 @@ class GuardedStep(PlainStep):
         """Run the forward and backward pass on each part of a batch, freeing each part's memory before the next.
 
         Args:
-            returned: gets the recorded output of each part
+            returned: a list to which the recorded output of each part is added
         """
         if isinstance(batch.data, FailedRead):
             raise batch.data.error
@@ -138,7 +138,7 @@ class GuardedStep(PlainStep):
         return {**super().state_dict(), "microbatches": self.num_microbatches}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Also restore that number."""
+        """Also restore the number of parts into which batches are split."""
         super().load_state_dict(state)
         self.num_microbatches = state.get("microbatches", 1)
 

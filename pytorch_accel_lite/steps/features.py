@@ -1,4 +1,4 @@
-"""Features of a training run and their conflicts. A kind of step declares its own, in its file."""
+"""Features of a training run and their conflicts. Each kind of step declares its features in its own file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Conflict(NamedTuple):
     """Another feature that a feature does not work with.
 
     Args:
-        reason: why, and what to do instead, as sentences without the first capital letter
+        reason: why they conflict, and what to do instead, as sentences without the first capital letter
     """
 
     other: Feature
@@ -23,9 +23,9 @@ class Feature(NamedTuple):
     """A feature of a run, as messages name it.
 
     Args:
-        is_used: whether a run of a trainer uses it
-        own_conflicts: the features that it does not work with
-        is_refused: whether a conflict is an error before training; otherwise the feature itself handles it
+        is_used: returns whether a run of a trainer uses the feature
+        own_conflicts: the features that this feature does not work with
+        is_refused: whether a conflict is an error before training; otherwise the feature itself handles conflicts
         excludes: further conflicts, which the other features do not declare
     """
 
@@ -37,12 +37,12 @@ class Feature(NamedTuple):
 
     @property
     def conflicts(self) -> list[Conflict]:
-        """All its conflicts, including those that other features declare."""
+        """All conflicts of the feature, including those that other features declare."""
         others = [(feature, excluded) for kind in KINDS for feature in kind.features for excluded in feature.excludes]
         return [*self.own_conflicts, *(Conflict(one, why) for one, (other, why) in others if other is self)]
 
     def find_conflict(self, trainer: TrainerLike, run: Run) -> Conflict | None:
-        """Return its first conflict in a run, or ``None``."""
+        """Return the first conflict of the feature in a run, or ``None``."""
         return next((conflict for conflict in self.conflicts if conflict.other.is_used(trainer, run)), None)
 
 
@@ -58,6 +58,6 @@ class Kind(Protocol):
 #: matter. An extension adds its own.
 KINDS: list[Kind] = []
 
-# A conflict of several kinds, which none of them provides.
+# A feature with which several kinds of steps conflict, but that none of them provides.
 SHARDED = Feature("sharded weights", lambda trainer, run: trainer.is_sharded)
 FP16 = Feature("mixed_precision='fp16'", lambda trainer, run: trainer.accelerator.scaler is not None)

@@ -48,9 +48,9 @@ class ManualStep(Step):
 
     Attributes:
         optimizers: the optimizers, by name
-        updated: names of those that have been updated in the run
+        updated: names of the optimizers that have been updated in the run
         losses: losses of the current step, by optimizer name
-        items: number of items averaged in each loss, unless those are samples
+        items: number of items averaged in each loss, unless the items are samples
     """
 
     features = (MANUAL,)
@@ -72,7 +72,7 @@ class ManualStep(Step):
         self.items: dict[str, Count] = {}
         self._scaler = trainer.accelerator.scaler
         self._must_update_scaler = False
-        self._updates_made: list[bool] = []  # for each update of the step, False if it was skipped
+        self._updates_made: list[bool] = []  # for each update of the step, whether it was made or skipped
         self._synced_buffers: list[tuple[torch.nn.Module, str]] = []
         if run.ranks.world_size > 1:
             shared = [*trainer.model.parameters(), *all_optimized_parameters(trainer), *trainer.model.buffers()]
@@ -100,7 +100,7 @@ class ManualStep(Step):
         return output
 
     def optimizer_to_update(self, trainer: TrainerLike) -> TrainerOptimizer:
-        """Return the optimizer for which ``update`` is called."""
+        """Return the optimizer for which ``update()`` is being called."""
         return self.optimizers[self.updating]
 
     def set_accumulation(self, run: Run, steps: int) -> None:
@@ -119,7 +119,7 @@ class ManualStep(Step):
             completed["loss"] = dict(self.losses)
         elif not self.losses and not self.updated and getattr(completed["loss"], "requires_grad", False):
             parameters = chain.from_iterable(map(optimized_parameters, self.optimizers.values()))
-            if all(parameter.grad is None for parameter in parameters):  # it may call backward() itself
+            if all(parameter.grad is None for parameter in parameters):  # train_step may call backward() itself
                 warn_outside(
                     "train_step returned a loss that requires gradients, but called no update(), so nothing learns "
                     "from it, unless the step uses an optimizer by itself. Call self.update(loss), or override "
@@ -194,7 +194,7 @@ class ManualStep(Step):
             if not self.skips_update:
                 trainer.optimizer_step()
             trainer.optimizer_zero_grad()
-        # Only at the end of a window: the other optimizers accumulate gradients with the same scale.
+        # The scale changes only at the end of a window: other optimizers accumulate gradients with the same scale.
         self._must_update_scaler = self._scaler is not None
         if self.windows[name].steps == 1:
             self._update_scaler()
@@ -226,7 +226,7 @@ class ManualStep(Step):
             run.ranks.copy_from_first(getattr(part, name) for part, name in self._synced_buffers)
         run.progress.update += 1
         if trainer.scheduler is not None and "" in schedulers_in(trainer.scheduler):
-            trainer.optimizer._opt_called = True  # otherwise torch warns that the scheduler steps too early
+            trainer.optimizer._opt_called = True  # else torch warns that the scheduler steps too early
             is_skipped = bool(self._updates_made) and not any(self._updates_made)
             if run.request.scheduler_interval == "update" and not is_skipped:
                 trainer.scheduler_step()
@@ -245,7 +245,7 @@ class ManualStep(Step):
 
 
 def _refuse_gradients(name: str, optimizer: TrainerOptimizer) -> None:
-    """Raise an error if there are gradients before the first backward pass of an update, as it would use them, too."""
+    """Raise an error if there are gradients before the first backward pass of an update, which would use them, too."""
     gradients = (p.grad for p in optimized_parameters(optimizer) if p.grad is not None)
     if any(bool(gradient.any()) for gradient in gradients):  # an overridden optimizer_zero_grad may leave zeros
         raise RuntimeError(
@@ -284,9 +284,10 @@ class _ScaledOptimizer:
 
 @contextmanager
 def _only_optimizer(trainer: TrainerLike, optimizer: TrainerOptimizer) -> Iterator[None]:
-    """Make one optimizer the trainer's only one for a block, so that overridden methods apply to it alone.
+    """Make one optimizer the trainer's only optimizer for a block, so that overridden methods apply to it alone.
 
-    Its gradients are already unscaled, so Accelerate must not unscale the gradients of all optimizers to clip them.
+    The gradients of this optimizer are already unscaled, so Accelerate must not unscale those of all optimizers to clip
+    them.
     """
     with replaced(trainer, optimizer=optimizer), replaced(trainer.accelerator, _optimizers=[]):
         yield
@@ -311,9 +312,9 @@ def update(
     Args:
         loss: a scalar tensor, the mean over the samples of the batch
         optimizer: name of the optimizer to update; may be omitted if there is only one
-        num_items: number of items averaged in the loss, if those are not samples but tokens, for example. The mean
+        num_items: number of items averaged in the loss, if these are not samples but tokens, for example. The mean
             recorded for the epoch is then over items, too. The sum of several losses is recorded as a mean over
-            samples, unless the same number is passed for all of them.
+            samples, unless the same number is passed for all losses.
         retain_graph: keep the graph for another loss over the same outputs
 
     Raises:

@@ -18,7 +18,7 @@ class ShardedStep(PlainStep):
     """Reduces the gradients of modules sharded by ``fully_shard`` only at the end of a window.
 
     Over a mesh of one dimension, gradients are kept unsharded and reduced once. Over two dimensions (HSDP), they are
-    sharded over the first in every step, which takes less memory, and reduced over the second once.
+    sharded over the first dimension in every step, which takes less memory, and reduced over the second dimension once.
     """
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
@@ -27,11 +27,11 @@ class ShardedStep(PlainStep):
 
         self._fsdp_modules = [module for module in trainer.model.modules() if isinstance(module, FSDPModule)]
         self._reduces = True
-        for sharded in self._fsdp_modules:  # a run that failed within a window may have disabled it
+        for sharded in self._fsdp_modules:  # a run that failed within a window may have disabled reduction
             sharded.set_requires_gradient_sync(True, recurse=False)
 
     def begin_replicas(self, trainer: TrainerLike, run: Run) -> None:
-        """Make plain parameters beside sharded ones, such as adapters, and buffers the same on all processes.
+        """Make buffers, and plain parameters beside sharded ones, such as adapters, the same on all processes.
 
         In tensor parallelism without ``fully_shard``, this includes shards that several processes train on different
         data.
@@ -43,18 +43,18 @@ class ShardedStep(PlainStep):
         buffers = {name: buffer for name, buffer in model.named_buffers() if _is_plain(buffer)}
         run.ranks.copy_from_first([*filter(_is_plain, self.averaged), *buffers.values()])
         run.data.ranks.copy_from_first([local_shard(shard) for shard in self.averaged if not _is_plain(shard)])
-        changing = set(model.state_dict())  # constants are usually not in it
+        changing = set(model.state_dict())  # constants are usually not in the state
         names = [name.rpartition(".") for name in buffers if name in changing]
         self.synced_buffers += [(model.get_submodule(owner), name) for owner, _, name in names]
 
     def update(self, trainer: TrainerLike, run: Run) -> None:
-        """Run the usual update, or count that of DeepSpeed."""
+        """Run the usual update; with DeepSpeed, count the update that DeepSpeed has made."""
         if uses_deepspeed(trainer.accelerator):
             check_whole_window(run)
         super().update(trainer, run)
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
-        """Run the usual step, and reduce the gradients if it ends a window."""
+        """Run the usual step, and reduce the gradients if the step ends a window."""
         if run.window.steps > 1:
             self._set_reduction(trainer.accelerator.sync_gradients)
         return super().forward_backward(trainer, run, batch)

@@ -1,4 +1,4 @@
-"""Rendering pages and text from jinja2 templates: those in this directory, and others that may use them."""
+"""Rendering pages and text from jinja2 templates in this directory, or from other templates that may use these."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Column(NamedTuple):
     """A column of a table on a page.
 
     Args:
-        is_number: whether it holds numbers, which are right-aligned
+        is_number: whether the column holds numbers, which are right-aligned
         best: index of the best value, which is marked
     """
 
@@ -46,12 +46,12 @@ def _environment(folder: Path) -> Environment:
 
 
 def _as_line(text: object) -> str:
-    """Escape in Markdown, for a line or the cell of a table, what would be shown as something else than it is."""
+    """Escape characters with a meaning in Markdown, for a line of text or a cell of a table."""
     return re.sub(r"[|`$]|\](?=\()", r"\\\g<0>", " ".join(visible(text, keeps="\n").split("\n"))).replace("<", "&lt;")
 
 
 def _fence_of(text: str) -> str:
-    """Return a fence for a block of code in Markdown that its text does not end."""
+    """Return a fence for a block of code in Markdown that does not occur in the code."""
     return "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
 
 
@@ -59,8 +59,9 @@ def render(template: str | Path, **values: object) -> str:
     """Render a template; values are escaped in HTML.
 
     Args:
-        template: name of a file in this directory, or the path of another, which may use those
+        template: name of a file in this directory, or the path of another template, which may use the files in this
+            directory
         values: values of the template's variables
     """
-    path = _HERE / template  # itself, if it is a whole path
+    path = _HERE / template  # an absolute path stays as it is
     return _environment(path.parent).get_template(path.name).render(**values)

@@ -22,7 +22,7 @@ class _Gpu(NamedTuple):
 
 
 def use_idle_gpus(count: int = 1, max_used_mib: float = 500) -> list[str]:
-    """Make only idle GPUs visible to this process: those with the least memory in use and, if equal, the least busy.
+    """Make only idle GPUs visible to this process: the GPUs with the least memory in use and, if equal, the least busy.
 
     Call it before anything uses a GPU, and in a single process: it sets ``CUDA_VISIBLE_DEVICES``, which child processes
     inherit. Two people who call it at the same moment may choose the same GPU.

@@ -33,11 +33,11 @@ def summary(
 ) -> ModelStatistics:
     """Return torchinfo's summary of the model, which prints as a table. Needs the extra ``summary``.
 
-    The forward pass of one batch, in evaluation mode, gives the shapes of the outputs and the multiply-adds, and
-    changes nothing. Call it on every process.
+    The shapes of the outputs and the multiply-adds come from a forward pass of one batch in evaluation mode, which
+    changes nothing. Call this method on every process.
 
     Args:
-        dataset: data to take that batch from, read as by ``predict()``; ``None`` for a table without shapes
+        dataset: the data from which the batch is taken, read as by ``predict()``; ``None`` for a table without shapes
         depth: number of levels of nested modules to list
     """
     torchinfo = _torchinfo("trainer.summary()")

@@ -24,7 +24,7 @@ from pytorch_accel_lite.extending import (
 
 
 class CountedFlops(NamedTuple):
-    """What a process has counted, or why it could not.
+    """The FLOPs that a process has counted, or the reason why it could not.
 
     Args:
         flops: the FLOPs of a forward and a backward pass
@@ -40,7 +40,7 @@ class CountedFlops(NamedTuple):
 
 
 def try_counting_flops(trainer: TrainerLike) -> CountedFlops:
-    """Count the FLOPs of both passes on the current batch or its first part, in a trial that leaves no trace."""
+    """Count the FLOPs of both passes on the current batch, or its first part, in a trial that leaves no trace."""
     run = trainer.current_run
     if run.batch is None or run.batch.is_filler or isinstance(run.batch.data, FailedRead):
         return CountedFlops()
@@ -56,9 +56,9 @@ def try_counting_flops(trainer: TrainerLike) -> CountedFlops:
 
 def _count(trainer: TrainerLike, batch: Batch) -> int:
     """Return the FLOPs of a forward and a backward pass on a batch, without compiled code."""
-    from torch.utils.flop_counter import FlopCounterMode  # which imports triton
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton, so not at the top
 
-    has_compiled = "torch._dynamo" in sys.modules  # else importing it would take a second
+    has_compiled = "torch._dynamo" in sys.modules  # importing it takes a second
     eager = torch.compiler.set_stance("force_eager") if has_compiled else nullcontext()
     counter = FlopCounterMode(display=False)
     with eager, replaced(trainer, compiled_forward=None), unwrapped_model(trainer), counter:

@@ -1,4 +1,4 @@
-"""Checks of the user's arguments before anything else happens.
+"""Checks of the arguments of the trainer and its methods, before anything else happens.
 
 Each raises a ``TypeError`` or ``ValueError`` for the first invalid argument, with its name and value.
 """
@@ -54,7 +54,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "compile_model": (_COMPILE[0], f"{_COMPILE[1]}, or 'blocks'"),
     "compile_step": _COMPILE,
 }
-#: The rules for arguments of ``train``, where ``None`` stands for no limit.
+#: The checks of arguments of ``train`` for which ``None`` means no limit.
 _LIMITS: dict[str, Callable[[str, object], object]] = {
     "num_epochs": check_positive_int,
     "max_num_train_steps": check_positive_int,
@@ -72,17 +72,17 @@ _INSTEAD_OF_CONFIGURATION = {
     "dispatch_batches": "Leave it out: each process reads its share of data that can be indexed or divided; the first "
     "process reads other streams for all.",
 }
-#: Settings of a run that may differ between ranks.
+#: Settings of a run that may differ between ranks and are not compared.
 _OF_ONE_RANK = {"is_local_process_zero", "is_world_process_zero", "train_dl_kwargs", "eval_dl_kwargs"}
 _DEFAULT_BATCH_SIZE = 8
-_SEEDS = 2**32 - 2**20  # leaves a seed for each process of a job of a million
+_SEEDS = 2**32 - 2**20  # leaves enough seeds for a million processes
 
 
 # ------------------------------------------------------------------------------------------ of a trainer
 
 
 def check_types(**arguments: object) -> None:
-    """Check the types of arguments of a trainer, by name."""
+    """Check the types of the arguments of a trainer, which are passed by name."""
     for name, value in arguments.items():
         types, expected = _TYPES[name]
         _refuse_class(name, value)
@@ -92,14 +92,14 @@ def check_types(**arguments: object) -> None:
 
 
 def check_constructor(loss_func: object, optimizer: object, seed: object) -> None:
-    """Check the other arguments of a trainer."""
+    """Check the loss function, the optimizer and the seed of a trainer."""
     _refuse_class("loss_func", loss_func)
     if loss_func is not None and not callable(loss_func):
         hint = "Pass a loss function, such as torch.nn.CrossEntropyLoss()."
         if hasattr(loss_func, "param_groups"):
             hint = "The optimizer comes after it: Trainer(model, loss_func, optimizer)."
         raise TypeError(f"loss_func={short(loss_func)} must be callable, or None. {hint}")
-    several = isinstance(optimizer, (Mapping, list, tuple))  # checked when they are combined
+    several = isinstance(optimizer, (Mapping, list, tuple))  # several are checked when they are combined
     is_one = hasattr(optimizer, "param_groups") or (callable(optimizer) and not isinstance(optimizer, nn.Module))
     if optimizer is not None and not several and not is_one:
         raise TypeError(
@@ -116,7 +116,7 @@ def check_mixed_precision(precision: str | None, accelerator: Accelerator | None
     """Check that an accelerator has the requested mixed precision; or, before there is one, that the device supports
     it.
 
-    Accelerate would compute fp16 on CPUs without a gradient scaler, and raises errors of its own elsewhere.
+    On CPUs, Accelerate would compute in fp16 without a gradient scaler. On other devices it raises its own errors.
     """
     if precision is None:
         return
@@ -136,7 +136,7 @@ def _refuse_class(name: str, value: object) -> None:
 
 
 def check_parallelism(accelerator: Accelerator) -> None:
-    """Check that the trainer can do what the accelerator's ``parallelism_config`` asks for."""
+    """Check that the trainer supports the accelerator's ``parallelism_config``."""
     config = getattr(accelerator, "parallelism_config", None)
     shared = [f"{name}={getattr(config, name)}" for name in ("cp_size", "sp_size") if getattr(config, name, 1) > 1]
     if shared:
@@ -216,7 +216,7 @@ def _check_accumulation(steps: object) -> None:
 
 
 def _check_accelerator(accelerator: Accelerator) -> None:
-    """Refuse settings of an accelerator for what the trainer does in another way."""
+    """Refuse settings of an accelerator that the trainer has arguments of its own for, or that have no effect."""
     if accelerator.gradient_accumulation_steps != 1:
         raise ValueError(
             f"The accelerator has gradient_accumulation_steps={accelerator.gradient_accumulation_steps}. "
@@ -231,7 +231,7 @@ def _check_accelerator(accelerator: Accelerator) -> None:
 def check_optimizers(trainer: TrainerLike) -> None:
     """Check that the optimizers have all parameters that are meant to be trained.
 
-    If a factory has not created the optimizer yet, this is checked once it has.
+    If a factory has not created the optimizer yet, the check is made once it has.
     """
     if not is_created(trainer.optimizer):
         return
@@ -286,7 +286,7 @@ def check_dataset(
     If an overridden method creates the dataloader, the dataset may be anything.
 
     Args:
-        other: the other data of the run, to which ``batch_size`` and ``collate_fn`` also apply
+        other: the other dataset of the run, to which ``batch_size`` and ``collate_fn`` also apply
     """
     check_positive_int("per_device_batch_size", batch_size)
     name_of_kwargs = name.replace("dataset", "dataloader_kwargs")
@@ -396,7 +396,7 @@ def _are_columns(dataset: Source) -> bool:
 def check_same_call(trainer: TrainerLike, call: str, train_data: Source, eval_data: Source) -> None:
     """Check that all ranks begin a run by the same call, with the same datasets, callbacks and seed.
 
-    It comes before any other communication, in which different calls would deadlock.
+    This is the first communication of a run: in any other, processes with different calls would deadlock.
 
     Args:
         call: the method of the trainer that begins the run
@@ -415,13 +415,13 @@ def check_same_call(trainer: TrainerLike, call: str, train_data: Source, eval_da
 
 
 def check_same_on_all_ranks(settings: dict[str, object], ranks: Ranks) -> None:
-    """Check that all ranks have the same settings: otherwise they would deadlock or read each other's samples."""
+    """Check that all ranks have the same settings. Otherwise, they would deadlock or read each other's samples."""
     by_rank = ranks.all_gather_object({name: value for name, value in settings.items() if name not in _OF_ONE_RANK})
     first = by_rank[0]
     for rank, other in enumerate(by_rank):
         for name in [*first, *(other.keys() - first.keys())]:
             if name.startswith("callbacks[") and not (name in first and name in other):
-                continue  # an object that only one rank has, such as a trial of the first process
+                continue  # only one rank has the object, such as a trial
             mine, theirs = (repr(values[name]) if name in values else "nothing" for values in (first, other))
             if mine != theirs and (name not in first or name not in other or first[name] != other[name]):
                 raise ValueError(
@@ -430,13 +430,13 @@ def check_same_on_all_ranks(settings: dict[str, object], ranks: Ranks) -> None:
                 )
 
 
-#: Callbacks that only show something, on one process, and arguments that only name where it is written.
+#: Callbacks that only show something on one process, and arguments that only name a place to write to.
 _SHOW = ("bars", "plot_metrics", "printing", "progress_bar", "table")
 _PLACES = re.compile(r"path|dir|folder|file|name|url|project")
 
 
 def _arguments_of_callbacks(callbacks: Iterable[TrainerCallback]) -> dict[str, object]:
-    """Return the arguments of this package's callbacks that decide when processes communicate."""
+    """Return the arguments of this package's callbacks, which decide when processes communicate."""
     found: dict[str, object] = {}
     for number, callback in enumerate(callbacks):
         if is_from_this_package(type(callback)) and not type(callback).__module__.endswith(_SHOW):

@@ -32,12 +32,12 @@ def warn_of_comparisons(objects: Iterable[object]) -> None:
 
 
 def _nodes(method: FunctionType) -> Iterator[ast.AST]:
-    """Yield the nodes of a method's source, if it is available and mentions the epoch at all."""
+    """Yield the nodes of a method's syntax tree, if its source is available and mentions the epoch."""
     if not {"progress", "epoch"} <= {*method.__code__.co_names} or not _IN_EPOCHS.search(method.__name__):
         return
     try:
         yield from ast.walk(ast.parse(textwrap.dedent(inspect.getsource(method))))
-    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # also of a file that was edited since
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # the file may have been edited since
         return
 
 

@@ -24,7 +24,7 @@ from pytorch_accel_lite.loop.guards.held_memory import advise_on_memory, describ
 from pytorch_accel_lite.run.events import NonFiniteLossError, Phase, StopTrainingError
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
-# What to do about errors that do not say so themselves, by a pattern of their text.
+# Advice for errors of torch, by a pattern of their text.
 _ADVICE = {
     "device-side assert": (
         "an index is out of range on the device, usually a label without a corresponding output, or an index into an "
@@ -116,13 +116,13 @@ _ADVICE = {
 }
 
 
-_MOST_OF_RANGE = 8  # samples in a row that are listed one by one
-_MOST_SAMPLES = 64  # samples with shown indices
+_MOST_OF_RANGE = 8  # consecutive samples that are listed one by one
+_MOST_SAMPLES = 64  # samples whose indices are shown
 
 
 @contextmanager
 def explaining(trainer: TrainerLike, run: Run, phase: Phase) -> Iterator[None]:
-    """Add a note to an error that is raised in a block."""
+    """Add a note to an error that is raised within a block."""
     try:
         yield
     except Exception as error:
@@ -141,7 +141,7 @@ def explain(error: BaseException, trainer: TrainerLike, run: Run, phase: Phase) 
     lines = list[str]()
     with suppress(Exception):  # a failing explanation must not hide the error
         for line in _lines(error, trainer, run, phase):
-            lines.append(line)  # one by one: an error in a later line keeps the earlier ones
+            lines.append(line)  # one by one, so that an error in a later line loses no earlier line
     if lines:
         add_note(error, *lines)
 
@@ -156,7 +156,7 @@ def _lines(error: Exception, trainer: TrainerLike, run: Run, phase: Phase) -> It
     ranks = run.ranks
     process = f", on process {ranks.rank} of {ranks.world_size}" if ranks.world_size > 1 else ""
     if number is None:
-        if any(note.startswith("In ") for note in notes_of(error)):  # of a callback; others need no note
+        if any(note.startswith("In ") for note in notes_of(error)):  # only errors of callbacks need the place
             yield f"{where}{process}."
         return
     if run.batch is None or isinstance(run.batch.data, FailedRead):
@@ -168,7 +168,7 @@ def _lines(error: Exception, trainer: TrainerLike, run: Run, phase: Phase) -> It
         yield f"  batch: {short(run.batch.data)}{samples}"
         yield from _describe_model(error, trainer)
     if is_out_of_memory(error):
-        with suppress(Exception):  # a failure must not hide the advice
+        with suppress(Exception):  # an error in describing must not hide the advice
             yield from describe_memory(trainer)
         yield f"  What to do: {advise_on_memory(trainer, run, phase)}"
         return
@@ -183,7 +183,7 @@ def _advise(error: Exception) -> str:
 
 
 def _advise_on_targets(error: Exception, trainer: TrainerLike) -> str:
-    """Return advice if a loss function has failed because it was given several targets, in a dict."""
+    """Return advice if a loss function has failed because it was passed a dict of several targets."""
     arguments = _innermost_calls(error, trainer.get_model(), trainer.loss_func).get("the loss", [])
     if len(arguments) < 2 or not isinstance(arguments[1], dict) or not re.search(r"\bdict\b", str(error)):
         return ""
@@ -197,7 +197,7 @@ def _advise_on_targets(error: Exception, trainer: TrainerLike) -> str:
 
 
 def _describe_reading(error: Exception, run: Run, loader: Source) -> Iterator[str]:
-    """Describe what was being read: the samples, their dataset, and how they are made into a batch."""
+    """Describe what was being read: the samples, their dataset, and the ``collate_fn``."""
     dataset = getattr(loader, "dataset", loader)
     indices = loader.next_indices() if run.batch is None else run.batch_indices
     samples = f"; {list_samples(indices)}" if indices is not None else ""
@@ -210,7 +210,7 @@ def _describe_reading(error: Exception, run: Run, loader: Source) -> Iterator[st
 
 
 def list_samples(indices: list[Index]) -> str:
-    """Return the indices of samples as text; of many that follow each other, the ends, of many others, the first."""
+    """Return the indices of samples as text: of many consecutive indices the ends, of many others the first ones."""
     if len(indices) > _MOST_OF_RANGE and isinstance(first := indices[0], int):
         last = first + len(indices) - 1
         if indices == [*range(first, last + 1)]:

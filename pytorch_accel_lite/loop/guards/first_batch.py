@@ -23,7 +23,7 @@ _OF_EACH = {"PowBackward0", "AbsBackward0", "LogBackward0", "ExpBackward0", "Sum
 def examine_first_batch(trainer: TrainerLike, batch: Batch, output: BatchOutput) -> None:
     """Warn if the loss of the first batch is a sum, or seems to be computed with something other than the target.
 
-    Also warn if evaluations, which come an epoch later, seem to have no loss.
+    Also warn if evaluations, which come only after an epoch, seem to have no loss.
     """
     loss, size = output["loss"], output["batch_size"]
     _warn_of_missing_evaluation_loss(trainer, output)
@@ -53,7 +53,7 @@ def _warn_of_missing_evaluation_loss(trainer: TrainerLike, output: BatchOutput) 
         trainer.loss_func is None
         and "calculate_train_batch_loss" in overridden
         and "calculate_eval_batch_loss" not in overridden
-        and isinstance(output.get("model_outputs"), torch.Tensor)  # the model seems to return no loss of its own
+        and isinstance(output.get("model_outputs"), torch.Tensor)  # the model itself seems to return no loss
     )
     if has_training_loss_only and trainer.current_run.data.all_eval_loaders:
         warn_outside(
@@ -68,7 +68,7 @@ def adds_up_samples(loss: torch.Tensor, size: int) -> bool:
     A sum with a multiplication or division before or after it may be a mean, and does not count.
     """
     last: Any = loss.grad_fn
-    if getattr(last, "_saved_reduction", None) == _SUM:  # one of torch's own losses
+    if getattr(last, "_saved_reduction", None) == _SUM:  # the last operation is one of torch's losses
         return True
     sizes = tuple(getattr(last, "_saved_self_sym_sizes", ()))
     if size < 2 or sizes[:1] != (size,) or last.name() not in ("SumBackward0", "SumBackward1"):
@@ -78,10 +78,10 @@ def adds_up_samples(loss: torch.Tensor, size: int) -> bool:
 
 
 def _third_is_target(second: Tree, third: Tree, outputs: Tree) -> bool:
-    """Whether the third element of a batch is certainly like a target, rather than an index, a group or a weight.
+    """Whether the third element of a batch is certainly a target, rather than an index, a group or a weight.
 
-    It must have the shape of the outputs. Either the second element must not, or the third must have negative values,
-    unlike weights and masks.
+    It must have the shape of the outputs. In addition, either the second element has another shape, or the third has
+    negative values, unlike weights and masks.
     """
     if not all(isinstance(each, torch.Tensor) and each.is_floating_point() for each in (second, third, outputs)):
         return False

@@ -1,4 +1,4 @@
-"""What fills the memory of a device that has run out."""
+"""Explaining what fills the memory of a device when it has run out."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def describe_memory(trainer: TrainerLike) -> Iterator[str]:
 def held_bytes(trainer: TrainerLike) -> dict[str, int]:
     """Return the bytes that this process holds on the device, by kind.
 
-    Includes all modules, optimizers and gradients of a trainer, also in attributes; of sharded ones, its own part.
+    This includes all modules, optimizers and gradients of the trainer and its attributes. Of sharded tensors, only this
+    process's shards count.
     """
     modules = [trainer.get_model(), *attributes.other_modules(trainer).values()]
     parameters = [*chain.from_iterable(module.parameters() for module in modules)]
@@ -69,7 +70,7 @@ def _total_bytes(values: Iterable[object], device: torch.device) -> int:
 
 
 def advise_on_memory(trainer: TrainerLike, run: Run, phase: str) -> str:
-    """Return what to do if memory has run out in a phase of a run."""
+    """Return advice on what to do if memory has run out in a phase of a run."""
     others = list[str]()
     if phase == "training":
         for advice in MEMORY_ADVICE:

@@ -1,4 +1,4 @@
-"""Modes that callbacks or overridden steps leave changed: of the model, and global ones of torch."""
+"""Restoring, or warning of, modes of the model and of torch that callbacks or overridden steps leave changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytorch_accel_lite.run.events import STEP_EVENTS, Phase
 from pytorch_accel_lite.run.parts import GlobalModes
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
-#: By phase, the methods of a trainer that computes a batch.
+#: For each phase, the methods of a trainer that compute a batch.
 _STEP_METHODS: dict[Phase, tuple[str, ...]] = {
     "training": (
         "train_step", "calculate_train_batch_loss", "backward_step", "clip_gradients", "optimizer_step",
@@ -27,8 +27,8 @@ _STEP_METHODS: dict[Phase, tuple[str, ...]] = {
 def leaving_as_found(trainer: TrainerLike, run: Run, batches: Iterable[Batch], phase: Phase) -> Iterable[Batch]:
     """Yield batches; if user code runs between two batches, restore the model's mode afterwards.
 
-    Only the mode of the whole model is compared, as the mode of a part may be changed for good. Without user code, the
-    batches are returned as they are, at no cost.
+    Only the mode of the whole model is compared, because the mode of a part may be meant to stay changed. Without user
+    code, the batches are returned unchanged, at no cost.
     """
     owners = _own_code(trainer, phase)
     return _restoring(trainer, run, batches, " or ".join(owners), phase) if owners else batches
@@ -62,7 +62,7 @@ def _warn_of_mode(who: str, phase: Phase, is_training: bool) -> None:
 
 
 def call_start(trainer: TrainerLike, event: str, phase: Phase, **kwargs: object) -> None:
-    """Fire the event before the steps of a phase; warn if a callback changes the mode of the model there.
+    """Fire the event before the steps of a phase; warn if a callback changes the mode of the model in it.
 
     The change is kept, as it may be intended.
     """
@@ -106,7 +106,7 @@ def check_global_modes(trainer: TrainerLike, run: Run, who: str = "A callback or
             f"{who} left {now.dtype} as the default dtype in place of {before.dtype}, so new tensors have it from now "
             "on. Restore it by torch.set_default_dtype, or set it before training if you mean it."
         )
-    run.loop.global_modes = GlobalModes.now(run.device)  # to warn once
+    run.loop.global_modes = GlobalModes.now(run.device)  # so that the warning comes once
 
 
 def _own_code(trainer: TrainerLike, phase: Phase, *events: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Checking that all processes hold the same weights, which silently diverge if gradients are not averaged."""
+"""Checking that all processes hold the same weights: they diverge silently if gradients are not averaged."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def compare_replicas(trainer: TrainerLike) -> None:
 
 
 class _Found(NamedTuple):
-    """What a process has found.
+    """The weights and gradients of a process, for comparison.
 
     Args:
         sums: a checksum of each parameter
         trained: the names of the trained parameters
-        without_gradient: the names of those without a gradient in the first update
+        without_gradient: the names of the trained parameters that had no gradient in the first update
     """
 
     sums: dict[str, int]
@@ -114,7 +114,7 @@ def _trained_parameters(trainer: TrainerLike, names: dict[int, str]) -> dict[str
 
 
 def _frozen_parameters(trainer: TrainerLike, trained: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Return the other parameters of the model whose bits can be read."""
+    """Return the parameters of the model that are not trained, and whose bits can be read."""
     others = {name: p.detach() for name, p in unwrap(trainer.model).named_parameters() if name not in trained}
     return {name: data for name, data in others.items() if type(data) is torch.Tensor and _is_readable(data)}
 

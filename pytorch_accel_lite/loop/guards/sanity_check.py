@@ -1,4 +1,4 @@
-"""Trying the evaluation before training, on one batch of each dataset, after which everything is as it was."""
+"""Trying the evaluation on one batch of each dataset before training, and restoring everything afterwards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pytorch_accel_lite.loop.snapshot import Snapshot, preserving_attributes, re
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
-#: Methods of users that an evaluation would call, and that may leave traces.
+#: Methods that may leave traces if users override them, so that an evaluation with them is not tried.
 _STEPS = {"calculate_eval_batch_loss", "eval_epoch_start", "_run_eval_epoch", "_run_train_epoch"}
 _EVENTS = ("on_eval_epoch_start", "on_eval_step_start")
 
@@ -64,7 +64,7 @@ def check_evaluation(trainer: TrainerLike, run: Run) -> None:
 
 
 def _leaves_no_trace(trainer: TrainerLike, run: Run) -> bool:
-    """Whether the evaluation can be tried silently, and as it will be later."""
+    """Whether the evaluation can be tried without side effects, and in the way in which it will be made later."""
     is_plain = run.resumed is None and run.skipped is None and not run.request.auto_microbatch
     if not is_plain or trainer.is_sharded or trainer.division.has_fixed_shares or run.overridden & _STEPS:
         return False
@@ -75,7 +75,7 @@ def _leaves_no_trace(trainer: TrainerLike, run: Run) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module has no hooks and is initialised and not compiled, which would depend on its first call."""
+    """Whether a module is initialised, has no hooks, and is not compiled, so that a first call has no effect."""
     if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
         return False
     if any(vars(module).get(name) for name in ("_compiled_call_impl", "_forward_hooks", "_forward_pre_hooks")):
@@ -100,7 +100,7 @@ def _try(trainer: TrainerLike, run: Run, loader: ShardedLoader) -> None:
         if isinstance(batch.data, FailedRead):
             raise batch.data.error
         with unwrapped_model(trainer), torch.no_grad(), mixed_precision(trainer.accelerator):
-            adapter = BatchAdapter(trainer.model)  # the trainer's has not seen the first batch yet
+            adapter = BatchAdapter(trainer.model)  # the trainer's adapter has not seen the first batch yet
             output = adapter.outputs_and_loss(trainer.model, trainer.loss_func, batch.data, batch)
         complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
         for callback in trainer.callback_handler:
@@ -110,7 +110,7 @@ def _try(trainer: TrainerLike, run: Run, loader: ShardedLoader) -> None:
 
 @contextmanager
 def _untouched(owners: list[object]) -> Iterator[None]:
-    """Keep modules, datasets and generators as they are in a block that evaluates."""
+    """Restore modules, datasets and generators after a block that evaluates."""
     modules = [owner for owner in owners if isinstance(owner, nn.Module)]
     objects = [it for it in {id(it): it for it in owners}.values() if hasattr(it, "__dict__") and not isroutine(it)]
     with (
@@ -122,7 +122,7 @@ def _untouched(owners: list[object]) -> Iterator[None]:
     ):
         before.keep_generators()
         before.keep_buffers(modules)
-        warnings.simplefilter("ignore")  # the real evaluation repeats them
+        warnings.simplefilter("ignore")  # the real evaluation repeats the warnings
         for module in modules:
             module.training = False
         yield
