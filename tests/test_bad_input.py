@@ -108,7 +108,11 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "run_history is a class": ({"run_history": InMemoryRunHistory}, TypeError, r"run_history=.*InMemoryRunHistory"),
     "run_history is a dict": ({"run_history": {}}, TypeError, r"run_history=\{\} must be an instance of RunHistory"),
-    "accelerator is a name": ({"accelerator": "cpu"}, TypeError, r"accelerator='cpu'"),
+    "accelerator is a name": (
+        {"accelerator": "cpu"},
+        TypeError,
+        r"accelerator='cpu' must be an accelerate\.Accelerator",
+    ),
     "seed is a name": ({"seed": "today"}, TypeError, f"seed='today' {WHOLE}"),
     "seed=1.5": ({"seed": 1.5}, TypeError, rf"seed=1\.5 {WHOLE}"),
     "seed=-1": ({"seed": -1}, ValueError, r"seed=-1 must be"),

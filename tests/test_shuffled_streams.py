@@ -40,6 +40,6 @@ def test_a_stream_may_report_a_state_that_it_changes_later():
         (Shelf(()), {"block_size": 0}, ValueError, "block_size=0 must be at least 1"),
     ],
 )
-def test_bad_streams_to_shuffle_are_refused(stream, kwargs, error, message):
+def test_shuffling_refuses_other_data_and_bad_blocks(stream, kwargs, error, message):
     with pytest.raises(error, match=message):
         ShuffledStream(stream, **kwargs)

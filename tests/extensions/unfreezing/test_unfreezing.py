@@ -235,6 +235,6 @@ def test_sharded_weights_are_not_unfrozen(two_ranks):
         ({"lr_decay": -1}, "lr_decay=-1 must be greater than 0"),
     ],
 )
-def test_bad_numbers_are_refused(arguments, message):
+def test_gradual_unfreezing_refuses_bad_intervals_and_decays(arguments, message):
     with pytest.raises(ValueError, match=message):
         GradualUnfreezingCallback(**arguments)
