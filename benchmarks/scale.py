@@ -37,7 +37,8 @@ from torchmetrics import MeanSquaredError
 
 from benchmarks.report import footnote
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import HangWatchCallback, MetricsCallback, SaveTrainingStateCallback
+from pytorch_accel_lite import callbacks as shipped
+from pytorch_accel_lite.callbacks import MetricsCallback, SaveTrainingStateCallback
 
 UPDATES, EPOCHS, EVALUATED = 4, 2, 2  # updates an epoch, epochs, and samples that a process evaluates
 _SECONDS_UNTIL_SENT = 0.02  # other threads may still be sending what belongs to the phase before
@@ -170,7 +171,8 @@ def ours(ledger: Ledger, folder: Path, sharded: bool = False) -> None:
         for module in (model[0], model[2], model):
             fully_shard(module, mesh=mesh)
     saving = SaveTrainingStateCallback(folder / "states", 1, sharded=sharded, max_checkpoints=2)
-    callbacks = [First(ledger), MetricsCallback(MeanSquaredError()), HangWatchCallback(600), saving, Last(ledger)]
+    watch = shipped.HangWatchCallback(600)
+    callbacks = [First(ledger), MetricsCallback(MeanSquaredError()), watch, saving, Last(ledger)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks, accelerator=accelerator, seed=0)
     data = TensorDataset(torch.randn(4 * UPDATES * ranks, 64), torch.zeros(4 * UPDATES * ranks, 1))

@@ -60,7 +60,7 @@ from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
 from pytorch_accel_lite.loop.preparing import MODEL_CHANGES
 from pytorch_accel_lite.loop.sharded_models import shard_model
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
-from pytorch_accel_lite.loop.speedups import faster_data, unfused_class
+from pytorch_accel_lite.loop.speed_advice import faster_data, unfused_class
 from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward, loss_of
 from pytorch_accel_lite.loop.trial import Trial
 from pytorch_accel_lite.optimizers.operations import CreateScheduler, optimized_parameters
@@ -76,7 +76,7 @@ from pytorch_accel_lite.run.events import NonFiniteLossError, RunInterruptedErro
 from pytorch_accel_lite.run.job_queues import JOB_QUEUES, JobQueue
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.metric_panels import (
-    MONITORS,
+    MONITOR_TITLES,
     MetricPanel,
     best_of,
     direction_of,
@@ -130,7 +130,7 @@ __all__ = [
     "layer_scales", "local_shard", "nested_in", "optimized_parameters", "other_modules", "other_optimizers",
     "parts_in", "registered_objects", "select_samples", "shapes_are_known", "tensors_in",
     # Plots and pages.
-    "Column", "MONITORS", "MetricPanel", "best_of", "direction_of", "is_monitor", "panels_by_metric",
+    "Column", "MONITOR_TITLES", "MetricPanel", "best_of", "direction_of", "is_monitor", "panels_by_metric",
     "plots_for", "render",
     # Help.
     "ChosenModules", "CreateScheduler", "Report", "check_positive_int", "check_range", "describe_error",

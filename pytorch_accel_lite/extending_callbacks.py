@@ -49,7 +49,7 @@ from pytorch_accel_lite.data.splitting import is_list_of_samples, slice_batch, t
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.extension_names import is_not_there
-from pytorch_accel_lite.loop.gradients import total_norm
+from pytorch_accel_lite.loop.clipping import total_norm
 from pytorch_accel_lite.loop.inference import inference
 from pytorch_accel_lite.optimizers.layer_groups import ModuleGroup, find_groups
 from pytorch_accel_lite.optimizers.moving_averages import ShardedEma
@@ -62,10 +62,10 @@ from pytorch_accel_lite.optimizers.operations import (
 )
 from pytorch_accel_lite.run.attributes import evaluating_optimizers
 from pytorch_accel_lite.run.events import Failure, Phase, set_listening
-from pytorch_accel_lite.run.expected_metrics import ExpectedMetrics
 from pytorch_accel_lite.run.goodput import describe_fractions
 from pytorch_accel_lite.run.history import MetricValue, NewMetrics
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
+from pytorch_accel_lite.run.metric_checks import ExpectedMetrics
 from pytorch_accel_lite.run.time_budget import TimeBudget
 from pytorch_accel_lite.run.window import Count
 

@@ -53,10 +53,10 @@ from pytorch_accel_lite.extensions.memory_estimate import estimate
 from pytorch_accel_lite.extensions.model_summary import layer_summary
 from pytorch_accel_lite.extensions.tuning import diagnosis, finders
 from pytorch_accel_lite.loop import (
+    clipping,
     collectives,
     compat,
     evaluation,
-    gradients,
     lifecycle,
     logged_values,
     prediction,
@@ -325,7 +325,7 @@ class Trainer:
         For use in ``on_optimizer_step_start``. The same on all processes, and computed when first accessed. In an
         overridden ``train_step``, it is the norm for the optimizer being updated.
         """
-        return gradients.total_norm(self)
+        return clipping.total_norm(self)
 
     @Shadowable
     def num_microbatches(self) -> int:
@@ -836,7 +836,7 @@ class Trainer:
     def _run_train_epoch(self, train_dl: Iterable[BatchData]) -> bool:
         run = self.current_run
         if not run.loop.is_ours:
-            compat.begin_epoch(self, run)
+            compat.begin_own_epoch(self, run)
         return training.train_epoch(self, run, train_dl)
 
     def _run_eval_epoch(
@@ -984,7 +984,7 @@ class Trainer:
         """Clip the gradients according to the run config. Called once per update, on unscaled gradients."""
         config = self.current_run.config or self.current_run.required_config
         if config.gradient_clip_value is not None or config.gradient_clip_norm is not None:
-            gradients.clip(self, config)
+            clipping.clip(self, config)
 
     def optimizer_step(self) -> None:
         """Update the weights."""

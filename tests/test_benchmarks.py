@@ -144,6 +144,7 @@ def test_the_parts_of_a_step_are_those_of_both_loops():
 
 
 @pytest.mark.slow
+@pytest.mark.extension("hang_watch")
 @CAN_SHARD
 def test_an_update_of_ours_sends_what_one_by_hand_sends():
     def run():

@@ -77,9 +77,10 @@ def without(extension: str, text: str) -> str:
         if f".extensions.{extension}." in name:
             lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
             for imported in (alias.asname or alias.name for alias in node.names):
-                # In a list of names; what a class takes from it; a command.
+                # In a list of names, one a line or all in one; what a class takes from it; a command.
                 named = rf'^ +("{imported}",|\w+ = {imported}\b.*)\n|"\w*": {imported}\b,? ?'
-                lines = [re.sub(named, "", line) for line in lines]
+                in_a_line = rf'(?<=[\[ ])"{imported}"(, |(?=\]))'
+                lines = [re.sub(in_a_line if line.startswith("__all__") else named, "", line) for line in lines]
     return "".join(lines)
 
 

@@ -201,6 +201,7 @@ def test_dependabot_moves_a_bound_only_when_it_must():
     assert strategies == {"pip": "increase-if-necessary", "github-actions": None}
 
 
+@pytest.mark.extension("plots")
 def test_every_picture_can_be_redrawn():
     pictures = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["PICTURES"]
     assert sorted(path.name for path in (ROOT / "docs").glob("*.png")) == pictures

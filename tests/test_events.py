@@ -371,6 +371,7 @@ UNKNOWN = {
 }
 
 
+@pytest.mark.extension("other_libraries")
 def test_an_unknown_event_is_warned_of_with_the_one_meant():
     methods = {name: lambda self, trainer, **kwargs: None for name in [*UNKNOWN, "on_checkpoint_uploaded"]}
     trainer = make_trainer([type("Listens", (TrainerCallback,), {"on_gpu": False, **methods})])
@@ -383,6 +384,7 @@ def test_an_unknown_event_is_warned_of_with_the_one_meant():
         assert line.endswith(f"Did you mean {meant!r}?")
 
 
+@pytest.mark.extension("other_libraries")
 def test_a_hook_that_means_two_events_is_warned_of_with_both():
     methods = {"after_step": lambda self, trainer: None, "before_train": lambda self, trainer: None, "after_all": len}
     with pytest.warns(UserWarning, match="is not an event") as caught:

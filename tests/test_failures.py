@@ -804,7 +804,7 @@ def test_an_evaluation_leaves_out_the_failed_batch_alone(capsys):
     (event,) = seen
     assert (event["failures"], event["step"], str(event["error"])) == ([failure], 2, "cannot digest this")
     assert "In evaluation, step 2:" in event["error"].__notes__[0]
-    expected = "Left out of the evaluation: 4 samples, step 2 (samples [8, 9, 10, 11]). First error: ValueError: cannot"
+    expected = "Skipped in the evaluation: 4 samples, step 2 (samples [8, 9, 10, 11]). First error: ValueError: cannot"
     assert expected in capsys.readouterr().out
     with pytest.raises(ValueError, match="cannot digest this"):
         inferring(poison, SkipFailedBatchesCallback()).evaluate(data, 4)
@@ -823,7 +823,7 @@ def test_a_prediction_lacks_what_fails_and_says_what(workers, capsys):
     assert skip.failures == []  # of the latest
     assert torch.equal(outputs, whole[[0, 1, 2, 3, 6, 7]])
     said = capsys.readouterr().out
-    assert "Left out of the prediction: 2 samples, step 2 (samples [4, 5]). First error: OSError: scan 4" in said
+    assert "Skipped in the prediction: 2 samples, step 2 (samples [4, 5]). First error: OSError: scan 4" in said
     assert seen == [2]
     parts = [len(part) for part in trainer.predict_iter(Broken(8, 4), 2, {"num_workers": workers})]
     assert parts == [2, 2, 2]

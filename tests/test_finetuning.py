@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import GradualUnfreezingCallback
 from pytorch_accel_lite.finetuning import Layer, LayerGroup, ModelFreezer, layer_group_parameters
 from tests import ancestor as ancestors
 from tests.launching import two_are_enough
@@ -148,8 +147,6 @@ def test_a_shared_parameter_is_in_the_first_group_that_has_it():
         (lambda f: ModelFreezer(nn.Linear(1, 1)).freeze(), ValueError, "Linear has no layer groups"),
         (lambda f: layer_group_parameters(f.model, lr=0), ValueError, "lr=0 must be greater than 0"),
         (lambda f: layer_group_parameters(f.model, lr=1, decay="x"), TypeError, "decay='x' must be a number"),
-        (lambda f: GradualUnfreezingCallback(0), ValueError, "every_n_epochs=0 must be at least 1"),
-        (lambda f: GradualUnfreezingCallback(lr_decay=-1), ValueError, "lr_decay=-1 must be greater than 0"),
     ],
 )
 def test_freezing_refuses_unknown_groups_and_bad_rates(call, error, message):

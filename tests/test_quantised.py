@@ -164,6 +164,7 @@ def base_numbers(trainer: Trainer) -> dict[str, int]:
     return weight_checksums(weights(trainer.get_model()))
 
 
+@pytest.mark.extension("checking")
 def test_neither_evaluation_nor_a_check_changes_the_base(kind, tmp_path):
     model = with_lora(kind, save_base(tmp_path / "base"))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
@@ -175,6 +176,7 @@ def test_neither_evaluation_nor_a_check_changes_the_base(kind, tmp_path):
     assert base_numbers(trainer) == before
 
 
+@pytest.mark.extension("blocks")
 def test_recomputed_activations_give_the_same_adapters(kind, tmp_path):
     base = save_base(tmp_path / "base")
     plain, recomputed = (train(kind, base, None, activation_checkpointing=value) for value in (False, True))

@@ -106,6 +106,14 @@ def extension(module: str) -> str:
     return module.split(".")[2] if layer_of(module) == "extensions" and module.count(".") > 1 else ""
 
 
+def test_no_two_files_begin_with_the_same_sentence():
+    sentences: dict[str, Path] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        first = (ast.get_docstring(ast.parse(path.read_text())) or str(path)).splitlines()[0]
+        assert first not in sentences, f"{path} and {sentences[first]} begin alike: {first}"
+        sentences[first] = path
+
+
 def test_only_the_facade_names_extensions():
     importing = {name for name, path in FILES.items() for other, _ in imports(path) if extension(other)}
     public = {f"{PACKAGE.name}.{path}" for path in PUBLIC_PATHS}

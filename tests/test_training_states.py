@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
@@ -42,7 +43,16 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents, verify_state
 from pytorch_accel_lite.checkpoint.checksums import checksum
-from pytorch_accel_lite.extending import JOB_QUEUES, STORES, Ranks, manifest_text, read_verified, write_files
+from pytorch_accel_lite.data import OwnShard
+from pytorch_accel_lite.extending import (
+    JOB_QUEUES,
+    STORES,
+    Ranks,
+    manifest_text,
+    read_state,
+    read_verified,
+    write_files,
+)
 from pytorch_accel_lite.run.events import EVENTS
 from tests.launching import (
     CAN_SHARD,
@@ -1609,3 +1619,34 @@ def test_without_any_store_the_error_names_the_extension(monkeypatch):
         monkeypatch.delitem(STORES, name)
     with pytest.raises(ValueError, match="belongs to the extension 'remote', which is not installed"):
         SaveTrainingStateCallback("s3://bucket/run")
+
+
+class OwnSteps(Trainer):
+    """Makes its updates itself."""
+
+    def train_step(self, batch):
+        self.update((self.model(batch[0]) - batch[1]).square().mean())
+        return {}
+
+
+@pytest.mark.extension("logical")
+def test_the_table_of_the_keys_of_a_state_is_complete(tmp_path):
+    found: tuple[set[str], set[str]] = set(), set()
+    for number, (kind, data, of_trainer, of_train) in enumerate(
+        (
+            (Trainer, make_data(), {}, {"auto_microbatch": True, "per_device_batch_size": 2}),
+            (OwnSteps, make_data(), {}, {"per_device_batch_size": 2}),
+            (Trainer, make_data(), {"logical_processes": 2, "seed": 0}, {"per_device_batch_size": 1}),
+            (Trainer, OwnShard(list(zip(*(part.split(2) for part in make_data().tensors), strict=True))), {}, {}),
+        )
+    ):
+        saver = SaveTrainingStateCallback(tmp_path / str(number), save_every_n_steps=2, trainable_only=True)
+        trainer = make_trainer([saver], trainer_class=kind, **of_trainer)
+        trainer.train(data, 1, **of_train)
+        state = read_state(tmp_path / str(number) / "update-000000002", trainer.ranks)
+        for keys, part in zip(found, (state.shared, state.local), strict=True):
+            keys.update(part)
+    text = (ROOT / "pytorch_accel_lite/checkpoint/capturing.py").read_text()
+    tables = [re.findall(r"^# \| (\w+) +\|", table, re.MULTILINE) for table in re.split("# .*\n# .-----", text)[1:]]
+    assert [set(keys) for keys in tables] == [*found]
+    assert all(len(set(keys)) == len(keys) for keys in tables)

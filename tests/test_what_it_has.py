@@ -739,7 +739,7 @@ def test_a_timm_trainer_steps_the_schedules_of_timm():
         ("_prepare_model_optimizer_and_dataloaders", "training_run_start"),
         ("_run_evaluation", "evaluation_run_start"),
         ("_perform_forward_and_backward_passes", "backward_step"),
-        ("build_train_loader", "create_train_dataloader"),
+        pytest.param("build_train_loader", "create_train_dataloader", marks=pytest.mark.extension("other_libraries")),
     ],
 )
 def test_methods_that_nothing_calls_are_warned_of(name, advice):
@@ -1416,6 +1416,7 @@ def test_hooks_run_in_the_order_of_their_list():
     assert heard == [label + name for name in names for label in ("a ", "b ")]
 
 
+@pytest.mark.extension("other_libraries")
 @row("hooks with names of detectron2 are noticed", "`None` in the list is dropped", "what is no hook is refused")
 def test_what_may_be_a_hook():
     class Hook(TrainerCallback):

@@ -1,4 +1,4 @@
-"""Inspecting objects: their origin, overridden methods, lengths, memory."""
+"""Inspecting objects: lengths, parts, signatures, and sums of tensors' bits."""
 
 from __future__ import annotations
 

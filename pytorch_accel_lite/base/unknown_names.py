@@ -41,7 +41,18 @@ class OtherLibraries:
     gone: dict[str, str] = field(default_factory=dict)
 
 
-OTHER_LIBRARIES = OtherLibraries()
+#: At first, what pytorch-accelerated calls things.
+OTHER_LIBRARIES = OtherLibraries(
+    replaced={
+        "_clip_gradients": ("clip_gradients",),
+        "_prepare_model_optimizer_and_dataloaders": ("_create_accelerator", "training_run_start"),
+        "_perform_forward_and_backward_passes": ("calculate_train_batch_loss", "backward_step"),
+        "_run_evaluation": ("evaluation_run_start", "evaluation_run_end", "evaluate"),
+        "_update_loss_tracker": ("calculate_train_batch_loss", "calculate_eval_batch_loss"),
+        "_add_epoch_loss_to_run_history": ("train_epoch_end", "eval_epoch_end"),
+    },
+    gone={"_check_eval_batch_size": "Remove it: nothing needs it."},
+)
 
 
 def suggest(word: str, existing: Collection[str], cutoff: float = 0.6) -> str:

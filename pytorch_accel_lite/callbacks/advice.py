@@ -20,8 +20,8 @@ from pytorch_accel_lite.callbacks.metrics import default_transform
 from pytorch_accel_lite.callbacks.monitoring import GradientNorms
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import BatchData
-from pytorch_accel_lite.loop.gradients import total_norm
-from pytorch_accel_lite.loop.speedups import faster_data
+from pytorch_accel_lite.loop.clipping import total_norm
+from pytorch_accel_lite.loop.speed_advice import faster_data
 from pytorch_accel_lite.run.events import TrainerCallback, set_listening
 from pytorch_accel_lite.run.state import TrainerLike
 

@@ -30,7 +30,7 @@ class SkipFailedBatchesCallback(TrainerCallback):
     window; if none remain, no update is made. Gradients, buffers and generators are as if the batch had never been
     tried. On several processes, gradients are averaged after the backward pass instead of during it.
 
-    In an evaluation or a prediction, each process leaves out its own batches. Losses and metrics cover the other
+    In an evaluation or a prediction, each process skips its own batches. Losses and metrics cover the other
     samples; the outputs of ``predict`` lack the rows of failed samples. At the end, a line says which samples were left
     out, and why. If all batches fail, an error is raised.
 
@@ -56,7 +56,7 @@ class SkipFailedBatchesCallback(TrainerCallback):
             )
         self.phases = tuple(phases)
         self.failures: list[SkippedBatch] = []
-        self._left_out = 0  # batches of this process in the current evaluation or prediction
+        self._skipped_here = 0  # batches of this process in the current evaluation or prediction
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         request.skips_failed_batches |= "training" in self.phases
@@ -65,17 +65,17 @@ class SkipFailedBatchesCallback(TrainerCallback):
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self.failures = []
-        self._left_out = 0
+        self._skipped_here = 0
 
     def _begin_inference(self, trainer: TrainerLike, **kwargs: object) -> None:
         if trainer.run.outer is None:
             self.failures = []
-        self._left_out = 0
+        self._skipped_here = 0
 
     on_evaluation_run_start = on_predict_run_start = _begin_inference
 
     def on_eval_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        self._left_out = 0
+        self._skipped_here = 0
 
     def on_train_batch_skipped(
         self, trainer: TrainerLike, *, failures: list[Failure], error: BaseException | None, step: int, **kwargs: object
@@ -89,24 +89,24 @@ class SkipFailedBatchesCallback(TrainerCallback):
             )
         self._check_number(trainer, len(self.failures), error)
 
-    def _leave_out(self, trainer: TrainerLike, *, error: Exception, **kwargs: object) -> None:
-        self._left_out += 1
-        self._check_number(trainer, len(self.failures) + self._left_out, error)
+    def _skip_in_inference(self, trainer: TrainerLike, *, error: Exception, **kwargs: object) -> None:
+        self._skipped_here += 1
+        self._check_number(trainer, len(self.failures) + self._skipped_here, error)
 
-    on_eval_batch_skipped = on_predict_batch_skipped = _leave_out
+    on_eval_batch_skipped = on_predict_batch_skipped = _skip_in_inference
 
     def _end_inference(self, trainer: TrainerLike, **kwargs: object) -> None:
-        left_out = trainer.run.left_out
-        self._left_out = 0
-        if left_out is None or not left_out.is_gathered:  # the prediction was not iterated to its end
+        skipped = trainer.run.skipped
+        self._skipped_here = 0
+        if skipped is None or not skipped.is_gathered:  # the prediction was not iterated to its end
             return
         name, epoch = trainer.run.data.eval_dataset_name, trainer.progress.epoch
-        for batch in left_out.batches:
-            skipped = _at(left_out.phase, epoch, batch.step, batch.failure)
+        for batch in skipped.batches:
+            failure = _at(skipped.phase, epoch, batch.step, batch.failure)
             if name:
-                skipped["dataset"] = name
-            self.failures.append(skipped)
-        self._check_number(trainer, len(self.failures), left_out.first_error)
+                failure["dataset"] = name
+            self.failures.append(failure)
+        self._check_number(trainer, len(self.failures), skipped.first_error)
 
     on_eval_epoch_end = on_predict_run_end = _end_inference
 

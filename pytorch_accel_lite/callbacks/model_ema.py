@@ -24,7 +24,7 @@ from pytorch_accel_lite.checkpoint.files import FROZEN
 from pytorch_accel_lite.checkpoint.weights import leave_out_frozen, sharded_like
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma, ShardedEma
 from pytorch_accel_lite.run.events import CallbackHandler, TrainerCallback, set_listening
-from pytorch_accel_lite.run.expected_metrics import ExpectedMetrics
+from pytorch_accel_lite.run.metric_checks import ExpectedMetrics
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
 
@@ -206,9 +206,9 @@ class ModelEmaCallback(MetricWatcher):
         module = self._average.module
         trainer.sync_buffers(module)
         weights = model_state(module)
-        left_out = leave_out_frozen(module, weights, only_quantised=True)
+        frozen_left_out = leave_out_frozen(module, weights, only_quantised=True)
         checkpoint = {"model_state_dict": weights, "epoch": trainer.progress.epoch, **metrics}
-        checkpoint |= {FROZEN: left_out} if left_out else {}
+        checkpoint |= {FROZEN: frozen_left_out} if frozen_left_out else {}
         writes = partial(getattr, trainer.accelerator, "is_local_main_process")  # read when saving, as it may change
         trainer.ranks.run_together(lambda: write_checkpoint(checkpoint, path) if writes() else None)
 

@@ -85,7 +85,9 @@ class ProgressBarCallback(TrainerCallback):
         self._copy: AsyncCopy | None = None  # the copy of the running loss
         self._rates_used: dict[str, float | torch.Tensor] = {}
 
-    def _start(self, trainer: TrainerLike, loader: ShardedLoader | None, description: str, previous: Bar | None) -> Bar:
+    def _new_bar(
+        self, trainer: TrainerLike, loader: ShardedLoader | None, description: str, previous: Bar | None
+    ) -> Bar:
         """Return a new bar in place of the previous one, which a failed evaluation may have left open."""
         if previous is not None:
             previous.close()
@@ -108,7 +110,7 @@ class ProgressBarCallback(TrainerCallback):
         return NotebookBar(NotebookOutput.of(trainer), **arguments) if in_notebook() else TerminalBar(**arguments)
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        self.pbar = self._start(trainer, trainer.train_dataloader, f"Epoch {epoch_of(trainer)}", self.pbar)
+        self.pbar = self._new_bar(trainer, trainer.train_dataloader, f"Epoch {epoch_of(trainer)}", self.pbar)
         self._copy = None
         now = time.monotonic()
         if trainer.run_config is not self._config:  # the first epoch of a run: a subclass may override the start event
@@ -183,10 +185,10 @@ class ProgressBarCallback(TrainerCallback):
 
     def on_eval_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         name = trainer.run.data.eval_dataset_name
-        self._start_inference(trainer, "Evaluating" if name is None else f"Evaluating {visible(name)}")
+        self._begin_inference(trainer, "Evaluating" if name is None else f"Evaluating {visible(name)}")
 
-    def _start_inference(self, trainer: TrainerLike, description: str) -> None:
-        self.eval_pbar = self._start(trainer, trainer.eval_dataloader, description, self.eval_pbar)
+    def _begin_inference(self, trainer: TrainerLike, description: str) -> None:
+        self.eval_pbar = self._new_bar(trainer, trainer.eval_dataloader, description, self.eval_pbar)
         self._eval_start = time.monotonic()
         self._eval_step = 0
 
@@ -206,7 +208,7 @@ class ProgressBarCallback(TrainerCallback):
         self._speed.mark(trainer.progress.samples, time.monotonic())
 
     def on_predict_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        self._start_inference(trainer, "Predicting")
+        self._begin_inference(trainer, "Predicting")
 
     on_predict_step_end = on_eval_step_end
 

@@ -110,7 +110,7 @@ class ProgressTableCallback(LogMetricsCallback):
         super().on_train_epoch_start(trainer)
         self._announce(trainer, f"Starting epoch {epoch_of(trainer)}")
         if self._table is not None:
-            self._table.begin_epoch(trainer)
+            self._table.begin_row(trainer)
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._table is not None:  # now: the schedule sets the next rate before the epoch ends
@@ -296,7 +296,7 @@ class _RunTable:
         titles.pop("time", None)  # the table has a column for the time of an epoch
         return sorted(titles, key=rank)
 
-    def begin_epoch(self, trainer: TrainerLike) -> None:
+    def begin_row(self, trainer: TrainerLike) -> None:
         """Note the start of an epoch."""
         self._epoch_start = time.monotonic()
         self._samples_before = trainer.progress.samples

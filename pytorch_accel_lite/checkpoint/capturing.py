@@ -91,6 +91,50 @@ def refuse_fsdp1(accelerator: Accelerator, what: str) -> None:
         raise ValueError(f"{what} does not work with FSDP1, whose weights are flattened. Use fsdp_version=2.")
 
 
+# What a training state keeps, by key, and what restores it: before the starting events of the resumed run (restore), or
+# after them (finish_restoring), as callbacks may create or reset objects in these events. A state lacks the keys of
+# later versions, so those from 0.2 on are read with a default. The keys never change.
+#
+# | shared by all ranks  | since | restored by                                              | starting events |
+# |----------------------|-------|----------------------------------------------------------|-----------------|
+# | optimizer            | 0.1   | restore; with groups that are added, finish_restoring    | before or after |
+# | scheduler            | 0.1   | restore; with another batch size, loop/scheduling.py     | before          |
+# | scaler               | 0.1   | restore                                                  | before          |
+# | model_extra          | 0.1   | restore: weights that safetensors does not support       | before          |
+# | history              | 0.1   | restore, by _restore_history                             | before          |
+# | microbatches         | 0.1   | restore, by GuardedStep                                  | before          |
+# | items_per_batch      | 0.1   | restore                                                  | before          |
+# | loss_func            | 0.1   | restore, by load_loss_state                              | before          |
+# | objects              | 0.1   | both: registered objects                                 | before, after   |
+# | callbacks            | 0.1   | finish_restoring                                         | after           |
+# | losses               | 0.1   | finish_restoring, if a rank has no file of its own       | after           |
+# | extra                | 0.1   | load_training_state, which returns it                    | -               |
+# | attributes           | 0.2   | both: heads, critics, other optimizers                   | before, after   |
+# | schedule_shift       | 0.2   | restore                                                  | before          |
+# | frozen_weights       | 0.2   | restore: checksums of weights that were left out (FROZEN)| before          |
+# | logical              | 0.2   | finish_restoring, by the division                        | after           |
+# | position             | 0.2   | finish_restoring, by the loader                          | after           |
+# | epoch_read           | 0.3   | finish_restoring, by the loader                          | after           |
+# | source_batch_size    | 0.3   | finish_restoring, by the loader                          | after           |
+# | base                 | 0.3   | read for an error: the name of the pretrained model      | -               |
+# | optimizer_classes    | 0.3   | read for an error, in both                               | before, after   |
+# | settings             | 0.3   | compared by checkpoint/recorded_settings.py              | before          |
+# | own_items_per_batch  | 0.3   | restore, by ManualStep                                   | before          |
+# | set_apart            | 0.3   | restore, as recorded_by_evaluate, with the history       | before          |
+# | evaluations          | 0.3   | loop/evaluation.py, when they begin                      | after           |
+# | trainability         | 0.3   | finish_restoring: which parameters are trained           | after           |
+# | user_attributes      | 0.3   | both                                                     | before, after   |
+#
+# | of each rank         | since | restored by                                              | starting events |
+# |----------------------|-------|----------------------------------------------------------|-----------------|
+# | losses               | 0.1   | finish_restoring, with as many processes as before       | after           |
+# | generators           | 0.1   | finish_restoring, with as many processes as before       | after           |
+# | position             | 0.2   | finish_restoring: of data that a process has for itself  | after           |
+# | epoch_read           | 0.3   | as position                                              | after           |
+# | source_batch_size    | 0.3   | as position                                              | after           |
+# | user_attributes      | 0.3   | both: what differs between ranks                         | before, after   |
+
+
 def capture(
     trainer: TrainerLike, extra: StateDict, created: Mapping[str, int] | None = None, sharded: bool = False
 ) -> CapturedState:
@@ -108,9 +152,9 @@ def capture(
     model = trainer.get_model(keep_torch_compile=False)
     weights = without_compile(model.state_dict()) if sharded else model_state(model, is_first)
     if is_first or sharded:
-        left_out = leave_out_frozen(model, weights, created, only_quantised=created is None)
-        if left_out or created is not None:
-            shared |= {FROZEN: left_out, "base": base_of(model)}
+        frozen_left_out = leave_out_frozen(model, weights, created, only_quantised=created is None)
+        if frozen_left_out or created is not None:
+            shared |= {FROZEN: frozen_left_out, "base": base_of(model)}
     shards = {f"{SHARD_OF_MODEL}{name}": value for name, value in weights.items() if is_sharded_tensor(value)}
     full = {name: value for name, value in weights.items() if not is_sharded_tensor(value)}
     tensors = {name: value for name, value in full.items() if fits_safetensors(value)}
@@ -198,9 +242,9 @@ def _check_optimizer_classes(trainer: TrainerLike, state: TrainingState) -> None
                 )
 
 
-def _check_left_out(model: nn.Module, state: TrainingState, left_out: Mapping[str, int | None]) -> None:
+def _check_frozen_left_out(model: nn.Module, state: TrainingState, frozen_left_out: Mapping[str, int | None]) -> None:
     """Raise an error if the model's frozen weights are not those that the state has left out."""
-    if left_out and (others := describe_other_weights(model, left_out, state.directory)):
+    if frozen_left_out and (others := describe_other_weights(model, frozen_left_out, state.directory)):
         before, now = state.shared.get("base", ""), base_of(model)
         base = f" The state began with {before!r}, this model with {now!r}." if before != now else ""
         raise ValueError(
@@ -291,16 +335,16 @@ def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = T
 
     read_tensors(state, find_like)
     shared = state.shared
-    left_out = shared.get(FROZEN, {})
-    weights = fit_model_state(model, read_weights(state, current), state.directory, left_out=left_out)
-    _check_left_out(model, state, left_out)
+    frozen_left_out = shared.get(FROZEN, {})
+    weights = fit_model_state(model, read_weights(state, current), state.directory, frozen_left_out=frozen_left_out)
+    _check_frozen_left_out(model, state, frozen_left_out)
     for name, owner in _updated_objects(trainer).items():
         if shared[name] is not None and owner is not None and (with_scheduler or name != "scheduler"):
             if name == "optimizer" and lacks_groups(owner, shared[name]):
                 state.postponed.add(name)  # the starting events may add the missing groups
                 continue
             load_state(name, owner, shared[name], state.directory)
-    model.load_state_dict(weights, strict=not left_out)
+    model.load_state_dict(weights, strict=not frozen_left_out)
     load_loss_state(trainer, shared.get("loss_func", {}), state.directory)
     load_attribute_states(trainer, shared.get("attributes", {}), state.directory)
     _restore_user_attributes(trainer, state, is_final=False)

@@ -77,13 +77,13 @@ class Encoder:
         most_parts: number of parts after which to raise ``TooManyPartsError``
 
     Attributes:
-        left_out: the paths to parts that cannot be stored, with their classes
+        unsaved: the paths to parts that cannot be stored, with their classes
     """
 
     def __init__(
         self, is_saved: Callable[[object], bool] = lambda value: False, most_parts: float = float("inf")
     ) -> None:
-        self.left_out: dict[str, str] = {}
+        self.unsaved: dict[str, str] = {}
         self._is_saved = is_saved
         self._parts_left = most_parts
         self._numbers: dict[int, int] = {}
@@ -127,8 +127,8 @@ class Encoder:
         self._held.append(value)
         return self._numbers.setdefault(id(value), len(self._numbers))
 
-    def _leave_out(self, value: Tree, path: str) -> Node:
-        self.left_out[path] = type(value).__name__
+    def _note_unsaved(self, value: Tree, path: str) -> Node:
+        self.unsaved[path] = type(value).__name__
         return SAME
 
     def _encode_container(self, value: Tree, path: str) -> Node:
@@ -199,7 +199,7 @@ class Encoder:
         if _package(type(value)) in _LIBRARIES or isinstance(value, torch.utils.data.Dataset):
             return SAME
         if not _has_only_attributes(type(value)):
-            return self._leave_out(value, path)
+            return self._note_unsaved(value, path)
         number = self._note(value)
         held = {name: self.encode(part, f"{path}.{name}") for name, part in vars(value).items()}
         return "object", number, _name_of(type(value)), held

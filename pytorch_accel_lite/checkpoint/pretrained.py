@@ -55,13 +55,13 @@ def own_form(model: nn.Module) -> Form | None:
         ``None`` for other models, and for models that only their library itself can save
     """
     if is_of_peft(model):
-        if left_out := _trained_beside_adapters(model):
+        if beside := _trained_beside_adapters(model):
             warn_outside(
-                f"PEFT's form would leave out what is trained besides the adapters: {listed(left_out, 10)}. All "
+                f"PEFT's form would leave out what is trained besides the adapters: {listed(beside, 10)}. All "
                 "weights are saved instead, for load_checkpoint(). Name those modules in modules_to_save of PEFT's "
                 "config to save them with the adapters."
             )
-        return None if left_out else partial(_save_pretrained, model)
+        return None if beside else partial(_save_pretrained, model)
     # transformers saves only its own adapters. If it has sharded a model, all processes must save the model.
     is_divided = getattr(getattr(model, "config", None), "distributed_config", None) or getattr(model, "_tp_size", None)
     has_own_adapters = getattr(model, "_hf_peft_config_loaded", False)

@@ -159,9 +159,9 @@ def _save_checkpoint(
         _warn_of_weights(trainer, "save_checkpoint")
         weights = model_state(model, writes)
         checkpoint: StateDict = {"model_state_dict": weights}
-        left_out = leave_out_frozen(model, weights, only_quantised=not trainable_only) if writes else {}
-        if left_out:
-            checkpoint[FROZEN] = left_out
+        frozen_left_out = leave_out_frozen(model, weights, only_quantised=not trainable_only) if writes else {}
+        if frozen_left_out:
+            checkpoint[FROZEN] = frozen_left_out
         state = None if trainer.optimizer is None or not save_optimizer else trainer.optimizer.state_dict()
         if state is not None:  # an optimizer that is not created yet has no state
             checkpoint["optimizer_state_dict"] = full_state_dict(state, writes)
@@ -186,9 +186,9 @@ def load_checkpoint(
         refuse_engines(trainer.accelerator, "load_checkpoint()", "Call it before the first run of the trainer.")
     model, source = trainer.get_model(keep_torch_compile=False), name_of(checkpoint_path)
     checkpoint = _read(trainer, checkpoint_path, model, only_weights=not (load_optimizer or load_scheduler))
-    left_out = checkpoint.get(FROZEN, {})
-    weights = fit_model_state(model, checkpoint["model_state_dict"], source, strict, left_out)
-    if left_out and (others := describe_other_weights(model, left_out, source)):
+    frozen_left_out = checkpoint.get(FROZEN, {})
+    weights = fit_model_state(model, checkpoint["model_state_dict"], source, strict, frozen_left_out)
+    if frozen_left_out and (others := describe_other_weights(model, frozen_left_out, source)):
         warn_outside(f"{others} Create the model from the same pretrained weights.")
     options = describe_optimizers(trainer)
     with attributes.evaluating_optimizers(trainer):
@@ -205,7 +205,7 @@ def load_checkpoint(
         load_loss_state(trainer, checkpoint.get("loss_func_state_dict", {}), source)
         states = checkpoint.get("attribute_state_dicts", {})
         load_attribute_states(trainer, states, source, load_optimizer, load_scheduler, strict)
-        model.load_state_dict(weights, strict=strict and not left_out)
+        model.load_state_dict(weights, strict=strict and not frozen_left_out)
     if not trainer.is_running:
         _say_what_was_loaded(trainer, source, options, load_scheduler and "scheduler_state_dict" in checkpoint)
     numbers = {name: value for name, value in checkpoint.items() if type(value) in (int, float)}
@@ -352,12 +352,14 @@ def _save_model(
     with _timed(trainer), attributes.evaluating_optimizers(trainer):
         _warn_of_weights(trainer, "save_model")
         weights = model_state(model, keep=writes)
-        _say_what_is_left_out(trainer, name_of(path))
+        _say_what_is_unsaved(trainer, name_of(path))
 
         def write() -> None:
             form = own_form(model) if write_beside is not None and not trainable_only else None
-            left_out = {} if form is not None else leave_out_frozen(model, weights, only_quantised=not trainable_only)
-            metadata = {FROZEN: json.dumps(left_out)} if left_out else {}
+            frozen_left_out = (
+                {} if form is not None else leave_out_frozen(model, weights, only_quantised=not trainable_only)
+            )
+            metadata = {FROZEN: json.dumps(frozen_left_out)} if frozen_left_out else {}
             if isinstance(location, (Path, str)):
                 preprocessors = iter(()) if form is None else preprocessors_of(trainer, model)
                 _write_weights(weights, location, metadata, write_beside, form, preprocessors)
@@ -399,11 +401,11 @@ def _write_weights(
             write_beside(directory)
 
 
-def _say_what_is_left_out(trainer: TrainerLike, name: str) -> None:
-    if left_out := [*names_beside_model(trainer), *changed_modules(trainer)]:
+def _say_what_is_unsaved(trainer: TrainerLike, name: str) -> None:
+    if unsaved := [*names_beside_model(trainer), *changed_modules(trainer)]:
         trainer.print(
             f"{name!r} holds the model alone, without what was trained besides it: "
-            f"{listed(left_out, 10)}. save_checkpoint() includes that."
+            f"{listed(unsaved, 10)}. save_checkpoint() includes that."
         )
 
 

@@ -85,7 +85,7 @@ def capture_attributes(trainer: TrainerLike) -> tuple[StateDict, StateDict]:
     for key, value in _attributes(trainer):
         encoder = Encoder(is_saved)
         node = encoder.encode(value, _path(key))
-        _tell(trainer, created, encoder.left_out)
+        _tell(trainer, created, encoder.unsaved)
         if holds_nothing(node):
             continue
         nodes[key] = node
@@ -239,10 +239,10 @@ def _shown(node: Node) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def describe_left_out(trainer: TrainerLike) -> str:
-    """Return a description of the parts of users' attributes that states cannot hold; an empty text if there are none."""
+def describe_unsaved(trainer: TrainerLike) -> str:
+    """Return a description of the parts of users' attributes that states cannot hold; an empty text without any."""
     created: CreatedAttributes = trainer.current_run.created_attributes
-    left_out: dict[str, str] = {}
+    unsaved: dict[str, str] = {}
     is_saved = _saved_elsewhere(trainer)
     for key, value in _attributes(trainer):
         encoder = Encoder(is_saved, _MOST_PARTS)
@@ -250,12 +250,12 @@ def describe_left_out(trainer: TrainerLike) -> str:
             encoder.encode(value, _path(key))
         except TooManyPartsError:
             continue
-        left_out |= encoder.left_out
-    return _description(created, left_out)
+        unsaved |= encoder.unsaved
+    return _description(created, unsaved)
 
 
-def _description(created: CreatedAttributes, left_out: Mapping[str, str]) -> str:
-    new = {path: kind for path, kind in left_out.items() if path not in created.warned_of}
+def _description(created: CreatedAttributes, unsaved: Mapping[str, str]) -> str:
+    new = {path: kind for path, kind in unsaved.items() if path not in created.warned_of}
     created.warned_of |= new.keys()
     if not new:
         return ""
@@ -265,8 +265,8 @@ def _description(created: CreatedAttributes, left_out: Mapping[str, str]) -> str
     )
 
 
-def _tell(trainer: TrainerLike, created: CreatedAttributes, left_out: Mapping[str, str]) -> None:
-    if left_out and (described := _description(created, left_out)):
+def _tell(trainer: TrainerLike, created: CreatedAttributes, unsaved: Mapping[str, str]) -> None:
+    if unsaved and (described := _description(created, unsaved)):
         trainer.print(described)
 
 

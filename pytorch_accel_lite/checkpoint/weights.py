@@ -83,7 +83,7 @@ def fit_model_state(
     state: StateDict,
     source: str | os.PathLike[str],
     strict: bool = True,
-    left_out: Collection[str] = (),
+    frozen_left_out: Collection[str] = (),
 ) -> StateDict:
     """Convert a full state for ``model.load_state_dict``, without loading it; the model may be sharded.
 
@@ -91,7 +91,7 @@ def fit_model_state(
 
     Args:
         strict: ``False`` to warn of entries that do not fit, and return the other entries
-        left_out: entries that the state lacks on purpose; the model must have these, and keeps its own values
+        frozen_left_out: entries that the state lacks on purpose; the model must have these, and keeps its own
 
     Raises:
         ValueError: if the state does not fit; lists missing and unexpected keys and mismatched shapes
@@ -107,8 +107,8 @@ def fit_model_state(
         if isinstance(local[key], torch.Tensor) and not is_lazy(local[key]) and state[key].shape != local[key].shape
     }
     problems = {
-        "missing in the checkpoint": local.keys() - state.keys() - set(left_out),
-        "not in the model": (state.keys() | set(left_out)) - local.keys(),
+        "missing in the checkpoint": local.keys() - state.keys() - set(frozen_left_out),
+        "not in the model": (state.keys() | set(frozen_left_out)) - local.keys(),
         "of a different shape": shapes.values(),
     }
     if any(problems.values()):
@@ -301,25 +301,27 @@ def leave_out_frozen(
             stay. By default, all frozen parameters are removed.
         only_quantised: whether to remove only quantised parameters
     """
-    left_out = weight_checksums({name: state.pop(name) for name in sorted(quantised_entries(model, state))})
+    frozen_left_out = weight_checksums({name: state.pop(name) for name in sorted(quantised_entries(model, state))})
     if only_quantised:
-        return left_out
+        return frozen_left_out
     frozen = {name for name, value in _parameters(model).items() if not value.requires_grad and name in state}
     if created is not None:
         now = weight_checksums({name: state[name] for name in frozen})
         frozen = {name for name, number in now.items() if created.get(name) == number}
-    return left_out | weight_checksums({name: state.pop(name) for name in [*state] if name in frozen})
+    return frozen_left_out | weight_checksums({name: state.pop(name) for name in [*state] if name in frozen})
 
 
-def describe_other_weights(model: nn.Module, left_out: Mapping[str, int | None], source: str | os.PathLike[str]) -> str:
+def describe_other_weights(
+    model: nn.Module, frozen_left_out: Mapping[str, int | None], source: str | os.PathLike[str]
+) -> str:
     """Describe which weights of a model differ from the weights that were left out; an empty text if none differ.
 
     A collective operation if they are sharded.
 
     Args:
-        left_out: the checksums of the weights that were left out; ``None`` for unknown checksums
+        frozen_left_out: the checksums of the weights that were left out; ``None`` for unknown checksums
     """
-    known = {name: number for name, number in left_out.items() if number is not None}
+    known = {name: number for name, number in frozen_left_out.items() if number is not None}
     current = weight_checksums(
         {name: value for name, value in without_compile(model.state_dict()).items() if name in known}
     )

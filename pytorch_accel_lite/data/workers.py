@@ -41,7 +41,7 @@ def start_reading(batches: Iterable[T]) -> Iterator[T]:
     context = batches.multiprocessing_context
     # If a run ends in order at a signal, the signal must not kill its workers first.
     leaves_signals = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    batches.worker_init_fn = partial(_begin, worker_init_fn, was_enabled, leaves_signals)
+    batches.worker_init_fn = partial(_initialise_worker, worker_init_fn, was_enabled, leaves_signals)
     if (start_method() if context is None else context.get_start_method()) == "fork":
         batches.multiprocessing_context = CheckedForkContext(batches.num_workers)
     gc.disable()
@@ -54,7 +54,7 @@ def start_reading(batches: Iterable[T]) -> Iterator[T]:
             gc.enable()
 
 
-def _begin(
+def _initialise_worker(
     worker_init_fn: Callable[[int], object] | None, collects: bool, leaves_signals: bool, worker_id: int
 ) -> None:
     """Initialise a worker: exclude all inherited objects from garbage collection, then enable it.

@@ -24,7 +24,7 @@ _EXIT_TIMEOUT = timedelta(seconds=30)
 
 def register(trainer: Participant) -> None:
     """Close a trainer and leave its job when the program exits. A job cannot be joined again."""
-    watch.begin(trainer.ranks)
+    watch.start(trainer.ranks)
     _open.add(trainer)
     _job[:] = [(trainer.accelerator, trainer.ranks)]
 

@@ -1,4 +1,4 @@
-"""A thread that reports the positions of all processes if one waits for others, and ends a stuck job."""
+"""Always on, in a thread of each process: reports calls in which one process waits for others, and ends a stuck job."""
 
 from __future__ import annotations
 
@@ -349,7 +349,7 @@ _watch: JobWatch | None = None
 _job: dist.ProcessGroup | None = None
 
 
-def begin(ranks: Ranks) -> None:
+def start(ranks: Ranks) -> None:
     """Start the watch of a job of several processes, unless it has one. Call it on every process."""
     global _watch, _job
     if ranks.world_size == 1 or not ranks.is_watched or _job is dist.group.WORLD:

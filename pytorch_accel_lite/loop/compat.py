@@ -32,7 +32,7 @@ def run_training(trainer: TrainerLike, run: Run) -> None:
         training.warn_of_weights(trainer, run)
 
 
-def begin_epoch(trainer: TrainerLike, run: Run) -> None:
+def begin_own_epoch(trainer: TrainerLike, run: Run) -> None:
     """Complete the previous epoch of a user's loop, and begin the next."""
     name = f"{type(trainer).__name__}._run_training"
     if run.resumed is not None:

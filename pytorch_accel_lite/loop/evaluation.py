@@ -21,13 +21,13 @@ from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.guards.modes import call_start
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
-from pytorch_accel_lite.loop.left_out import OMITTED, report_left_out
 from pytorch_accel_lite.loop.lifecycle import ending, entering, sharded_loader
+from pytorch_accel_lite.loop.skipped_batches import SKIPPED, report_skipped
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.run.events import CallbackHandler
 from pytorch_accel_lite.run.history import MetricValue, RunHistory, count_values
 from pytorch_accel_lite.run.intervals import Interval
-from pytorch_accel_lite.run.parts import Evaluation, LeftOut
+from pytorch_accel_lite.run.parts import Evaluation, SkippedBatches
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, TrainerLike
@@ -65,7 +65,7 @@ def evaluate_all(
             ):
                 run.loop.completes_evaluation = of_run and number == len(loaders)
                 evaluate = partial(_evaluate_on, trainer, run, loader, is_training, is_intermediate)
-                trainer.ranks.repeatable(evaluate, partial(_keep, trainer, run))
+                trainer.ranks.repeatable(evaluate, partial(_undo_of_evaluation, trainer, run))
             losses |= {f"{prefix}{metric}": loss for metric, loss in run.recorded_losses.items()}
         run.epoch_phase = EpochPhase.EVALUATED if of_run else run.epoch_phase
     finally:
@@ -84,7 +84,7 @@ def _evaluate_on(trainer: TrainerLike, run: Run, loader: Source, is_training: bo
         evaluation_epoch(trainer, run, loader, is_training, is_intermediate)
 
 
-def _keep(trainer: TrainerLike, run: Run) -> Callable[[], None]:
+def _undo_of_evaluation(trainer: TrainerLike, run: Run) -> Callable[[], None]:
     """Return a function that undoes an evaluation: what it has recorded, and what callbacks have learned from it."""
     history, progress = trainer.run_history, (run.loss_trackers, run.loop.completes_evaluation)
     counts = count_values(history)
@@ -105,7 +105,7 @@ def _keep(trainer: TrainerLike, run: Run) -> Callable[[], None]:
     return undo
 
 
-def start_evaluations(run: Run) -> None:
+def begin_evaluations(run: Run) -> None:
     """Determine when a training run evaluates, from its beginning or from the point at which it resumes."""
     every = run.request.evaluate_every
     if not run.data.all_eval_loaders:
@@ -161,13 +161,13 @@ def evaluation_epoch(trainer: TrainerLike, run: Run, source: Source, is_training
     loader = sharded_loader(trainer, run, source, training=False)
     sync_ddp_buffers(trainer.model, run.ranks)
     run.data.has_fillers = loader.options.fill
-    run.left_out = None if run.left_out is None else LeftOut("evaluation")
+    run.skipped = None if run.skipped is None else SkippedBatches("evaluation")
     with inference(trainer), preserving_generators() if trainer.division.has_fixed_shares else nullcontext():
         last = _add_losses(trainer, run, loader.steps(run.progress.epoch))
         if run.data.has_fillers:
             _add_losses(trainer, run, _fillers(run, last))
     run.data.has_fillers = True
-    report_left_out(trainer, run)
+    report_skipped(trainer, run)
     trainer.eval_epoch_end()
     name = "intermediate_eval_{}" if is_intermediate else "eval_{}_epoch" if is_training else "evaluation_{}"
     run.record_losses(trainer.run_history, run.data.ranks, name)
@@ -178,25 +178,25 @@ def evaluation_epoch(trainer: TrainerLike, run: Run, source: Source, is_training
 
 
 def _fillers(run: Run, last: Batch | None) -> list[Batch]:
-    """Return filler batches for the steps that only other processes have: one at the end, and one per batch left out.
+    """Return filler batches for the steps that only other processes have: one at the end, and one per skipped batch.
 
     Args:
         last: the last batch that this process has read
     """
     lacking = 0 if last is None or last.is_last else 1
-    if run.left_out is not None:
-        last = run.left_out.last_computed
-        lacking += len(run.left_out.batches)
+    if run.skipped is not None:
+        last = run.skipped.last_computed
+        lacking += len(run.skipped.batches)
     return [] if last is None else [last._replace(num_samples=0)] * lacking
 
 
 def _add_losses(trainer: TrainerLike, run: Run, batches: Iterable[Batch]) -> Batch | None:
-    """Compute and add up the losses of batches; return the last batch, even if it was left out."""
+    """Compute and add up the losses of batches; return the last batch, even if it was skipped."""
     listeners = trainer.callback_handler.listeners
     trackers = run.loss_trackers
     batch = None
     for batch, output in compute_batches(trainer, run, batches, trainer.calculate_eval_batch_loss):
-        if output is OMITTED:
+        if output is SKIPPED:
             continue
         trackers.measured = batch, output["batch_size"]
         if trackers.unweighed:

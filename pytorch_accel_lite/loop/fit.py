@@ -24,9 +24,9 @@ def fit(
         lifecycle.prepare_data(trainer, run, loaders, run.ranks.state_to_join() or resume_from)
         lifecycle.prepare_training(trainer, run, loaders.batch_size)
         scheduling.begin_schedule(trainer, run)
-        lifecycle.start_or_resume(trainer, run, reset_run_history)  # frees the previous run
+        lifecycle.begin_or_resume(trainer, run, reset_run_history)  # frees the previous run
         with ending_in_order(run.control.request) if run.request.ends_at_signals else nullcontext():
-            training.begin(trainer, run)
+            training.begin_training(trainer, run)
             if "_run_training" in run.overridden:
                 compat.run_training(trainer, run)
             else:

@@ -22,9 +22,9 @@ from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Source
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
 from pytorch_accel_lite.loop.guards.modes import leaving_as_found
-from pytorch_accel_lite.loop.left_out import OMITTED, before_step, begin_leaving_out, leave_out
 from pytorch_accel_lite.loop.lifecycle import create_config, create_eval_loaders, entering
 from pytorch_accel_lite.loop.preparing import prepare_model
+from pytorch_accel_lite.loop.skipped_batches import SKIPPED, before_step, prepare_skipping, skip_failed_batch
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.run.attributes import evaluating_optimizers
 from pytorch_accel_lite.run.settings import RunRequest
@@ -65,7 +65,7 @@ def inference_run(
             run.request, max_batches=request.max_batches, first_sample=request.first_sample, auto_microbatch=splits
         )
         run.request = request if run.outer is None else requested
-        begin_leaving_out(trainer, run, request)
+        prepare_skipping(trainer, run, request)
         create_eval_loaders(trainer, run, batch_size, loader_kwargs)
         prepare_model(trainer, training=False)
         if run.outer is None:
@@ -78,7 +78,7 @@ def inference_run(
 def compute_batches(
     trainer: TrainerLike, run: Run, batches: Iterable[Batch], compute: Compute, is_evaluation: bool = True
 ) -> Iterator[tuple[Batch, Tree]]:
-    """Yield each batch with its output from a step method, or with ``OMITTED`` if the batch failed and is left out."""
+    """Yield each batch with its output from a step method, or with ``SKIPPED`` if the batch failed and is skipped."""
     listeners = trainer.callback_handler.listeners
     run.batch_number = 0
     batches = leaving_as_found(trainer, run, batches, "evaluation" if is_evaluation else "prediction")
@@ -88,7 +88,7 @@ def compute_batches(
             trainer.division.begin_share(batch)
         if is_evaluation and listeners["on_eval_step_start"]:
             trainer.call_event("on_eval_step_start")
-        if run.left_out is not None:
+        if run.skipped is not None:
             output = _compute_or_leave_out(trainer, run, batch, compute, is_evaluation)
         elif is_evaluation and run.request.auto_microbatch:
             output = _compute_in_parts(trainer, run, batch, compute)
@@ -112,8 +112,8 @@ def _compute(trainer: TrainerLike, batch: Batch, compute: Compute, is_evaluation
 
 
 def _compute_or_leave_out(trainer: TrainerLike, run: Run, batch: Batch, compute: Compute, is_evaluation: bool) -> Tree:
-    """Return the output of a batch, or ``OMITTED`` if it has failed and is left out."""
-    assert run.left_out is not None
+    """Return the output of a batch, or ``SKIPPED`` if it has failed and is skipped."""
+    assert run.skipped is not None
     before = before_step(run)
     try:
         if isinstance(batch.data, FailedRead):
@@ -123,9 +123,9 @@ def _compute_or_leave_out(trainer: TrainerLike, run: Run, batch: Batch, compute:
         else:
             output = _compute(trainer, batch, compute, is_evaluation)
     except Exception as error:
-        leave_out(trainer, run, batch, error, before)
-        return OMITTED
-    run.left_out.last_computed = batch
+        skip_failed_batch(trainer, run, batch, error, before)
+        return SKIPPED
+    run.skipped.last_computed = batch
     return output
 
 

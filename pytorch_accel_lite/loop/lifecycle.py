@@ -39,10 +39,10 @@ from pytorch_accel_lite.loop.guards.arguments import (
 )
 from pytorch_accel_lite.loop.guards.epoch_comparisons import warn_of_comparisons
 from pytorch_accel_lite.loop.guards.explanations import explain
-from pytorch_accel_lite.loop.left_out import begin_leaving_out
 from pytorch_accel_lite.loop.preparing import apply_model_options, prepare_model, release_model
 from pytorch_accel_lite.loop.scheduling import check_length, must_recreate, resume_schedule, warn_of_other_schedule
 from pytorch_accel_lite.loop.sharded_models import begin_sharded
+from pytorch_accel_lite.loop.skipped_batches import prepare_skipping
 from pytorch_accel_lite.optimizers.operations import clear_gradients, is_created
 from pytorch_accel_lite.optimizers.rates import learning_rates, note_initial_options
 from pytorch_accel_lite.run.attributes import set_optimizer_modes
@@ -64,7 +64,7 @@ def configure(trainer: TrainerLike, run: Run) -> None:
         warn_of_comparisons([trainer, *trainer.callback_handler.callbacks])
     trainer.callback_handler.configure_run(trainer, request)
     if request.skips_in_evaluation:
-        begin_leaving_out(trainer, run, request)
+        prepare_skipping(trainer, run, request)
     _lock_paths(trainer, run)
     check_training(trainer.optimizer, trainer.accelerator, request)  # again, as callbacks may have changed the request
     _check_metrics(trainer, run)
@@ -193,7 +193,7 @@ def sharded_loader(trainer: TrainerLike, run: Run, source: Source, training: boo
         channels_last=trainer.channels_last,
         shares=trainer.division.shares,
         evens_shares=evens_shares,
-        yields_failures=run.request.skips_failed_batches if training else run.left_out is not None,
+        yields_failures=run.request.skips_failed_batches if training else run.skipped is not None,
         divides=training,
         first_epoch=run.data.first_epoch,
     )
@@ -315,7 +315,7 @@ def _limit(request: RunRequest, accumulation: Accumulation, steps: int | None) -
     return replace(request, max_num_train_steps=accumulation.updates_in(epochs, steps))
 
 
-def start_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> None:
+def begin_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> None:
     """Start from the beginning or from a training state."""
     was_mid_epoch = run.previous is not None and run.previous.progress.is_mid_epoch
     run.stay()

@@ -26,8 +26,8 @@ from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
-from pytorch_accel_lite.loop.left_out import OMITTED, report_left_out
 from pytorch_accel_lite.loop.lifecycle import close_failed
+from pytorch_accel_lite.loop.skipped_batches import SKIPPED, report_skipped
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
@@ -121,7 +121,7 @@ def _predicted(
                 steps = _steps_of_all(trainer, run, only_first, is_collected)
                 steps = steps if _keeps(trainer, only_first) else ([] for _ in steps)
                 yield from steps if is_collected else _suspending(trainer, run, steps)
-                report_left_out(trainer, run)
+                report_skipped(trainer, run)
             trainer.call_event("on_predict_run_end")
         except GeneratorExit:  # the caller stopped iterating
             trainer.call_event("on_predict_run_end")
@@ -234,9 +234,9 @@ def _outputs(
     is_checked = run.ranks.rank > 0
     batches = run.data.required_eval_loader.steps(run.progress.epoch, run.request.first_sample)
     for batch, output in compute_batches(trainer, run, batches, trainer.calculate_predict_batch_output, False):
-        if listeners["on_predict_step_end"] and output is not OMITTED:
+        if listeners["on_predict_step_end"] and output is not SKIPPED:
             trainer.call_event("on_predict_step_end", batch=batch.data, batch_output=output)
-        if not batch.is_filler and output is not OMITTED:
+        if not batch.is_filler and output is not SKIPPED:
             size = infer_batch_size(batch.data, batch.num_samples) if type(output) is list else None
             shares.append(to_cpu(output, size, copy))
             if not is_checked:

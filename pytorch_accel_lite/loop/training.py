@@ -16,12 +16,12 @@ from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.attribute_states import describe_attributes
 from pytorch_accel_lite.checkpoint.capturing import finish_restoring
-from pytorch_accel_lite.checkpoint.user_attributes import describe_left_out, note_started
+from pytorch_accel_lite.checkpoint.user_attributes import describe_unsaved, note_started
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.loop.evaluation import evaluate_all, evaluate_if_due, start_evaluations
+from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, evaluate_if_due
 from pytorch_accel_lite.loop.gradients import gradient_sync
 from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.guards.modes import call_start, check_global_modes, leaving_as_found
@@ -38,11 +38,11 @@ from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
 
-def begin(trainer: TrainerLike, run: Run) -> None:
+def begin_training(trainer: TrainerLike, run: Run) -> None:
     """Begin the training of a run."""
     run.control.start_clock()
     if run.data.eval_loader is not None or run.request.evaluate_every is not None:
-        start_evaluations(run)
+        begin_evaluations(run)
     run.loop.has_update_schedules = run.evaluates_within_epochs or run.accumulation.changes
     run.stepper.begin(trainer)
 
@@ -295,7 +295,7 @@ def _describe_states(trainer: TrainerLike, run: Run) -> None:
     if not (run.request.saves_training_states or run.resumed is not None):
         return
     note_started(trainer)
-    for described in (describe_attributes(trainer), describe_left_out(trainer)):
+    for described in (describe_attributes(trainer), describe_unsaved(trainer)):
         if described:
             trainer.print(described)
     if obstacle := getattr(run.data.train_loader, "obstacle", ""):

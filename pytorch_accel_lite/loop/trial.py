@@ -99,7 +99,7 @@ class Trial:
         with entering(trainer, run, f"{self._name}()"):
             create_train_loader(trainer, run, self._batch_size, self._loader_kwargs)
             with _prepared(trainer):
-                _begin(trainer, run, self._batch_size)
+                _begin_trial(trainer, run, self._batch_size)
                 if run.stepper.closure and "closure" not in self._supports:
                     raise TypeError(
                         f"{self._name}() makes updates without the closure that the optimizer needs. Try another one."
@@ -114,7 +114,7 @@ class Trial:
         trial.trainer = trainer
         trial.run = trainer.current_run = self.run.derive()
         trainer.open_runs.append(trial.run)
-        _begin(trainer, trial.run, batch_size)
+        _begin_trial(trainer, trial.run, batch_size)
         return trial
 
     # batches
@@ -244,7 +244,7 @@ class Trial:
             yield
 
 
-def _begin(trainer: TrainerLike, run: Run, batch_size: int) -> None:
+def _begin_trial(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     prepare_training(trainer, run, batch_size)
     attributes.set_optimizer_modes(trainer, training=True)
 

@@ -327,7 +327,7 @@ class TrainerCallback:
     def on_eval_batch_skipped(
         self, trainer: Trainer, *, failures: list[Failure], error: Exception, step: int, **kwargs: object
     ) -> None:
-        """An evaluation batch of this rank has failed and is left out. Do not communicate: other ranks are unaware.
+        """An evaluation batch of this rank has failed and is skipped. Do not communicate: other ranks are unaware.
 
         Args:
             failures: a single dict with the ``rank``, the ``indices`` of the samples and the ``error`` as text
@@ -370,7 +370,7 @@ class TrainerCallback:
     def on_predict_batch_skipped(
         self, trainer: Trainer, *, failures: list[Failure], error: Exception, step: int, **kwargs: object
     ) -> None:
-        """A batch of a prediction has failed and is left out; the arguments are as in an evaluation."""
+        """A batch of a prediction has failed and is skipped; the arguments are as in an evaluation."""
 
     def on_predict_run_end(self, trainer: Trainer, **kwargs: object) -> None:
         """``predict`` has ended."""

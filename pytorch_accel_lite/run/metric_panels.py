@@ -26,7 +26,7 @@ _MONITORS = (
     ("time", "time of an epoch", "seconds"),
 )
 #: Titles of the monitors' panels, in the order in which they are shown.
-MONITORS = tuple(title for _, title, _ in _MONITORS)
+MONITOR_TITLES = tuple(title for _, title, _ in _MONITORS)
 _WITH_KIND = re.compile(r"(?:(.+?)_)?(train|eval|evaluation)_(.+)")
 _EVAL_LOSS = re.compile(r"(.+_)eval_loss(?:_epoch)?")
 

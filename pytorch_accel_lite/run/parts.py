@@ -1,4 +1,4 @@
-"""The parts of a run: its data, its schedule, its end, the batches it leaves out, and the records it leaves."""
+"""The parts of a run: its data, its schedule, its end, the batches it skips, and the records it leaves."""
 
 from __future__ import annotations
 
@@ -145,8 +145,8 @@ class RunEnd:
         return self.pause is None and not self.has_failed
 
 
-class LeftOutBatch(NamedTuple):
-    """A batch that was left out of an evaluation or a prediction.
+class SkippedStep(NamedTuple):
+    """A batch that was skipped in an evaluation or a prediction.
 
     Args:
         failure: the failure, as callbacks are told about it
@@ -160,8 +160,8 @@ class LeftOutBatch(NamedTuple):
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class LeftOut:
-    """The batches that are left out of an evaluation or a prediction because their steps failed.
+class SkippedBatches:
+    """The batches that are skipped in an evaluation or a prediction because their steps failed.
 
     Attributes:
         batches: the batches of this process; after gathering, those of all processes
@@ -171,7 +171,7 @@ class LeftOut:
     """
 
     phase: Literal["evaluation", "prediction"]
-    batches: list[LeftOutBatch] = field(default_factory=list)
+    batches: list[SkippedStep] = field(default_factory=list)
     is_gathered: bool = False
     first_error: Exception | None = None
     last_computed: Batch | None = None

@@ -1,4 +1,4 @@
-"""The progress of a run."""
+"""How far a run has got: its epochs, steps, updates and samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of a run."""
+"""The settings of a run: those requested, and those that follow from the data and the processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from pytorch_accel_lite.base.reprs import call
 from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.run.expected_metrics import ExpectedMetrics
+from pytorch_accel_lite.run.metric_checks import ExpectedMetrics
 
 
 class StateSource(Protocol):

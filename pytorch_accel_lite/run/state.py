@@ -37,10 +37,10 @@ from pytorch_accel_lite.run.parts import (
     CreatedAttributes,
     GlobalModes,
     Latest,
-    LeftOut,
     RunData,
     RunEnd,
     RunSchedule,
+    SkippedBatches,
     TrainingState,
 )
 from pytorch_accel_lite.run.prepared_model import PreparedModel
@@ -347,7 +347,7 @@ class Run:
         recorded_losses: the mean losses of the last epoch or evaluation, by metric name
         step_metrics: values measured in the latest update, by name: numbers, or tensors on the device
         epoch_phase: how far the epoch has got; ``epoch_is_trained`` if its steps are done
-        left_out: the failed batches of the run's evaluations or its prediction; ``None`` if such a failure is an error
+        skipped: the failed batches of the run's evaluations or its prediction; ``None`` if such a failure is an error
         outer: the run within which this one was started, if any
         resumed: the training state from which the run starts, until it is restored
         goodput: how the time of the job is spent
@@ -378,7 +378,7 @@ class Run:
     loss_trackers: LossTrackers = field(default_factory=LossTrackers)
     recorded_losses: dict[str, float] = field(default_factory=dict)
     step_metrics: dict[str, MetricValue] = field(default_factory=dict)
-    left_out: LeftOut | None = None
+    skipped: SkippedBatches | None = None
     resumed: TrainingState | None = None
 
     # For the trainer only.
@@ -433,7 +433,7 @@ class Run:
             batch_number=None,
             loss_trackers=LossTrackers(),
             recorded_losses={},
-            left_out=None if self.left_out is None else LeftOut(self.left_out.phase),
+            skipped=None if self.skipped is None else SkippedBatches(self.skipped.phase),
         )
 
     def stay(self) -> None:

@@ -185,7 +185,7 @@ class _Test:
         collector = WorstSamplesCallback(self.worst, self.worst_by, transform) if self.worst else None
         with added_callbacks(trainer, collector):
             metrics: dict[str, Any] = as_json(trainer.evaluate(dataset, **self.reading))
-        skipped = trainer.current_run.left_out
+        skipped = trainer.current_run.skipped
         failures = [] if skipped is None else [batch.failure for batch in skipped.batches]
         left_out = {"left_out": as_json(failures)} if failures else {}
         label = "loss" if value_name is None else value_name.rpartition(".")[2]

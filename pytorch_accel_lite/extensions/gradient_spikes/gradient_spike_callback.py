@@ -1,4 +1,4 @@
-"""Skipping updates whose gradients are unusually large."""
+"""Comparing the gradient norm of each update with the usual norm, and skipping spikes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A thread in each process that reports where all processes are if none makes progress, and may end the job."""
+"""The thread of ``HangWatchCallback``, which reports runs without a new step: where each process is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reporting where every process is if a run makes no progress."""
+"""Starting the thread of ``hang_reports`` with a run, and ending it with the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choosing idle GPUs on a machine that several people share."""
+"""Asking ``nvidia-smi`` which GPUs are idle, and making only those visible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``trainer.summary()``: a table by torchinfo of a model's layers, with output shapes, parameters and operations."""
+"""Computing torchinfo's table of a model: its layers, the shapes of their outputs, parameters and operations."""
 
 from __future__ import annotations
 

@@ -1,16 +1,11 @@
-"""Printing a summary of the model at the beginning of a run."""
+"""Printing torchinfo's table of the model with the first batch of a run."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike, check_positive_int
 from pytorch_accel_lite.extending_callbacks import inference, preserving_generators, set_listening
 from pytorch_accel_lite.extensions.model_summary.layer_summary import summarise
 from pytorch_accel_lite.utils import import_extra
-
-if TYPE_CHECKING:
-    pass
 
 
 class ModelSummaryCallback(TrainerCallback):

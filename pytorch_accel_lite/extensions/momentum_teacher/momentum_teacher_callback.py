@@ -1,4 +1,4 @@
-"""A copy of the model that follows it slowly and takes part in training."""
+"""Updating a momentum teacher, or target network, after each update or every n updates of the model."""
 
 from __future__ import annotations
 

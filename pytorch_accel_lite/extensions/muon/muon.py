@@ -1,4 +1,4 @@
-"""Muon for the matrices of a model, and AdamW for the rest."""
+"""Dividing the parameters of a model into kinds, and creating the optimizer of each."""
 
 from __future__ import annotations
 

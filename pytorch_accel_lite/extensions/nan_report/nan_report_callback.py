@@ -1,4 +1,4 @@
-"""Finding the origin of a loss or gradient that is not finite, and repeating its step."""
+"""Watching losses and gradients, and reporting the first layer and the samples of one that is not finite."""
 
 from __future__ import annotations
 

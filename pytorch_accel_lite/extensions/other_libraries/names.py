@@ -188,12 +188,6 @@ REPLACED = {
     "build_test_loader": ("create_eval_dataloader",),
     "build_lr_scheduler": ("create_scheduler",),
     "val_dataloader": ("create_eval_dataloader",),
-    "_clip_gradients": ("clip_gradients",),
-    "_prepare_model_optimizer_and_dataloaders": ("_create_accelerator", "training_run_start"),
-    "_perform_forward_and_backward_passes": ("calculate_train_batch_loss", "backward_step"),
-    "_run_evaluation": ("evaluation_run_start", "evaluation_run_end", "evaluate"),
-    "_update_loss_tracker": ("calculate_train_batch_loss", "calculate_eval_batch_loss"),
-    "_add_epoch_loss_to_run_history": ("train_epoch_end", "eval_epoch_end"),
 }
 _OF_OPTIMIZERS = (
     "Pass the optimizer, or a function that creates it from the parameters, to the trainer, and create_scheduler_fn to "
@@ -206,5 +200,4 @@ GONE = {
     "create_optimizer": _OF_OPTIMIZERS,
     "create_optimizer_and_scheduler": _OF_OPTIMIZERS,
     "build_hooks": "Pass callbacks to the trainer.",
-    "_check_eval_batch_size": "Remove it: nothing needs it.",
 }

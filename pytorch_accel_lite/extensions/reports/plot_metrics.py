@@ -1,4 +1,4 @@
-"""Plotting the metrics of a run in progress."""
+"""Drawing the curves of a run while it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Synchronising batch norm over the processes."""
+"""Converting the batch norms of a model to ``SyncBatchNorm`` at the start of a run on several processes."""
 
 from __future__ import annotations
 

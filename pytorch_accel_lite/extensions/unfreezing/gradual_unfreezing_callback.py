@@ -1,4 +1,4 @@
-"""Gradually unfreezing a pretrained model during a run, from its head downwards."""
+"""Unfreezing one more layer group every n epochs, and adding it to the optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding the samples of an evaluation with the largest losses."""
+"""Computing the loss of each sample in an evaluation, and keeping the largest of all processes."""
 
 from __future__ import annotations
 

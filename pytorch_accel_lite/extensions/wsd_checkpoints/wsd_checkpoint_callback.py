@@ -1,4 +1,4 @@
-"""Saving the model before and after each decay of a warmup-stable-decay schedule."""
+"""Saving portable checkpoints around each decay of a ``WSDLrScheduler``."""
 
 from __future__ import annotations
 

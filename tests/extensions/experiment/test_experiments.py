@@ -443,11 +443,12 @@ WRONG = [
         [],
         "callbacks.0='EarlyStopping' is not in pytorch_accel_lite.callbacks. Did you mean",
     ),
-    (
+    pytest.param(
         "callbacks:\n- class_path: EarlyStoppingCallback\n  init_args:\n    patience: 3",
         [],
         "line 4: callbacks.0.patience is not an argument of pytorch_accel_lite.callbacks.EarlyStoppingCallback. "
         "Did you mean 'early_stopping_patience'?",
+        marks=pytest.mark.extension("other_libraries"),
     ),
     (
         "callbacks:\n- class_path: EarlyStoppingCallback\n  init_args:\n    early_stopping_patience: x",
@@ -800,11 +801,16 @@ def test_help_describes_a_group_of_options_or_one_in_plain_text(file, capsys):
         (["FILE"], "is not a command. Did you mean: train "),
         (["xyz"], "'xyz' is not a command. There are: train, evaluate, "),
         (["train", "FILE", "--name", "x"], "name is not an argument of an experiment. Did you mean 'output_dir'"),
-        (
+        pytest.param(
             ["train", "FILE", "--epochs", "3"],
             "epochs is not an argument of an experiment. Did you mean 'train.num_epochs'",
+            marks=pytest.mark.extension("other_libraries"),
         ),
-        (["train", "FILE", "--batch_size", "3"], "Did you mean 'train.per_device_batch_size'?"),
+        pytest.param(
+            ["train", "FILE", "--batch_size", "3"],
+            "Did you mean 'train.per_device_batch_size'?",
+            marks=pytest.mark.extension("other_libraries"),
+        ),
         (["evaluate", "FILE", "--wieghts", "best"], "evaluate does not take --wieghts. Did you mean 'weights'?"),
     ],
 )

@@ -124,14 +124,14 @@ def test_a_test_may_leave_out_what_fails_and_lists_it(trained, capsys):
     indices = [index for part, _ in iterate_predictions(f"{folder}/predictions") for index in part]
     assert sorted(indices) == list(others.indices)
     said = capsys.readouterr().out
-    assert "Left out of the prediction: 2 samples, step 2" in said
-    assert "Left out of the evaluation: 2 samples, step 2" in said
+    assert "Skipped in the prediction: 2 samples, step 2" in said
+    assert "Skipped in the evaluation: 2 samples, step 2" in said
     assert run_tests(trained, data, ["last"], **OPTIONS) == [row]
     said = capsys.readouterr().out
     assert "test is finished: skipped" in said
     Path(f"{folder}/metrics.json").unlink()
     assert run_tests(trained, data, ["last"], **OPTIONS) == [row]
-    assert "Left out of the prediction" not in capsys.readouterr().out  # all are predicted
+    assert "Skipped in the prediction" not in capsys.readouterr().out  # all are predicted
 
 
 def test_a_finished_test_is_skipped_until_its_checkpoint_changes(trained, capsys):

@@ -226,3 +226,15 @@ def unfreeze_in_shards() -> str:
 def test_sharded_weights_are_not_unfrozen(two_ranks):
     for said in two_ranks(unfreeze_in_shards):
         assert "cannot change which parameters are trained: the model is sharded (FSDP)" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every_n_epochs": 0}, "every_n_epochs=0 must be at least 1"),
+        ({"lr_decay": -1}, "lr_decay=-1 must be greater than 0"),
+    ],
+)
+def test_bad_numbers_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        GradualUnfreezingCallback(**arguments)

@@ -1,4 +1,4 @@
-"""Leaving failed batches out of an evaluation or a prediction, on each process separately."""
+"""Skipping failed batches in an evaluation or a prediction, on each process separately."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from pytorch_accel_lite.distributed.exchange import OtherCallError, ProcessLostE
 from pytorch_accel_lite.loop.guards.explanations import explain, list_samples
 from pytorch_accel_lite.loop.snapshot import Snapshot
 from pytorch_accel_lite.run.events import Failure, NonFiniteLossError, StopTrainingError
-from pytorch_accel_lite.run.parts import LeftOut, LeftOutBatch
+from pytorch_accel_lite.run.parts import SkippedBatches, SkippedStep
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
-OMITTED = object()  # stands for the output of a batch that was left out
+SKIPPED = object()  # stands for the output of a batch that was skipped
 _MOST_BATCHES = 8  # number of batches that the report lists
 
 
-def begin_leaving_out(trainer: TrainerLike, run: Run, request: RunRequest) -> None:
-    """Prepare a run to leave out batches that fail in its evaluations or its prediction, if a callback requests that.
+def prepare_skipping(trainer: TrainerLike, run: Run, request: RunRequest) -> None:
+    """Prepare a run to skip batches that fail in its evaluations or its prediction, if that is requested.
 
     Raises:
         ValueError: if the processes compute each batch together
     """
     is_prediction = request.kind == "prediction"
-    run.left_out = None
+    run.skipped = None
     if not (request.skips_in_prediction if is_prediction else request.skips_in_evaluation):
         return
-    run.left_out = LeftOut("prediction" if is_prediction else "evaluation")
+    run.skipped = SkippedBatches("prediction" if is_prediction else "evaluation")
     what = "sharded weights" if trainer.is_sharded else trainer.division.argument
     if what:
         raise ValueError(
-            f"SkipFailedBatchesCallback(phases=...) with {run.left_out.phase!r} does not work with {what}: no process "
-            "can leave out a batch that others compute with it."
+            f"SkipFailedBatchesCallback(phases=...) with {run.skipped.phase!r} does not work with {what}: no process "
+            "can skip a batch that others compute with it."
         )
 
 
@@ -47,51 +47,51 @@ def before_step(run: Run) -> Snapshot:
     return before
 
 
-def leave_out(trainer: TrainerLike, run: Run, batch: Batch, error: Exception, before: Snapshot) -> None:
-    """Leave out a batch whose step has failed, or raise the error if the batch is not the cause."""
+def skip_failed_batch(trainer: TrainerLike, run: Run, batch: Batch, error: Exception, before: Snapshot) -> None:
+    """Skip a batch whose step has failed, or raise the error if the batch is not the cause."""
     if batch.is_filler or isinstance(error, (StopTrainingError, NonFiniteLossError, OtherCallError, ProcessLostError)):
         raise error
     before.close()
-    left_out, step, indices = run.left_out, run.batch_number or 0, run.batch_indices
-    assert left_out is not None
-    explain(error, trainer, run, left_out.phase)
+    skipped, step, indices = run.skipped, run.batch_number or 0, run.batch_indices
+    assert skipped is not None
+    explain(error, trainer, run, skipped.phase)
     failure: Failure = {"rank": run.ranks.rank, "indices": indices, "error": f"{type(error).__name__}: {error}"}
-    left_out.batches.append(LeftOutBatch(failure, step, _count_samples(batch)))
-    left_out.first_error = left_out.first_error or error
-    event = "on_eval_batch_skipped" if left_out.phase == "evaluation" else "on_predict_batch_skipped"
+    skipped.batches.append(SkippedStep(failure, step, _count_samples(batch)))
+    skipped.first_error = skipped.first_error or error
+    event = "on_eval_batch_skipped" if skipped.phase == "evaluation" else "on_predict_batch_skipped"
     trainer.call_event(event, failures=[failure], error=error, step=step)
     if not isinstance(batch.data, FailedRead):  # the frames of a failed read are still in use
         traceback.clear_frames(error.__traceback__)  # its frames hold the tensors of the step
 
 
-def report_left_out(trainer: TrainerLike, run: Run) -> None:
-    """Gather the batches that all processes have left out, and report them in a line.
+def report_skipped(trainer: TrainerLike, run: Run) -> None:
+    """Gather the batches that all processes have skipped, and report them in a line.
 
     Raises:
         RuntimeError: on all processes, if every batch has failed
     """
-    left_out = run.left_out
-    if left_out is None:
+    skipped = run.skipped
+    if skipped is None:
         return
-    gathered = run.ranks.all_gather_object((left_out.batches, left_out.last_computed is not None))
-    left_out.last_computed = None  # frees the batch
-    left_out.batches = list(chain.from_iterable(batches for batches, _ in gathered))
-    left_out.is_gathered = True
-    if not left_out.batches:
+    gathered = run.ranks.all_gather_object((skipped.batches, skipped.last_computed is not None))
+    skipped.last_computed = None  # frees the batch
+    skipped.batches = list(chain.from_iterable(batches for batches, _ in gathered))
+    skipped.is_gathered = True
+    if not skipped.batches:
         return
     name = run.data.eval_dataset_name
-    where = left_out.phase + (f" on {name!r}" if name else "")
-    error = f"First error: {_in_a_line(left_out.batches[0].failure['error'])}"
+    where = skipped.phase + (f" on {name!r}" if name else "")
+    error = f"First error: {_in_a_line(skipped.batches[0].failure['error'])}"
     if not any(has_computed for _, has_computed in gathered):
-        raise RuntimeError(f"All batches of the {where} failed: {_describe(trainer, left_out)}. {error}") from (
-            left_out.first_error
+        raise RuntimeError(f"All batches of the {where} failed: {_describe(trainer, skipped)}. {error}") from (
+            skipped.first_error
         )
-    trainer.print(f"Left out of the {where}: {_describe(trainer, left_out)}. {error}")
+    trainer.print(f"Skipped in the {where}: {_describe(trainer, skipped)}. {error}")
 
 
-def _describe(trainer: TrainerLike, left_out: LeftOut) -> str:
-    """Return the number of samples left out, and their indices, if these are known."""
-    batches = left_out.batches
+def _describe(trainer: TrainerLike, skipped: SkippedBatches) -> str:
+    """Return the number of samples skipped, and their indices, if these are known."""
+    batches = skipped.batches
     numbers = [batch.samples for batch in batches if batch.samples is not None]
     samples = sum(numbers)
     count = f"{samples} sample{'s' * (samples != 1)}, " if len(numbers) == len(batches) else ""

@@ -1,0 +1,164 @@
+"""Clipping gradients, and their total norm: of plain, sharded and divided gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.distributed.device_mesh import DeviceMesh
+
+from pytorch_accel_lite.base.modules import are_sharded, local_shard
+from pytorch_accel_lite.loop.gradients import updated_parameters
+from pytorch_accel_lite.optimizers.operations import optimized_parameters
+from pytorch_accel_lite.run.settings import TrainerRunConfig
+from pytorch_accel_lite.run.state import TrainerLike
+
+#: Returns the total norm of gradients.
+NormFunction: TypeAlias = Callable[[Iterable[torch.Tensor]], torch.Tensor]
+
+
+def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
+    """Clip each element of the gradients and their total norm, as configured."""
+    accelerator, run = trainer.accelerator, trainer.current_run
+    value, norm = config.gradient_clip_value, config.gradient_clip_norm
+    if trainer.is_sharded:
+        clipped = list(trainer.model.parameters())
+    else:
+        clipped = updated_parameters(trainer)
+        ids = list(map(id, clipped))
+        if run.window.clipped_ids != ids:
+            run.window.clipped_ids, run.window.clipped = ids, _in_model_order(clipped, trainer.model)
+        clipped = run.window.clipped
+    if are_sharded(clipped) or trainer.division.has_fixed_shares:
+        run.stepper.gradient_norm = clip_shards(accelerator, clipped, value, norm, _norm_function(trainer, clipped))
+        return
+    if value is not None:
+        accelerator.clip_grad_value_(clipped, value)
+    if norm is not None:
+        is_plain = trainer.prepared_model is not None and trainer.prepared_model.is_plain
+        run.stepper.gradient_norm = (_clip_norm if is_plain else accelerator.clip_grad_norm_)(clipped, norm)
+
+
+def _in_model_order(parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Sort parameters in the order of the model, as the last bits of their norm depend on it; others come last."""
+    positions = {id(parameter): index for index, parameter in enumerate(model.parameters())}
+    return sorted(parameters, key=lambda parameter: positions.get(id(parameter), len(positions)))
+
+
+def _clip_norm(parameters: list[torch.nn.Parameter], limit: float) -> torch.Tensor:
+    """Clip like ``torch.nn.utils.clip_grad_norm_``, with the same operations, but without sorting gradients twice.
+
+    In torch, sorting, and moving norms to the device where they already are, take longer than clipping a small model.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    device, dtype = (gradients[0].device, gradients[0].dtype) if gradients else (None, None)
+    uniform = [g for g in gradients if type(g) is torch.Tensor and g.dtype is dtype and g.device == device]
+    if device is None or device.type not in ("cpu", "cuda") or len(uniform) < len(gradients):
+        return torch.nn.utils.clip_grad_norm_(parameters, limit)
+    with torch.no_grad():
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)), 2.0)
+        torch._foreach_mul_(gradients, torch.clamp(limit / (total + 1e-6), max=1.0))
+    return total
+
+
+def total_norm(trainer: TrainerLike) -> torch.Tensor:
+    """Return the total norm of the gradients of an update, before clipping by norm; computed once per update."""
+    run = trainer.current_run
+    if run.stepper.gradient_norm is None:
+        updates_all = not run.stepper.updates_one_by_one  # otherwise the gradients being used are already unscaled
+        has_scaler = trainer.accelerator.scaler is not None
+        if updates_all and has_scaler and run.required_config.gradient_clip_value is None:
+            trainer.accelerator.unscale_gradients(trainer.optimizer)
+        optimized = optimized_parameters(run.stepper.optimizer_to_update(trainer))
+        gradients = [parameter.grad for parameter in optimized if parameter.grad is not None]
+        run.stepper.gradient_norm = _norm_function(trainer, optimized)(gradients)
+    norm: torch.Tensor = run.stepper.gradient_norm
+    return norm
+
+
+def _norm_function(trainer: TrainerLike, parameters: list[torch.nn.Parameter]) -> NormFunction:
+    """Return the function that computes the total norm of the gradients of some parameters."""
+    if trainer.division.has_fixed_shares:
+        return norm_by_rows
+    return total_norm_of_shards if are_sharded(parameters) else torch.nn.utils.get_total_norm
+
+
+def total_norm_of_shards(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the total norm of gradients, the same on all processes, as a plain tensor.
+
+    torch computes norms only within one mesh, so the norms of all meshes are combined.
+    """
+    by_mesh: dict[object, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+    norms: list[Any] = [torch.nn.utils.get_total_norm(group) for group in by_mesh.values()]
+    full = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    return full[0] if len(full) == 1 else torch.nn.utils.get_total_norm(full)
+
+
+def norm_by_rows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the total norm of gradients, the same bits whether they are whole or sharded along their rows.
+
+    Squares are added up within each row, on the process that has it, and then over all rows in their order.
+    """
+    by_group: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
+    places: list[tuple[dist.ProcessGroup | None, int]] = []
+    for gradient in gradients:
+        sums, group = _sums_of_rows(gradient)
+        of_group = by_group.setdefault(group, [])
+        places.append((group, len(of_group)))
+        of_group.append(sums)
+    for group, parts in by_group.items():
+        if group is not None:  # the others have zeros in the rows of this process
+            summed = torch.cat(parts)
+            dist.all_reduce(summed, group=group)
+            by_group[group] = list(summed.split([len(part) for part in parts]))  # type: ignore[no-untyped-call]
+    rows = [by_group[group][index] for group, index in places]
+    return torch.cat(rows).sum().sqrt() if rows else torch.zeros(())
+
+
+def _sums_of_rows(gradient: torch.Tensor) -> tuple[torch.Tensor, dist.ProcessGroup | None]:
+    """Return the sum of the squares in each row, zero in rows of other processes, and the group of these processes."""
+    shard = local_shard(gradient.detach())
+    shard = torch.view_as_real(shard) if shard.is_complex() else shard
+    dtype = torch.float32 if shard.dtype.itemsize < 4 else shard.dtype
+    squares = shard.to(dtype).square()
+    sums = squares.sum(dim=[*range(1, squares.ndim)]) if squares.ndim > 1 else squares.reshape(-1)
+    dims = [dim for dim, placement in enumerate(getattr(gradient, "placements", ())) if placement.is_shard()]
+    if not dims:
+        return sums, None
+    mesh: DeviceMesh = cast(Any, gradient).device_mesh
+    rows = gradient.shape[0]
+    start = min(-(-rows // mesh.size(dims[0])) * mesh.get_local_rank(dims[0]), rows)
+    whole = sums.new_zeros(rows)
+    whole[start : start + len(sums)] = sums
+    return whole, mesh.get_group(dims[0])
+
+
+def clip_shards(
+    accelerator: Accelerator,
+    parameters: Iterable[torch.nn.Parameter],
+    value: float | None,
+    norm: float | None,
+    norm_of: NormFunction,
+) -> torch.Tensor | None:
+    """Clip gradients as ``clip_grad_value_`` and ``clip_grad_norm_`` do; return the norm before clipping it.
+
+    Args:
+        norm_of: returns the total norm of gradients
+    """
+    # Accelerate compares the parameters with those of every model it prepared, which fails if there are several.
+    accelerator.unscale_gradients()
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    shards = [local_shard(gradient) for gradient in gradients]
+    if value is not None:
+        torch._foreach_clamp_min_(shards, -value)
+        torch._foreach_clamp_max_(shards, value)
+    if norm is None:
+        return None
+    total = norm_of(gradients)
+    torch._foreach_mul_(shards, torch.clamp(norm / (total + 1e-6), max=1.0))
+    return total
