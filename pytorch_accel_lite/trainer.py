@@ -1,4 +1,4 @@
-"""The trainer: what users pass, call and override. The work is in the layers below; begin at ``loop/fit.py``."""
+"""The trainer: what users pass, call and override. For the work, read ``loop/fit.py``, then ``loop/training.py``."""
 
 from __future__ import annotations
 

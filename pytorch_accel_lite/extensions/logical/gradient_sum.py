@@ -248,7 +248,7 @@ def _cut(rows: torch.Tensor, sizes: Sequence[int]) -> list[list[torch.Tensor]]:
             if not missing:
                 number += 1
                 missing = sizes[number] if number < len(sizes) else 0
-        for index, part in zip(of_pieces, row.split(cuts), strict=True):  # type: ignore[no-untyped-call]
+        for index, part in zip(of_pieces, row.split(cuts), strict=True):
             pieces[index].append(part)
     return pieces
 

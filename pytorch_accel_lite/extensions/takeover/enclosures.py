@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 _LENGTH = 8  # bytes
@@ -27,7 +28,7 @@ class Enclosures:
         if fits:
             content += value
         start = len(message) - self.room
-        memoryview(message.numpy())[start : start + len(content)] = content
+        message.numpy()[start : start + len(content)] = np.frombuffer(content, np.uint8)
 
     def read_flags(self, messages: torch.Tensor) -> bool | None:
         """Return whether a process has set its flag.

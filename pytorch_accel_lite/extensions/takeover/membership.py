@@ -340,6 +340,7 @@ class Membership:
         if self.world_size == 1:
             return False
         told = torch.tensor([self.completed, self.is_in_action, self._has_outcome])
+        counts: list[int]
         counts, are_in_action, have_outcome = self.control.begin(told, _AGREEING)().T.tolist()
         latest, own = max(counts), self.completed
         if min(counts) == latest:

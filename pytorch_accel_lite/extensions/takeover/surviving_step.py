@@ -223,7 +223,7 @@ class SurvivingStep(LogicalStep):
             self._generation = membership.generation
             raise RepeatError
         assert isinstance(run.loss_trackers, SharedLossTrackers)
-        keepers = [callback for callback in trainer.callback_handler if _keeps_shares(type(callback))]
+        keepers = [callback for callback in trainer.callback_handler if _keeps_shares(cast(type, type(callback)))]
         window.begin(run.loss_trackers, cast(list[KeepsShares], keepers))
         kept = window.of_shares()
         if keepers:
