@@ -40,7 +40,7 @@ _SHORT = 1000  # elements, as many as parts_held searches in a list or dict
 _MOST_OBJECTS = 10_000
 _MOST_PLAIN = 1 << 17  # elements of a list of numbers or names that are all compared
 _MOST_OTHERS = 1 << 13  # elements of other lists and of dicts
-_PART = 16  # of a longer list, a 16th as many elements are compared
+_PART = 16  # of a longer list, a 16th of the limit is compared
 _MOST_BYTES = 1 << 24  # bytes of an array that are all compared
 _PIECES, _PIECE = 1 << 10, 1 << 12  # pieces of a larger array that are compared, and bytes of a piece
 

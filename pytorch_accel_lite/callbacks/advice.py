@@ -25,7 +25,7 @@ from pytorch_accel_lite.loop.speed_advice import faster_data
 from pytorch_accel_lite.run.events import TrainerCallback, set_listening
 from pytorch_accel_lite.run.state import TrainerLike
 
-_FIRST_STEPS = 16  # the mean loss of these steps is compared with that of the epoch
+_FIRST_STEPS = 16  # the mean loss of these steps is compared with the epoch's
 _LEAST_UPDATES = 48
 _STEP_EVENTS = ("on_train_step_end", "on_optimizer_step_start", "on_optimizer_step_end")
 

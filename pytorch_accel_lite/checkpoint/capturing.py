@@ -274,7 +274,7 @@ def _collect_metadata(trainer: TrainerLike) -> StateDict:
     config = {} if trainer.run_config is None else trainer.run_config.to_dict()
     sources = [source for source in run.request.state_sources if hasattr(source, "next_time")]
     return {
-        # Later than all existing states, even if the clock is behind that of the machine that saved them.
+        # Later than all existing states, even if another machine with a faster clock saved them.
         "saved_at": max([time.time(), *(source.next_time() for source in sources)]),
         "goodput": run.goodput.state_dict(),
         "progress": trainer.progress.state_dict(),

@@ -403,7 +403,7 @@ def _held(state: TrainingState) -> set[tuple[str, str]]:
 
 
 def _is_restored(trainer: TrainerLike, key: str) -> bool:
-    """Whether a state restores a setting, whatever its value in the program."""
+    """Whether a state restores a setting even if the program has another value."""
     if key == "create_scheduler_fn":
         return not trainer.current_run.schedule.is_recreated and _restores_arguments(trainer.scheduler)
     return key == "seed" or key.startswith(tuple(f"{name}." for name in saved_optimizers(trainer)))

@@ -97,7 +97,7 @@ def _timed(trainer: TrainerLike) -> Iterator[None]:
 
 
 def _check_on_all_ranks(trainer: TrainerLike, look_at: Callable[[], object]) -> None:
-    """Check on every process a file that a user has opened. Call it on every process.
+    """Check a file that a user has opened. Call it on every process.
 
     Raises:
         TypeError: on all processes, if any raises it; likewise ``ValueError``
@@ -125,7 +125,7 @@ def save_checkpoint(
     *,
     trainable_only: bool,
 ) -> None:
-    """Save the weights as one portable file, written atomically. Call it on every process."""
+    """Carry out ``Trainer.save_checkpoint()``."""
     target: PathOrFile = save_path
     if isinstance(save_path, (str, os.PathLike)):
         target = file_path("save_path", save_path, "a checkpoint")
@@ -429,7 +429,7 @@ def save_training_state(
     created_weights: Mapping[str, int] | None,
     sharded: bool,
 ) -> None:
-    """Save everything needed to resume the run, as a directory that is either complete or does not exist."""
+    """Carry out ``Trainer.save_training_state()``."""
     location = parse_location(output_dir, "output_dir")
     if not trainer.current_run.window.is_between_updates:
         raise RuntimeError(
@@ -460,7 +460,7 @@ def save_training_state(
 
 
 def load_training_state(trainer: TrainerLike, input_dir: StrPath) -> StateDict:
-    """Load a training state into the trainer. To resume a run, use ``train(resume_from=...)``, which calls this."""
+    """Carry out ``Trainer.load_training_state()``."""
     resumed, location = trainer.current_run.resumed, parse_location(input_dir, "input_dir")
     if resumed is not None and resumed.directory == location:  # the run has read this state, and finishes restoring it
         state = resumed

@@ -240,7 +240,7 @@ def _shown(node: Node) -> str:
 
 
 def describe_unsaved(trainer: TrainerLike) -> str:
-    """Return a description of the parts of users' attributes that states cannot hold; empty if there are none."""
+    """Return a description of the parts of users' attributes that states cannot hold; an empty text without any."""
     created: CreatedAttributes = trainer.current_run.created_attributes
     unsaved: dict[str, str] = {}
     is_saved = _saved_elsewhere(trainer)
@@ -282,7 +282,7 @@ def _tell_size(trainer: TrainerLike, created: CreatedAttributes, kept: Mapping[s
 
 
 def changed_modules(trainer: TrainerLike) -> dict[str, nn.Module]:
-    """Return the modules in attributes of the trainer that nothing trains, but that the run has changed."""
+    """Return the modules in attributes of the trainer that no optimizer trains, but that the run has changed."""
     created: CreatedAttributes = trainer.current_run.created_attributes
     changed = {}
     for key, value in _attributes(trainer):
@@ -295,7 +295,7 @@ def changed_modules(trainer: TrainerLike) -> dict[str, nn.Module]:
 
 
 def _attributes(trainer: TrainerLike) -> Iterator[tuple[Key, object]]:
-    """Yield the users' attributes, except those saved with the trainer, and points in time."""
+    """Yield the users' attributes, except points in time and attributes that are saved with the trainer."""
     now = time.time()
     trained = attributes.trained(trainer)
     for owner_name, owner in _owners(trainer).items():
@@ -324,11 +324,11 @@ def _has_own_state(callback: TrainerCallback) -> bool:
 
 
 def _library_names(owner: TrainerLike | TrainerCallback) -> set[str]:
-    """Return the package's own attributes: those that our classes have, or that their constructors set."""
+    """Return the names of the package's own attributes, which its classes have or its constructors set."""
     ours = [kind for kind in type(owner).__mro__ if is_from_this_package(kind)]
     if isinstance(owner, TrainerCallback):
         ours_has = set(chain.from_iterable(map(vars, ours)))
-        if ours != [TrainerCallback]:  # a subclass of a built-in one, which may create private attributes later
+        if ours != [TrainerCallback]:  # a built-in base class may create private attributes later
             ours_has |= {name for name in vars(owner) if name.startswith("_")}
         return ours_has | {LIBRARY_ATTRIBUTES, "_constructor_arguments", *vars(owner).get(LIBRARY_ATTRIBUTES, ())}
     return {*owner._library_attributes, LIBRARY_ATTRIBUTES}  # noqa: SLF001

@@ -1,6 +1,7 @@
-"""Full states of models and optimizers, as a single process would have them, even if the weights are sharded (FSDP2).
+"""Full states of models and optimizers, as a single process would have them, also of sharded models (FSDP2).
 
-Frozen weights may be left out: their checksums show whether a model that loads the rest has the same ones.
+Frozen weights may be left out. Their checksums show whether a model that loads the other weights has the same frozen
+weights.
 
 Sharded tensors are gathered, so a state saved by any number of processes, sharded or not, can be loaded by any other.
 The host memory of a saving process must hold all weights and the optimizer's state. Gathering is a collective
@@ -46,7 +47,7 @@ def full_state_dict(state: Tree, keep: bool) -> Tree:
     """Return a state with every sharded tensor gathered in host memory.
 
     Args:
-        keep: ``False`` on processes that will not write it, where sharded tensors become ``None``
+        keep: ``False`` on processes that will not write the state; there, sharded tensors become ``None``
     """
 
     def gather(path: Keys, value: Tree) -> Tree:
@@ -84,13 +85,13 @@ def fit_model_state(
     strict: bool = True,
     frozen_left_out: Collection[str] = (),
 ) -> StateDict:
-    """Convert a full state for ``model.load_state_dict``, even if the model is sharded, without loading it.
+    """Convert a full state for ``model.load_state_dict``, without loading it; the model may be sharded.
 
     Prefixes that wrappers have left in the names are ignored.
 
     Args:
-        strict: ``False`` to warn of entries that do not fit and return the rest
-        frozen_left_out: entries that the state lacks on purpose; the model must have them, and keeps them
+        strict: ``False`` to warn of entries that do not fit, and return the other entries
+        frozen_left_out: entries that the state lacks on purpose; the model must have these, and keeps its own
 
     Raises:
         ValueError: if the state does not fit; lists missing and unexpected keys and mismatched shapes
@@ -121,12 +122,12 @@ def fit_model_state(
         warn_outside(f"{text}. The rest is loaded.")
     fitting = [key for key in state if key in local and key not in shapes]
     fitted = OrderedDict((names[key], sharded_like(local[key], state[key])) for key in fitting)
-    vars(fitted)["_metadata"] = getattr(current, "_metadata", {})  # versions, which some modules need
+    vars(fitted)["_metadata"] = getattr(current, "_metadata", {})  # some modules need the versions in it
     return fitted
 
 
 def _without_wrappers(state: StateDict, model_names: Mapping[str, object]) -> StateDict:
-    """Remove the prefixes of ``torch.compile``, and as many of ``DistributedDataParallel`` as fit the model best."""
+    """Remove the prefixes of ``torch.compile``, and as many of ``DistributedDataParallel``'s as fit the model best."""
     candidates = [without_compile(state)]
     while candidates[-1] and all(key.startswith(_PARALLEL) for key in candidates[-1]):
         candidates.append({key.removeprefix(_PARALLEL): value for key, value in candidates[-1].items()})
@@ -161,7 +162,7 @@ def _find_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
     """Return the safetensors files of the weights in a directory, and the metadata stored with them.
 
     Raises:
-        FileNotFoundError: if there are none, or if files in the index are missing
+        FileNotFoundError: if there are no such files, or if files in the index are missing
     """
     is_single_file = (directory / WEIGHTS).is_file()
     has_index = not is_single_file and (directory / _INDEX).is_file()
@@ -179,11 +180,11 @@ def _find_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def read_pretrained(directory: Path, model: nn.Module) -> StateDict:
-    """Read weights from a directory of safetensors files, each process only what it needs for a sharded model.
+    """Read weights from a directory of safetensors files. For a sharded model, each process reads only its shards.
 
     Returns:
-        the content of a checkpoint. Weights that are tied in the model have all their names. For adapters alone, all
-        other weights of the model count as left out, with unknown checksums.
+        the content of a checkpoint. Weights that are tied in the model have all their names. If the files have adapters
+        alone, all other weights of the model count as left out, with unknown checksums.
 
     Raises:
         FileNotFoundError: if the directory has no weights, or if files in its index are missing
@@ -202,7 +203,7 @@ def read_pretrained(directory: Path, model: nn.Module) -> StateDict:
 
 
 def _read_adapters(directory: Path, model: nn.Module) -> StateDict:
-    """Read the adapters of a model, saved by PEFT or ``save_model()``."""
+    """Read the adapters of a model that PEFT or ``save_model()`` has saved."""
     names = {key: name.replace(_COMPILED, "") for key, name in adapter_names(model).items()}
     weights = {}
     for file in sorted({file for file, _ in names}):
@@ -221,9 +222,9 @@ def load_optimizer_state(optimizer: TrainerOptimizer, state: StateDict) -> None:
     """Load the full state of an optimizer; its parameters may be sharded.
 
     Raises:
-        ValueError: if it does not fit the optimizer's groups and parameters
+        ValueError: if the state does not fit the optimizer's groups and parameters
     """
-    groups = getattr(optimizer, "param_groups", ())  # an optimizer that is not created yet keeps the state as it is
+    groups = getattr(optimizer, "param_groups", ())  # an UnmadeOptimizer keeps the state as it is
     parameters = dict(enumerate(p for group in groups for p in group["params"]))
     sharded = {
         index: {name: sharded_like(parameters.get(index), value) for name, value in values.items()}
@@ -231,7 +232,7 @@ def load_optimizer_state(optimizer: TrainerOptimizer, state: StateDict) -> None:
     }
     had = [group.keys() for group in groups]
     optimizer.load_state_dict({**state, "state": sharded})
-    # The class fills in options that a newer torch has added to it.
+    # The optimizer's class fills in options that a newer torch has added.
     now = getattr(optimizer, "param_groups", ())
     lost = {key for keys, group in zip(had, now, strict=False) for key in keys - group.keys()}
     if missing := sorted(lost & getattr(optimizer, "defaults", {}).keys()):
@@ -253,7 +254,7 @@ def sharded_like(like: torch.Tensor | None, value: Tree) -> Tree:
 def weight_checksums(tensors: Mapping[str, object]) -> dict[str, int]:
     """Return a number for each tensor, by name, that changes with any of its bits.
 
-    Skips tensors without values, and sparse ones. A collective operation if they are sharded.
+    Sparse tensors, and tensors without values, are skipped. A collective operation if tensors are sharded.
     """
     strided = {n: v for n, v in tensors.items() if isinstance(v, torch.Tensor) and v.layout is torch.strided}
     with_values = {name: value for name, value in strided.items() if not value.is_meta and not is_lazy(value)}
@@ -270,7 +271,7 @@ def weight_checksums(tensors: Mapping[str, object]) -> dict[str, int]:
 
 
 def model_checksums(model: nn.Module) -> dict[str, int]:
-    """Return the checksums of all parameters of a model. A collective operation if they are sharded."""
+    """Return the checksums of all parameters of a model. A collective operation if parameters are sharded."""
     return weight_checksums(_parameters(model))
 
 
@@ -292,13 +293,13 @@ def leave_out_frozen(
 ) -> dict[str, int]:
     """Remove the frozen parameters from the full state of a model, and return their checksums by name.
 
-    Buffers stay, as training changes them even if everything around them is frozen. Quantised weights never stay: they
-    cannot be trained, nor loaded into a model that has them already.
+    Buffers stay, because training changes them even if everything around them is frozen. Quantised weights never stay:
+    they can neither be trained nor loaded into a model that has them already.
 
     Args:
         created: checksums of weights that the loading program creates itself, such as pretrained ones; other weights
             stay. By default, all frozen parameters are removed.
-        only_quantised: whether to remove no others
+        only_quantised: whether to remove only quantised parameters
     """
     frozen_left_out = weight_checksums({name: state.pop(name) for name in sorted(quantised_entries(model, state))})
     if only_quantised:
@@ -313,12 +314,12 @@ def leave_out_frozen(
 def describe_other_weights(
     model: nn.Module, frozen_left_out: Mapping[str, int | None], source: str | os.PathLike[str]
 ) -> str:
-    """Describe which weights of a model differ from those that were left out; empty if none do.
+    """Describe which weights of a model differ from the weights that were left out; an empty text if none differ.
 
     A collective operation if they are sharded.
 
     Args:
-        frozen_left_out: the checksums of these; ``None`` for unknown ones
+        frozen_left_out: the checksums of the weights that were left out; ``None`` for unknown checksums
     """
     known = {name: number for name, number in frozen_left_out.items() if number is not None}
     current = weight_checksums(

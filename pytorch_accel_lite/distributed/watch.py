@@ -411,7 +411,7 @@ def watching(trainer: Participant) -> Iterator[None]:
 
 @contextmanager
 def naming_call(ranks: Ranks, call: str = "") -> Iterator[None]:
-    """In a block, replace an error about a lost connection by one that names the other process and the reason.
+    """Within a block, replace an error about a lost connection by an error that names the other process and the reason.
 
     Args:
         call: the user's call, named in the error if the others do not take part in it within the group's time limit

@@ -218,7 +218,7 @@ def evaluate(
     *,
     auto_microbatch: bool,
 ) -> dict[str, MetricValue]:
-    """Evaluate the model, counting every sample exactly once on any number of processes."""
+    """Carry out ``Trainer.evaluate()``."""
     check_dataset(trainer, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
     if auto_microbatch and (what := "sharded weights" if trainer.is_sharded else trainer.division.argument):
         raise ValueError(f"evaluate(auto_microbatch=True) does not work with {what}: pass a smaller batch size.")
@@ -243,7 +243,7 @@ def evaluate(
 def run_evaluation(
     trainer: TrainerLike, model: nn.Module | None, prefix: str, is_intermediate: bool, callbacks: CallbackHandler | None
 ) -> dict[str, float]:
-    """Evaluate on the ``eval_dataset`` of the current training run without changing the run."""
+    """Carry out ``Trainer.run_evaluation()``."""
     if not trainer.is_running or trainer.train_dataloader is None or not trainer.eval_dataloaders:
         raise RuntimeError(
             "run_evaluation() only works within a training run that has an eval_dataset. Pass one to train(), or call "

@@ -46,7 +46,7 @@ def predict(
     *,
     only_first: bool,
 ) -> Tree:
-    """Return the model's outputs for every sample, in the order of the dataset, on the CPU."""
+    """Carry out ``Trainer.predict()``."""
 
     def collect() -> Concatenation | None:
         predicted = _predicted(trainer, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, True)
@@ -75,7 +75,7 @@ def predict_iter(
     *,
     only_first: bool,
 ) -> Iterator[Tree]:
-    """Yield the outputs of ``predict()`` in parts, in the order of the dataset and the same on every process."""
+    """Carry out ``Trainer.predict_iter()``."""
     for parts in _predicted(trainer, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, False):
         yield concatenate(parts) if parts else None
 

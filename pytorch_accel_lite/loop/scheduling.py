@@ -326,7 +326,7 @@ def resume_schedule(trainer: TrainerLike, run: Run, state: TrainingState) -> Non
     """Recreate the schedule of a resumed run with new lengths, and advance it to the completed fraction of the run.
 
     Raises:
-        ValueError: if the schedule cannot be advanced, or its learning rate at that point is not that of the saved run
+        ValueError: if the schedule cannot be advanced, or its learning rate at that point differs from the saved run's
     """
     config = run.required_config
     per_epoch = int(config.num_update_steps_per_epoch or 0)

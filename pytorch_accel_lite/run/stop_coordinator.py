@@ -57,8 +57,8 @@ class StopCoordinator:
         """Raise the error requested on any rank on all ranks. All ranks must call it at the same points.
 
         Args:
-            now: synchronise in any case, for example at the end of an epoch
-            can_save: whether a run could resume exactly from here; only then is a ``RunPausedError`` raised
+            now: synchronise even if it is not due, for example at the end of an epoch
+            can_save: whether a run could resume exactly from this point; only then is a ``RunPausedError`` raised
         """
         self._calls += 1
         if not self.must_sync:
@@ -71,7 +71,7 @@ class StopCoordinator:
             current_time = time.monotonic()
             pace = (current_time - self._since) / self._updates
             stop, pause, pace, self._clock = self.ranks.max([stop, pause, pace, current_time - self._start])
-            if not now:  # otherwise the time includes more than updates
+            if not now:  # with now, the time includes more than updates
                 self._interval = int(min(max(_SECONDS_BETWEEN_SYNCS / max(pace, 1e-9), 1), 10_000))
             self._updates = 0
             self._since = time.monotonic()
@@ -81,8 +81,8 @@ class StopCoordinator:
             self._raise_first("pause")
 
     def _raise_first(self, what: str) -> NoReturn:
-        """Raise the error that was requested first; other ranks recreate it, as errors may not be picklable."""
-        request = self._requests.pop(what, None)  # fulfilled: a later run or evaluation must not see it
+        """Raise the error that was requested first. Other ranks recreate the error, because it may not be picklable."""
+        request = self._requests.pop(what, None)  # a later run or evaluation must not see the request
         description: Any = None
         if request is not None:
             calls, error = request

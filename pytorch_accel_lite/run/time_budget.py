@@ -12,7 +12,7 @@ class TimeBudget:
 
     Args:
         share: maximum share of the time, from 0 to 1
-        expected: approximate duration of the first time, in seconds
+        expected: approximate duration of the first action, in seconds
     """
 
     def __init__(self, share: float, expected: float) -> None:
@@ -26,7 +26,7 @@ class TimeBudget:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Measure the action in a block. The longer it takes, the later it is due again."""
+        """Measure the action, a block. The longer it takes, the later it is due again."""
         begin = time.monotonic()
         yield
         self._next = begin + (time.monotonic() - begin) / self._share

@@ -16,7 +16,7 @@ Key = TypeVar("Key")
 
 
 class WatchedMetric:
-    """Returns each value of a metric once. Epochs without an evaluation have none.
+    """Returns each value of a metric once. Epochs without an evaluation have no value.
 
     Args:
         owner: the callback that watches the metric
@@ -63,8 +63,8 @@ class WatchedMetric:
         are.
 
         Args:
-            known: whether greater values are better according to the metric, or ``None`` if unknown
-            warns: whether this process warns if neither is known
+            known: whether greater values are better according to the metric; ``None`` if that is unknown
+            warns: whether this process warns if neither the user nor the metric says which values are better
 
         Raises:
             ValueError: if the argument and the metric contradict each other
@@ -87,7 +87,7 @@ class WatchedMetric:
         self._history = trainer.run_history
         self.seen = len(self._history.get_metric_values(self.name))
         self._has_value = False
-        if self.greater_is_better is None:  # the configure_run of a subclass may not declare it
+        if self.greater_is_better is None:  # a subclass's configure_run may not declare the metric
             greater_is_better = trainer.current_run.request.metrics.directions.get(self.name)
             self.settle(greater_is_better, warns=trainer.ranks.rank == 0)
 
@@ -95,7 +95,7 @@ class WatchedMetric:
         """Return the newest value, or ``None`` if there is none since the last call.
 
         Args:
-            mid_epoch: whether the evaluation of the epoch is still to come
+            mid_epoch: whether the epoch's evaluation is still to come
 
         Raises:
             TypeError: if it is not a single number
@@ -119,7 +119,7 @@ class WatchedMetric:
         return is_intermediate or (bool(trainer.eval_dataloaders) and not trainer.current_run.evaluation_is_due)
 
     def is_better(self, value: float, best: float | None) -> bool:
-        """Whether a value is better than the best so far, which is ``None`` if there is none; NaN never is."""
+        """Whether a value is better than the best so far; ``None`` before the first value. NaN is never better."""
         if math.isnan(value) or best is None:
             return not math.isnan(value)
         return value > best if self.greater_is_better else value < best
@@ -130,18 +130,18 @@ class WatchedMetric:
         return dict(ranking[:n])
 
     def state_dict(self) -> StateDict:
-        """Return the name of the metric, its direction, and how many values have been seen."""
+        """Return the name of the metric, its direction, and the number of values seen."""
         return {"watch_metric": self.name, "greater_is_better": self.greater_is_better, "seen": self.seen}
 
     def load_state_dict(self, state: StateDict, owner: object) -> bool:
         """Load a state returned by ``state_dict()``, unless it belongs to another metric; return whether it was loaded.
 
-        Warns if not, as the other values in the callback's state cannot be compared with new ones.
+        Warns if it was not loaded: the other values in the callback's state cannot be compared with new values.
 
         Args:
             owner: the callback whose state it is
         """
-        name = state.get("watch_metric", self.name)  # older states lack it
+        name = state.get("watch_metric", self.name)  # older states lack the name
         direction = state.get("greater_is_better")  # unknown before a run
         directions = {direction, self.greater_is_better} - {None}
         if name != self.name or len(directions) > 1:
@@ -155,7 +155,7 @@ class WatchedMetric:
             self.greater_is_better = direction
         self.seen = state.get("seen", self.seen)
         self._has_value = self.seen > 0
-        if self._history is not None:  # a history that is not saved has none of the values seen
+        if self._history is not None:  # a history that is not saved lacks the values seen
             self.seen = min(self.seen, len(self._history.get_metric_values(self.name)))
         return True
 
@@ -169,7 +169,7 @@ def latest_metric(where: object, name: str, trainer: TrainerLike) -> float:
 
     Raises:
         TypeError: if it is not a single number
-        ValueError: if there is none; lists the recorded metrics
+        ValueError: if there is no value; lists the recorded metrics
     """
     values = trainer.run_history.get_metric_values(name)
     is_evaluated = name in trainer.current_run.request.metrics.evaluated
@@ -180,7 +180,7 @@ def latest_metric(where: object, name: str, trainer: TrainerLike) -> float:
 
 
 def _agreed(where: object, name: str, value: float, trainer: TrainerLike) -> float:
-    """Return the value of rank 0, so that all processes decide alike. Warns if other ranks have another value."""
+    """Return rank 0's value, so that all processes decide alike. Warns if other ranks have other values."""
     if trainer.ranks.world_size == 1:
         return value
     largest, negated = trainer.ranks.max([value, -value])
@@ -211,10 +211,10 @@ def _as_number(where: object, value: MetricValue) -> float:
 
 
 def _latest_of_run(trainer: TrainerLike, name: str, indices: range) -> int | None:
-    """Return the index of the latest of some values of a metric, or ``None`` if there is none.
+    """Return the index of the latest value of a metric that counts, or ``None`` if no value does.
 
-    A value recorded by ``evaluate`` within the run counts only if there is no other, and if the evaluations of the run
-    are not known to record the metric.
+    A value that ``evaluate`` has recorded within the run counts only if there is no other value, and if the evaluations
+    of the run are not known to record the metric.
     """
     run = trainer.current_run
     candidates = [index for index in indices if index not in run.latest.recorded_by_evaluate.get(name, ())]

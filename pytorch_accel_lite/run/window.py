@@ -1,4 +1,4 @@
-"""How many batches an update has, and how each of them is weighted."""
+"""The number of batches in an update, and the weight of each batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Accumulation:
     """The number of batches per process in an update, which may change during a run.
 
     Args:
-        steps: the number, or a dict from a number of updates to the number that holds after it
+        steps: the number; or a dict whose keys are numbers of updates, after which the value is the number
     """
 
     def __init__(self, steps: int | Mapping[int, int]) -> None:
@@ -27,17 +27,17 @@ class Accumulation:
 
     @property
     def changes(self) -> bool:
-        """Whether the number changes."""
+        """Whether the number of batches changes."""
         return len(self._sizes) > 1
 
     @property
     def last_change(self) -> int:
-        """The number of updates after which it no longer changes."""
+        """The number of updates after which the number of batches no longer changes."""
         return self._sizes[-1][0]
 
     @property
     def largest(self) -> int:
-        """The largest number."""
+        """The largest number of batches."""
         return max(size for _, size in self._sizes)
 
     def after(self, updates: int) -> int:
@@ -104,7 +104,7 @@ class GradientWindow:
         self._batch_size = batch_size
         #: Whether there are gradients that no update has used yet.
         self.has_gradients = False
-        #: The number of items in a full window, and that of this window so far.
+        #: The number of items in a full window, and the number of items in this window so far.
         self.nominal_size: float = 1
         self.true_size: Count = 0
         #: Whether a step has begun that has not been counted yet.
@@ -144,7 +144,7 @@ class GradientWindow:
         Args:
             num_samples: number of samples in this rank's micro-batch; 0 for a filler batch
             total_samples: number of samples in this micro-batch over all ranks
-            items: number of items averaged in the loss, unless those are samples
+            items: number of items averaged in the loss, unless the items are samples
         """
         self.has_gradients = True
         if self.steps == 1 and self._ranks.world_size == 1 and not self.is_split:
@@ -156,8 +156,8 @@ class GradientWindow:
         if items is not None:
             local = added = as_weight(items) if num_samples else 0
             if self.items_per_batch is None and self.is_guarded:
-                self.items_per_batch = nominal  # arbitrary, but the same on all ranks
-            elif self.items_per_batch is None:  # once per run: the only read from the device
+                self.items_per_batch = nominal  # any value would do that is the same on all ranks
+            elif self.items_per_batch is None:  # once per run, the only read from the device
                 self.items_per_batch = max(self._ranks.sum([float(local)])[0] / self._ranks.world_size, 1.0)
             nominal = self.items_per_batch
         elif self.steps == 1 and total_samples and not (self.is_split or self.is_guarded):
@@ -175,7 +175,7 @@ class GradientWindow:
             the factor by which the gradients were multiplied
         """
         nominal, true = self.nominal_size, self.true_size
-        self.has_gradients, self.nominal_size, self.true_size = False, 1, 0  # as reset(), without a call in every step
+        self.has_gradients, self.nominal_size, self.true_size = False, 1, 0  # as reset(), without the cost of a call
         if self.items_per_batch is not None:
             true = self._total_items(true)
         if isinstance(true, torch.Tensor):
@@ -192,7 +192,7 @@ class GradientWindow:
         if self._ranks.world_size == 1:
             return local
         zero = torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
-        return self._ranks.sum_on_device(zero + as_weight(local))  # copying a number to a device would wait for it
+        return self._ranks.sum_on_device(zero + as_weight(local))  # copying a number would wait for the device
 
 
 def as_weight(count: Count) -> Count:

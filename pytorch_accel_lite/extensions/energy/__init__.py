@@ -1,4 +1,4 @@
-"""The energy that a job takes, and what it costs."""
+"""Measuring the energy that a job takes, and its cost."""
 
 from pytorch_accel_lite.extensions.energy.energy_callback import EnergyCallback
 

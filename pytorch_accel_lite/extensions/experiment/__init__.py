@@ -1,6 +1,6 @@
 """Experiments: runs that are described in a file and started from the command line, and series of them.
 
-Nothing here is imported by the rest of the package.
+The rest of the package only re-exports names from here.
 """
 
 from __future__ import annotations

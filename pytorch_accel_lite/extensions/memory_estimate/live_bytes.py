@@ -47,7 +47,7 @@ class LiveBytes(TorchDispatchMode):
         device: the device whose tensors count
         owners: returns the kinds of tensors; tensors without one are activations if autograd may need them, else
             temporary
-        block: size in bytes to a multiple of which each storage is rounded, as allocators do
+        block: size in bytes; the size of each storage is rounded up to a multiple of it, as allocators do
 
     Attributes:
         peak: the largest number of bytes that were alive at a time

@@ -1,4 +1,4 @@
-"""Muon for the matrices of a model, and AdamW for the rest."""
+"""Muon for the matrices of a model, and AdamW for its other parameters."""
 
 from pytorch_accel_lite.extensions.muon.muon import ParameterKinds, muon_with_adamw, split_parameters
 

@@ -77,7 +77,7 @@ class OptunaPruningCallback(TrainerCallback):
                 )
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: Any) -> None:
-        """Report the values of the epochs before the one that is resumed."""
+        """Report the values of the epochs before the resumed epoch."""
         self._watched.start(trainer)
         history = trainer.run_history
         if trainer.progress.update and hasattr(history, "curves") and self.metric in history:

@@ -1,4 +1,4 @@
-"""What other libraries call things, for errors that name what to use here."""
+"""The names in other libraries, for errors that say what to use here."""
 
 from pytorch_accel_lite.extending import OTHER_LIBRARIES
 from pytorch_accel_lite.extensions.other_libraries.names import ADVICE, ARGUMENTS, GONE, HOOKS, REPLACED

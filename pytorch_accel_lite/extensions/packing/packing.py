@@ -199,8 +199,9 @@ def packed_mask(position_ids: torch.Tensor, causal: bool = True, dtype: torch.dt
     Args:
         position_ids: positions of shape ``(rows, tokens)``, which restart with each sequence
         causal: whether a token sees only itself and those before it, or all of its sequence
-        dtype: that of the queries, for a mask that is added to the scores, with 0 for what is seen and minus infinity
-            elsewhere. ``None`` for one that is ``True`` for what is seen. Attention of torch takes both.
+        dtype: the dtype of the queries, for a mask that is added to the scores: 0 for tokens that are seen, minus
+            infinity for others. ``None`` for a mask that is ``True`` for tokens that are seen. Attention of torch takes
+            both.
 
     Returns:
         a tensor of shape ``(rows, 1, tokens, tokens)``

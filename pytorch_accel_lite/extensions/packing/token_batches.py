@@ -35,8 +35,8 @@ class TokenBatchSampler(Sampler[list[int]]):
         max_tokens: the maximum number of tokens in a batch: with padding, the number of samples times the greatest
             length; if ``packed``, the sum of the lengths
         length: returns the length of a sample; each sample is read once; ``None`` if ``data`` has lengths
-        shuffle: whether to shuffle; otherwise the batches are the same in each epoch, in order of length or, if
-            ``packed``, of packing, as evaluation may have them
+        shuffle: whether to shuffle; otherwise the batches are the same in each epoch, as for evaluation, in the order
+            of length or, if ``packed``, of packing
         packed: whether samples are put in a row without padding, as by ``PackSequences``
 
     Raises:

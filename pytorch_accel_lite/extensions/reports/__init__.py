@@ -1,4 +1,4 @@
-"""Reports on runs: their pages and plots, outputs of their models while they train, and the cards of these."""
+"""Reports on runs and models: pages and plots of runs, outputs of models during training, and model cards."""
 
 from pytorch_accel_lite.extending import MODEL_WRITERS
 from pytorch_accel_lite.extensions.reports.model_card import ModelCard
