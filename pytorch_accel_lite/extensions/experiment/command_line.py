@@ -301,7 +301,7 @@ def _tool(experiment: Experiment, options: argparse.Namespace) -> None:
 
 def _check(experiment: Experiment, options: argparse.Namespace) -> int:
     arguments = experiment.tool_arguments("check") | experiment.train_arguments
-    report = experiment.trainer.check(experiment.train_dataset, **arguments)
+    report = getattr(experiment.trainer, options.command)(experiment.train_dataset, **arguments)
     experiment.trainer.print(report)
     return int(not report.ok)
 
