@@ -1,4 +1,22 @@
-"""A connection between two processes, for messages in JSON."""
+"""A connection between two processes, for messages in JSON.
+
+The supervisor of a job and the nursery of each machine talk through one. A message is told by the keys that it has:
+
+| from the supervisor | |
+|---|---|
+| the fields of an ``Order`` | start a process |
+| ``kill``, ``signal`` | send a signal to this process |
+| ``wake`` | wake the watchers of all processes: a generation begins |
+| ``lease`` | end all processes after so many seconds without a message |
+| ``beat`` | the supervisor is there |
+| ``code`` | the job ends with this exit code |
+
+| from a nursery | |
+|---|---|
+| ``processes``, ``name`` | this machine joins, for so many processes |
+| ``ended``, ``code`` | this process has ended |
+| ``computed`` | for how many seconds each process has computed; also, that the machine is there |
+"""
 
 from __future__ import annotations
 
@@ -6,6 +24,8 @@ import json
 import socket
 from contextlib import suppress
 from typing import Any
+
+SECONDS_BETWEEN_BEATS = 0.25
 
 
 class Channel:

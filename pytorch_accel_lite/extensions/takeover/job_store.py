@@ -8,6 +8,7 @@ import tarfile
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from enum import Enum
 from typing import Any
 
 import torch.distributed as dist
@@ -17,6 +18,36 @@ _PATIENCE = timedelta(seconds=60)
 _LATEST = "takeover/latest"
 _POLLING = 0.02
 _PART = 1 << 24  # bytes of a text
+
+
+class Key(Enum):
+    """What the texts in the store are about, who writes each, and who reads it.
+
+    Some are followed by a number: there is one for each process, or for each training that the program begins.
+    """
+
+    #: The supervisor tells the processes that others may join the job.
+    OPEN = "open"
+    #: The supervisor, or a process that ends in order, tells newcomers that they are too late.
+    ENDING = "ending"
+    #: A run tells the supervisor for how many processes it has work.
+    MOST_PROCESSES = "most"
+    #: A run tells the others that its model is sharded: it begins again when its processes change.
+    SHARDED = "sharded"
+    #: A count. A process asks the supervisor for a new generation, as a connection is lost though no process has ended.
+    LOST_CONNECTIONS = "asked"
+    #: A newcomer tells the others, and the supervisor, for which training it waits.
+    READY = "ready"
+    #: The first process tells a newcomer the state from which it joins, and the generation.
+    STATE = "state"
+    #: The files of that state, by newcomer and generation, for one on another machine.
+    SENT = "sent"
+    #: The files of the state with which a training has ended, for newcomers that come after it.
+    ENDED = "ended"
+    #: A process, or the supervisor, tells why a process fails.
+    FAILED = "failed"
+    #: The watcher of a process tells the supervisor how far the process has got.
+    PROGRESS = "progress"
 
 
 @dataclass(frozen=True)
@@ -92,38 +123,42 @@ class JobStore:
         """Whether all processes of a generation are ready for it."""
         return bool(self.store.check([f"takeover/here/{generation.number}/{member}" for member in generation.members]))
 
-    def say(self, key: str, text: str = "") -> None:
+    def say(self, key: Key, text: str = "", *numbers: int) -> None:
         """Set a text."""
-        self.store.set(f"takeover/{key}", text)
+        self.store.set(_path(key, *numbers), text)
 
-    def said(self, key: str) -> str | None:
+    def said(self, key: Key, *numbers: int) -> str | None:
         """Return a text, or ``None`` if it has not been set."""
-        key = f"takeover/{key}"
-        return self.store.get(key).decode() if self.store.check([key]) else None
+        path = _path(key, *numbers)
+        return self.store.get(path).decode() if self.store.check([path]) else None
 
-    def put_folder(self, key: str, folder: str) -> None:
+    def put_folder(self, key: Key, folder: str, *numbers: int) -> None:
         """Keep the files of a folder, for processes that may be on other machines."""
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w") as archive:
             archive.add(folder, ".")
         content = packed.getvalue()
         starts = range(0, len(content), _PART)
-        for number, start in enumerate(starts):
-            self.store.set(f"takeover/{key}/{number}", content[start : start + _PART])
-        self.say(key, str(len(starts)))
+        for part, start in enumerate(starts):
+            self.store.set(_path(key, *numbers, part), content[start : start + _PART])
+        self.say(key, str(len(starts)), *numbers)
 
-    def get_folder(self, key: str, folder: str) -> None:
-        """Write what ``put_folder()`` keeps to a folder."""
-        count = int(self.said(key) or 0)
-        content = b"".join(self.store.get(f"takeover/{key}/{number}") for number in range(count))
+    def get_folder(self, key: Key, folder: str, *numbers: int) -> None:
+        """Write the files that ``put_folder()`` keeps to a folder."""
+        count = int(self.said(key, *numbers) or 0)
+        content = b"".join(self.store.get(_path(key, *numbers, part)) for part in range(count))
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
             archive.extractall(folder, filter="data")
 
-    def drop_folder(self, key: str) -> None:
-        """Forget what ``put_folder()`` keeps."""
-        for number in range(int(self.said(key) or 0)):
-            self.store.delete_key(f"takeover/{key}/{number}")
+    def drop_folder(self, key: Key, *numbers: int) -> None:
+        """Forget the files that ``put_folder()`` keeps."""
+        for part in range(int(self.said(key, *numbers) or 0)):
+            self.store.delete_key(_path(key, *numbers, part))
 
-    def count(self, key: str, more: int = 0) -> int:
+    def count(self, key: Key, more: int = 0) -> int:
         """Add to a number, and return it."""
-        return int(self.store.add(f"takeover/{key}", more))
+        return int(self.store.add(_path(key), more))
+
+
+def _path(key: Key, *numbers: int) -> str:
+    return "/".join(["takeover", key.value, *map(str, numbers)])

@@ -11,7 +11,7 @@ from pathlib import Path
 from accelerate.state import PartialState
 
 from pytorch_accel_lite.extending import Run, TrainerLike
-from pytorch_accel_lite.extensions.takeover.job_store import Generation
+from pytorch_accel_lite.extensions.takeover.job_store import Generation, Key
 from pytorch_accel_lite.extensions.takeover.membership import BeginAgain, Membership, change_state
 
 _IN_MEMORY = Path("/dev/shm")
@@ -32,21 +32,21 @@ def wait_for_state(membership: Membership) -> str:
         SystemExit: if they end
     """
     store, number, training = membership.store, membership.number, membership.trainings
-    store.say(f"ready/{number}", str(training))
+    store.say(Key.READY, str(training), number)
     while True:
-        if (said := store.said(f"state/{number}")) is not None:
+        if (said := store.said(Key.STATE, number)) is not None:
             membership.joins, is_near, directory = json.loads(said)
-            return str(directory) if is_near else _fetch(membership, f"sent/{number}/{membership.joins}")
-        if store.said(f"ended/{training}") is not None:
-            return _fetch(membership, f"ended/{training}")
-        if store.said("ending") is not None:
+            return str(directory) if is_near else _fetch(membership, Key.SENT, number, membership.joins)
+        if store.said(Key.ENDED, training) is not None:
+            return _fetch(membership, Key.ENDED, training)
+        if store.said(Key.ENDING) is not None:
             raise SystemExit(f"Process {number} ends: the others have reached the end of the program.")
         time.sleep(_POLLING)
 
 
-def _fetch(membership: Membership, key: str) -> str:
+def _fetch(membership: Membership, key: Key, *numbers: int) -> str:
     membership.fetched = _temporary()
-    membership.store.get_folder(key, membership.fetched.name)
+    membership.store.get_folder(key, membership.fetched.name, *numbers)
     return membership.fetched.name
 
 
@@ -77,12 +77,12 @@ def let_in(trainer: TrainerLike, run: Run, membership: Membership) -> None:
             for newcomer in follows.came if tells else ():
                 is_near = machines[newcomer] == machines[membership.number]
                 if not is_near:
-                    store.put_folder(f"sent/{newcomer}/{follows.number}", directory)
-                store.say(f"state/{newcomer}", json.dumps([follows.number, is_near, directory]))
+                    store.put_folder(Key.SENT, directory, newcomer, follows.number)
+                store.say(Key.STATE, json.dumps([follows.number, is_near, directory]), newcomer)
         if generation.number < follows.number and membership.generation is generation:  # no process has been lost
             enter(run, membership)
         for newcomer in follows.came if membership.rank == 0 else ():
-            store.drop_folder(f"sent/{newcomer}/{follows.number}")
+            store.drop_folder(Key.SENT, newcomer, follows.number)
 
 
 def let_in_by_beginning_again(trainer: TrainerLike, run: Run, membership: Membership) -> None:
@@ -102,14 +102,14 @@ def let_in_by_beginning_again(trainer: TrainerLike, run: Run, membership: Member
     run.window.filled, run.window.is_in_step = 0, False
     trainer.save_training_state(directory)
     for newcomer in follows.came if membership.rank == 0 else ():
-        store.say(f"state/{newcomer}", json.dumps([follows.number, True, directory]))
+        store.say(Key.STATE, json.dumps([follows.number, True, directory]), newcomer)
     membership.resumes_from, membership.begins_again = directory, True
     raise BeginAgain
 
 
 def _are_ready(follows: Generation, membership: Membership) -> bool:
     training = str(membership.trainings)
-    return all(membership.store.said(f"ready/{newcomer}") == training for newcomer in follows.came)
+    return all(membership.store.said(Key.READY, newcomer) == training for newcomer in follows.came)
 
 
 def keep_end(trainer: TrainerLike, membership: Membership) -> None:
@@ -120,7 +120,7 @@ def keep_end(trainer: TrainerLike, membership: Membership) -> None:
             directory = os.path.join(trainer.ranks.broadcast_object(lambda: own), "state")
             trainer.save_training_state(directory)
             if membership.rank == 0:
-                membership.store.put_folder(f"ended/{membership.trainings}", directory)
+                membership.store.put_folder(Key.ENDED, directory, membership.trainings)
             trainer.ranks.barrier()
 
     trainer.ranks.repeatable(keep)

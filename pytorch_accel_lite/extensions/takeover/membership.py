@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState, PartialState
 from pytorch_accel_lite.callbacks import StopTrainingError
 from pytorch_accel_lite.extending import MACHINERY, ControlGroup, is_about_lost_process
 from pytorch_accel_lite.extensions.takeover.connections import open_sockets, opened_since
-from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore
+from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore, Key
 from pytorch_accel_lite.extensions.takeover.waiting import keep_for_ever, watch_waits
 from pytorch_accel_lite.extensions.takeover.watcher import Waker, Watcher
 
@@ -104,7 +104,7 @@ class Membership:
         self.states: Callable[[], dict[str, float]] = dict
         self.holds_shards: Callable[[], bool] = bool
         self.watcher = Watcher(number, host, port, waker)
-        self.is_open = self.store.said("open") is not None
+        self.is_open = self.store.said(Key.OPEN) is not None
         self.fetched: tempfile.TemporaryDirectory[str] | None = None
         self._is_stuck = False  # whether a thread of the process group waits for a lost process
         self._tried = 0  # the latest generation that could not be connected
@@ -156,7 +156,7 @@ class Membership:
         while not self.store.have_arrived(generation):
             if self.store.latest().number > number:
                 return None
-            if self.store.said("ending") is not None:
+            if self.store.said(Key.ENDING) is not None:
                 raise RuntimeError("The other processes have reached the end of the program.")
             time.sleep(_POLLING)
         try:
@@ -164,7 +164,7 @@ class Membership:
         except (RuntimeError, dist.DistError):
             self._tried = number
             self.disconnect()
-            self.store.count("asked", 1)
+            self.store.count(Key.LOST_CONNECTIONS, 1)
             return None
         return generation
 
@@ -279,7 +279,7 @@ class Membership:
             return
         with suppress(RuntimeError):  # the others have ended
             self.do(_do_nothing)
-        self.store.say("ending")  # before the connections end, which others may be yet to leave
+        self.store.say(Key.ENDING)  # before the connections end, which others may be yet to leave
         self.watcher.stop()
         self.disconnect()
         self.rank = self.local_rank = 0
@@ -323,7 +323,7 @@ class Membership:
 
     def lost_shards(self, error: Exception) -> bool:
         """Whether an error of the program is about a process that was lost while a sharded run began again."""
-        return self.store.said("sharded") is not None and self.generation is not None and self._has_lost_one(error)
+        return self.store.said(Key.SHARDED) is not None and self.generation is not None and self._has_lost_one(error)
 
     def forget(self) -> None:
         """Be as a process whose program has yet to begin."""
@@ -382,14 +382,14 @@ class Membership:
         deadline = time.monotonic() + (_SECONDS_TO_FOLLOW if is_of_connection else 0.0)
         if is_of_connection:
             self.disconnect()  # so that all others notice, too
-            self.store.count("asked", 1)
+            self.store.count(Key.LOST_CONNECTIONS, 1)
         while True:
             latest = self.store.latest()
             if latest.number > self.generation.number and (
                 is_of_connection or not set(self.generation.members) <= set(latest.members)
             ):
                 return True
-            if time.monotonic() >= deadline or self.store.said("ending") is not None:
+            if time.monotonic() >= deadline or self.store.said(Key.ENDING) is not None:
                 return False
             time.sleep(_POLLING)
 

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pytorch_accel_lite.extensions.takeover import worker
-from pytorch_accel_lite.extensions.takeover.channel import Channel
+from pytorch_accel_lite.extensions.takeover.channel import SECONDS_BETWEEN_BEATS, Channel
 
 #: Options of glibc's mallopt(), with their variables: M_MMAP_THRESHOLD, of 32 MiB, and M_TRIM_THRESHOLD, of 1 GiB.
 _KEPT = ((-3, "MALLOC_MMAP_THRESHOLD_", 1 << 25), (-1, "MALLOC_TRIM_THRESHOLD_", 1 << 30))
 #: What torch, and programs, import when they first need it, which takes seconds.
 IMPORTED_LATE = "torch._dynamo", "torch.distributed.nn", "torchmetrics"
-_BEAT = 0.25  # seconds between two signs of life
 
 
 class LostSupervisorError(Exception):
@@ -71,18 +70,18 @@ class Nursery:
         next_beat = 0.0
         while self._is_over is None:
             if time.monotonic() > next_beat:
-                next_beat = time.monotonic() + _BEAT
-                self._say_what_they_compute()
-            for descriptor, _ in self._poll.poll(1000 * _BEAT):
+                next_beat = time.monotonic() + SECONDS_BETWEEN_BEATS
+                self._report_computing()
+            for descriptor, _ in self._poll.poll(1000 * SECONDS_BETWEEN_BEATS):
                 if descriptor in self._children:
-                    self._bury(descriptor)
-                elif (order := self._obey()) is not None:
+                    self._report_end(descriptor)
+                elif (order := self._follow_orders()) is not None:
                     return order
             if self._lease is not None and time.monotonic() - self._heard_at > self._lease:
                 self._lose_supervisor()
         return self._is_over
 
-    def _obey(self) -> dict[str, Any] | None:
+    def _follow_orders(self) -> dict[str, Any] | None:
         """Do what the supervisor says. In a process that it starts, return what that is to do."""
         try:
             orders = self._channel.receive()
@@ -140,7 +139,7 @@ class Nursery:
             with suppress(BlockingIOError, BrokenPipeError):  # it has not looked for long, or is just ending
                 os.write(child.wakes, b"\0")
 
-    def _bury(self, descriptor: int) -> None:
+    def _report_end(self, descriptor: int) -> None:
         number, process, wakes = self._children.pop(descriptor)
         self._poll.unregister(descriptor)
         os.close(descriptor)
@@ -150,7 +149,7 @@ class Nursery:
             os.killpg(process, signal.SIGKILL)
         self._channel.send(ended=number, code=os.waitstatus_to_exitcode(status))
 
-    def _say_what_they_compute(self) -> None:
+    def _report_computing(self) -> None:
         """Tell how long each process has computed. It is also the sign that this machine is there."""
         computed = {child.number: _cpu_seconds(child.process) for child in self._children.values()}
         self._channel.send(computed=computed)

@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from pytorch_accel_lite.extensions.takeover.channel import Channel
-from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore
+from pytorch_accel_lite.extensions.takeover.channel import SECONDS_BETWEEN_BEATS, Channel
+from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore, Key
 from pytorch_accel_lite.extensions.takeover.silent_processes import SignsOfLife, find_silent
 from pytorch_accel_lite.extensions.takeover.worker import Order
 
@@ -22,7 +22,6 @@ _LONG_TICK_MS = 100
 _SECONDS_TO_DIE = 1.0  # in which the end of a process follows the error that the others have had of it
 _SECONDS_TO_END = 30.0  # after a signal
 _SECONDS_BETWEEN_LOOKS = 0.5
-_BEAT = 0.25  # seconds between two signs of life
 _FORWARDED = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP
 _LOCAL = "127.0.0.1"
 
@@ -98,6 +97,11 @@ class Supervisor:
         self._min_processes = min_processes
         self._max_failures = max_failures
         self._patience = patience
+        self._store = JobStore.create()
+        self._poll = select.poll()
+        self._listener: socket.socket | None = None  # to which other machines connect
+        self._signal_pipe = -1  # in which a signal wakes the supervisor
+        self._nursery: subprocess.Popen[bytes] | None = None  # the one on this machine
         self._machines: dict[int, Machine] = {}  # by the descriptors of their channels
         self._processes: dict[int, Process] = {}
         self._generation = Generation(0, [])
@@ -110,9 +114,9 @@ class Supervisor:
         self._next_look = self._next_beat = 0.0
         self._signals: list[int] = []
         self._stop: tuple[float, int] | None = None  # when a signal has asked for the end, and which
-        self._asked = 0
-        self._asked_at = 0.0
-        self._changed_at: tuple[float, str] | None = None  # when a process was lost, until the others go on
+        self._failed_connections = 0
+        self._connections_failed_at = 0.0
+        self._change: tuple[float, str] | None = None  # when a process was lost, until the others go on
 
     def run(self) -> int:
         """Run the job and return its exit code."""
@@ -120,7 +124,7 @@ class Supervisor:
         while self._processes or not (self._generation.number or self._is_ending or self._stop):
             for descriptor, _ in self._poll.poll(_TICK_MS if self._is_busy() else _LONG_TICK_MS):
                 self._listen(descriptor)
-            self._look()
+            self._do_what_is_due()
         for machine in self._machines.values():
             machine.channel.send(code=self._code)
         return self._code
@@ -128,12 +132,9 @@ class Supervisor:
     # -------------------------------------------------------------------------------- starting processes
 
     def _begin(self) -> None:
-        self._store = JobStore.create()
-        self._poll = select.poll()
         self._listen_to_signals()
-        self._listener: socket.socket | None = None
         if self._replaces or self._address is not None:
-            self._store.say("open")
+            self._store.say(Key.OPEN)
         if self._address is not None:
             self._listener = socket.create_server(self._address)
             self._poll.register(self._listener, select.POLLIN)
@@ -144,9 +145,9 @@ class Supervisor:
             self._start(machine, self._size)
 
     def _listen_to_signals(self) -> None:
-        self._signalled, signals = os.pipe2(os.O_NONBLOCK)
+        self._signal_pipe, signals = os.pipe2(os.O_NONBLOCK)
         signal.set_wakeup_fd(signals, warn_on_full_buffer=False)
-        self._poll.register(self._signalled, select.POLLIN)
+        self._poll.register(self._signal_pipe, select.POLLIN)
         for number in _FORWARDED:
             signal.signal(number, lambda number, frame: self._signals.append(number))
 
@@ -186,7 +187,7 @@ class Supervisor:
 
     def _listen(self, descriptor: int) -> None:
         """Read what machines say, or let one in; nothing if it was a signal, which has been noted."""
-        if descriptor == self._signalled:
+        if descriptor == self._signal_pipe:
             os.read(descriptor, 1 << 10)
             return
         if self._listener is not None and descriptor == self._listener.fileno():
@@ -236,12 +237,12 @@ class Supervisor:
         if code == 0 or self._stop is not None:
             self._is_ending = True
             self._code = self._code or _as_exit_code(code)
-            self._store.say("ending")
+            self._store.say(Key.ENDING)
             self._end_newcomers()
             return
         if self._is_ending and not process.is_member:
             return
-        reason = self._store.said(f"failed/{process.number}")
+        reason = self._store.said(Key.FAILED, process.number)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
         self._lose([process], code, f"{self._rank_of(process)} {how}{f' ({reason})' if reason else ''}")
 
@@ -251,7 +252,7 @@ class Supervisor:
             _say(f"{what}.")
             return
         if self._have_arrived():
-            self._settle()
+            self._count_newcomers()
         self._failures += len(processes)
         members = [number for number in self._generation.members if number in self._processes]
         left = sum(self._processes[number].is_member for number in members)
@@ -306,7 +307,7 @@ class Supervisor:
         for machine in self._machines.values():
             if machine.channel.is_open:
                 machine.channel.send(wake=True)
-        self._asked, self._asked_at = self._store.count("asked"), 0.0
+        self._failed_connections, self._connections_failed_at = self._store.count(Key.LOST_CONNECTIONS), 0.0
         for number in members:
             self._processes[number].is_member = True
 
@@ -322,32 +323,32 @@ class Supervisor:
     def _is_busy(self) -> bool:
         """Whether something is under way of which no message tells when it is over."""
         are_members = self._processes.keys() <= set(self._generation.members)
-        return not (self._are_there and are_members) or self._stop is not None or bool(self._asked_at)
+        return not (self._are_there and are_members) or self._stop is not None or bool(self._connections_failed_at)
 
-    def _look(self) -> None:
+    def _do_what_is_due(self) -> None:
         """Do what is due."""
         now = time.monotonic()
         while self._signals:
             self._forward(self._signals.pop(0))
         if self._stop is not None and now - self._stop[0] > _SECONDS_TO_END:
             self._kill(self._processes.values(), signal.SIGKILL)
-        self._look_after_machines(now)
+        self._watch_machines(now)
         if self._is_ending or self._stop is not None or not self._generation.number:
             return
-        if self._changed_at is not None and self._have_arrived() and self._generation.members:
-            begin, what = self._changed_at
-            self._changed_at = None
+        if self._change is not None and self._have_arrived() and self._generation.members:
+            begin, what = self._change
+            self._change = None
             count = len(self._generation.members)
             _say(f"{what}. {_counted(count)} after {now - begin:.2f} s.")
         if self._have_arrived():
-            self._settle()
+            self._count_newcomers()
             self._let_in()
-        self._heed_questions(now)
+        self._begin_again_if_connections_failed(now)
         if self._patience and now >= self._next_look:
             self._next_look = now + _SECONDS_BETWEEN_LOOKS
             self._end_silent(now)
 
-    def _look_after_machines(self, now: float) -> None:
+    def _watch_machines(self, now: float) -> None:
         """Give other machines a sign of life, and go on without those that give none.
 
         One that has not been heard of for half of the patience gets none itself. It then ends its processes within the
@@ -356,12 +357,12 @@ class Supervisor:
         others = [machine for machine in self._machines.values() if not machine.is_local]
         if not self._patience or now < self._next_beat:
             return
-        self._next_beat = now + _BEAT
+        self._next_beat = now + SECONDS_BETWEEN_BEATS
         for machine in others:
             silent = now - machine.heard_at
             if silent < self._patience / 2:
                 machine.channel.send(beat=True)
-            elif silent > self._patience + 2 * _BEAT:
+            elif silent > self._patience + 2 * SECONDS_BETWEEN_BEATS:
                 self._lose_machine(machine, f"gave no sign of life for {self._patience:.0f} s")
 
     def _end_silent(self, now: float) -> None:
@@ -373,14 +374,14 @@ class Supervisor:
             process = self._processes.get(number)
             if process is None or process.progress is None:
                 continue
-            process.progress.note(self._store.said(f"progress/{number}"), now)
+            process.progress.note(self._store.said(Key.PROGRESS, number), now)
             if are_all_there or not self._store.has_arrived(generation, number):
                 progress[number] = process.progress
         for number in find_silent(progress, now, self._patience, are_all_there):
-            self._store.say(f"failed/{number}", f"it did nothing for {self._patience:.0f} s while others waited for it")
+            self._store.say(Key.FAILED, f"it did nothing for {self._patience:.0f} s while others waited for it", number)
             self._kill([self._processes[number]], signal.SIGKILL)
 
-    def _settle(self) -> None:
+    def _count_newcomers(self) -> None:
         """Count those that have come in among the members: all have arrived."""
         for number in self._generation.members:
             if number in self._processes:
@@ -389,10 +390,10 @@ class Supervisor:
     def _let_in(self) -> None:
         """Begin a generation with new processes that are ready, as many as the run has work for."""
         members = self._generation.members
-        ready = [n for n in self._processes if n not in members and self._store.said(f"ready/{n}") is not None]
+        ready = [n for n in self._processes if n not in members and self._store.said(Key.READY, n) is not None]
         if not ready:
             return
-        most = int(self._store.said("most") or len(self._processes))
+        most = int(self._store.said(Key.MOST_PROCESSES) or len(self._processes))
         room = max(most - len(members), 0)
         if too_many := ready[room:]:
             _say(f"{_new(len(too_many))} not let in: the run has {most} logical processes.")
@@ -404,16 +405,16 @@ class Supervisor:
 
     def _note_change(self, what: str) -> None:
         """Note what has happened, to be said once the others go on."""
-        if self._changed_at is not None:
-            _say(f"{self._changed_at[1]}.")
-        self._changed_at = time.monotonic(), what
+        if self._change is not None:
+            _say(f"{self._change[1]}.")
+        self._change = time.monotonic(), what
 
-    def _heed_questions(self, now: float) -> None:
+    def _begin_again_if_connections_failed(self, now: float) -> None:
         """Begin a generation if processes have lost a connection although none has ended."""
-        if self._store.count("asked") <= self._asked:
+        if self._store.count(Key.LOST_CONNECTIONS) <= self._failed_connections:
             return
-        self._asked_at = self._asked_at or now
-        if now - self._asked_at > _SECONDS_TO_DIE:
+        self._connections_failed_at = self._connections_failed_at or now
+        if now - self._connections_failed_at > _SECONDS_TO_DIE:
             self._publish([number for number in self._generation.members if number in self._processes])
 
 

@@ -17,6 +17,7 @@ from pytorch_accel_lite.extending_callbacks import seed_all
 from pytorch_accel_lite.extensions.logical import KeepsShares, LogicalStep, LogicalWindow, SharedLossTrackers
 from pytorch_accel_lite.extensions.takeover.beginning_again import note_states
 from pytorch_accel_lite.extensions.takeover.enclosures import Enclosures, read
+from pytorch_accel_lite.extensions.takeover.job_store import Key
 from pytorch_accel_lite.extensions.takeover.joining import enter, keep_end, let_in, let_in_by_beginning_again
 from pytorch_accel_lite.extensions.takeover.membership import RepeatError
 from pytorch_accel_lite.extensions.takeover.surviving_ranks import SurvivingRanks
@@ -186,10 +187,10 @@ class SurvivingStep(LogicalStep):
     def begin(self, trainer: TrainerLike) -> None:
         """Say for how many processes there is work."""
         super().begin(trainer)
-        SurvivingRanks.membership.store.say("most", str(self._logical.count))
+        SurvivingRanks.membership.store.say(Key.MOST_PROCESSES, str(self._logical.count))
         note_states(trainer, SurvivingRanks.membership)
         if trainer.is_sharded:
-            SurvivingRanks.membership.store.say("sharded")
+            SurvivingRanks.membership.store.say(Key.SHARDED)
 
     def end(self, trainer: TrainerLike) -> None:
         """Keep the state of the end for processes that come later."""

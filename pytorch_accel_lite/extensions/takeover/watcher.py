@@ -12,9 +12,9 @@ from contextlib import suppress
 
 from pytorch_accel_lite.extending import is_waiting
 from pytorch_accel_lite.extensions.takeover.connections import any_is_connected, shut_down
-from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore
+from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore, Key
 
-_BEAT = 0.5  # seconds
+_SECONDS_BETWEEN_REPORTS = 0.5  # seconds
 
 
 class Waker:
@@ -105,9 +105,9 @@ class Watcher(threading.Thread):
             with suppress(RuntimeError):  # the store cannot be reached
                 self._look()
                 if time.monotonic() > next_beat:
-                    next_beat = time.monotonic() + _BEAT
+                    next_beat = time.monotonic() + _SECONDS_BETWEEN_REPORTS
                     self._say_how_far()
-            self._waker.wait(_BEAT)
+            self._waker.wait(_SECONDS_BETWEEN_REPORTS)
 
     def _look(self) -> None:
         generation = self._generation
@@ -125,11 +125,11 @@ class Watcher(threading.Thread):
     def _say_how_far(self) -> None:
         self._beats += 1
         progress = [self._beats, self._count(), is_waiting(self._watched)]
-        self._store.say(f"progress/{self._number}", json.dumps(progress))
+        self._store.say(Key.PROGRESS, json.dumps(progress), self._number)
 
     def stop(self) -> None:
         """End the thread, before the interpreter does."""
         self._is_over = True
         self._waker.wake()
         if self.is_alive():
-            self.join(10 * _BEAT)
+            self.join(10 * _SECONDS_BETWEEN_REPORTS)

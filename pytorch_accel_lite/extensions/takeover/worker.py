@@ -18,6 +18,7 @@ from pytorch_accel_lite.extending import FENCES, replace_step, use_ranks
 from pytorch_accel_lite.extensions.logical import LogicalStep
 from pytorch_accel_lite.extensions.takeover.beginning_again import begin_again, has_sharded_trainer, join_sharded
 from pytorch_accel_lite.extensions.takeover.connections import interface_to
+from pytorch_accel_lite.extensions.takeover.job_store import Key
 from pytorch_accel_lite.extensions.takeover.joining import stay_apart
 from pytorch_accel_lite.extensions.takeover.membership import Membership
 from pytorch_accel_lite.extensions.takeover.surviving_ranks import SurvivingRanks
@@ -69,7 +70,7 @@ def run(order: Order) -> None:
     replace_step(LogicalStep, SurvivingStep)
     FENCES.append(membership.check)
     sys.excepthook = _report_to(membership)
-    if order.comes_later and membership.store.said("sharded") is not None:
+    if order.comes_later and membership.store.said(Key.SHARDED) is not None:
         join_sharded(membership)
     elif order.comes_later:
         stay_apart()
@@ -117,6 +118,6 @@ def _report_to(membership: Membership):  # type: ignore[no-untyped-def]
         show(kind, error, trace)
         text = str(error).partition("\n")[0]
         with suppress(RuntimeError):
-            membership.store.say(f"failed/{membership.number}", f"{kind.__name__}: {text}")
+            membership.store.say(Key.FAILED, f"{kind.__name__}: {text}", membership.number)
 
     return report
