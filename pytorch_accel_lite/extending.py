@@ -22,6 +22,7 @@ from pytorch_accel_lite.checkpoint.locks import lock_path
 from pytorch_accel_lite.checkpoint.manifest import catch_damage, manifest_text, read_manifest
 from pytorch_accel_lite.checkpoint.model_writers import MODEL_WRITERS, ModelWriter, SavedModel
 from pytorch_accel_lite.checkpoint.pretrained import ADAPTERS, is_of_peft, is_of_timm
+from pytorch_accel_lite.checkpoint.shards import every_part_is_held
 from pytorch_accel_lite.checkpoint.store import StateStore
 from pytorch_accel_lite.checkpoint.training_state import CapturedState, read_model, read_verified, write_files
 from pytorch_accel_lite.data import Batch
@@ -113,8 +114,8 @@ __all__ = [
     "shard_dim", "split",
     # The processes of a job.
     "EXIT_CODE", "MACHINERY", "ControlGroup", "GroupTimeouts", "capture_generators", "connect_to_store", "end_process",
-    "innermost_function", "is_about_lost_process", "is_waiting", "open_trainers", "restore_generators", "stack_of",
-    "use_ranks", "waits_for_others",
+    "every_part_is_held", "innermost_function", "is_about_lost_process", "is_waiting", "open_trainers",
+    "restore_generators", "stack_of", "use_ranks", "waits_for_others",
     # For stores, and for other files of several processes.
     "CapturedState", "JsonObject", "catch_damage", "check_is_shared", "load_verified", "lock_path", "manifest_text",
     "read_manifest", "read_model", "read_state", "read_verified", "write_files",

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -104,21 +105,48 @@ def _is_mark(value: object) -> bool:
     return isinstance(value, Mapping) and value.keys() == {_MARK}
 
 
-def local_parts(tensors: Mapping[str, DTensor]) -> Parts:
+def local_parts(tensors: Mapping[str, DTensor], holders: Collection[int] | None = None) -> Parts:
     """Return the parts of sharded tensors that this process writes. Of several copies, only the first is written.
 
     Call it on every process.
+
+    Args:
+        holders: the processes that are left of those in the meshes, by their ranks in these; by default, all
     """
     parts: Parts = {}
     for name, sharded in tensors.items():
         tensor = _with_one_part(sharded)
         start, shape = _bounds(tensor)
-        coordinate = tensor.device_mesh.get_coordinate() or ()
-        pairs = zip(tensor.placements, coordinate, strict=True)
-        repeats = any(placement.is_replicate() and index for placement, index in pairs)
-        if 0 not in shape and not repeats:
+        coordinate = tuple(tensor.device_mesh.get_coordinate() or ())
+        if 0 not in shape and coordinate == _first_holder(tensor, coordinate, holders):
             parts[name] = start, tensor.to_local().detach()
     return parts
+
+
+def every_part_is_held(tensor: torch.Tensor, holders: Collection[int]) -> bool:
+    """Whether each part of a tensor is in the memory of a process that is left. One that is not sharded is on all.
+
+    Args:
+        holders: as for ``local_parts()``
+    """
+    if not is_sharded_tensor(tensor):
+        return True
+    positions = tensor.device_mesh.mesh
+    coordinates = positions.new_ones(positions.shape).nonzero().tolist()
+    return all(_first_holder(tensor, coordinate, holders) is not None for coordinate in coordinates)
+
+
+def _first_holder(
+    tensor: DTensor, coordinate: Sequence[int], holders: Collection[int] | None
+) -> tuple[int, ...] | None:
+    """Return the coordinates in the mesh of the first of the processes that hold the same part as one of them."""
+    positions = tensor.device_mesh.mesh
+    choices = [
+        range(size) if placement.is_replicate() else (index,)
+        for placement, index, size in zip(tensor.placements, coordinate, positions.shape, strict=True)
+    ]
+    copies = product(*choices)
+    return next((copy for copy in copies if holders is None or int(positions[copy]) in holders), None)
 
 
 def _with_one_part(tensor: DTensor) -> DTensor:

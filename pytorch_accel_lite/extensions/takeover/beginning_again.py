@@ -1,6 +1,7 @@
 """How the processes of a sharded run go on without one of them: their program begins again, from the latest state.
 
-Nobody else has the shards of a lost process, and torch has no way to reshard a model.
+Torch has no way to reshard a model. If others have the shards of a lost process, too, the latest state is one that
+they save for this.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pytorch_accel_lite.extensions.logical import LogicalProcesses
 from pytorch_accel_lite.extensions.takeover.joining import wait_for_state
 from pytorch_accel_lite.extensions.takeover.membership import Membership
 
+_MANIFEST = "manifest.json"
 #: When each state was saved, by its folder.
 States = dict[str, float]
 
@@ -32,7 +34,7 @@ def states_of(trainer: TrainerLike) -> States:
     found: States = {}
     for source in trainer.current_run.request.state_sources:
         folder = Path(str(getattr(source, "save_dir", "")))
-        for manifest in folder.glob("*/manifest.json"):
+        for manifest in folder.glob(f"*/{_MANIFEST}"):
             with suppress(OSError, ValueError, KeyError):  # it is being replaced
                 found[str(manifest.parent)] = float(json.loads(manifest.read_text())["saved_at"])
     return found
@@ -57,23 +59,25 @@ def join_sharded(membership: Membership) -> None:
     membership.trainings = 1
     membership.resumes_from = wait_for_state(membership)
     membership.forget()
-    membership.join(membership.joins)
+    membership.enter_sharded(membership.joins)
 
 
 def begin_again(membership: Membership) -> None:
     """Forget what the program has made, and enter the generation that follows."""
-    is_larger = membership.resumes_from is not None
-    membership.resumes_from = membership.resumes_from or newest_state(membership)
+    state = membership.resumes_from
+    loses_nothing = state is not None and Path(state, _MANIFEST).exists()  # whoever has made the folder may be gone
+    membership.resumes_from = state if loses_nothing else newest_state(membership)
     trainers = cast(list[TrainerLike], open_trainers())
     for trainer in trainers:
         trainer.close()
     for kind in (AcceleratorState, GradientState, PartialState):
         shared = vars(kind)["_shared_state"]
         getattr(shared, "_storage", shared).clear()
-    membership.disconnect()
     membership.forget()
-    membership.join()
-    if membership.rank == 0 and not is_larger:
+    if not membership.has_entered:
+        membership.enter_sharded()
+    membership.has_entered = False
+    if membership.rank == 0 and not loses_nothing:
         where = "the beginning: no state had been saved"
         if membership.resumes_from is not None:
             where = repr(membership.resumes_from)

@@ -45,12 +45,13 @@ def wait_for_state(membership: Membership) -> str:
 
 
 def _fetch(membership: Membership, key: Key, *numbers: int) -> str:
-    membership.fetched = _temporary()
+    membership.fetched = temporary_folder()
     membership.store.get_folder(key, membership.fetched.name, *numbers)
     return membership.fetched.name
 
 
-def _temporary() -> tempfile.TemporaryDirectory[str]:
+def temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder in memory, where there is one."""
     return tempfile.TemporaryDirectory(dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None, ignore_cleanup_errors=True)
 
 
@@ -66,7 +67,7 @@ def let_in(trainer: TrainerLike, run: Run, membership: Membership) -> None:
     follows = ranks.broadcast_object(store.latest)
     if not ranks.broadcast_object(lambda: _are_ready(follows, membership)):
         return
-    with _temporary() as own:
+    with temporary_folder() as own:
         folder = ranks.broadcast_object(lambda: own)
         if follows.came:
             directory = os.path.join(folder, "state")
@@ -96,7 +97,7 @@ def let_in_by_beginning_again(trainer: TrainerLike, run: Run, membership: Member
     are_near = len(set(follows.machines)) == 1
     if not (follows.came and are_near and ranks.broadcast_object(lambda: _are_ready(follows, membership))):
         return
-    membership.fetched = _temporary()
+    membership.fetched = temporary_folder()
     folder = membership.fetched.name
     directory = os.path.join(ranks.broadcast_object(lambda: folder), "state")
     run.window.filled, run.window.is_in_step = 0, False
@@ -116,7 +117,7 @@ def keep_end(trainer: TrainerLike, membership: Membership) -> None:
     """Keep the state with which a training has ended for processes that come during a later one."""
 
     def keep() -> None:
-        with _temporary() as own:
+        with temporary_folder() as own:
             directory = os.path.join(trainer.ranks.broadcast_object(lambda: own), "state")
             trainer.save_training_state(directory)
             if membership.rank == 0:

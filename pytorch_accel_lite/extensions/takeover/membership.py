@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,8 @@ _CONNECTING = timedelta(seconds=5)  # in which the members of a generation conne
 _COLLECTIVE = timedelta(minutes=30)  # as torch has it
 _SECONDS_TO_FOLLOW = 30.0  # in which the supervisor begins a generation once a connection is lost
 _POLLING = 0.001
-_MEETING, _AGREEING = 0x5EED, 0x5EEE  # the purposes of exchanges: at the end of an action, and after a loss
+# The purposes of exchanges: at the end of an action, after a loss, and after one in a sharded run.
+_MEETING, _AGREEING, _COMPARING = 0x5EED, 0x5EEE, 0x5EEF
 
 
 class RepeatError(RuntimeError):
@@ -51,6 +53,16 @@ class Change(NamedTuple):
     left: list[int]
     came: list[int]
     seconds: float
+
+
+class HeldShards(Protocol):
+    """The shards of this process, while they are those after an update."""
+
+    def held(self, holders: Collection[int]) -> int:
+        """Return the number of updates after which every shard is held by one of these; -1 if some are lost."""
+
+    def save(self, holders: Collection[int]) -> str:
+        """Save a state, together with the others, and return its folder."""
 
 
 class Membership:
@@ -80,6 +92,8 @@ class Membership:
         resumes_from: the state from which its training then resumes
         states_of_others: the states that were there before this job has saved any
         states: returns those that are there now
+        under_way: the shards before the update that is under way, in a sharded run
+        has_entered: whether this process is in the generation in which the program is to begin again
         holds_shards: returns whether each process has something that the others lack
         redivide: called with each generation, before anything is repeated
         announce: called with what has changed, once the processes have agreed on what to repeat
@@ -98,7 +112,8 @@ class Membership:
         self.is_in_action = self.is_in_update = False
         self.redivide: Callable[[], None] = _do_nothing
         self.announce: Callable[[Change], None] = _do_nothing
-        self.begins_again = self.has_begun_again = False
+        self.begins_again = self.has_begun_again = self.has_entered = False
+        self.under_way: HeldShards | None = None
         self.resumes_from: str | None = None
         self.states_of_others: dict[str, float] | None = None
         self.states: Callable[[], dict[str, float]] = dict
@@ -260,6 +275,7 @@ class Membership:
         """Note that an action is complete: all have entered its last collective, and this process has left it."""
         if self.generation is None:
             return
+        self.under_way = None
         self.completed += 1
         self.outcome, self._has_outcome = outcome, True
 
@@ -309,8 +325,9 @@ class Membership:
                     "A process was lost, and with it shards of the weights. A program continues without them only in "
                     "its first training. Start the job again with resume_from='latest'."
                 ) from error
+            self.is_in_action = True
+            self.enter_sharded()
             self.begins_again = True
-            self.disconnect()
             raise BeginAgain
         while True:
             self.disconnect()
@@ -321,6 +338,43 @@ class Membership:
         self.tell_of_change(noticed_at if is_done else self.begun_at)
         return is_done
 
+    def enter_sharded(self, only: int | None = None) -> None:
+        """Enter the generation that follows a loss in a sharded run, and find out there what all begin again from.
+
+        If each was in the same update, and every shard is held by one of them, they save a state before that update.
+
+        Args:
+            only: as for ``join()``
+        """
+        before, under_way = self.generation, self.under_way
+        self.under_way, self.has_entered = None, False
+        while not self.has_entered:
+            self.disconnect()
+            self.join(only)
+            only = None
+            now = self.generation
+            assert now is not None
+            former = [] if before is None else before.members
+            holders = [rank for rank, member in enumerate(former) if member in now.members]
+            try:
+                held = -1 if under_way is None else under_way.held(holders)
+                if self._all_hold(held) and under_way is not None:
+                    self.resumes_from = under_way.save(holders)
+                    self._meet()
+                self.has_entered = True
+            except Exception as error:
+                if not self._has_lost_one(error):  # they begin again from a state that was saved before
+                    print(f"The shards could not be saved: {error}", file=sys.stderr)
+                    under_way = None
+                    self.store.count(Key.LOST_CONNECTIONS, 1)
+
+    def _all_hold(self, held: int) -> bool:
+        """Whether all processes hold shards after the same number of updates, and together all of them."""
+        if self.world_size == 1:
+            return held >= 0
+        told = self.control.begin(torch.tensor([held]), _COMPARING)().flatten().tolist()
+        return held >= 0 and set(told) == {held}
+
     def lost_shards(self, error: Exception) -> bool:
         """Whether an error of the program is about a process that was lost while a sharded run began again."""
         return self.store.said(Key.SHARDED) is not None and self.generation is not None and self._has_lost_one(error)
@@ -329,6 +383,7 @@ class Membership:
         """Be as a process whose program has yet to begin."""
         self.begins_again = self.is_in_action = self.is_in_update = False
         self.has_begun_again = True
+        self.under_way = None
         self.completed = self.trainings = 0
         self.outcome = None
 

@@ -16,6 +16,7 @@ from pytorch_accel_lite.extending import Batch, BatchOutput, Run, TrainerLike, c
 from pytorch_accel_lite.extending_callbacks import seed_all
 from pytorch_accel_lite.extensions.logical import KeepsShares, LogicalStep, LogicalWindow, SharedLossTrackers
 from pytorch_accel_lite.extensions.takeover.beginning_again import note_states
+from pytorch_accel_lite.extensions.takeover.copies_of_shards import UpdateUnderWay
 from pytorch_accel_lite.extensions.takeover.enclosures import Enclosures, read
 from pytorch_accel_lite.extensions.takeover.job_store import Key
 from pytorch_accel_lite.extensions.takeover.joining import enter, keep_end, let_in, let_in_by_beginning_again
@@ -234,6 +235,9 @@ class SurvivingStep(LogicalStep):
         generators = {} if seed is not None else capture_generators()
         self._before = _Before(vars(run.progress).copy(), kept, seed, generators)
         membership.is_in_update = membership.is_in_action = True
+        if trainer.is_sharded:
+            restore = partial(self._restore, run, self._before)
+            membership.under_way = UpdateUnderWay(trainer, window, membership, restore)
         membership.begun_at = time.monotonic()
 
     def _copy_buffers(self) -> list[torch.Tensor]:

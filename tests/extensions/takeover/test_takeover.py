@@ -36,6 +36,7 @@ class Outcome:
     Attributes:
         files: what the best model, the average and the latest states have in them
         rows: those of the file of metrics
+        marks: of each process that has made an update, with ``marks``: the number of each, and that of the processes
     """
 
     code: int
@@ -44,6 +45,7 @@ class Outcome:
     files: dict[str, Any]
     rows: str
     page: str
+    marks: list[list[list[int]]]
 
     @property
     def results(self) -> list[Any]:
@@ -79,7 +81,9 @@ def collect(code: int, output: str, folder: Path) -> Outcome:
         files[state.name] = read_state(state)
     rows = "".join(path.read_text() for path in folder.glob("metrics.jsonl"))
     page = "".join(path.read_text() for path in folder.glob("log/*.html"))
-    return Outcome(code, output, written, files, rows, page)
+    marks = [path.read_text().splitlines() for path in sorted(folder.glob("updates.*"))]
+    numbers = [[[*map(int, line.split()[1:])] for line in lines] for lines in marks]
+    return Outcome(code, output, written, files, rows, page, numbers)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -227,7 +231,8 @@ def test_without_logical_processes_the_others_end_with_a_word(tmp_path):
     ("how", "kills", "begins"),
     [
         ("fsdp", kill(rank2="forward:13", rank1="prediction:1"), ["update-000000005", "update-000000008"]),
-        *[("hsdp", kill(rank1="update:2"), ["the beginning: no state had been saved"])] * SOAK,
+        ("hsdp", kill(rank0="forward:13", rank2="forward:13"), ["update-000000005"]),
+        *[("hsdp", kill(rank0="forward:3", rank2="forward:3"), ["the beginning: no state had been saved"])] * SOAK,
         *[("fsdp", {"2": {"forward:13": KILLED}, "0": {"sharding again": KILLED}}, ["update-000000005"])] * SOAK,
     ],
 )
@@ -237,6 +242,25 @@ def test_a_sharded_run_begins_again_from_its_latest_state(run, undisturbed, capf
     said = [line for line in capfd.readouterr().out.splitlines() if "All begin again from" in line]
     assert len(said) >= len(begins)
     assert all(place in line for place, line in zip(begins, said, strict=False))
+
+
+@CAN_SHARD
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "kills",
+    [
+        kill(rank1="forward:13"),
+        *[kill(rank2="backward:12")] * SOAK,
+        *[kill(rank0="forward:13", rank1="forward:13")] * SOAK,
+    ],
+)
+def test_a_sharded_run_goes_on_from_copies_of_shards(run, undisturbed, capfd, kills):
+    outcome = run(4, kills=kills, sharded="hsdp", marks=True, **ALL)
+    survivors = 4 - len(kills)
+    check_equal(outcome, undisturbed, survivors)
+    assert "others had the shards of each lost process, too. All go on from update 6." in capfd.readouterr().out
+    before, after = [[update, 4] for update in range(1, 7)], [[update, survivors] for update in (7, 8)]
+    assert sorted(outcome.marks) == [before] * len(kills) + [before + after] * survivors  # none is made twice
 
 
 @CAN_SHARD
