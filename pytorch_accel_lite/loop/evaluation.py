@@ -162,7 +162,7 @@ def evaluation_epoch(trainer: TrainerLike, run: Run, source: Source, is_training
     sync_ddp_buffers(trainer.model, run.ranks)
     run.data.has_fillers = loader.options.fill
     run.skipped = None if run.skipped is None else SkippedBatches("evaluation")
-    with inference(trainer), preserving_generators() if trainer.division.has_fixed_shares else nullcontext():
+    with inference(trainer), preserving_generators() if trainer.division.seeds_alike else nullcontext():
         last = _add_losses(trainer, run, loader.steps(run.progress.epoch))
         if run.data.has_fillers:
             _add_losses(trainer, run, _fillers(run, last))

@@ -37,7 +37,7 @@ from pytorch_accel_lite.loop.guards.arguments import (
     check_training,
     settings_of_optimizer,
 )
-from pytorch_accel_lite.loop.guards.epoch_comparisons import warn_of_comparisons
+from pytorch_accel_lite.loop.guards.epochs_from_one import warn_of_comparisons
 from pytorch_accel_lite.loop.guards.explanations import explain
 from pytorch_accel_lite.loop.preparing import apply_model_options, prepare_model, release_model
 from pytorch_accel_lite.loop.scheduling import check_length, must_recreate, resume_schedule, warn_of_other_schedule
@@ -63,8 +63,7 @@ def configure(trainer: TrainerLike, run: Run) -> None:
         trainer.callback_handler.warn_of_unknown_events()
         warn_of_comparisons([trainer, *trainer.callback_handler.callbacks])
     trainer.callback_handler.configure_run(trainer, request)
-    if request.skips_in_evaluation:
-        prepare_skipping(trainer, run, request)
+    prepare_skipping(trainer, run, request)
     _lock_paths(trainer, run)
     check_training(trainer.optimizer, trainer.accelerator, request)  # again, as callbacks may have changed the request
     _check_metrics(trainer, run)
@@ -108,7 +107,7 @@ def _seed(trainer: TrainerLike, run: Run) -> None:
     """Seed the generators, and find the seed of the data order, which a resumed run takes from its state."""
     run.data.seed = trainer.seed
     if trainer.seed is not None:
-        seed_run(trainer.seed, alike=trainer.division.has_fixed_shares)
+        seed_run(trainer.seed, alike=trainer.division.seeds_alike)
     state = run.resumed
     if state is not None:
         run.data.seed = state.metadata["data_seed"]
@@ -182,13 +181,15 @@ def sharded_loader(trainer: TrainerLike, run: Run, source: Source, training: boo
 
     A source that is already a ``ShardedLoader`` is returned unchanged.
     """
-    evens_shares = trainer.is_sharded and trainer.division.has_fixed_shares and run.ranks.world_size > 1
+    has_fixed_shares = trainer.division.has_fixed_shares
+    takes_equal_steps = training or (trainer.is_sharded and not has_fixed_shares)
+    evens_shares = trainer.is_sharded and has_fixed_shares and run.ranks.world_size > 1
     loader = shard(
         source,
         run.data.ranks,
         run.device,
         run.data.seed,
-        training=training or (trainer.is_sharded and not trainer.division.has_fixed_shares),
+        training=takes_equal_steps,
         limit=run.request.max_batches,
         channels_last=trainer.channels_last,
         shares=trainer.division.shares,
