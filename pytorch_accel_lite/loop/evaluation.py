@@ -21,7 +21,8 @@ from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.guards.modes import call_start
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
-from pytorch_accel_lite.loop.lifecycle import ending, entering, sharded_loader
+from pytorch_accel_lite.loop.lifecycle import ending, entering
+from pytorch_accel_lite.loop.loaders import sharded_loader
 from pytorch_accel_lite.loop.skipped_batches import SKIPPED, report_skipped
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.run.events import CallbackHandler

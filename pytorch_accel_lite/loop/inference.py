@@ -22,8 +22,10 @@ from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Source
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
 from pytorch_accel_lite.loop.guards.modes import leaving_as_found
-from pytorch_accel_lite.loop.lifecycle import create_config, create_eval_loaders, entering
+from pytorch_accel_lite.loop.lifecycle import entering
+from pytorch_accel_lite.loop.loaders import create_eval_loaders
 from pytorch_accel_lite.loop.preparing import prepare_model
+from pytorch_accel_lite.loop.resolving import create_config
 from pytorch_accel_lite.loop.skipped_batches import SKIPPED, before_step, prepare_skipping, skip_failed_batch
 from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.run.attributes import evaluating_optimizers

@@ -20,7 +20,8 @@ from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.guards.modes import call_start, check_global_modes, leaving_as_found
 from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.guards.sanity_check import check_evaluation
-from pytorch_accel_lite.loop.lifecycle import ending, sharded_loader
+from pytorch_accel_lite.loop.lifecycle import ending
+from pytorch_accel_lite.loop.loaders import sharded_loader
 from pytorch_accel_lite.loop.resuming import describe_states, end_if_complete, finish_resuming
 from pytorch_accel_lite.loop.step import warm_up_ddp
 from pytorch_accel_lite.run.attributes import set_optimizer_modes

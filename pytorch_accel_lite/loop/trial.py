@@ -23,8 +23,10 @@ from pytorch_accel_lite.loop.guards.arguments import check_dataset, check_traini
 from pytorch_accel_lite.loop.guards.batch_norm import share_for_batch_norm
 from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.inference import unwrapped_model
-from pytorch_accel_lite.loop.lifecycle import create_eval_loaders, create_train_loader, entering, prepare_training
+from pytorch_accel_lite.loop.lifecycle import entering
+from pytorch_accel_lite.loop.loaders import create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.preparing import prepare_model, release_model
+from pytorch_accel_lite.loop.setting_up import prepare_training
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
 from pytorch_accel_lite.loop.step import loss_of
 from pytorch_accel_lite.loop.training import train_step
