@@ -319,7 +319,7 @@ class Membership:
         noticed_at = time.monotonic()
         if not self._has_lost_one(error):
             raise error
-        if self.holds_shards():
+        if self.holds_shards() or self.has_begun_again:  # all have to do the same, also where some have yet to shard
             if self.trainings > 1:
                 raise RuntimeError(
                     "A process was lost, and with it shards of the weights. A program continues without them only in "
