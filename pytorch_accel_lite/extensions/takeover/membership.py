@@ -275,6 +275,9 @@ class Membership:
         """Note that an action is complete: all have entered its last collective, and this process has left it."""
         if self.generation is None:
             return
+        if self.is_in_update and self.fetched is not None:  # all have resumed from it
+            self.fetched.cleanup()
+            self.fetched = None
         self.under_way = None
         self.completed += 1
         self.outcome, self._has_outcome = outcome, True
