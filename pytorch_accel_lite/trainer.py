@@ -57,19 +57,19 @@ from pytorch_accel_lite.loop import (
     collectives,
     compat,
     evaluation,
-    lifecycle,
     logged_values,
     prediction,
     preparing,
+    resolving,
     scheduling,
     training,
 )
 from pytorch_accel_lite.loop.fit import fit
 from pytorch_accel_lite.loop.guards import arguments, replicas
 from pytorch_accel_lite.loop.guards.arguments import check_parallelism
-from pytorch_accel_lite.loop.lifecycle import LoaderArguments
 from pytorch_accel_lite.loop.preparing import combine_or_defer
 from pytorch_accel_lite.loop.scheduling import check_scheduler
+from pytorch_accel_lite.loop.setting_up import LoaderArguments
 from pytorch_accel_lite.optimizers import operations as optimizers
 from pytorch_accel_lite.run.division import create_division
 from pytorch_accel_lite.run.events import EVENTS, CallbackHandler, RunPausedError, TrainerCallback
@@ -875,7 +875,7 @@ class Trainer:
 
     def _create_run_config(self, per_device_batch_size: int, **asked: Any) -> TrainerRunConfig:
         run = self.current_run
-        return lifecycle.resolve_run_config(self, run, replace(run.request, **asked), per_device_batch_size)
+        return resolving.resolve_run_config(self, run, replace(run.request, **asked), per_device_batch_size)
 
     def create_train_dataloader(
         self, batch_size: int, train_dl_kwargs: LoaderKwargs | None = None

@@ -123,7 +123,8 @@ class _EpochShares:
         if options.evens_shares:  # a missing share gets the number of the last one
             return shares + [(every.local[-1], size, size)] * every.lacking(self._ranks.world_size)
         has_first = shares[:1] if options.fill else []
-        return has_first + [share for share in shares[len(has_first) :] if share[2] > share[1]]
+        others = shares[len(has_first) :]
+        return has_first + [(number, begin, end) for number, begin, end in others if end > begin]
 
     def _global_batches(self, epoch: int, start: int) -> Iterator[BatchData]:
         """Return the indices of all processes in each step or, with the user's batches, the batches of each step."""

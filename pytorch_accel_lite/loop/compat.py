@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 
 from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.loop import training
+from pytorch_accel_lite.loop.guards.ends import warn_of_weights
 from pytorch_accel_lite.loop.lifecycle import close_failed
 from pytorch_accel_lite.run.events import StopTrainingError
 from pytorch_accel_lite.run.state import Run, TrainerLike
@@ -29,7 +30,7 @@ def run_training(trainer: TrainerLike, run: Run) -> None:
         raise
     if not run.loop.is_ours:
         run.end.make_last_calls()
-        training.warn_of_weights(trainer, run)
+        warn_of_weights(trainer, run)
 
 
 def begin_own_epoch(trainer: TrainerLike, run: Run) -> None:

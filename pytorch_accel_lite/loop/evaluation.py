@@ -21,7 +21,8 @@ from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.guards.modes import call_start
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
-from pytorch_accel_lite.loop.lifecycle import ending, entering, sharded_loader
+from pytorch_accel_lite.loop.lifecycle import ending, entering
+from pytorch_accel_lite.loop.loaders import sharded_loader
 from pytorch_accel_lite.loop.skipped_batches import SKIPPED, report_skipped
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.run.events import CallbackHandler
@@ -162,7 +163,7 @@ def evaluation_epoch(trainer: TrainerLike, run: Run, source: Source, is_training
     sync_ddp_buffers(trainer.model, run.ranks)
     run.data.has_fillers = loader.options.fill
     run.skipped = None if run.skipped is None else SkippedBatches("evaluation")
-    with inference(trainer), preserving_generators() if trainer.division.has_fixed_shares else nullcontext():
+    with inference(trainer), preserving_generators() if trainer.division.seeds_alike else nullcontext():
         last = _add_losses(trainer, run, loader.steps(run.progress.epoch))
         if run.data.has_fillers:
             _add_losses(trainer, run, _fillers(run, last))

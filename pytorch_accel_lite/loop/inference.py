@@ -22,10 +22,12 @@ from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Source
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
 from pytorch_accel_lite.loop.guards.modes import leaving_as_found
-from pytorch_accel_lite.loop.lifecycle import create_config, create_eval_loaders, entering
+from pytorch_accel_lite.loop.lifecycle import entering
+from pytorch_accel_lite.loop.loaders import create_eval_loaders
 from pytorch_accel_lite.loop.preparing import prepare_model
+from pytorch_accel_lite.loop.resolving import create_config
 from pytorch_accel_lite.loop.skipped_batches import SKIPPED, before_step, prepare_skipping, skip_failed_batch
-from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
+from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.run.attributes import evaluating_optimizers
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, TrainerLike
@@ -161,9 +163,7 @@ def _compute_if_it_fits(trainer: TrainerLike, run: Run, compute: Compute) -> Bat
     """Return the output of the current evaluation batch; ``None``, without a trace, if it must be split to fit."""
     batch = run.batch
     assert batch is not None
-    before = Snapshot()
-    before.keep_states([run.loss_trackers])
-    before.keep_generators()
+    before = before_step(run)
     try:
         output: BatchOutput = _compute(trainer, batch, compute)
     except Exception as error:
@@ -203,6 +203,6 @@ def unwrapped_model(trainer: TrainerLike) -> Iterator[None]:
 
 def preserving_randomness(trainer: TrainerLike, run: Run) -> AbstractContextManager[None]:
     """Preserve the generators of an outer run; without one, only the generators that seeded reading changes."""
-    if run.outer is not None or trainer.division.has_fixed_shares:
+    if run.outer is not None or trainer.division.seeds_alike:
         return preserving_generators()
     return nullcontext() if run.data.seed is None else preserving_generators("python", "numpy")

@@ -38,9 +38,8 @@ def prepare_model(trainer: TrainerLike, training: bool) -> None:
     if isinstance(trainer.loss_func, nn.Module):
         trainer.loss_func.to(trainer.device)
     apply_model_options(trainer)
-    # These steps average gradients themselves.
-    averages = "train_step" in trainer.current_run.overridden or trainer.division.has_fixed_shares
-    prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, training and not averages)
+    step_averages = "train_step" in trainer.current_run.overridden or trainer.division.averages_gradients
+    prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, training and not step_averages)
     trainer.prepared_model = prepared
     trainer.model = prepared.model
     if training or prepared.outlives_runs:

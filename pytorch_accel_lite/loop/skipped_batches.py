@@ -16,6 +16,8 @@ from pytorch_accel_lite.run.parts import SkippedBatches, SkippedStep
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
+#: Errors that end a run whatever it skips: a batch is not their cause.
+NEVER_SKIPPED = (StopTrainingError, NonFiniteLossError, OtherCallError, ProcessLostError)
 SKIPPED = object()  # stands for the output of a batch that was skipped
 _MOST_BATCHES = 8  # number of batches that the report lists
 
@@ -47,15 +49,20 @@ def before_step(run: Run) -> Snapshot:
     return before
 
 
+def describe_failure(run: Run, error: Exception) -> Failure:
+    """Return what callbacks are told of a batch that has failed on this process."""
+    return {"rank": run.ranks.rank, "indices": run.batch_indices, "error": f"{type(error).__name__}: {error}"}
+
+
 def skip_failed_batch(trainer: TrainerLike, run: Run, batch: Batch, error: Exception, before: Snapshot) -> None:
     """Skip a batch whose step has failed, or raise the error if the batch is not the cause."""
-    if batch.is_filler or isinstance(error, (StopTrainingError, NonFiniteLossError, OtherCallError, ProcessLostError)):
+    if batch.is_filler or isinstance(error, NEVER_SKIPPED):
         raise error
     before.close()
-    skipped, step, indices = run.skipped, run.batch_number or 0, run.batch_indices
+    skipped, step = run.skipped, run.batch_number or 0
     assert skipped is not None
     explain(error, trainer, run, skipped.phase)
-    failure: Failure = {"rank": run.ranks.rank, "indices": indices, "error": f"{type(error).__name__}: {error}"}
+    failure = describe_failure(run, error)
     skipped.batches.append(SkippedStep(failure, step, _count_samples(batch)))
     skipped.first_error = skipped.first_error or error
     event = "on_eval_batch_skipped" if skipped.phase == "evaluation" else "on_predict_batch_skipped"

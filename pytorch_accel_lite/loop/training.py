@@ -7,42 +7,34 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import IterableDataset
-
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.origins import warn_outside
-from pytorch_accel_lite.base.types import JsonObject
-from pytorch_accel_lite.checkpoint.attribute_states import describe_attributes
-from pytorch_accel_lite.checkpoint.capturing import finish_restoring
-from pytorch_accel_lite.checkpoint.user_attributes import describe_unsaved, note_started
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, evaluate_if_due
 from pytorch_accel_lite.loop.gradients import gradient_sync
+from pytorch_accel_lite.loop.guards.batch_norm import share_for_batch_norm
+from pytorch_accel_lite.loop.guards.ends import check_num_steps, warn_of_weights
 from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.guards.modes import call_start, check_global_modes, leaving_as_found
 from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.guards.sanity_check import check_evaluation
-from pytorch_accel_lite.loop.lifecycle import ending, sharded_loader
+from pytorch_accel_lite.loop.lifecycle import ending
+from pytorch_accel_lite.loop.loaders import sharded_loader
+from pytorch_accel_lite.loop.resuming import describe_states, end_if_complete, finish_resuming
 from pytorch_accel_lite.loop.step import warm_up_ddp
-from pytorch_accel_lite.optimizers.freezing import stays_in_eval
-from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.attributes import set_optimizer_modes
 from pytorch_accel_lite.run.events import StopTrainingError
-from pytorch_accel_lite.run.parts import GlobalModes, TrainingState
+from pytorch_accel_lite.run.parts import GlobalModes
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
 
 def begin_training(trainer: TrainerLike, run: Run) -> None:
-    """Begin the training of a run."""
+    """Start the clock, schedule the evaluations, and let the stepper prepare for its first batch."""
     run.control.start_clock()
-    if run.data.eval_loader is not None or run.request.evaluate_every is not None:
-        begin_evaluations(run)
+    begin_evaluations(run)
     run.loop.has_update_schedules = run.evaluates_within_epochs or run.accumulation.changes
     run.stepper.begin(trainer)
 
@@ -56,16 +48,16 @@ def train(trainer: TrainerLike, run: Run) -> None:
             trainer.call_event("on_training_run_start")
             run.loop.global_modes = GlobalModes.now(run.device)
             run.control.sync(now=True)
-            _describe_states(trainer, run)
+            describe_states(trainer, run)
             if run.data.eval_loader is not None:
                 check_evaluation(trainer, run)
-            is_over = run.resumed is not None and _end_if_complete(trainer, run, run.resumed)
+            is_over = run.resumed is not None and end_if_complete(trainer, run, run.resumed)
             if is_over or run.epoch_is_trained or not run.progress.is_mid_epoch:
-                _finish_resuming(trainer, run)  # within an epoch, the epoch's starting events come first
+                finish_resuming(trainer, run)  # within an epoch, the epoch's starting events come first
             while not is_over and (run.progress.is_mid_epoch or not run.is_finished):
                 _train_and_evaluate(trainer, run)
         except StopTrainingError:
-            _finish_resuming(trainer, run)  # a starting event stopped the run
+            finish_resuming(trainer, run)  # a starting event stopped the run
             raise
     warn_of_weights(trainer, run)
 
@@ -119,18 +111,18 @@ def train_epoch(trainer: TrainerLike, run: Run, source: Source) -> bool:
         whether the run has made all its updates, if their number was given
     """
     with _reading(run, source):
-        _train_epoch(trainer, run)
+        _train_and_record(trainer, run)
     limit = run.request.max_num_train_steps
     return limit is not None and run.progress.update >= limit
 
 
-def _train_epoch(trainer: TrainerLike, run: Run) -> None:
+def _train_and_record(trainer: TrainerLike, run: Run) -> None:
     trainer.train_epoch_start()
     run.loss_trackers = run.loop.unrecorded = trainer.division.create_trackers()
     if trainer.callback_handler.listeners["on_train_epoch_start"]:
         call_start(trainer, "on_train_epoch_start", "training")
     check_global_modes(trainer, run)
-    _finish_resuming(trainer, run)
+    finish_resuming(trainer, run)
     progress = run.progress
     limit = run.request.max_num_train_steps or math.inf
     # A callback may have set trainer.train_dataloader.
@@ -142,7 +134,7 @@ def _train_epoch(trainer: TrainerLike, run: Run) -> None:
     while not _train_steps(trainer, run, _batches_left(trainer, run, least), limit):
         pass  # read the batches again: an update is repeated, or the data have changed
     run.batch_number = None
-    _check_length(run, loader, length if progress.update < limit else None)
+    check_num_steps(run, loader, length if progress.update < limit else None)
     if trainer.check_replicas and run.ranks.world_size > 1:
         trainer.compare_replicas()
     run.control.sync(now=True)
@@ -243,9 +235,6 @@ def _follow_schedules(trainer: TrainerLike, run: Run, batch: Batch) -> None:
         evaluate_if_due(trainer, run, ends_epoch=batch.is_last)
 
 
-# ------------------------------------------------------------------- what the loop does at its ends
-
-
 @contextmanager
 def _reading(run: Run, source: Source) -> Iterator[None]:
     """Let a run read other training batches within a block, if they are not its own."""
@@ -260,122 +249,3 @@ def _reading(run: Run, source: Source) -> Iterator[None]:
         if run.data.train_loader is not source:
             run.data.train_loader.stop_workers()
         run.data.train_loader = own
-
-
-def _check_length(run: Run, loader: Source, length: int | None) -> None:
-    """Check that an epoch had batches. Warn if a stream ended before its length, on which schedules rely."""
-    steps = run.progress.step
-    if not steps:
-        raise ValueError("train_dataset gave no batch in this epoch: is it empty or exhausted?")
-    # A stream that divides itself among the processes may have the length of all data.
-    is_stream = run.data.ranks.world_size == 1 and isinstance(getattr(loader.source, "dataset", None), IterableDataset)
-    if length is not None and is_stream and steps + loader.source.num_workers < length:  # each may drop one
-        warn_outside(
-            f"The training data ended after {steps} steps of this epoch, but their length is {length} steps, by which "
-            "schedules and the remaining time are computed. Return the true length in __len__ of the dataset, or "
-            "define none, and pass max_num_train_steps."
-        )
-
-
-def warn_of_weights(trainer: TrainerLike, run: Run) -> None:
-    """Warn of weights that are not finite at the end of a run."""
-    if run.progress.update and not attributes.weights_are_finite(trainer) and run.ranks.rank == 0:
-        warn_outside(
-            f"The run has ended, after update {run.progress.update}, with weights that are infinite or NaN. Lower the "
-            "learning rate, clip the gradients (gradient_clip_norm=1.0), or skip such updates (GradientSpikeCallback), "
-            "and train again, or resume from an earlier state."
-        )
-
-
-def _describe_states(trainer: TrainerLike, run: Run) -> None:
-    """Print which attributes training states include, if states are saved, once starting events may have added some.
-
-    Also prints a message if it is known that a resumed run cannot read the same data.
-    """
-    if not (run.request.saves_training_states or run.resumed is not None):
-        return
-    note_started(trainer)
-    for described in (describe_attributes(trainer), describe_unsaved(trainer)):
-        if described:
-            trainer.print(described)
-    if obstacle := getattr(run.data.train_loader, "obstacle", ""):
-        trainer.print(
-            "If this run is interrupted, the resumed one will not see the same training data as it would have without "
-            f"the interruption: {obstacle}."
-        )
-
-
-def _finish_resuming(trainer: TrainerLike, run: Run) -> None:
-    """Restore what the starting events may have reset, and then the random generators."""
-    if run.resumed is not None:
-        finish_restoring(trainer, run.resumed)
-        run.resumed = None
-
-
-def _end_if_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
-    """Return whether a resumed run has nothing left to do; if so, end it and print why."""
-    about = state.metadata
-    if about["stop_reason"] is not None and not about["interrupted"] and not _continues_after_stop(trainer, run, about):
-        run.end.reason, run.end.stopped_by = about["stop_reason"], about.get("stopped_by")
-        return True
-    ends_its_epoch = run.progress.is_mid_epoch and run.progress.update == run.request.max_num_train_steps
-    if run.is_finished and not ends_its_epoch:
-        trainer.print("Nothing left to do: the run had finished. Increase num_epochs to continue it.")
-        return True
-    return False
-
-
-def _continues_after_stop(trainer: TrainerLike, run: Run, about: JsonObject) -> bool:
-    """Return whether a stopped run continues, because it is longer or lacks the callback that stopped it; print why."""
-    length = "num_epochs" if run.request.max_num_train_steps is None else "max_num_train_steps"
-    before, now = about["run_config"].get(length), getattr(run.required_config, length)
-    source = about.get("stopped_by")
-    if None not in (before, now) and now > before:
-        trainer.print(f"The run was stopped, but is trained further: {length} was {before} and is {now} now.")
-        return True
-    callbacks = [callback._as_created() for callback in trainer.callback_handler]  # noqa: SLF001
-    if source is not None and source not in callbacks:
-        trainer.print(f"The run was stopped by {source}, but is trained further without it.")
-        return True
-    change = "" if source is None else f", or pass {source.partition('(')[0]} with other arguments or not at all"
-    trainer.print(
-        f"Nothing left to do: the run was stopped: {about['stop_reason'].rstrip('.')}. To train it further, increase "
-        f"{length}{change}."
-    )
-    return False
-
-
-def share_for_batch_norm(trainer: TrainerLike, run: Run) -> int:
-    """Return the smallest number of samples, other than none, that a process may get in a step: two with batch norm.
-
-    Call it on every process at the start of an epoch, with the model in training mode. Warns if the epoch ends with a
-    batch of a single sample.
-    """
-    norms = {name: module for name, module in trainer.model.named_modules() if isinstance(module, _BatchNorm)}
-    return _smallest_for_batch_norm(trainer, run, norms) if norms else 1
-
-
-def _smallest_for_batch_norm(trainer: TrainerLike, run: Run, norms: dict[str, _BatchNorm]) -> int:
-    ranks = run.ranks
-    alone = [
-        f"{type(norm).__name__} {name.removeprefix('module.')!r}"
-        for name, norm in norms.items()
-        if _uses_own_batch(norm, ranks.world_size)
-    ]
-    limit, progress = run.request.max_num_train_steps, run.progress
-    steps = math.inf if limit is None else progress.step + (limit - progress.update) * run.window.steps
-    if alone and ranks.rank == 0 and run.data.required_train_loader.ends_in_one_sample(steps):
-        warn_outside(
-            f"The last batch of an epoch has a single sample, and the model has batch norm in training mode "
-            f"({alone[0]}): torch raises an error where that leaves it a single value for each channel, and elsewhere "
-            "the statistics of one sample are poor. Leave that batch out with train_dataloader_kwargs="
-            "{'drop_last': True}, or choose another per_device_batch_size."
-        )
-    return 2 if ranks.max([bool(alone)])[0] else 1
-
-
-def _uses_own_batch(norm: nn.Module, world_size: int) -> bool:
-    """Whether a batch norm normalises with the statistics of this process's batch."""
-    if isinstance(norm, nn.SyncBatchNorm) and world_size > 1:
-        return False
-    return norm.running_mean is None or (norm.training and not stays_in_eval(norm))

@@ -20,13 +20,16 @@ from pytorch_accel_lite.data.batches import BatchOutput, complete_output
 from pytorch_accel_lite.data.loader_choice import with_batch_size
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.arguments import check_dataset, check_training
+from pytorch_accel_lite.loop.guards.batch_norm import share_for_batch_norm
 from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.inference import unwrapped_model
-from pytorch_accel_lite.loop.lifecycle import create_eval_loaders, create_train_loader, entering, prepare_training
+from pytorch_accel_lite.loop.lifecycle import entering
+from pytorch_accel_lite.loop.loaders import create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.preparing import prepare_model, release_model
+from pytorch_accel_lite.loop.setting_up import prepare_training
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
 from pytorch_accel_lite.loop.step import loss_of
-from pytorch_accel_lite.loop.training import share_for_batch_norm, train_step
+from pytorch_accel_lite.loop.training import train_step
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import CallbackHandler
 from pytorch_accel_lite.run.history import InMemoryRunHistory

@@ -42,6 +42,16 @@ class Division:
         self.outputs: dict[int, tuple[Batch, BatchOutput]] = {}
 
     @property
+    def averages_gradients(self) -> bool:
+        """Whether the step adds up the gradients of all processes itself, without ``DistributedDataParallel``."""
+        return self.has_fixed_shares
+
+    @property
+    def seeds_alike(self) -> bool:
+        """Whether all processes have the same random numbers between steps."""
+        return self.has_fixed_shares
+
+    @property
     def count(self) -> int | None:
         """The fixed number of shares in a step; ``None`` if each process has one batch."""
         return None if self.shares is None else self.shares.total

@@ -12,13 +12,12 @@ from accelerate.utils.memory import clear_device_cache
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data import Batch, FailedRead
 from pytorch_accel_lite.data.batches import BatchOutput, infer_batch_size
-from pytorch_accel_lite.distributed.exchange import OtherCallError, ProcessLostError
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
 from pytorch_accel_lite.loop.inference import unwrapped_model
+from pytorch_accel_lite.loop.skipped_batches import NEVER_SKIPPED, describe_failure
 from pytorch_accel_lite.loop.snapshot import StepSnapshot
 from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward
-from pytorch_accel_lite.run.events import Failure, NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.run.state import Run, TrainerLike
 from pytorch_accel_lite.steps.features import SHARDED, Conflict, Feature
 
@@ -58,7 +57,7 @@ class GuardedStep(PlainStep):
                 sync_ddp_buffers(trainer.model, run.ranks)
                 with unwrapped_model(trainer) if run.ranks.world_size > 1 else nullcontext():
                     outputs = self._attempt(trainer, run, batch, returned)
-            except (StopTrainingError, NonFiniteLossError, OtherCallError, ProcessLostError):
+            except NEVER_SKIPPED:
                 raise
             except Exception as failure:
                 error = failure
@@ -145,9 +144,7 @@ class GuardedStep(PlainStep):
 
 def skip_batch(trainer: TrainerLike, run: Run, batch: Batch, error: Exception | None) -> None:
     """Count the samples of a skipped batch, and report the failures of all processes."""
-    own: Failure | None = None
-    if error is not None:
-        own = {"rank": run.ranks.rank, "indices": run.batch_indices, "error": f"{type(error).__name__}: {error}"}
+    own = None if error is None else describe_failure(run, error)
     failures = [failure for failure in run.ranks.all_gather_object(own) if failure is not None]
     total = batch.total_samples
     run.progress.add_samples(infer_batch_size(batch.data) if total is None else total)

@@ -18,9 +18,9 @@ from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.origins import is_from_this_package
 from pytorch_accel_lite.base.randomness import find_generators, preserving_found
 from pytorch_accel_lite.base.text import add_note
-from pytorch_accel_lite.data.apart import can_read_apart, datasets_in, read_apart
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, complete_output
 from pytorch_accel_lite.data.loader import FailedRead, ShardedLoader
+from pytorch_accel_lite.data.single_batches import can_read_apart, datasets_in, read_apart
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.inference import unwrapped_model

@@ -1,0 +1,35 @@
+"""Checks at the end of an epoch and of a run: the number of batches, and the weights."""
+
+from __future__ import annotations
+
+from torch.utils.data import IterableDataset
+
+from pytorch_accel_lite.base.origins import warn_outside
+from pytorch_accel_lite.data.sources import Source
+from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.state import Run, TrainerLike
+
+
+def check_num_steps(run: Run, loader: Source, length: int | None) -> None:
+    """Check that an epoch had batches. Warn if a stream ended before its length, on which schedules rely."""
+    steps = run.progress.step
+    if not steps:
+        raise ValueError("train_dataset gave no batch in this epoch: is it empty or exhausted?")
+    # A stream that divides itself among the processes may have the length of all data.
+    is_stream = run.data.ranks.world_size == 1 and isinstance(getattr(loader.source, "dataset", None), IterableDataset)
+    if length is not None and is_stream and steps + loader.source.num_workers < length:  # each may drop one
+        warn_outside(
+            f"The training data ended after {steps} steps of this epoch, but their length is {length} steps, by which "
+            "schedules and the remaining time are computed. Return the true length in __len__ of the dataset, or "
+            "define none, and pass max_num_train_steps."
+        )
+
+
+def warn_of_weights(trainer: TrainerLike, run: Run) -> None:
+    """Warn of weights that are not finite at the end of a run."""
+    if run.progress.update and not attributes.weights_are_finite(trainer) and run.ranks.rank == 0:
+        warn_outside(
+            f"The run has ended, after update {run.progress.update}, with weights that are infinite or NaN. Lower the "
+            "learning rate, clip the gradients (gradient_clip_norm=1.0), or skip such updates (GradientSpikeCallback), "
+            "and train again, or resume from an earlier state."
+        )

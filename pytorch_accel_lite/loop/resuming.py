@@ -1,0 +1,68 @@
+"""What is left of a resumed run, and what its states keep."""
+
+from __future__ import annotations
+
+from pytorch_accel_lite.base.types import JsonObject
+from pytorch_accel_lite.checkpoint.attribute_states import describe_attributes
+from pytorch_accel_lite.checkpoint.capturing import finish_restoring
+from pytorch_accel_lite.checkpoint.user_attributes import describe_unsaved, note_started
+from pytorch_accel_lite.run.parts import TrainingState
+from pytorch_accel_lite.run.state import Run, TrainerLike
+
+
+def describe_states(trainer: TrainerLike, run: Run) -> None:
+    """Print which attributes training states include, if states are saved, once starting events may have added some.
+
+    Also prints a message if it is known that a resumed run cannot read the same data.
+    """
+    if not (run.request.saves_training_states or run.resumed is not None):
+        return
+    note_started(trainer)
+    for described in (describe_attributes(trainer), describe_unsaved(trainer)):
+        if described:
+            trainer.print(described)
+    if obstacle := getattr(run.data.train_loader, "obstacle", ""):
+        trainer.print(
+            "If this run is interrupted, the resumed one will not see the same training data as it would have without "
+            f"the interruption: {obstacle}."
+        )
+
+
+def finish_resuming(trainer: TrainerLike, run: Run) -> None:
+    """Restore what the starting events may have reset, and then the random generators."""
+    if run.resumed is not None:
+        finish_restoring(trainer, run.resumed)
+        run.resumed = None
+
+
+def end_if_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
+    """Return whether a resumed run has nothing left to do; if so, end it and print why."""
+    about = state.metadata
+    if about["stop_reason"] is not None and not about["interrupted"] and not _continues_after_stop(trainer, run, about):
+        run.end.reason, run.end.stopped_by = about["stop_reason"], about.get("stopped_by")
+        return True
+    ends_its_epoch = run.progress.is_mid_epoch and run.progress.update == run.request.max_num_train_steps
+    if run.is_finished and not ends_its_epoch:
+        trainer.print("Nothing left to do: the run had finished. Increase num_epochs to continue it.")
+        return True
+    return False
+
+
+def _continues_after_stop(trainer: TrainerLike, run: Run, about: JsonObject) -> bool:
+    """Return whether a stopped run continues, because it is longer or lacks the callback that stopped it; print why."""
+    length = "num_epochs" if run.request.max_num_train_steps is None else "max_num_train_steps"
+    before, now = about["run_config"].get(length), getattr(run.required_config, length)
+    source = about.get("stopped_by")
+    if None not in (before, now) and now > before:
+        trainer.print(f"The run was stopped, but is trained further: {length} was {before} and is {now} now.")
+        return True
+    callbacks = [callback._as_created() for callback in trainer.callback_handler]  # noqa: SLF001
+    if source is not None and source not in callbacks:
+        trainer.print(f"The run was stopped by {source}, but is trained further without it.")
+        return True
+    change = "" if source is None else f", or pass {source.partition('(')[0]} with other arguments or not at all"
+    trainer.print(
+        f"Nothing left to do: the run was stopped: {about['stop_reason'].rstrip('.')}. To train it further, increase "
+        f"{length}{change}."
+    )
+    return False
