@@ -42,7 +42,7 @@ class Shelf(IterableDataset):
 
 
 class Forgetful(Shelf):
-    """The same, without a state."""
+    """A ``Shelf`` without a state."""
 
     state_dict = None
 
@@ -57,7 +57,7 @@ class Cut(Shelf):
 
 
 class ForgetfulCut(Cut):
-    """The same, without a state."""
+    """A ``Cut`` without a state."""
 
     state_dict = None
 

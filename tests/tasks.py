@@ -129,7 +129,7 @@ def make_data(size: int = 6) -> TensorDataset:
 
 
 def make_model(seed: int = 0, features: int = 4) -> nn.Module:
-    """A model for them."""
+    """A model for ``make_data``."""
     return small_model(seed, features, torch.float32)
 
 

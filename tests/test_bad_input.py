@@ -820,12 +820,12 @@ def test_a_loss_that_is_named_as_their_sum_is_refused():
         trainer.evaluate(make_data())
 
 
-def test_an_empty_evaluation_is_called_so():
+def test_an_empty_evaluation_is_an_error_that_names_it():
     with pytest.raises(ValueError, match="eval_dataset gave no batch"):
         train(make_trainer(), eval_dataset=Stream(0))
 
 
-def test_batches_that_count_no_items_are_called_so():
+def test_batches_that_count_no_items_are_a_clear_error():
     class Counts(Trainer):
         items = 0
 

@@ -314,7 +314,7 @@ def save_with_schedule(folder: Path, name: str) -> None:
 
 
 def resume_with_schedule(folder: Path, name: str, state: Path) -> Any:
-    """Its rates, and the last."""
+    """Return the learning rates of the resumed run, and its last one."""
     from tests.test_elastic_schedules import factory_of
 
     create, trainer_class = factory_of(name)

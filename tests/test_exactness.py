@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.data.order import mix
+from pytorch_accel_lite.base.randomness import mix
 from tests.cases import schedule, tokens, uneven_batches
 from tests.ranks import Recorder
 from tests.streams import LengthBuckets

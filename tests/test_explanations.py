@@ -260,7 +260,7 @@ class Scans(Dataset[Any]):
 
 
 class ManyScans(Scans):
-    """The same, which reads many at once."""
+    """``Scans`` that are read several at a time."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self[index] for index in indices]

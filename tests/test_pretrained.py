@@ -23,7 +23,7 @@ from tests.tasks import equal, quiet_trainer
 
 
 def files_in(folder: Path) -> set[str]:
-    """Its files, without the card of the model."""
+    """Return the names of the files in a folder, except the model card and its plot."""
     return {path.name for path in folder.iterdir()} - {"README.md", "curves.png"}
 
 

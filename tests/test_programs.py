@@ -245,7 +245,7 @@ def loss_of_episode(model: nn.Module, environment: Walk) -> torch.Tensor:
 
 
 class Episodes:
-    """As many as one likes."""
+    """An endless stream of the numbers of episodes."""
 
     def __iter__(self) -> Iterator[int]:
         return itertools.count()

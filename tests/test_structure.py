@@ -173,3 +173,8 @@ def test_each_test_file_has_a_docstring_and_no_long_name():
         text = path.read_text()
         assert text.startswith('"""') or path.name == "__init__.py", path
         assert max(map(len, re.findall(r"def (test_\w+)", text)), default=0) <= 60, path
+
+
+def test_a_comment_for_the_documentation_begins_once():
+    for path in PACKAGE.rglob("*.py"):
+        assert not re.search(r"#:.*#:", path.read_text()), path

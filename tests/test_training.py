@@ -75,7 +75,7 @@ class OwnRows(Trainer):
 
 
 def distances(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Its gradient is no number where a sample is there twice."""
+    """A loss whose gradient is NaN if a sample occurs twice."""
     pairs = torch.triu_indices(len(z), len(z), 1)
     apart = (z[pairs[0]] - z[pairs[1]]).square().sum(1).sqrt()
     return (apart - (y[pairs[0]] - y[pairs[1]]).abs().sum(1)).square().mean()

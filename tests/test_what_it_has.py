@@ -287,7 +287,7 @@ def ran() -> Any:
 
 @pytest.fixture(scope="module")
 def evaluated() -> Any:
-    """The same, evaluated afterwards: what that calls, the settings before it, and what it returns."""
+    """A run like ``ran``, evaluated afterwards: the calls, the settings before the evaluation, and its metrics."""
     trainer = run_noted()
     config, calls = trainer.run_config, len(trainer.calls)
     metrics = trainer.evaluate(make_data(), 2)
@@ -944,7 +944,7 @@ class OwnLoop(Trainer):
 
 
 class OwnEpoch(Trainer):
-    """Its epoch is a loop of its own."""
+    """A trainer that replaces the loop over the batches of an epoch."""
 
     def _run_train_epoch(self, train_dl):
         self.model.train()
@@ -1454,7 +1454,7 @@ def test_the_last_event_tells_a_failed_run_from_a_finished_one():
 
 
 class Endless(torch.utils.data.IterableDataset[Any]):
-    """The same sample for ever."""
+    """A dataset that repeats one sample for ever."""
 
     def __iter__(self):
         while True:

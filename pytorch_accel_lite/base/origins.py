@@ -35,11 +35,11 @@ def is_of_library(module: object) -> bool:
 
 def is_installed(code: CodeType) -> bool:
     """Whether code belongs to Python, to an installed package or to this package, rather than to the user's program."""
-    return _is_installed(code.co_filename)
+    return _is_installed_file(code.co_filename)
 
 
 @lru_cache(maxsize=4096)
-def _is_installed(path: str) -> bool:
+def _is_installed_file(path: str) -> bool:
     return os.path.realpath(path).startswith((*LIBRARIES, _OWN_FILES)) or path.startswith("<frozen")
 
 

@@ -133,11 +133,13 @@ def save_checkpoint(
         save_per_node = False
     kwargs = dict(checkpoint_kwargs or {})
     trainer.ranks.repeatable(
-        lambda: _save_checkpoint(trainer, target, kwargs, save_optimizer, save_scheduler, save_per_node, trainable_only)
+        lambda: _attempt_to_save_checkpoint(
+            trainer, target, kwargs, save_optimizer, save_scheduler, save_per_node, trainable_only
+        )
     )
 
 
-def _save_checkpoint(
+def _attempt_to_save_checkpoint(
     trainer: TrainerLike,
     target: PathOrFile,
     checkpoint_kwargs: dict[str, object],
@@ -318,7 +320,9 @@ def save_model(
         for writer in MODEL_WRITERS.values():
             writer.write(self, saved)
 
-    self.ranks.repeatable(lambda: _save_model(self, path, trainable_only, write_beside if is_directory else None))
+    self.ranks.repeatable(
+        lambda: _attempt_to_save_model(self, path, trainable_only, write_beside if is_directory else None)
+    )
 
 
 def _check_card_data(card_data: Mapping[str, object], file: str | None) -> None:
@@ -333,7 +337,7 @@ def _check_card_data(card_data: Mapping[str, object], file: str | None) -> None:
         writer.check(card_data)
 
 
-def _save_model(
+def _attempt_to_save_model(
     trainer: TrainerLike, path: PathOrFile, trainable_only: bool, write_beside: Callable[[Path], None] | None
 ) -> None:
     """Save the weights in a directory with further files, or as one file. Call it on every process.

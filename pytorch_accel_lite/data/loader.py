@@ -41,9 +41,9 @@ class LoaderOptions:
             indexed
         shares: the shares that this process reads, if a step has a fixed number of shares; ``None`` if each process has
             one batch
-        first_epoch: the number passed to ``set_epoch`` of the user's samplers and datasets in the first epoch
         divides: let each process read its own part of a divisible stream; otherwise, the batches of all processes
             follow the order of the stream
+        first_epoch: the number passed to ``set_epoch`` of the user's samplers and datasets in the first epoch
         evens_shares: give a process with fewer shares in a step filler batches for the missing shares, so that all
             processes compute equally many
     """

@@ -35,6 +35,7 @@ class AgreedStep(NamedTuple, Generic[T]):
         number: the number that describes the item; 0 if there is no item
         total: the sum of the numbers of all processes
         without: number of processes that have no item
+        is_last: whether no process has an item for another step
     """
 
     item: T | None
@@ -50,6 +51,8 @@ class _Round(Generic[T]):
 
     Attributes:
         size: the number of steps
+        items: the items that this process has read for these steps
+        numbers: the number that describes each item
     """
 
     size: int

@@ -45,7 +45,7 @@ from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, S
 from pytorch_accel_lite.distributed import Ranks
 
 #: For each batch being read: the seed of its share, its number of samples on this process and on all processes, whether
-#: #: it is the last one, its indices, and its share, if the number of shares is fixed.
+#: it is the last one, its indices, and its share, if the number of shares is fixed.
 _Planned = deque[tuple[int | None, int, int, bool, Sequence[Index] | torch.Tensor, Share | None]]
 
 

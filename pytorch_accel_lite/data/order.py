@@ -29,7 +29,7 @@ from pytorch_accel_lite.data.shares import WrongLengthError
 from pytorch_accel_lite.data.sources import Index, SamplerLike
 from pytorch_accel_lite.distributed import Ranks
 
-#: Number of samples up to which a random order is drawn by torch, which takes 4 bytes per sample on every process. #:
+#: Number of samples up to which a random order is drawn by torch, which takes 4 bytes per sample on every process.
 #: Larger orders are computed, see ``ComputedOrder``.
 LARGEST_STORED = 10**7
 _BLOCK = 1 << 14  # samples

@@ -62,7 +62,7 @@ def describe_call(stack: Stack) -> str:
 
 def waits_for_others(stack: Stack) -> bool:
     """Whether the stack of a thread shows that it waits for other processes."""
-    return any(_is_waiting(frame.name, frame.filename) for frame in stack)
+    return any(_is_collective(frame.name, frame.filename) for frame in stack)
 
 
 def is_waiting(thread: int) -> bool:
@@ -95,7 +95,7 @@ def signature(frame: FrameType | None) -> tuple[tuple[tuple[int, int], ...], boo
     waits = False
     while frame is not None:
         places.append((id(frame), frame.f_lasti))
-        waits = waits or _is_waiting(frame.f_code.co_name, frame.f_code.co_filename)
+        waits = waits or _is_collective(frame.f_code.co_name, frame.f_code.co_filename)
         frame = frame.f_back
     return tuple(places), waits
 
@@ -111,7 +111,7 @@ def is_library(frame: traceback.FrameSummary) -> bool:
     return name.startswith((_PACKAGE, "<")) or os.path.realpath(name).startswith(LIBRARIES)
 
 
-def _is_waiting(function: str, filename: str) -> bool:
+def _is_collective(function: str, filename: str) -> bool:
     return function == "_engine_run_backward" or filename == _EXCHANGE or _COLLECTIVES in filename
 
 

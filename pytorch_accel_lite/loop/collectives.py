@@ -54,7 +54,7 @@ def gather(
             "gather(with_gradients=True) does not work on several processes with auto_microbatch=True or "
             "SkipFailedBatchesCallback: a step that fails on one of them would leave the others waiting."
         )
-    gathered = _gather(self, tensor, with_gradients, counts=not (with_gradients and is_filler))
+    gathered = _gather_over_data_ranks(self, tensor, with_gradients, counts=not (with_gradients and is_filler))
     if padding_value is None:
         return gathered
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda rows: remove_padding(rows, padding_value), gathered)
@@ -183,7 +183,7 @@ def _to_numeric(trainer: TrainerLike, reduce: str | None, tensor: torch.Tensor) 
     return combine[reduce](values)
 
 
-def _gather(trainer: TrainerLike, data: Tree, with_gradients: bool, counts: bool) -> Tree:
+def _gather_over_data_ranks(trainer: TrainerLike, data: Tree, with_gradients: bool, counts: bool) -> Tree:
     """Concatenate tensors over the ranks along their first dimension.
 
     Args:

@@ -59,7 +59,7 @@ def find_groups(model: nn.Module, groups: Sequence[ModuleGroup] | None = None) -
     if groups is not None:
         return _with_parameters(model, _check_groups(model, groups))
     root = _skip_wrappers(model)
-    blocks = _find_blocks(root)
+    blocks = _blocks_in_lists(root)
     if not blocks:
         return _with_parameters(model, [[child] for child in model.children()])
     return [group for group in _with_parameters(model, _group_around(root, blocks)) if group.parameters]
@@ -68,7 +68,7 @@ def find_groups(model: nn.Module, groups: Sequence[ModuleGroup] | None = None) -
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model, in order: layers of a transformer, stages of a ResNet, or else its children."""
     root = _skip_wrappers(model)
-    blocks = _find_blocks(root) or list(root.children())
+    blocks = _blocks_in_lists(root) or list(root.children())
     return [block for block in blocks if next(block.parameters(), None) is not None]
 
 
@@ -136,7 +136,7 @@ def _block_class(module: nn.Module) -> type | None:
     return kinds.pop() if len(children) > 1 and len(kinds) == 1 and is_composite else None
 
 
-def _find_blocks(root: nn.Module) -> list[nn.Module]:
+def _blocks_in_lists(root: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model in order; an empty list if its children are layers, or most are not in lists."""
     lists = [] if _block_class(root) is not None or _has_stages(root) else list(_lists_in(root))
     sizes = {module: _num_layers(module) for module in lists}

@@ -73,10 +73,10 @@ def optimized_parameters(optimizer: Optimizer) -> list[torch.nn.Parameter]:
 def needs_closure(optimizer: TrainerOptimizer) -> list[str]:
     """Return the classes of optimizers whose ``step`` requires a function that computes the gradients again."""
     optimizers = parts_of_optimizer(optimizer).values() or [getattr(optimizer, "optimizer", optimizer)]
-    return [type(part).__name__ for part in optimizers if _needs_closure(type(part))]
+    return [type(part).__name__ for part in optimizers if _step_requires_closure(type(part))]
 
 
-def _needs_closure(kind: type) -> bool:
+def _step_requires_closure(kind: type) -> bool:
     """Whether ``step`` has a required argument ``closure``, as in LBFGS."""
     try:
         closure = inspect.signature(kind.step).parameters.get("closure")  # type: ignore[attr-defined]

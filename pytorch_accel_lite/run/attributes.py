@@ -114,7 +114,7 @@ def trained(trainer: TrainerLike) -> dict[str, HasStateDict]:
     Excludes attributes that are always saved: the model, the loss function and their parts, the optimizer, registered
     objects.
     """
-    return _without_unsaved(trainer, _trained(trainer))
+    return _without_unsaved(trainer, _trained_or_unsaved(trainer))
 
 
 def _without_unsaved(trainer: TrainerLike, values: dict[str, T]) -> dict[str, T]:
@@ -123,7 +123,7 @@ def _without_unsaved(trainer: TrainerLike, values: dict[str, T]) -> dict[str, T]
     return {name: value for name, value in values.items() if name.partition(".")[0] not in left_out}
 
 
-def _trained(trainer: TrainerLike) -> dict[str, HasStateDict]:
+def _trained_or_unsaved(trainer: TrainerLike) -> dict[str, HasStateDict]:
     if not trainer.saves_attributes:
         return {}
     schedulers = _find(trainer, is_scheduler)
@@ -169,7 +169,12 @@ def _places(trainer: TrainerLike) -> dict[str, torch.Tensor]:
     """Return the optimized parameters outside all named objects that are saved, by their place in an optimizer."""
     groups = {} if not is_created(trainer.optimizer) else {"optimizer": trainer.optimizer}
     groups |= other_optimizers(trainer)
-    saved = [trainer.model, trainer.loss_func, *_trained(trainer).values(), *registered_objects(trainer).values()]
+    saved = [
+        trainer.model,
+        trainer.loss_func,
+        *_trained_or_unsaved(trainer).values(),
+        *registered_objects(trainer).values(),
+    ]
     named = {id(parameter) for owner in saved for parameter in _parameters(owner)}
     return {
         f"{name}[{number}][{index}]": parameter

@@ -440,7 +440,7 @@ for _event in (*EVENTS, *_OF_CALLBACKS):
 
 Listener = Callable[..., object]
 
-#: Events after the backward pass, where a change of the loss would have no effect. In pytorch-accelerated, #:
+#: Events after the backward pass, where a change of the loss would have no effect. In pytorch-accelerated,
 #: ``on_train_step_end`` fires before the backward pass.
 _AFTER_BACKWARD = tuple(
     event for event in events_between("on_backward_start", "on_train_epoch_end") if "batch_output" in keywords_of(event)

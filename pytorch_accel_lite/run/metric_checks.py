@@ -59,8 +59,8 @@ class ExpectedMetrics:
         directions: whether greater values are better, for each metric that the run is known to record
         evaluated: the same for metrics that are recorded in evaluations
         watched: the metrics that callbacks watch, in the order of the callbacks
-        differing: the metrics that were found to differ between the processes
         within_epochs: whether a callback evaluates within epochs
+        differing: the metrics that were found to differ between the processes
     """
 
     directions: Directions = field(default_factory=dict)

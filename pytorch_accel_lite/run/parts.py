@@ -29,21 +29,21 @@ class RunData:
     """The data of a run, and their loaders.
 
     Attributes:
+        ranks: the processes among which the data are divided; in tensor parallelism, several processes count as one,
+            because they share each batch
         train_dataset: the dataset that the run trains on
         eval_dataset: the dataset that the run evaluates on, or a dict of datasets
         collate_fn: the user's function that makes a batch from a list of samples, if one was passed
-        train_loader: the loader of this process's training batches; ``None`` in an evaluation or prediction alone
-        train_loader_kwargs: arguments of ``train_loader``
-        eval_loaders: the loaders of evaluation batches by the names of their datasets, if there are several
-        eval_loader_kwargs: arguments of the evaluation loaders
-        ranks: the processes among which the data are divided; in tensor parallelism, several processes count as one,
-            because they share each batch
         seed: the seed that determines the order of the data; ``None`` without a seed
         first_epoch: the number passed to ``set_epoch`` of samplers and datasets in the first epoch; 1 in runs resumed
             from states of version 0.2 and earlier
+        train_loader: the loader of this process's training batches; ``None`` in an evaluation or prediction alone
+        train_loader_kwargs: arguments of ``train_loader``
         eval_loader: the evaluation loader being read; one of ``eval_loaders``, which is empty for a single dataset
             without a name
         eval_dataset_name: name of the dataset being evaluated, if there are several
+        eval_loaders: the loaders of evaluation batches by the names of their datasets, if there are several
+        eval_loader_kwargs: arguments of the evaluation loaders
         made_loaders: loaders created for this run, whose workers end with it
         has_fillers: whether a process without samples in a step takes part in it with a filler batch
     """
@@ -164,6 +164,7 @@ class SkippedBatches:
     """The batches that are skipped in an evaluation or a prediction because their steps failed.
 
     Attributes:
+        phase: whether the batches belong to an evaluation or a prediction
         batches: the batches of this process; after gathering, those of all processes
         is_gathered: whether the batches of all processes have been gathered
         first_error: the first error of this process
@@ -232,6 +233,7 @@ class CreatedAttributes:
     Attributes:
         digests: a digest of each attribute of moderate size
         settings: the serialised form of each attribute that holds only numbers and texts
+        names: names of the attributes that the program had created, by the name of their owner
         changed: attributes that are known to have changed
         warned_of: paths of values that states cannot keep, for which a warning has been given
         compared: attributes whose arguments the comparison of settings has reported
@@ -264,6 +266,7 @@ class TrainingState:
     """The contents of a training state, except the weights.
 
     Args:
+        directory: the folder of the state, or the URL of a remote one
         metadata: facts about the run from the manifest: progress, processes, versions ...
         shared: the state that all ranks share: optimizer, scheduler, history, callbacks ...
         local: the state of this rank: its generators and its part of the running losses; ``None`` if another number of

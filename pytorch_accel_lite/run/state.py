@@ -326,33 +326,34 @@ class Run:
     attributes belong to the trainer, and may change with any version.
 
     Attributes:
-        kind: ``"training"``, also in the run's own evaluations; ``"evaluation"``, by ``evaluate``; or ``"prediction"``.
-            ``request.kind`` is the kind of the outermost run
         ranks: the processes of the job, for settings, files and errors. In tensor parallelism, several processes
             compute a batch together: then ``data.ranks``, for sums and means over samples and gradients, has fewer
+        control: requests to stop or pause the run, agreed on by all processes
+        window: the accumulation window, and how much of it is filled
+        request: the settings requested for the run
+        data: the data and their loaders
         device: the device of this process
         overridden: names of the methods of a trainer that the user's class overrides
-        request: the settings requested for the run
+        kind: ``"training"``, also in the run's own evaluations; ``"evaluation"``, by ``evaluate``; or ``"prediction"``.
+            ``request.kind`` is the kind of the outermost run
         config: the settings resolved from the request and the data; ``None`` before that
-        data: the data and their loaders
-        progress: the current epoch, update, step and so on
         stepper: how the run trains on a batch
-        window: the accumulation window, and how much of it is filled
-        accumulation: the number of batches in an update
         schedule: the state of the learning rate schedule
         end: how the run ends
+        outer: the run within which this one was started, if any
+        accumulation: the number of batches in an update
+        cleanup: an exit stack, closed when the run ends, that frees the paths the run writes to, and restores temporary
+            settings
+        goodput: how the time of the job is spent
+        progress: the current epoch, update, step and so on
+        epoch_phase: how far the epoch has got; ``epoch_is_trained`` if its steps are done
         batch: the batch being processed; ``None`` outside a step
         batch_number: the number, in the epoch or evaluation, of the batch being read or processed, if any
         loss_trackers: the running losses of the epoch or evaluation
         recorded_losses: the mean losses of the last epoch or evaluation, by metric name
         step_metrics: values measured in the latest update, by name: numbers, or tensors on the device
-        epoch_phase: how far the epoch has got; ``epoch_is_trained`` if its steps are done
         skipped: the failed batches of the run's evaluations or its prediction; ``None`` if such a failure is an error
-        outer: the run within which this one was started, if any
         resumed: the training state from which the run starts, until it is restored
-        goodput: how the time of the job is spent
-        cleanup: an exit stack, closed when the run ends, that frees the paths the run writes to, and restores temporary
-            settings
     """
 
     ranks: Ranks

@@ -156,7 +156,7 @@ class ManualStep(Step):
         compute_gradients = partial(self._compute_gradients, trainer, name, retain_graph)
         backward(trainer, batch, output, samples, total, self.windows[name], compute_gradients)
         if run.window.is_ending:
-            self._step(trainer, name)
+            self._update_weights(trainer, name)
 
     def _compute_gradients(self, trainer: TrainerLike, name: str, retain_graph: bool, loss: torch.Tensor) -> None:
         parameters = [p for p in optimized_parameters(self.optimizers[name]) if p.requires_grad]
@@ -173,7 +173,7 @@ class ManualStep(Step):
                 )
             self.updated.add(name)
 
-    def _step(self, trainer: TrainerLike, name: str) -> None:
+    def _update_weights(self, trainer: TrainerLike, name: str) -> None:
         run = trainer.current_run
         self.updating = name
         optimizer = self.optimizers[name]

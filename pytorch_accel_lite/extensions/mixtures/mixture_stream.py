@@ -121,14 +121,19 @@ class _Passes:
     """A stream of a mixture, which is read once or repeatedly.
 
     Args:
-        weight: its present weight
-        given: number of samples that have been read
-        since: number of samples of all streams that had been read when the weights changed last
-        due: number of samples of this one that were due then, with its fraction
-        weight_since: its weight after that; ``None`` if that is the present one
-        given_in_pass: number of those in the current pass
+        name: the name of the stream, for errors
+        stream: the source of the samples
+        weight: the present weight of the stream
+        epoch: the number passed to ``set_epoch`` in the first pass
+        given: number of samples read from the stream
+        given_in_pass: number of samples read in the current pass
         completed: number of passes completed
         state: the state of the stream
+        since: number of samples of all streams that had been read when the weights changed last
+        due: number of samples of this stream that were due at that change, with its fraction
+        weight_since: the weight of the stream after that change; ``None`` if it is the present weight
+        reader: an iterator over the current pass; ``None`` before the first sample is read
+        returns: whether the stream can return to its states
     """
 
     name: str
@@ -143,7 +148,7 @@ class _Passes:
     due: float = 0.0
     weight_since: float | None = None
     reader: Iterator[Sample] | None = None
-    returns: bool = False  # whether the stream can return to its states
+    returns: bool = False
 
     def time_of_next(self) -> float:
         """Return when the next sample is due; each stream yields ``weight`` samples per unit of time."""

@@ -73,11 +73,11 @@ class Membership:
     have left, has done its part and goes on. All others repeat the action in which they are.
 
     Args:
-        number: that of this process in generations
+        number: the number of this process, the same in all generations
         waker: wakes the thread that watches, when a generation begins
 
     Attributes:
-        generation: the one that it is in; ``None`` if it has yet to join the others, and is alone until then
+        generation: the current generation; ``None`` before this process has joined the others
         joins: the number of the generation for which this process has got the state of the run, if it comes later
         completed: number of actions that are complete
         outcome: what its last collective gave, for a process that has missed that
@@ -86,9 +86,9 @@ class Membership:
         fetched: holds the state from which this process has resumed, if it comes later
         begun_at: when this process has begun the action in which it is
         is_in_action: whether an action is under way, of which all communication is a part
-        is_in_update: whether that is an update of the weights
+        is_in_update: whether the current action is an update of the weights
         begins_again: whether the program is to begin again
-        has_begun_again: whether it has, before its first training
+        has_begun_again: whether the program has begun again and its first training is yet to come
         resumes_from: the state from which its training then resumes
         states_of_others: the states that were there before this job has saved any
         states: returns those that are there now

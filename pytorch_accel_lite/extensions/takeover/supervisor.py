@@ -36,6 +36,7 @@ class Machine:
         host: the address of the supervisor, as seen from there
         is_local: whether it ends with the supervisor
         heard_at: when it has last given a sign of life
+        name: the name that its nursery reports, for messages; empty until then
     """
 
     number: int

@@ -30,7 +30,7 @@ def watch_waits(is_cut_off: Callable[[], bool], note_stuck: Callable[[], None]) 
     """Let all waits for collectives end, with an error, once the connections of the process group have ended.
 
     Args:
-        is_cut_off: whether all of them have
+        is_cut_off: whether all connections of the process group have ended
         note_stuck: called if a thread of the process group goes on waiting
     """
     work: Any = dist.Work

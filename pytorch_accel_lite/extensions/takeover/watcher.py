@@ -47,7 +47,7 @@ class Watcher(threading.Thread):
     when it is woken, as it is when a generation begins, and twice a second.
 
     Args:
-        number: that of this process in generations
+        number: the number of this process, the same in all generations
         waker: wakes it
 
     Attributes:

@@ -395,7 +395,7 @@ def test_logical_processes_train_as_one_with_the_whole_batch():
 
 
 def test_a_run_computes_with_one_thread():
-    """As launchers set it for several processes, but not for one."""
+    """Launchers set one thread for each of several processes, but not for a single process."""
     seen = []
     look = listener(on_train_step_end=lambda trainer, **kwargs: seen.append(torch.get_num_threads()))
     torch.set_num_threads(2)
