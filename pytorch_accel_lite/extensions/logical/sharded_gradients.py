@@ -199,10 +199,20 @@ def _fill_with_nothing(tensor: torch.Tensor) -> None:
 
 
 def _slices_of(module: FSDPModule, world_size: int) -> list[int]:
-    """Return, for each process, which slice of the gradients of a module it has."""
+    """Return, for each process, which slice of the gradients of a module it has.
+
+    Raises:
+        ValueError: if each process has the whole gradients: torch gives them to nobody else then
+    """
     [info] = mesh_infos(module)
     dim = shard_dim(info)
     positions = info.mesh.mesh
+    if positions.shape[dim] == 1:
+        raise ValueError(
+            f"logical_processes with {type(module).__name__} sharded over a mesh of shape {tuple(positions.shape)}: "
+            "each shard is whole, so nothing is saved, and the sums would have other bits. Shard it over several "
+            "processes, or pass the model without fully_shard."
+        )
     slices = [0] * world_size
     for index in positions.new_ones(positions.shape).nonzero().tolist():
         slices[int(positions[tuple(index)])] = index[dim]

@@ -211,3 +211,17 @@ def error_of_skipping() -> str:
 def test_a_layer_that_some_passes_skip_is_an_error(job):
     for message in job(2).run(error_of_skipping):
         assert "call it in every forward pass, or do not shard it by itself" in message
+
+
+def error_of_whole_shards() -> str:
+    model = shard(create_model(), "hsdp")  # two copies of one shard
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = quiet_trainer(model, optimizer=optimizer, accelerator=Accelerator(cpu=True), seed=3, logical_processes=2)
+    with pytest.raises(ValueError, match="each shard is whole") as caught:
+        trainer.train(DATA, 1, per_device_batch_size=3)
+    return str(caught.value)
+
+
+def test_a_mesh_on_which_each_shard_is_whole_is_an_error(job):
+    for message in job(2).run(error_of_whole_shards):
+        assert "sharded over a mesh of shape (2, 1)" in message
