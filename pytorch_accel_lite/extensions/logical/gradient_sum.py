@@ -266,7 +266,7 @@ class Node(Generic[T]):
     """The sum of ``2 ** level`` terms.
 
     Args:
-        start: number of its first term
+        start: the number of the node's first term
     """
 
     level: int

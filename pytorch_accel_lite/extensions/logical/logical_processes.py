@@ -33,11 +33,11 @@ class LogicalProcesses(Division):
 
     Args:
         value: number of logical processes
-        seed: that of the trainer
+        seed: the seed of the trainer
 
     Attributes:
-        shares: those of this process
-        is_computing: whether the forward or backward pass of one of them is under way in training
+        shares: the shares that this process computes
+        is_computing: whether a forward or backward pass of a logical process is under way in training
 
     Raises:
         ValueError: if they are fewer than the real processes, or the trainer has no seed

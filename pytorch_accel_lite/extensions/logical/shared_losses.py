@@ -16,7 +16,7 @@ class SharedLossTrackers(LossTrackers):
     The latter are added up in the order of the logical processes for the means over all processes.
 
     Attributes:
-        by_number: those of each logical process; of those that others compute, as far as they have been loaded
+        by_number: the running losses of each logical process of this one, and of the others that have been loaded
     """
 
     def __init__(self, shares: Shares, current: Callable[[], int]) -> None:

@@ -12,7 +12,7 @@ from pytorch_accel_lite.extensions.takeover.membership import Membership
 
 
 class UpdateUnderWay:
-    """An update of a sharded run of which nothing has been committed, so that the shards are those before it.
+    """An update of a sharded run that has not changed any shard yet.
 
     Args:
         restore: restores everything else that the update has changed

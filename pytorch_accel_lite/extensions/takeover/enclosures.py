@@ -15,7 +15,7 @@ class Enclosures:
     """Puts a flag and a value of each process at the end of the messages that they gather.
 
     Attributes:
-        room: bytes that are left for it there, the same on all processes
+        room: number of bytes at the end of a message for the flag and the value, the same on all processes
     """
 
     def __init__(self) -> None:

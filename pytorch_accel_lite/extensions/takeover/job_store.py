@@ -56,9 +56,9 @@ class Generation:
 
     Args:
         number: counted from 1
-        members: their numbers, by rank. A process that replaces another one has a number of its own.
-        machines: the number of the machine of each
-        came: those that were not there before, and have to be given the state of the run
+        members: the numbers of the processes, by rank. A process that replaces another has a number of its own.
+        machines: for each process, the number of its machine
+        came: the numbers of the new processes, which have to be given the state of the run
     """
 
     number: int

@@ -45,9 +45,9 @@ class Change(NamedTuple):
     """How the processes of a job have changed.
 
     Args:
-        left: the former ranks of those that are gone
-        came: the ranks of those that are new
-        seconds: how long it took, with what is done again
+        left: the former ranks of the processes that were lost
+        came: the ranks of the processes that joined
+        seconds: how long the change took, including the work that was repeated
     """
 
     left: list[int]
@@ -80,23 +80,23 @@ class Membership:
         generation: the current generation; ``None`` before this process has joined the others
         joins: the number of the generation for which this process has got the state of the run, if it comes later
         completed: number of actions that are complete
-        outcome: what its last collective gave, for a process that has missed that
+        outcome: the result of the last collective, for a process that has missed it
         trainings: number of trainings that this process has begun
         is_open: whether other processes may come
-        fetched: holds the state from which this process has resumed, if it comes later
-        begun_at: when this process has begun the action in which it is
-        is_in_action: whether an action is under way, of which all communication is a part
+        fetched: the folder with the state from which this process has resumed, if it joined later
+        begun_at: when this process began the current action
+        is_in_action: whether an action is under way, to which all communication belongs
         is_in_update: whether the current action is an update of the weights
         begins_again: whether the program is to begin again
         has_begun_again: whether the program has begun again and its first training is yet to come
-        resumes_from: the state from which its training then resumes
-        states_of_others: the states that were there before this job has saved any
-        states: returns those that are there now
-        under_way: the shards before the update that is under way, in a sharded run
+        resumes_from: the state from which the training resumes when the program begins again
+        states_of_others: the training states that were there before this job saved any
+        states: returns the training states that are there now
+        under_way: in a sharded run, the update that is under way and has not changed any shard yet
         has_entered: whether this process is in the generation in which the program is to begin again
         holds_shards: returns whether each process has something that the others lack
         redivide: called with each generation, before anything is repeated
-        announce: called with what has changed, once the processes have agreed on what to repeat
+        announce: called with the ``Change``, once the processes have agreed on what to repeat
     """
 
     def __init__(self, number: int, host: str, port: int, waker: Waker) -> None:

@@ -35,9 +35,9 @@ class Child(NamedTuple):
     """A process that a nursery has started.
 
     Args:
-        number: that of its order
-        process: its id
-        wakes: the descriptor by which it is woken
+        number: the number of the process in the job
+        process: the id that the system gave to the process
+        wakes: the descriptor to which a byte is written to wake the process
     """
 
     number: int

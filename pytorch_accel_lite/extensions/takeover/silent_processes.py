@@ -12,7 +12,7 @@ class SignsOfLife:
     """How far a process has got, as it says itself, and what it computes, as the system says.
 
     Attributes:
-        computed: the seconds that it has computed
+        computed: the CPU time of the process, in seconds
     """
 
     def __init__(self, now: float) -> None:

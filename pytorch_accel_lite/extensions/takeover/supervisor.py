@@ -31,12 +31,12 @@ class Machine:
     """A machine of the job, or a part of one: what has come by one ``launch --join``.
 
     Attributes:
-        number: counted from 0
-        channel: the connection to its nursery
+        number: the number of the machine, counted from 0
+        channel: the connection to the machine's nursery
         host: the address of the supervisor, as seen from there
-        is_local: whether it ends with the supervisor
-        heard_at: when it has last given a sign of life
-        name: the name that its nursery reports, for messages; empty until then
+        is_local: whether the machine is the supervisor's own, and ends with it
+        heard_at: when the machine last gave a sign of life
+        name: the name that the nursery reports, for messages; empty until then
     """
 
     number: int
@@ -52,10 +52,10 @@ class Process:
     """A process of the job.
 
     Attributes:
-        number: counted from 0
-        machine: where it is
-        is_member: whether it is in a generation
-        progress: how far it has got, once its machine has started it
+        number: the number of the process, counted from 0
+        machine: the machine on which the process runs
+        is_member: whether the process belongs to a generation
+        progress: the signs of life of the process, once its machine has started it
     """
 
     number: int
@@ -70,13 +70,13 @@ class Supervisor:
     Args:
         program: the arguments of Python: a script, or ``-m`` and a module, and the arguments of that
         processes: how many to start on this machine
-        begins_with: how many there have to be, those of other machines included, before the first ones begin
+        begins_with: how many processes the job needs, on all machines together, before it begins
         address: the host and the port at which other machines may join
-        replaces: whether another process is started for each that is lost
-        min_processes: end the job when fewer are left
+        replaces: whether a new process is started for each lost one
+        min_processes: end the job when fewer processes are left
         max_failures: end the job when more processes have failed
-        patience: seconds after which a process is ended for which others wait, and which does nothing, and a machine is
-            lost that gives no sign of life
+        patience: seconds after which a process that does nothing while others wait for it is killed, and a machine that
+            gives no sign of life is taken for lost
     """
 
     def __init__(

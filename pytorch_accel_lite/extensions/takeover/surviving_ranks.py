@@ -23,7 +23,7 @@ class SurvivingRanks(Ranks):
     """Ranks that are updated in place when processes are lost or join.
 
     Attributes:
-        membership: that of this process
+        membership: the membership of this process in the job
     """
 
     allows_threads = is_watched = False  # the supervisor notices who is silent

@@ -29,12 +29,12 @@ _MOST_KEPT = 1 << 24  # bytes of gradients that each process keeps, so that they
 
 
 class _Kept(NamedTuple):
-    """What one process keeps of its logical processes, and the others, too, in case it is lost.
+    """What a process keeps of its logical processes. The others have a copy, in case the process is lost.
 
     Args:
-        first: number of the first of them
-        losses: the running losses of each
-        of_callbacks: what each of ``SurvivingWindow.keepers`` keeps of them
+        first: the number of the process's first logical process
+        losses: the running losses of each logical process
+        of_callbacks: what each callback in ``SurvivingWindow.keepers`` keeps of the logical processes
     """
 
     first: int
@@ -47,9 +47,9 @@ class _Before:
     """What an update that is interrupted has changed.
 
     Args:
-        seed: that of all generators; ``None`` if their states are kept
-        generators: their states, if kept
-        buffers: each with a copy, once they have been copied
+        seed: the seed from which all generators are restored; ``None`` if their states are kept
+        generators: the states of the generators, if they are kept
+        buffers: the buffers of the model, each with its copy, once they have been copied
     """
 
     progress: dict[str, int]

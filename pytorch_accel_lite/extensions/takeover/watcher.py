@@ -48,7 +48,7 @@ class Watcher(threading.Thread):
 
     Args:
         number: the number of this process, the same in all generations
-        waker: wakes it
+        waker: wakes the watcher
 
     Attributes:
         is_wanted: whether a generation follows that has all members of this one, to be entered after an update

@@ -41,12 +41,12 @@ class Order:
     """What a process is to be.
 
     Args:
-        number: its number in generations
-        host: where the store of the job is, as seen from its machine
-        port: that of the store
-        comes_later: whether it joins others that have begun
+        number: the number of the process, the same in all generations
+        host: the address of the job's store, as seen from the machine of the process
+        port: the port of the store
+        comes_later: whether the process joins others that have begun
         program: the arguments of Python: a script, or ``-m`` and a module, and the arguments of that
-        wakes: the descriptors of the pipe by which its machine tells it that a generation begins
+        wakes: the descriptors of the pipe by which the machine wakes the process when a generation begins
     """
 
     number: int
