@@ -108,7 +108,12 @@ class AdviceCallback(TrainerCallback):
             self._has_trained_before = True
             self._skipped += trainer.run.stepper.skipped_updates
             set_listening(trainer, self, False, *_STEP_EVENTS)
-            self._advice = list(self._advise(trainer))
+            self._advice = [
+                *self._on_data(trainer),
+                *self._on_clipping(),
+                *self._on_skipped_updates(trainer),
+                *self._on_training(trainer),
+            ]
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
         if not self._trained:  # only now has a per-epoch scheduler been stepped
@@ -123,7 +128,8 @@ class AdviceCallback(TrainerCallback):
             trainer.print("\n".join([*margin, *lines, *margin]))
             self._advice = []
 
-    def _advise(self, trainer: TrainerLike) -> Iterator[str]:
+    def _on_data(self, trainer: TrainerLike) -> Iterator[str]:
+        """Advise if training has waited for data, on all processes or on one."""
         waited = trainer.run.data.required_train_loader.seconds_waited
         duration = time.perf_counter() - self._start
         if waited >= max(0.2 * duration, self.min_seconds):
@@ -140,6 +146,9 @@ class AdviceCallback(TrainerCallback):
                 f"{others:.1f}, and every step waits for all of them. Look at the disk, the network and the cores of "
                 "its machine."
             )
+
+    def _on_clipping(self) -> Iterator[str]:
+        """Advise if most updates were clipped."""
         count = max(self._norms.count, 1)  # one for each optimizer that train_step updates
         clipped = float(self._norms.clipped or 0.0) / count
         if clipped >= 0.5:
@@ -148,6 +157,9 @@ class AdviceCallback(TrainerCallback):
                 f"gradient norm of {float(self._norms.sum) / count:.3g}. Raise it, or lower the learning rate, "
                 "unless you intend to clip nearly every update."
             )
+
+    def _on_skipped_updates(self, trainer: TrainerLike) -> Iterator[str]:
+        """Advise if many updates were skipped, or an optimizer made none."""
         if self._skipped > 0.05 * self._updates:
             reason = " by callbacks."
             if trainer.accelerator.scaler is not None:
@@ -158,6 +170,9 @@ class AdviceCallback(TrainerCallback):
             yield f"{self._skipped} of {self._updates} updates were skipped{reason}"
         for name in trainer.run.stepper.optimizers_never_updated:
             yield f"train_step has not called update(loss, optimizer={name!r}), so its parameters are not trained."
+
+    def _on_training(self, trainer: TrainerLike) -> Iterator[str]:
+        """Advise on the loss and the schedule of an epoch in which weights have changed."""
         self._trained = bool(self._highest or (trainer.scheduler is None and _learning_rate(trainer)))
         first = torch.stack(self._first_losses).tolist() if self._first_losses else []
         by_chance = torch.stack([*map(torch.as_tensor, self._by_chance)]).tolist() if self._by_chance else [0.0]
