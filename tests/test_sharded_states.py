@@ -191,6 +191,14 @@ def test_torch_reads_the_shards(tmp_path, job):
     assert all(torch.equal(target[name], tensor) for name, tensor in stored.items())
 
 
+def test_a_missing_file_of_shards_is_an_error(tmp_path, job):
+    job(2).run(saved, "fsdp", tmp_path, sharded=True)
+    _, *later = sorted((tmp_path / "fsdp" / "update-000000002").glob("shards*"))
+    [*_, tensor] = find_tensors(later).values()
+    with pytest.raises(ValueError, match=r"The files lack \d+ of \d+ elements of .* Is one missing\?"):
+        tensor.read()
+
+
 def test_sharded_states_without_shards_are_an_error(tmp_path):
     saving = SaveTrainingStateCallback(tmp_path, sharded=True)
     trainer = quiet_trainer(nn.Linear(5, 1).double(), callbacks=[saving])

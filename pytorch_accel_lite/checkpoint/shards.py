@@ -8,6 +8,7 @@ well. Nothing is gathered, and nothing but safetensors is read.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -223,12 +224,16 @@ class StoredTensor:
         return tensor if tensor.placements == like.placements else tensor.redistribute(placements=like.placements)
 
     def _read(self, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """Read a part of the tensor."""
+        """Read a part of the tensor.
+
+        Raises:
+            ValueError: if the files lack some of it
+        """
         for begin, sizes, file in self.parts:
             if (begin, sizes) == (start, shape):
                 mapped: torch.Tensor = file.get_tensor(self.name)
                 return mapped.clone()  # the memory mapping ends with the file
-        result = torch.empty(shape, dtype=self.dtype)
+        result, missing = torch.empty(shape, dtype=self.dtype), math.prod(shape)
         for begin, sizes, file in self.parts:
             first = [max(a, b) for a, b in zip(start, begin, strict=True)]
             last = [min(a + n, b + m) for a, n, b, m in zip(start, shape, begin, sizes, strict=True)]
@@ -236,6 +241,9 @@ class StoredTensor:
                 source = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, begin, strict=True))
                 target = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, start, strict=True))
                 result[target] = file.get_slice(self.name)[source]
+                missing -= result[target].numel()
+        if missing > 0:
+            raise ValueError(f"The files lack {missing} of {math.prod(shape)} elements of {self.name}. Is one missing?")
         return result
 
 
