@@ -85,6 +85,7 @@ def test_the_programs_of_the_first_pages_pass_pyright(programs):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("jedi")  # whose cache on the disk is not safe for several processes at once
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
