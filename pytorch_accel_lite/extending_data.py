@@ -1,4 +1,4 @@
-"""Names for extensions of ``data``, besides the names for users. This is below the run, which is not here."""
+"""Names for extensions of ``data``, besides the names for users. They come from layers below the run."""
 
 from pytorch_accel_lite.base.modules import evaluation_mode
 from pytorch_accel_lite.base.randomness import draw_seed, generator_with, mix, preserving_generators

@@ -22,7 +22,7 @@ from pytorch_accel_lite.base.environment import available_cores
 
 #: Number of bytes that are hashed at once. This is part of the format: another size gives other checksums.
 PIECE = 8 << 20
-_MOST_THREADS = 8  # so many threads hash faster than most disks read
+_MOST_THREADS = 8  # enough to hash faster than most disks read
 _CHUNK = 1 << 20
 _LONGEST_HEADER = 100_000_000  # accepted by readers of safetensors
 CHECKSUM = "sha256_of_pieces"

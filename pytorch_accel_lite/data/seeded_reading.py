@@ -76,7 +76,7 @@ class SeededReader(SampleReader):
             torch.default_generator.set_state(state)
 
     def forget_generators(self) -> None:
-        """Search the dataset's generators anew at the next reading, because they may have been replaced."""
+        """Search the dataset's generators again at the next reading, because they may have been replaced."""
         self._held = None
 
     def _read_first(self, share: SeededShare) -> BatchData:

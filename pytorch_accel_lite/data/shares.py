@@ -126,7 +126,7 @@ class Shares:
     argument: str = ""
 
     def divide(self, rank: int, world_size: int) -> None:
-        """Divide the shares among the processes anew. Batches that were read by the former division become useless."""
+        """Divide the shares among the processes again. Batches that were read by the former division become useless."""
         self.local = range(*split(self.total, rank, world_size))
 
     def lacking(self, world_size: int) -> int:

@@ -45,7 +45,7 @@ class Interval:
     Arguments that take an interval also take its text: ``evaluate_every="500 updates"``. Units are updates, epochs
     (also fractions), samples (of all processes together), seconds, minutes and hours. Within an epoch, an action is due
     after the first update at which another interval has passed, at the same update on all processes. A resumed run
-    continues to count from its position, but callbacks count times anew.
+    continues to count from its position, but callbacks start counting times from zero.
 
     Args:
         every: the interval in words, such as ``"0.25 epochs"``, or a number

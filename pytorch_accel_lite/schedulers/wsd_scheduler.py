@@ -49,7 +49,7 @@ def estimate_checkpoint_steps(total_steps: int, num_checkpoints: int = 3) -> lis
         num_checkpoints: number of decays
 
     Raises:
-        ValueError: if the schedule is too short for so many decays
+        ValueError: if the schedule is too short for all its decays
     """
     check_positive_int("total_steps", total_steps)
     check_positive_int("num_checkpoints", num_checkpoints)

@@ -211,7 +211,7 @@ def cross_validate(
 # ------------------------------------------------------------------------------------------------------ the split
 
 
-def _checksum_of_values(values: Any) -> str | None:
+def _checksum_of_values(values: object) -> str | None:
     """Return a checksum of labels or groups as text."""
     return None if values is None else hashlib.sha256(repr(np.asarray(values).tolist()).encode()).hexdigest()[:8]
 

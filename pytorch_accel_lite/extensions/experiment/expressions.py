@@ -77,7 +77,7 @@ def find_expressions(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[t
         yield path, value
 
 
-def with_value_at(value: Any, path: Sequence[Any], new: Any) -> Any:
+def with_value_at(value: Any, path: Sequence[str | int], new: object) -> Any:
     """Return a nested value with another one at a path in it."""
     if not path:
         return new

@@ -7,13 +7,13 @@ The supervisor of a job and the nursery of each machine talk through one. A mess
 | the fields of an ``Order`` | start a process |
 | ``kill``, ``signal`` | send a signal to this process |
 | ``wake`` | wake the watchers of all processes: a generation begins |
-| ``lease`` | end all processes after so many seconds without a message |
+| ``lease`` | end all processes after this number of seconds without a message |
 | ``beat`` | the supervisor is there |
 | ``code`` | the job ends with this exit code |
 
 | from a nursery | |
 |---|---|
-| ``processes``, ``name`` | this machine joins, for so many processes |
+| ``processes``, ``name`` | this machine joins, with this number of processes |
 | ``ended``, ``code`` | this process has ended |
 | ``computed`` | for how many seconds each process has computed; also, that the machine is there |
 """

@@ -1,4 +1,4 @@
-"""How a sharded run goes on without a lost process whose shards others hold, too, as in HSDP."""
+"""Continuing a sharded run after a process is lost whose shards have copies on other processes, as in HSDP."""
 
 from __future__ import annotations
 

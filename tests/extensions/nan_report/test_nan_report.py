@@ -83,16 +83,19 @@ def test_training_with_reports_has_the_same_bits():
     assert equal(*results)
 
 
+class Gated(nn.Module):
+    """At 0, its output is 0, and its gradient 0 times infinity."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Linear(5, 1, bias=False).double()
+        self.root = Root()
+
+    def forward(self, x):
+        return self.root(self.scale(x) ** 2)
+
+
 def test_a_non_finite_gradient_is_reported_before_the_update(tmp_path):
-    class Gated(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Linear(5, 1, bias=False).double()
-            self.root = Root()
-
-        def forward(self, x):
-            return self.root(self.scale(x) ** 2)  # at 0: the value is 0, the gradient 0 times infinity
-
     data = regression_data(30)
     data.tensors[0][12] = 0.0
     report = NaNReportCallback(tmp_path)
@@ -232,15 +235,6 @@ def test_a_repeated_step_has_its_bits_and_names_the_operation(tmp_path, capsys, 
 
 
 def test_a_repeated_step_names_the_non_finite_gradients_origin(tmp_path):
-    class Gated(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Linear(5, 1, bias=False).double()
-            self.root = Root()
-
-        def forward(self, x):
-            return self.root(self.scale(x) ** 2)
-
     data = regression_data(30)
     data.tensors[0][12] = 0.0
     torch.manual_seed(0)
