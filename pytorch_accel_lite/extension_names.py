@@ -14,6 +14,15 @@ OFFERED = {
     "compiled_step": (),  # Trainer(compile_step=True)
     "energy": ("callbacks.EnergyCallback",),
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
+    "finetuning": (
+        "finetuning.BN_MODULES",
+        "finetuning.Layer",
+        "finetuning.LayerGroup",
+        "finetuning.ModelFreezer",
+        "finetuning.find_blocks",
+        "finetuning.layer_group_parameters",
+        "finetuning.parameters_by_group",
+    ),
     "gradient_spikes": ("callbacks.GradientSpikeCallback",),
     "hang_watch": ("callbacks.HangWatchCallback",),
     "idle_gpus": ("utils.use_idle_gpus",),
@@ -70,7 +79,13 @@ OFFERED = {
 #: The extensions that have arguments of a trainer.
 ARGUMENTS = {"logical_processes": "logical"}
 #: The extensions that another one needs: it uses their public names, and is deleted with them.
-NEEDED = {"experiment": ("plots", "predictions", "worst_samples"), "reports": ("plots",), "takeover": ("logical",)}
+NEEDED = {
+    "experiment": ("plots", "predictions", "worst_samples"),
+    "memory_estimate": ("finetuning",),
+    "reports": ("plots",),
+    "takeover": ("logical",),
+    "unfreezing": ("finetuning",),
+}
 
 
 def missing(name: str, prefix: str = "") -> Exception:
