@@ -67,6 +67,7 @@ OFFERED = {
         "callbacks.RunLogCallback",
         "callbacks.ShowOutputsCallback",
     ),
+    "shuffled_streams": ("data.ShuffledStream",),
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
     "sync_batch_norm": ("callbacks.ConvertSyncBatchNormCallback",),
     "takeover": (),  # the command launch
