@@ -84,7 +84,7 @@ NEEDED = {
     "experiment": ("plots", "predictions", "worst_samples"),
     "memory_estimate": ("finetuning",),
     "reports": ("plots",),
-    "takeover": ("logical",),
+    "takeover": ("hang_watch", "logical"),
     "unfreezing": ("finetuning",),
 }
 

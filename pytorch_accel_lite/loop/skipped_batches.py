@@ -8,7 +8,8 @@ from itertools import chain
 
 from pytorch_accel_lite.data import FailedRead
 from pytorch_accel_lite.data.batches import Batch, infer_batch_size
-from pytorch_accel_lite.distributed.exchange import OtherCallError, ProcessLostError
+from pytorch_accel_lite.distributed.exchange import OtherCallError
+from pytorch_accel_lite.distributed.lost_processes import ProcessLostError
 from pytorch_accel_lite.loop.guards.explanations import explain, list_samples
 from pytorch_accel_lite.loop.snapshot import Snapshot
 from pytorch_accel_lite.run.events import Failure, NonFiniteLossError, StopTrainingError
