@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.base.modules import stays_in_eval
+from pytorch_accel_lite.base.modules import stay_in_eval, stays_in_eval
 from pytorch_accel_lite.extension_names import missing
 from pytorch_accel_lite.extensions.finetuning import BN_MODULES as BN_MODULES
 from pytorch_accel_lite.extensions.finetuning import (
@@ -23,6 +23,8 @@ __all__ = [
     "parameters_by_group",
     "stays_in_eval",
 ]
+
+_stay_in_eval = stay_in_eval  # models with frozen layers that version 0.2 pickled have it by this name
 
 if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
 
