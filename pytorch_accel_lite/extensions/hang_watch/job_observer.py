@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from pytorch_accel_lite.extending import Participant, ProcessLostError, Ranks, describe_frame, is_library_frame
-from pytorch_accel_lite.extensions.hang_watch.job_store import connect_to_store
 from pytorch_accel_lite.extensions.hang_watch.job_watch import JobWatch
+from pytorch_accel_lite.extensions.hang_watch.process_groups import connect_to_store
 
 _VARIABLE = "PT_ACC_HANG_SECONDS"
 _SECONDS = 40.0  # seconds of waiting before the first report

@@ -1,4 +1,4 @@
-"""Texts that all processes of a job share, and the time limits of its collectives."""
+"""The process groups of a job: a connection to their store of texts, and their time limits."""
 
 from __future__ import annotations
 
