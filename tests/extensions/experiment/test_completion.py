@@ -70,8 +70,8 @@ def completions(script: Path, line: str) -> list[str]:
         ("find_lr digits.yaml --find_lr.num", ["--find_lr.num_steps"]),
         ("compare-seeds digits.yaml --me", ["--metric"]),
         ("completion z", ["zsh"]),
-        ("launch --proc", ["--processes"]),
-        ("launch --processes 2 digits.p", ["digits.py"]),
+        pytest.param("launch --proc", ["--processes"], marks=pytest.mark.extension("takeover")),
+        pytest.param("launch --processes 2 digits.p", ["digits.py"], marks=pytest.mark.extension("takeover")),
     ],
 )
 def test_a_tab_completes_what_can_be_known(scripts, line, expected):
