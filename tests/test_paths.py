@@ -18,7 +18,6 @@ from pytorch_accel_lite.callbacks import (
     ModelEmaCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
-    TrackerCallback,
 )
 from pytorch_accel_lite.checkpoint import verify_state
 from tests.tasks import listener, make_trainer, train
@@ -35,7 +34,7 @@ WRITERS: dict[str, tuple[Callable[[Any], Any], str, bool]] = {
     "profile": (lambda path: callbacks.ProfilerCallback(path), "output_dir", False),
     "reports": (lambda path: callbacks.NaNReportCallback(path), "directory", False),
     "wsd": (lambda path: callbacks.WSDCheckpointCallback(path), "save_dir", False),
-    "tracker": (lambda path: TrackerCallback(project_dir=path), "project_dir", False),
+    "tracker": (lambda path: callbacks.TrackerCallback(project_dir=path), "project_dir", False),
     "checkpoint": (lambda path: make_trainer().save_checkpoint(path), "save_path", True),
     "state": (lambda path: make_trainer().save_training_state(path), "output_dir", False),
     "loaded": (lambda path: make_trainer().load_checkpoint(path), "checkpoint_path", False),
@@ -45,7 +44,7 @@ WRITERS: dict[str, tuple[Callable[[Any], Any], str, bool]] = {
 
 def some(*names: str) -> Any:
     """Let a test try some of them, without those of an extension that has been deleted."""
-    owners = {"plot": "reports", "log": "reports", "reports": "nan_report"}
+    owners = {"plot": "reports", "log": "reports", "reports": "nan_report", "tracker": "trackers"}
     owners |= {"wsd": "wsd_checkpoints", "profile": "profiling", "predictions": "predictions", "read": "predictions"}
     marks = {name: pytest.mark.extension(owner) for name, owner in owners.items()}
     return pytest.mark.parametrize("name", [pytest.param(name, marks=marks.get(name, ())) for name in names])

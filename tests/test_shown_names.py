@@ -9,8 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from pytorch_accel_lite import callbacks
 from pytorch_accel_lite.base.text import as_cell, format_metric, from_cell, visible
-from pytorch_accel_lite.callbacks import LogMetricsCallback, MetricsFileCallback, ProgressTableCallback, TrackerCallback
+from pytorch_accel_lite.callbacks import LogMetricsCallback, MetricsFileCallback, ProgressTableCallback
 from tests.tasks import listener, make_trainer, train
 
 NAMES = ["cost_$x^{$", "=1+1", "a|b", "<b>&", "two\nlines", "\x1b[2J", "\udcff", "x" * 300]
@@ -22,8 +23,8 @@ def record(trainer: Any, **kwargs: Any) -> None:
     trainer.run_history.update_metric("note", "=cmd()\n\x1b[31m")
 
 
-def run(*callbacks: Any, epochs: int = 1) -> Any:
-    return train(make_trainer([listener(on_train_epoch_end=record), *callbacks]), epochs)
+def run(*others: Any, epochs: int = 1) -> Any:
+    return train(make_trainer([listener(on_train_epoch_end=record), *others]), epochs)
 
 
 @pytest.mark.extension("plots")
@@ -75,12 +76,13 @@ def test_texts_among_metrics_are_shown_in_a_line():
     assert format_metric("a\nb\x1b[0m é") == r"a\nb\x1b[0m é"
 
 
+@pytest.mark.extension("trackers")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its database
 def test_mlflow_gets_names_that_it_accepts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where it keeps files besides
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/runs.db")  # leaves nothing to other tests
-    tracker = TrackerCallback("mlflow", project_dir=tmp_path, config={"=a": 1, "_a": 2})
+    tracker = callbacks.TrackerCallback("mlflow", project_dir=tmp_path, config={"=a": 1, "_a": 2})
     run(tracker)
     logged = mlflow.get_run(tracker.run_id).data
     assert logged.metrics["cost__x___"] == 1
