@@ -27,6 +27,7 @@ from pytorch_accel_lite.base.text import (
     add_note,
     align,
     as_number_or_text,
+    as_plain,
     did_you_mean,
     format_duration,
     to_number,
@@ -38,7 +39,6 @@ from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_positive_number, optional
 from pytorch_accel_lite.callbacks.metrics import default_transform
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
-from pytorch_accel_lite.callbacks.step_logging import StepLogger
 from pytorch_accel_lite.checkpoint.background import BackgroundWriter
 from pytorch_accel_lite.checkpoint.capturing import check_states_are_possible, refuse_engines, refuse_fsdp1
 from pytorch_accel_lite.checkpoint.files import FROZEN, load_plain, write_bytes
@@ -83,7 +83,7 @@ __all__ = [
     # Arguments of events, and values in states.
     "BatchData", "BatchOutput", "Count", "Failure", "Index", "JsonObject", "MetricValue", "Phase", "StateDict", "Tree",
     # Runs: what is due, recorded, listened to, shown.
-    "CountedRun", "ExpectedMetrics", "Interval", "ModelEmaCallback", "NewMetrics", "Ranks", "StepLogger", "TimeBudget",
+    "CountedRun", "ExpectedMetrics", "Interval", "ModelEmaCallback", "NewMetrics", "Ranks", "TimeBudget",
     "describe_fractions", "parse_interval", "set_listening", "sync_ddp_buffers",
     # Checks of arguments.
     "add_note", "check_choice", "check_positive_number", "did_you_mean", "is_not_there", "optional",
@@ -102,6 +102,6 @@ __all__ = [
     "without_compile", "write_bytes",
     # Terminals and notebooks.
     "Bar", "HeldOutput", "NotebookBar", "NotebookOutput", "Picture", "TerminalBar", "align", "as_number_or_text",
-    "as_picture", "format_duration", "html_table", "in_notebook", "is_terminal", "short", "to_number", "visible",
-    "wrapped",
+    "as_picture", "as_plain", "format_duration", "html_table", "in_notebook", "is_terminal", "short", "to_number",
+    "visible", "wrapped",
 ]  # fmt: skip

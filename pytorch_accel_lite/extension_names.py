@@ -19,6 +19,7 @@ OFFERED = {
     "idle_gpus": ("utils.use_idle_gpus",),
     "logical": ("Trainer.logical",),
     "memory_estimate": ("Trainer.estimate_memory",),
+    "metrics_file": ("callbacks.MetricsFileCallback",),
     "mixtures": ("callbacks.MixtureScheduleCallback", "data.Mixture", "data.MixtureSampler", "data.MixtureStream"),
     "model_summary": ("Trainer.summary", "callbacks.ModelSummaryCallback"),
     "momentum_teacher": ("callbacks.MomentumTeacherCallback",),
@@ -59,6 +60,7 @@ OFFERED = {
         "callbacks.ShowOutputsCallback",
     ),
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
+    "step_logging": (),  # rows of loggers
     "sync_batch_norm": ("callbacks.ConvertSyncBatchNormCallback",),
     "takeover": (),  # the command launch
     "throughput": ("callbacks.ThroughputCallback",),
@@ -71,7 +73,13 @@ OFFERED = {
 #: The extensions that have arguments of a trainer.
 ARGUMENTS = {"logical_processes": "logical"}
 #: The extensions that another one needs: it uses their public names, and is deleted with them.
-NEEDED = {"experiment": ("plots", "predictions", "worst_samples"), "reports": ("plots",), "takeover": ("logical",)}
+NEEDED = {
+    "experiment": ("metrics_file", "plots", "predictions", "worst_samples"),
+    "metrics_file": ("step_logging",),
+    "reports": ("plots",),
+    "takeover": ("logical",),
+    "trackers": ("step_logging",),
+}
 
 
 def missing(name: str, prefix: str = "") -> Exception:

@@ -14,10 +14,9 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset
 from torchmetrics import MeanSquaredError
 
-from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
+from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, callbacks
 from pytorch_accel_lite.callbacks import (
     MetricsCallback,
-    MetricsFileCallback,
     SaveTrainingStateCallback,
     SkipFailedBatchesCallback,
     StepBasedEvaluationCallback,
@@ -312,13 +311,14 @@ def test_a_skipped_batch_fires_its_event_in_place_of_its_end():
     assert seen == [0, 1, (2, 0, ValueError), 3, 4]
 
 
+@pytest.mark.extension("metrics_file")
 def test_an_update_whose_last_batch_was_skipped_is_logged(tmp_path):
-    callbacks = [
+    listed = [
         SkipFailedBatchesCallback(),
-        MetricsFileCallback(tmp_path / "m.jsonl", every_n_updates=1),
+        callbacks.MetricsFileCallback(tmp_path / "m.jsonl", every_n_updates=1),
         StepBasedEvaluationCallback(1),
     ]
-    trainer = make_trainer(callbacks)
+    trainer = make_trainer(listed)
     arguments = {"train_dataloader_kwargs": {"num_workers": 0, "shuffle": False}, "gradient_accumulation_steps": 2}
     train(trainer, train_dataset=Broken(16, broken=3), eval_dataset=make_data(), **arguments)
     rows = [json.loads(line) for line in (tmp_path / "m_updates.jsonl").read_text().splitlines()]

@@ -22,10 +22,10 @@ from pytorch_accel_lite import (
     StopTrainingError,
     Trainer,
     TrainerCallback,
+    callbacks,
 )
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
-    MetricsFileCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
     SkipFailedBatchesCallback,
@@ -485,8 +485,12 @@ def test_histories_as_the_ancestors_users_wrote_them_can_be_used(here):
     trainer = train(make_trainer(run_history=Own()), epochs=2, eval_dataset=True)
     trainer.evaluate(make_data())
     assert len(trainer.run_history.get_metric_values("train_loss_epoch")) == 2
+
+
+@pytest.mark.extension("metrics_file")
+def test_a_file_of_metrics_needs_a_history_with_rows(here):
     with pytest.raises(TypeError, match=r"needs a run history with rows\(\), which Own lacks. Derive it from"):
-        train(make_trainer([MetricsFileCallback], run_history=Own()))
+        train(make_trainer([callbacks.MetricsFileCallback], run_history=Own()))
 
 
 def test_a_run_with_an_unsaved_history_resumes_at_the_next_epoch(here):

@@ -11,7 +11,7 @@ import pytest
 
 from pytorch_accel_lite import callbacks
 from pytorch_accel_lite.base.text import as_cell, format_metric, from_cell, visible
-from pytorch_accel_lite.callbacks import LogMetricsCallback, MetricsFileCallback, ProgressTableCallback
+from pytorch_accel_lite.callbacks import LogMetricsCallback, ProgressTableCallback
 from tests.tasks import listener, make_trainer, train
 
 NAMES = ["cost_$x^{$", "=1+1", "a|b", "<b>&", "two\nlines", "\x1b[2J", "\udcff", "x" * 300]
@@ -44,8 +44,9 @@ def test_any_name_is_printed_in_a_line(capsys, callback):
     assert not [line for line in said.splitlines() if line.startswith("lines")]
 
 
+@pytest.mark.extension("metrics_file")
 def test_a_table_of_numbers_holds_no_formulas(tmp_path):
-    run(MetricsFileCallback(tmp_path / "metrics.csv"), MetricsFileCallback(tmp_path / "metrics.jsonl"), epochs=2)
+    run(*(callbacks.MetricsFileCallback(tmp_path / f"metrics.{suffix}") for suffix in ("csv", "jsonl")), epochs=2)
     head, *rows = csv.reader((tmp_path / "metrics.csv").read_text().splitlines())
     assert head[2:] == ["cost_$x^{$", "'=1+1", *map(visible, NAMES[2:]), "note"]
     assert [row[-1] for row in rows] == [r"'=cmd()\n\x1b[31m"] * 2
@@ -55,11 +56,12 @@ def test_a_table_of_numbers_holds_no_formulas(tmp_path):
     assert list(exact[0])[2:] == [*NAMES, "note"]
 
 
+@pytest.mark.extension("metrics_file")
 def test_new_columns_keep_those_that_look_like_formulas(tmp_path):
     def add(trainer: Any, **kwargs: Any) -> None:
         trainer.run_history.update_metric(["=a", "-b"][trainer.progress.epoch - 1], -1.5)
 
-    train(make_trainer([listener(on_train_epoch_end=add), MetricsFileCallback(tmp_path / "m.csv")]), 2)
+    train(make_trainer([listener(on_train_epoch_end=add), callbacks.MetricsFileCallback(tmp_path / "m.csv")]), 2)
     head, *rows = csv.reader((tmp_path / "m.csv").read_text().splitlines())
     assert head[2:] == ["'=a", "'-b"]
     assert [row[2:] for row in rows] == [["-1.5", ""], ["", "-1.5"]]

@@ -13,12 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from pytorch_accel_lite import NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback, callbacks
-from pytorch_accel_lite.callbacks import (
-    MetricsFileCallback,
-    SaveTrainingStateCallback,
-    TerminateOnNaNCallback,
-    TimeLimitCallback,
-)
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, TerminateOnNaNCallback, TimeLimitCallback
 from tests.cases import NaNOnOneRank, StopsAt, nan_on_one_rank
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, shared_folder
@@ -133,7 +128,7 @@ def test_a_stop_in_an_event_leaves_no_rank_waiting_for_another(ranks):
 def nan_with_logger() -> Any:
     """All ranks end together: the rows until then are written."""
     with shared_folder() as folder:
-        log = MetricsFileCallback(folder / "m.jsonl", every_n_updates=1)
+        log = callbacks.MetricsFileCallback(folder / "m.jsonl", every_n_updates=1)
         model = small_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         trainer = NaNOnOneRank(model, nn.MSELoss(), optimizer, callbacks=[TerminateOnNaNCallback, log])
@@ -145,6 +140,7 @@ def nan_with_logger() -> Any:
     return [json.loads(row)["update"] for row in rows], trainer.progress.update
 
 
+@pytest.mark.extension("metrics_file")
 @two_are_enough
 def test_rows_are_written_until_all_ranks_end_together(ranks):
     for updates, made in ranks(nan_with_logger):
@@ -154,7 +150,7 @@ def test_rows_are_written_until_all_ranks_end_together(ranks):
 def error_with_logger() -> Any:
     """Nobody knows that the other ranks fail too: what was averaged with them is written."""
     with shared_folder() as folder:
-        log, model = MetricsFileCallback(folder / "m.jsonl", every_n_updates=1), small_model()
+        log, model = callbacks.MetricsFileCallback(folder / "m.jsonl", every_n_updates=1), small_model()
         trainer = Fails(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), callbacks=[log])
         with suppress(ValueError):
             trainer.train(regression_data(64), num_epochs=1, per_device_batch_size=2)
@@ -164,6 +160,7 @@ def error_with_logger() -> Any:
     return [json.loads(row)["update"] for row in rows]
 
 
+@pytest.mark.extension("metrics_file")
 @two_are_enough
 def test_rows_are_written_until_an_error_that_all_ranks_have(ranks):
     assert all(updates == [1, 2, 3] for updates in ranks(error_with_logger))

@@ -10,7 +10,6 @@ from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
 from pytorch_accel_lite.callbacks.failures import SkipFailedBatchesCallback
 from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback, LimitEvalStepsCallback
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback
-from pytorch_accel_lite.callbacks.metrics_file import MetricsFileCallback
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
 from pytorch_accel_lite.callbacks.monitoring import (
     DeviceMemoryCallback,
@@ -31,6 +30,7 @@ from pytorch_accel_lite.extensions import slurm as slurm  # adds to JOB_QUEUES
 from pytorch_accel_lite.extensions.energy import EnergyCallback
 from pytorch_accel_lite.extensions.gradient_spikes import GradientSpikeCallback
 from pytorch_accel_lite.extensions.hang_watch import HangWatchCallback
+from pytorch_accel_lite.extensions.metrics_file import MetricsFileCallback
 from pytorch_accel_lite.extensions.mixtures.mixture_schedule import MixtureScheduleCallback
 from pytorch_accel_lite.extensions.model_summary import ModelSummaryCallback
 from pytorch_accel_lite.extensions.momentum_teacher import MomentumTeacherCallback

@@ -11,7 +11,6 @@ from pytorch_accel_lite import TrainerCallback, callbacks
 from pytorch_accel_lite.callbacks import (
     GradientNormCallback,
     LearningRateMonitorCallback,
-    MetricsFileCallback,
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
 )
@@ -34,7 +33,10 @@ def loggers(folder: Path, mlflow: bool = True) -> list[Any]:
     trackers = [callbacks.TrackerCallback("tensorboard", "run", board, every_n_updates=2, config={"mine": 3})]
     if mlflow:
         trackers.append(callbacks.TrackerCallback("mlflow", every_n_updates=1))
-    files = MetricsFileCallback(folder / "metrics.jsonl", 1), MetricsFileCallback(folder / "metrics.csv", 3)
+    files = [
+        callbacks.MetricsFileCallback(folder / "metrics.jsonl", 1),
+        callbacks.MetricsFileCallback(folder / "metrics.csv", 3),
+    ]
     return [*files, *trackers, callbacks.RunLogCallback(folder / "log", {"mine": 3})]
 
 

@@ -20,11 +20,11 @@ from pytorch_accel_lite.extending_callbacks import (
     NewMetrics,
     Picture,
     StateDict,
-    StepLogger,
     as_number_or_text,
     did_you_mean,
     parse_location,
 )
+from pytorch_accel_lite.extensions.step_logging import StepLogger
 from pytorch_accel_lite.utils import import_extra
 
 _NO_PICTURES: Mapping[str, Picture] = MappingProxyType({})

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import threading
 import time
 from collections import Counter
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from pytorch_accel_lite import callbacks
-from pytorch_accel_lite.callbacks import MetricsFileCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
+from pytorch_accel_lite.extensions.step_logging import StepLogger
 from tests.launching import PATIENCE, SOAK, EarlyFork, some_of
 from tests.logs import csv_rows, json_rows, scalars
 from tests.scripts.logged import EPOCHS, UPDATES, run, run_with_mlflow
-from tests.tasks import listener, make_data, make_trainer, train
+from tests.tasks import listener, make_trainer, train
+
+#: Has every logger.
+OF_THE_SCRIPT = pytest.mark.extension("metrics_file", "reports", "trackers")
+
+
+class Rows(StepLogger):
+    """Keeps its rows."""
+
+    def __init__(self, every_n_updates: int = 1) -> None:
+        super().__init__(every_n_updates)
+        self.rows: list[dict[str, Any]] = []
+
+    def write_row(self, update: int, epoch: int, values: dict[str, float]) -> None:
+        self.rows.append({"update": update, "epoch": epoch, **values})
 
 
 def mlflow_metrics(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -58,7 +70,7 @@ def uninterrupted(tmp_path_factory):
     return folder
 
 
-@pytest.mark.extension("reports", "trackers")
+@OF_THE_SCRIPT
 def test_every_logger_has_every_row_once(uninterrupted):
     logged = whole(uninterrupted)
     assert [row["epoch"] for row in logged["epochs"]] == [1, 2, 3]
@@ -85,7 +97,7 @@ def test_every_logger_has_every_row_once(uninterrupted):
     assert params.read_text() == "3"
 
 
-@pytest.mark.extension("reports", "trackers")
+@OF_THE_SCRIPT
 def test_the_losses_of_rows_are_means_since_the_row_before(uninterrupted):
     logged = whole(uninterrupted)
     losses = [row["loss"] for row in logged["updates"]]
@@ -99,7 +111,7 @@ def test_the_losses_of_rows_are_means_since_the_row_before(uninterrupted):
 @pytest.mark.soak
 @pytest.mark.programs
 @pytest.mark.parametrize("saver_first", some_of([False, True]))
-@pytest.mark.extension("reports", "trackers")
+@OF_THE_SCRIPT
 def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, saver_first):
     """SIGKILL at random times after a start; ``make soak`` for more of them."""
     kills, wanted, chance = 0, 20 if SOAK else 3, random.Random(5)
@@ -132,7 +144,7 @@ def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, sav
 
 
 @pytest.mark.processes
-@pytest.mark.extension("reports", "trackers")
+@OF_THE_SCRIPT
 def test_of_two_processes_one_writes_the_numbers_of_both(tmp_path, uninterrupted, job):
     assert job(2).run(run_with_mlflow, tmp_path) == [2, 2]
     logged, expected = whole(tmp_path), whole(uninterrupted)
@@ -143,105 +155,49 @@ def test_of_two_processes_one_writes_the_numbers_of_both(tmp_path, uninterrupted
     assert len(logged["mlflow"]["loss"]) == UPDATES
 
 
-# ---------------------------------------------------------------------------------------- metrics files
+# ------------------------------------------------------------------------------------------------- rows
 
 
-def test_what_json_and_csv_cannot_hold_is_written_as_text(tmp_path):
-    odd = {"nan": math.nan, "inf": -math.inf, "words": "two words", "list": [1, 2]}
-
-    def record(trainer: Any) -> None:
-        for name, value in odd.items():
-            trainer.run_history.update_metric(name, value)
-
-    files = [MetricsFileCallback(tmp_path / name) for name in ("m.jsonl", "m.csv")]
-    train(make_trainer([listener(on_train_epoch_end=record), *files]))
-    expected = {"nan": "NaN", "inf": "-Infinity", "words": "two words", "list": "[1, 2]"}
-    assert json_rows(tmp_path / "m.jsonl")[0].items() >= expected.items()
-    assert csv_rows(tmp_path / "m.csv")[0].items() >= expected.items()
-
-
-def with_step_metrics(path: Path, **metrics: Any) -> list[dict[str, Any]]:
+def with_step_metrics(**metrics: Any) -> list[dict[str, Any]]:
     """The rows of a run in which these step metrics were put."""
-    put = listener(on_optimizer_step_end=lambda t: t.step_metrics.update(metrics))
-    train(make_trainer([put, MetricsFileCallback(path / "m.jsonl", 1)]))
-    return json_rows(path / "m_updates.jsonl")
+    put, logger = listener(on_optimizer_step_end=lambda t: t.step_metrics.update(metrics)), Rows()
+    train(make_trainer([put, logger]))
+    return logger.rows
 
 
-def test_step_metrics_may_have_any_name_but_that_of_a_column(tmp_path):
-    losses = [row["loss"] for row in with_step_metrics(tmp_path)]
-    rows = with_step_metrics(tmp_path, total=3.0, count=torch.tensor([7.0]))
+def test_step_metrics_may_have_any_name_but_that_of_a_column():
+    losses = [row["loss"] for row in with_step_metrics()]
+    rows = with_step_metrics(total=3.0, count=torch.tensor([7.0]))
     assert [row["loss"] for row in rows] == losses
     assert [(row["total"], row["count"]) for row in rows] == [(3.0, 7.0)] * 3
     for name in ("loss", "update", "epoch"):
         with pytest.raises(ValueError, match=rf"step_metrics\['{name}'\] uses a reserved name"):
-            with_step_metrics(tmp_path, **{name: 1.0})
+            with_step_metrics(**{name: 1.0})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [2, 4, 7])
 def test_a_row_has_the_mean_of_all_updates_since_the_last_row(tmp_path, every):
-    def rows(name: str, **kwargs: Any) -> list[dict[str, Any]]:
-        files = [MetricsFileCallback(tmp_path / f"{name}{n}.jsonl", every_n_updates=n) for n in (1, every)]
-        saving = SaveTrainingStateCallback(tmp_path / f"{name} states", save_every_n_steps=1)
-        train(make_trainer([*files, saving], seed=0), epochs=3, size=10, **kwargs)
-        return json_rows(tmp_path / f"{name}{every}_updates.jsonl")
+    def rows(**kwargs: Any) -> list[list[dict[str, Any]]]:
+        loggers = [Rows(), Rows(every)]
+        saving = SaveTrainingStateCallback(tmp_path, save_every_n_steps=1)
+        train(make_trainer([*loggers, saving], seed=0), epochs=3, size=10, **kwargs)
+        return [logger.rows for logger in loggers]
 
-    found = rows("")
-    losses = [row["loss"] for row in json_rows(tmp_path / "1_updates.jsonl")]
+    each, found = rows()
+    losses = [row["loss"] for row in each]
     assert len(losses) == 15
     means = [sum(losses[end - every : end]) / every for end in range(every, 16, every)]
     assert [row["loss"] for row in found] == pytest.approx(means)
     for update in (5, 6):
-        assert rows("", resume_from=tmp_path / " states" / f"update-{update:09d}") == found
+        resumed = rows(resume_from=tmp_path / f"update-{update:09d}")
+        assert resumed == [[row for row in whole if row["update"] > update] for whole in (each, found)]
 
 
 @pytest.mark.parametrize("value", [None, "x", [1.0], torch.ones(2), torch.ones(2, device="meta")])
-def test_a_step_metric_that_is_no_number_is_named(tmp_path, value):
+def test_a_step_metric_that_is_no_number_is_named(value):
     with pytest.raises(TypeError, match=r"step_metrics\['mine'\]=.* must be a number"):
-        with_step_metrics(tmp_path, mine=value)
-
-
-def test_a_metric_called_epoch_is_left_out_of_tables_and_files(tmp_path):
-    record = listener(on_train_epoch_end=lambda trainer, **_: trainer.run_history.update_metric("epoch", 0.5))
-    trainer = make_trainer([record, MetricsFileCallback(tmp_path / "m.jsonl")])
-    with pytest.warns(UserWarning, match="The metric 'epoch' is left out"):
-        train(trainer, 2)
-    assert trainer.run_history.get_metric_values("epoch") == [0.5, 0.5]
-    assert [json.loads(line)["epoch"] for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [1, 2]
-    assert [row["epoch"] for row in trainer.run_history.rows()] == [1, 2]
-    assert list(trainer.run_history.to_dataframe().index) == [1, 2]
-
-
-@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
-def test_a_row_is_appended_and_the_file_has_the_whole_history(tmp_path, suffix):
-    path = tmp_path / f"m.{suffix}"
-    files: list[int] = []
-
-    def change(trainer: Any) -> None:
-        if trainer.progress.epoch == 3:
-            trainer.evaluate(make_data())  # writes a row, to which the epoch then adds
-
-    def look(trainer: Any) -> None:
-        files.append(path.stat().st_ino)
-        read = csv_rows(path) if suffix == "csv" else json_rows(path)
-        written = [{name: str(value) for name, value in row.items() if value != ""} for row in read]
-        assert written == [{name: str(v) for name, v in row.items()} for row in trainer.run_history.rows()]
-
-    callbacks = [listener(on_train_epoch_end=change), MetricsFileCallback(path), listener(on_epoch_checkpoint=look)]
-    train(make_trainer(callbacks), epochs=5, eval_dataset=True)
-    first, _, *later = [file != before for before, file in pairwise(files)]
-    assert not any([first, *later])
-
-
-def test_columns_may_come_later(tmp_path):
-    def measure(trainer: Any) -> None:
-        if trainer.progress.update >= 1:
-            trainer.step_metrics["late"] = trainer.progress.update
-
-    files = [MetricsFileCallback(tmp_path / name, 1) for name in ("m.jsonl", "m.csv")]
-    train(make_trainer([listener(on_optimizer_step_start=measure), *files]), epochs=2, eval_dataset=True)
-    assert [row["late"] for row in csv_rows(tmp_path / "m_updates.csv")] == ["", "1.0", "2.0", "3.0", "4.0", "5.0"]
-    assert [row.get("late") for row in json_rows(tmp_path / "m_updates.jsonl")] == [None, 1.0, 2.0, 3.0, 4.0, 5.0]
+        with_step_metrics(mine=value)
 
 
 def test_rows_begin_where_a_run_is_resumed_that_had_none(tmp_path):
@@ -250,34 +206,20 @@ def test_rows_begin_where_a_run_is_resumed_that_had_none(tmp_path):
         train(make_trainer([saving, *callbacks], seed=0), epochs=2, **kwargs)
 
     run()
-    state = tmp_path / "states" / "update-000000002"
-    with pytest.warns(UserWarning, match="nothing for the callback 'MetricsFileCallback'"):
-        run(MetricsFileCallback(tmp_path / "m.csv", every_n_updates=1), resume_from=state)
-    assert [row["update"] for row in csv_rows(tmp_path / "m_updates.csv")] == ["3", "4", "5", "6"]
-
-
-def test_an_evaluation_after_the_run_is_in_its_last_epochs_row(tmp_path):
-    trainer = train(make_trainer([MetricsFileCallback(tmp_path / "m.jsonl")]), epochs=2)
-    loss = trainer.evaluate(make_data())["evaluation_loss"]
-    rows = json_rows(tmp_path / "m.jsonl")
-    assert [row.get("evaluation_loss") for row in rows] == [None, loss]
-
-
-def test_an_evaluation_alone_leaves_the_file_of_an_earlier_run(tmp_path):
-    train(make_trainer([MetricsFileCallback(tmp_path / "m.jsonl")]))
-    before = (tmp_path / "m.jsonl").read_text()
-    make_trainer([MetricsFileCallback(tmp_path / "m.jsonl")]).evaluate(make_data())
-    assert (tmp_path / "m.jsonl").read_text() == before
+    state, logger = tmp_path / "states" / "update-000000002", Rows()
+    with pytest.warns(UserWarning, match="nothing for the callback 'Rows'"):
+        run(logger, resume_from=state)
+    assert [row["update"] for row in logger.rows] == [3, 4, 5, 6]
 
 
 # ---------------------------------------------------------------------------------------- rows in the background
 
 
-class Slow(MetricsFileCallback):
+class Slow(StepLogger):
     """A logger whose disk does not answer until it may, and then perhaps with an error."""
 
-    def __init__(self, path: Path, error: BaseException | None = None) -> None:
-        super().__init__(path / "m.jsonl", every_n_updates=1)
+    def __init__(self, error: BaseException | None = None) -> None:
+        super().__init__(every_n_updates=1)
         self.error = error
         self.may_answer = threading.Event()
         self.updates: list[int] = []
@@ -289,8 +231,8 @@ class Slow(MetricsFileCallback):
             raise self.error
 
 
-def test_no_step_waits_for_a_logger(tmp_path):
-    slow = Slow(tmp_path)
+def test_no_step_waits_for_a_logger():
+    slow = Slow()
 
     def look(trainer: Any) -> None:
         if trainer.progress.epoch == 2:  # the first epoch is over, and nothing has been logged
@@ -302,15 +244,15 @@ def test_no_step_waits_for_a_logger(tmp_path):
 
 
 @pytest.mark.parametrize("error", [ConnectionError("the server has gone"), SystemExit("quota exceeded")])
-def test_what_a_logger_fails_with_ends_the_run(tmp_path, error):
-    slow = Slow(tmp_path, error)
+def test_what_a_logger_fails_with_ends_the_run(error):
+    slow = Slow(error)
     slow.may_answer.set()
     with pytest.raises(type(error), match=str(error)):
         train(make_trainer([slow]), epochs=2)
 
 
 def test_a_state_waits_for_the_rows_before_it(tmp_path):
-    slow = Slow(tmp_path)
+    slow = Slow()
     seen: list[list[int]] = []
 
     def save(trainer: Any, **kwargs: Any) -> None:
@@ -324,7 +266,7 @@ def test_a_state_waits_for_the_rows_before_it(tmp_path):
 
 def test_no_state_is_saved_without_its_rows(tmp_path):
     """Also where states that cannot be written are passed over."""
-    slow = Slow(tmp_path, OSError(28, "No space left on device"))
+    slow = Slow(OSError(28, "No space left on device"))
     slow.may_answer.set()
     saver = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1, continue_on_error=True)
     with pytest.raises(RuntimeError, match=r"Slow could not write its rows: .*No space left"):
@@ -333,45 +275,18 @@ def test_no_state_is_saved_without_its_rows(tmp_path):
 
 
 @pytest.mark.parametrize("event", ["on_train_epoch_end", "on_training_run_end"])
-def test_all_rows_are_written_when_another_callback_fails(tmp_path, event):
+def test_all_rows_are_written_when_another_callback_fails(event):
     def fail(trainer: Any) -> None:
         threading.Timer(0.2, slow.may_answer.set).start()
         raise ValueError("enough of this")
 
-    slow = Slow(tmp_path)
+    slow = Slow()
     with pytest.raises(ValueError, match=r"^enough of this"):
         train(make_trainer([listener(**{event: fail}), slow]))
     assert slow.updates == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: MetricsFileCallback(every_n_updates=0), ValueError, "every_n_updates=0 must be at least 1"),
-        (lambda: MetricsFileCallback("metrics.txt"), ValueError, r"path='metrics.txt' must end in .jsonl"),
-    ],
-)
-def test_metrics_files_refuse_bad_arguments(make, error, message):
-    with pytest.raises(error, match=message):
-        make()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda folder: MetricsFileCallback(folder / "metrics.jsonl"),
-        pytest.param(lambda folder: callbacks.RunLogCallback(folder), marks=pytest.mark.extension("reports")),
-    ],
-)
-def test_an_unwritable_folder_is_an_error_before_training(make, tmp_path):
-    (tmp_path / "file").touch()
-    steps: list[int] = []
-    with pytest.raises((OSError, ValueError), match=r"(?i)not a (folder|directory)"):
-        train(make_trainer([make(tmp_path / "file"), listener(on_train_step_start=lambda t: steps.append(1))]))
-    assert not steps
-
-
-@pytest.mark.extension("reports", "trackers")
+@OF_THE_SCRIPT
 def test_the_script_makes_the_epochs_that_the_tests_count(tmp_path):
     trainer = run(tmp_path, mlflow=False)
     assert (trainer.progress.epochs_completed, trainer.progress.update) == (EPOCHS, UPDATES)

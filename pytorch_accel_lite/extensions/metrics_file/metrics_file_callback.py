@@ -8,14 +8,12 @@ import json
 import os
 from pathlib import Path
 
-from pytorch_accel_lite.base.paths import file_path
-from pytorch_accel_lite.base.text import as_cell, as_plain, from_cell
-from pytorch_accel_lite.callbacks.step_logging import StepLogger
-from pytorch_accel_lite.checkpoint.files import no_link, write_text
-from pytorch_accel_lite.run.history import MetricValue, RunHistory
-from pytorch_accel_lite.run.intervals import Interval
-from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.checkpoint import file_path, no_link, write_text
+from pytorch_accel_lite.extending import RunRequest, TrainerLike
+from pytorch_accel_lite.extending_callbacks import Interval, MetricValue, as_plain
+from pytorch_accel_lite.extensions.step_logging import StepLogger
+from pytorch_accel_lite.tracking import RunHistory
+from pytorch_accel_lite.utils import as_cell, from_cell
 
 Row = dict[str, MetricValue]
 
