@@ -10,18 +10,27 @@ from pytorch_accel_lite.base.inspection import nested_in
 from pytorch_accel_lite.base.modules import local_shard
 from pytorch_accel_lite.base.origins import is_overridden, warn_outside
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
+from pytorch_accel_lite.base.reachable import reachable_from
 from pytorch_accel_lite.base.reports import Report
 from pytorch_accel_lite.base.templates import Column, render
 from pytorch_accel_lite.base.text import describe_error, listed
 from pytorch_accel_lite.base.types import ChosenModules, JsonObject
 from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
-from pytorch_accel_lite.checkpoint.files import FENCES, check_is_shared, load_verified
+from pytorch_accel_lite.checkpoint.checksums import verify as verify_tensors
+from pytorch_accel_lite.checkpoint.files import FENCES, check_is_shared, load_verified, write_tensors
 from pytorch_accel_lite.checkpoint.locations import STORES, Store, read_state
 from pytorch_accel_lite.checkpoint.locks import lock_path
 from pytorch_accel_lite.checkpoint.manifest import catch_damage, manifest_text, read_manifest
+from pytorch_accel_lite.checkpoint.model_forms import (
+    ADAPTERS,
+    MODEL_FORMS,
+    ModelForm,
+    WriteModel,
+    is_of_peft,
+    is_of_timm,
+)
 from pytorch_accel_lite.checkpoint.model_writers import MODEL_WRITERS, ModelWriter, SavedModel
-from pytorch_accel_lite.checkpoint.pretrained import ADAPTERS, is_of_peft, is_of_timm
 from pytorch_accel_lite.checkpoint.shards import every_part_is_held
 from pytorch_accel_lite.checkpoint.store import StateStore
 from pytorch_accel_lite.checkpoint.training_state import CapturedState, read_model, read_verified, write_files
@@ -104,8 +113,8 @@ __all__ = [
     "TrainerCallback", "TrainerLike", "TrainingState", "WatchedMetric",
     # Seams.
     "DIVISIONS", "Division", "FENCES", "JOB_QUEUES", "JobQueue", "KINDS", "MEMORY_ADVICE", "MODEL_CHANGES",
-    "MODEL_WRITERS", "ModelWriter", "OTHER_LIBRARIES", "PLOTS", "Plots", "STEP_COMPILERS", "STORES", "StateStore",
-    "StepCompiler", "Store", "create_division", "replace_step",
+    "MODEL_FORMS", "MODEL_WRITERS", "ModelForm", "ModelWriter", "OTHER_LIBRARIES", "PLOTS", "Plots", "STEP_COMPILERS",
+    "STORES", "StateStore", "StepCompiler", "Store", "create_division", "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
     "RECOMPUTED", "SKIPPED_BATCHES", "ShardedStep", "as_returned", "as_weight", "backward", "merge_outputs",
@@ -119,8 +128,9 @@ __all__ = [
     # For stores, and for other files of several processes.
     "CapturedState", "JsonObject", "catch_damage", "check_is_shared", "load_verified", "lock_path", "manifest_text",
     "read_manifest", "read_model", "read_state", "read_verified", "write_files",
-    # For files beside a saved model.
-    "ADAPTERS", "LoadedWeights", "SavedModel", "is_of_peft", "is_of_timm",
+    # For saved models, and files beside them.
+    "ADAPTERS", "LoadedWeights", "SavedModel", "WriteModel", "is_of_peft", "is_of_timm", "reachable_from",
+    "verify_tensors", "write_tensors",
     # Trials.
     "OwnCallbacks", "Snapshot", "StepSnapshot", "Trial", "check_dataset", "faster_data", "inference_run",
     "is_out_of_memory", "loss_of", "preserving_attributes", "replaced", "shard_model", "split_into_parts",

@@ -51,6 +51,7 @@ OFFERED = {
         "callbacks.iterate_predictions",
         "callbacks.read_predictions",
     ),
+    "pretrained": (),  # save_model(directory) for models of transformers, PEFT, diffusers and timm
     "profiling": ("callbacks.ProfilerCallback", "callbacks.TimingCallback"),
     "ray": ("integrations.RayReportCallback",),
     "remote": (),  # states and models at URLs
