@@ -190,8 +190,7 @@ def test_a_row_has_the_mean_of_all_updates_since_the_last_row(tmp_path, every):
     means = [sum(losses[end - every : end]) / every for end in range(every, 16, every)]
     assert [row["loss"] for row in found] == pytest.approx(means)
     for update in (5, 6):
-        resumed = rows(resume_from=tmp_path / f"update-{update:09d}")
-        assert resumed == [[row for row in whole if row["update"] > update] for whole in (each, found)]
+        assert rows(resume_from=tmp_path / f"update-{update:09d}") == [each, found]  # states have the rows, too
 
 
 @pytest.mark.parametrize("value", [None, "x", [1.0], torch.ones(2), torch.ones(2, device="meta")])
