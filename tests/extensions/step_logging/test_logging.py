@@ -171,8 +171,9 @@ def test_step_metrics_may_have_any_name_but_that_of_a_column():
     assert [row["loss"] for row in rows] == losses
     assert [(row["total"], row["count"]) for row in rows] == [(3.0, 7.0)] * 3
     for name in ("loss", "update", "epoch"):
-        with pytest.raises(ValueError, match=rf"step_metrics\['{name}'\] uses a reserved name"):
+        with pytest.raises(ValueError, match=rf"step_metrics\['{name}'\] uses a reserved name") as caught:
             with_step_metrics(**{name: 1.0})
+        assert not [note for note in caught.value.__notes__ if note.startswith("In training")]  # it is not of a batch
 
 
 @pytest.mark.slow
