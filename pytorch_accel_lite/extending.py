@@ -50,7 +50,7 @@ from pytorch_accel_lite.data.loss_shapes import LossFunction, LossShapeError, sh
 from pytorch_accel_lite.data.shares import Shares, split
 from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, concatenate_if_possible, select_samples
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.distributed.exchange import ControlGroup
+from pytorch_accel_lite.distributed.exchange import ControlGroup, OtherCallError, ProcessLostError
 from pytorch_accel_lite.distributed.layout import mesh_infos, shard_dim
 from pytorch_accel_lite.distributed.positions import (
     MACHINERY,
@@ -64,8 +64,10 @@ from pytorch_accel_lite.distributed.shutdown import open_trainers
 from pytorch_accel_lite.distributed.watch import EXIT_CODE, end_process, is_about_lost_process
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
 from pytorch_accel_lite.loop.guards.arguments import check_dataset
+from pytorch_accel_lite.loop.guards.explanations import explain, list_samples
 from pytorch_accel_lite.loop.guards.held_memory import MEMORY_ADVICE
 from pytorch_accel_lite.loop.inference import inference_run, unwrapped_model
+from pytorch_accel_lite.loop.inference_steps import INFERENCE_STEPS
 from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
 from pytorch_accel_lite.loop.preparing import MODEL_CHANGES
 from pytorch_accel_lite.loop.sharded_models import shard_model
@@ -93,17 +95,16 @@ from pytorch_accel_lite.run.metric_panels import (
     is_monitor,
     panels_by_metric,
 )
-from pytorch_accel_lite.run.parts import LoadedWeights, TrainingState
+from pytorch_accel_lite.run.parts import SKIPPED, LoadedWeights, SkippedBatches, SkippedStep, TrainingState
 from pytorch_accel_lite.run.plots import PLOTS, Plots, plots_for
 from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import Run, Step, TrainerLike
+from pytorch_accel_lite.run.state import InferenceStep, Run, Step, TrainerLike
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
 from pytorch_accel_lite.run.window import GradientWindow, as_weight
 from pytorch_accel_lite.steps.choice import replace_step
 from pytorch_accel_lite.steps.closures import CLOSURE, RECOMPUTED
 from pytorch_accel_lite.steps.compiled import COMPILED, STEP_COMPILERS, StepCompiler
-from pytorch_accel_lite.steps.failed_batches import MICROBATCHES, SKIPPED_BATCHES
-from pytorch_accel_lite.steps.features import FP16, KINDS, Conflict, Feature
+from pytorch_accel_lite.steps.features import FP16, KINDS, MICROBATCHES, SKIPPED_BATCHES, Conflict, Feature
 from pytorch_accel_lite.steps.manual import MANUAL
 from pytorch_accel_lite.steps.sharded import ShardedStep
 
@@ -112,12 +113,15 @@ __all__ = [
     "NonFiniteLossError", "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError",
     "TrainerCallback", "TrainerLike", "TrainingState", "WatchedMetric",
     # Seams.
-    "DIVISIONS", "Division", "FENCES", "JOB_QUEUES", "JobQueue", "KINDS", "MEMORY_ADVICE", "MODEL_CHANGES",
-    "MODEL_FORMS", "MODEL_WRITERS", "ModelForm", "ModelWriter", "OTHER_LIBRARIES", "PLOTS", "Plots", "STEP_COMPILERS",
-    "STORES", "StateStore", "StepCompiler", "Store", "create_division", "replace_step",
+    "DIVISIONS", "Division", "FENCES", "INFERENCE_STEPS", "InferenceStep", "JOB_QUEUES", "JobQueue", "KINDS",
+    "MEMORY_ADVICE", "MODEL_CHANGES", "MODEL_FORMS", "MODEL_WRITERS", "ModelForm", "ModelWriter", "OTHER_LIBRARIES",
+    "PLOTS", "Plots", "STEP_COMPILERS", "STORES", "StateStore", "StepCompiler", "Store", "create_division",
+    "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
     "RECOMPUTED", "SKIPPED_BATCHES", "ShardedStep", "as_returned", "as_weight", "backward", "merge_outputs",
+    # Batches that fail.
+    "OtherCallError", "ProcessLostError", "SKIPPED", "SkippedBatches", "SkippedStep", "explain", "list_samples",
     # Steps that are divided into a fixed number of shares.
     "LossTracker", "LossTrackers", "Share", "Shares", "concatenate_if_possible", "deterministic_kernels", "mesh_infos",
     "shard_dim", "split",

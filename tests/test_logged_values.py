@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from pytorch_accel_lite import Trainer, TrainerCallback, callbacks
 from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.data import OwnShard
+from tests.cases import SPLITTING
 from tests.ranks import IN_ORDER, global_batch, rank, shared_folder
 from tests.tasks import listener, make_data, make_trainer, regression_data, small_model, train
 
@@ -133,7 +134,7 @@ class TimeFirst(Trainer):
 
 
 @pytest.mark.parametrize("event", [None, "on_train_step_start", "on_backward_end", "on_train_step_end"])
-@pytest.mark.parametrize("kwargs", [{}, {"auto_microbatch": True}, {"gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize("kwargs", [{}, SPLITTING, {"gradient_accumulation_steps": 2}])
 def test_logged_numbers_are_weighed_by_the_steps_batch_size(event, kwargs):
     def log(trainer, **_):
         trainer.log("same", trainer.current_run.batch.data[0].mean())
@@ -184,6 +185,7 @@ def test_numbers_of_all_kinds_are_logged(value):
     assert train(make_trainer([late])).run_history.get_latest_metric("train_x_epoch") == 1.0
 
 
+@pytest.mark.extension("failed_batches")
 def test_what_a_failed_step_has_logged_is_forgotten():
     class FailsOnce(Trainer):
         attempts = 0
@@ -310,6 +312,7 @@ def test_step_metrics_are_of_training_in_any_mode():
         assert trainer.step_metrics == {"trained": 1.0}
 
 
+@pytest.mark.extension("failed_batches")
 def test_numbers_of_a_batch_that_was_split_are_averaged():
     class Splits(Trainer):
         def calculate_train_batch_loss(self, batch):

@@ -28,7 +28,6 @@ from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
-    SkipFailedBatchesCallback,
     StepBasedEvaluationCallback,
 )
 from tests.cases import StopsAt
@@ -46,6 +45,7 @@ def raises(error: BaseException) -> Any:
 # -------------------------------------------------------------------------------------- how long a run is
 
 
+@pytest.mark.extension("failed_batches")
 def test_a_limit_of_updates_is_kept_when_batches_were_skipped():
     class Fails(Trainer):
         def calculate_train_batch_loss(self, batch):
@@ -53,7 +53,7 @@ def test_a_limit_of_updates_is_kept_when_batches_were_skipped():
                 raise ValueError("bad batch")
             return super().calculate_train_batch_loss(batch)
 
-    trainer = make_trainer([SkipFailedBatchesCallback()], trainer_class=Fails)
+    trainer = make_trainer([callbacks.SkipFailedBatchesCallback()], trainer_class=Fails)
     train(trainer, epochs=None, size=10, max_num_train_steps=10)
     assert trainer.progress.update == 10
     assert trainer.progress.epoch == 3

@@ -17,7 +17,18 @@ from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, TerminateOnN
 from tests.cases import NaNOnOneRank, StopsAt, nan_on_one_rank
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, shared_folder
-from tests.tasks import equal, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import (
+    equal,
+    listener,
+    make_data,
+    make_trainer,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    train,
+    warnings_of,
+    weights,
+)
 
 
 class Fails(Trainer):
@@ -233,3 +244,42 @@ def stop_before_others() -> Any:
 @two_are_enough
 def test_callbacks_after_a_stop_get_the_events_of_one_process(ranks):
     assert ranks(stop_before_others) == [stop_before_others()] * ranks.world_size
+
+
+# --------------------------------------------------------------------------------------- weights at the end
+
+
+class Sqrt(Trainer):
+    """The loss of the last batch is finite, and its gradients are not: those of a root at 0."""
+
+    def calculate_train_batch_loss(self, batch):
+        output = super().calculate_train_batch_loss(batch)
+        if self.progress.step == 2:
+            output["loss"] = (output["model_outputs"] * 0).abs().sqrt().mean()
+        return output
+
+
+@pytest.mark.parametrize("listed", [[], [TerminateOnNaNCallback]])
+def test_weights_that_the_last_update_made_nan_are_pointed_out(listed):
+    trainer = make_trainer(listed, trainer_class=Sqrt)
+    with pytest.warns(UserWarning, match="ended, after update 3, with weights that are infinite or NaN") as said:
+        train(trainer)
+    assert [each.filename for each in said] == [train.__code__.co_filename]
+    train(make_trainer(listed), epochs=2)
+
+
+def warnings_of_weights() -> list[str]:
+    """What a process says of weights that are NaN at the end, on the last process alone."""
+
+    def spoil(trainer: Trainer) -> None:
+        if trainer.ranks.rank == trainer.ranks.world_size - 1:
+            trainer.get_model()[0].weight.data.fill_(float("nan"))
+
+    return warnings_of(make_trainer([listener(on_training_run_end=spoil)]), make_data(8))
+
+
+def test_nan_weights_of_another_rank_are_told_by_the_first(two_ranks):
+    first, second = two_ranks(warnings_of_weights)
+    assert len(first) == 1
+    assert "with weights that are infinite or NaN" in first[0]
+    assert not second

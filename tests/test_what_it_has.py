@@ -42,7 +42,6 @@ from pytorch_accel_lite.callbacks import (
     ProgressBarCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
-    SkipFailedBatchesCallback,
     TerminateOnNaNCallback,
     get_default_callbacks,
 )
@@ -1650,10 +1649,11 @@ class Unreadable(torch.utils.data.Dataset[Any]):
 
 
 @row("a batch that fails is skipped in training", "callbacks are told what has failed", "an empty batch")
+@pytest.mark.extension("failed_batches")
 def test_a_batch_that_fails_is_skipped_if_asked():
     heard: list[Any] = []
     note = listener(on_train_batch_skipped=lambda trainer, failures, error, **kwargs: heard.append((failures, error)))
-    skips = [SkipFailedBatchesCallback(), note]
+    skips = [callbacks.SkipFailedBatchesCallback(), note]
     trainer = train(make_trainer(skips), train_dataset=Unreadable(), train_dataloader_kwargs=HERE)
     assert trainer.progress.update == 2
     assert len(heard) == 1

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from pytorch_accel_lite.base.validation import check_bool
 from pytorch_accel_lite.callbacks.advice import AdviceCallback
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
-from pytorch_accel_lite.callbacks.failures import SkipFailedBatchesCallback
 from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback, LimitEvalStepsCallback
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
@@ -28,6 +27,7 @@ from pytorch_accel_lite.callbacks.training_states import SaveTrainingStateCallba
 from pytorch_accel_lite.extension_names import missing
 from pytorch_accel_lite.extensions import slurm as slurm  # adds to JOB_QUEUES
 from pytorch_accel_lite.extensions.energy import EnergyCallback
+from pytorch_accel_lite.extensions.failed_batches import SkipFailedBatchesCallback
 from pytorch_accel_lite.extensions.gradient_spikes import GradientSpikeCallback
 from pytorch_accel_lite.extensions.hang_watch import HangWatchCallback
 from pytorch_accel_lite.extensions.metrics_file import MetricsFileCallback

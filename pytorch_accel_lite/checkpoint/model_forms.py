@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import safetensors.torch
 import torch
@@ -30,7 +30,7 @@ _LIBRARIES = {"diffusers", "peft", "timm", "transformers"}
 WriteModel: TypeAlias = Callable[[Mapping[str, torch.Tensor], Path], None]
 
 
-class ModelForm(Protocol):
+class ModelForm:
     """The form in which a library saves its models."""
 
     def writer_of(self, trainer: TrainerLike, model: nn.Module) -> WriteModel | None:
@@ -38,6 +38,7 @@ class ModelForm(Protocol):
 
         Called only on the first process.
         """
+        raise NotImplementedError
 
     def read(self, directory: Path, model: nn.Module) -> StateDict | None:
         """Return the content of a checkpoint from weights that only this form can read; ``None`` for all others."""
