@@ -237,9 +237,9 @@ def test_a_loss_changed_after_the_backward_pass_is_an_error(kind, event, adds):
         pass
 
     setattr(Adds, event, lambda self, trainer, batch_output, **kwargs: adds(trainer, batch_output))
-    _, _, create, settings, callbacks = STEPS[kind]
+    _, _, create, settings, others = STEPS[kind]
     model = create()
-    trainer = make_trainer([Adds(), *callbacks], model, STEPS[kind][0], **settings(model))
+    trainer = make_trainer([Adds(), *(make() for make in others)], model, STEPS[kind][0], **settings(model))
     if (adds, kind) == (change_in_place, "logical") or (event, kind) == ("on_backward_end", "guarded"):
         pytest.skip("its losses have no graph, or the batch is skipped")
     with pytest.raises(RuntimeError, match=rf"Adds\.{event} changes batch_output\['loss'\].*Change it in on_backward_"):
