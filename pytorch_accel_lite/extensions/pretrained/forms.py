@@ -30,13 +30,13 @@ class TransformersForm(ModelForm):
     """The form of ``save_pretrained`` of transformers, with the tokenizer of the training."""
 
     def writer_of(self, trainer: TrainerLike, model: nn.Module) -> WriteModel | None:
-        """Return ``None`` for a model that is sharded by transformers: all processes must save it.
+        """Return a function that writes the model and its tokenizer.
 
-        Nor are adapters that transformers has added saved in this form, which would have nothing else.
+        ``None`` also for models to which transformers has added adapters, as it would save these alone, and for models
+        that it has sharded, which all processes must save.
         """
-        is_sharded = getattr(getattr(model, "config", None), "distributed_config", None) or getattr(
-            model, "_tp_size", None
-        )
+        config = getattr(model, "config", None)
+        is_sharded = getattr(config, "distributed_config", None) or getattr(model, "_tp_size", None)
         has_own_adapters = getattr(model, "_hf_peft_config_loaded", False)
         is_whole = _is_a(model, "transformers", "PreTrainedModel") and not has_own_adapters and not is_sharded
         return partial(_save_pretrained, trainer, model) if is_whole else None
