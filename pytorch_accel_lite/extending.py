@@ -50,18 +50,22 @@ from pytorch_accel_lite.data.loss_shapes import LossFunction, LossShapeError, sh
 from pytorch_accel_lite.data.shares import Shares, split
 from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, concatenate_if_possible, select_samples
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.distributed.exchange import ControlGroup, OtherCallError, ProcessLostError
+from pytorch_accel_lite.distributed.exchange import ControlGroup, OtherCallError
 from pytorch_accel_lite.distributed.layout import mesh_infos, shard_dim
+from pytorch_accel_lite.distributed.lost_processes import ProcessLostError, is_about_lost_process
+from pytorch_accel_lite.distributed.observers import OBSERVERS, JobObserver
+from pytorch_accel_lite.distributed.participant import Participant
 from pytorch_accel_lite.distributed.positions import (
     MACHINERY,
+    Stack,
+    describe_call,
+    describe_frame,
     innermost_function,
-    is_waiting,
-    stack_of,
-    waits_for_others,
+    is_in_backward,
+    is_library_frame,
 )
-from pytorch_accel_lite.distributed.ranks import GroupTimeouts, connect_to_store, use_ranks
+from pytorch_accel_lite.distributed.ranks import set_timeout, timeout_of, use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
-from pytorch_accel_lite.distributed.watch import EXIT_CODE, end_process, is_about_lost_process
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
 from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.guards.explanations import explain, list_samples
@@ -113,10 +117,10 @@ __all__ = [
     "NonFiniteLossError", "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError",
     "TrainerCallback", "TrainerLike", "TrainingState", "WatchedMetric",
     # Seams.
-    "DIVISIONS", "Division", "FENCES", "INFERENCE_STEPS", "InferenceStep", "JOB_QUEUES", "JobQueue", "KINDS",
-    "MEMORY_ADVICE", "MODEL_CHANGES", "MODEL_FORMS", "MODEL_WRITERS", "ModelForm", "ModelWriter", "OTHER_LIBRARIES",
-    "PLOTS", "Plots", "STEP_COMPILERS", "STORES", "StateStore", "StepCompiler", "Store", "create_division",
-    "replace_step",
+    "DIVISIONS", "Division", "FENCES", "INFERENCE_STEPS", "InferenceStep", "JOB_QUEUES", "JobObserver", "JobQueue",
+    "KINDS", "MEMORY_ADVICE", "MODEL_CHANGES", "MODEL_FORMS", "MODEL_WRITERS", "ModelForm", "ModelWriter", "OBSERVERS",
+    "OTHER_LIBRARIES", "PLOTS", "Plots", "STEP_COMPILERS", "STORES", "StateStore", "StepCompiler", "Store",
+    "create_division", "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
     "RECOMPUTED", "SKIPPED_BATCHES", "ShardedStep", "as_returned", "as_weight", "backward", "merge_outputs",
@@ -126,9 +130,9 @@ __all__ = [
     "LossTracker", "LossTrackers", "Share", "Shares", "concatenate_if_possible", "deterministic_kernels", "mesh_infos",
     "shard_dim", "split",
     # The processes of a job.
-    "EXIT_CODE", "MACHINERY", "ControlGroup", "GroupTimeouts", "capture_generators", "connect_to_store", "end_process",
-    "every_part_is_held", "innermost_function", "is_about_lost_process", "is_waiting", "open_trainers",
-    "restore_generators", "stack_of", "use_ranks", "waits_for_others",
+    "MACHINERY", "ControlGroup", "Participant", "Stack", "capture_generators", "describe_call",
+    "describe_frame", "every_part_is_held", "innermost_function", "is_about_lost_process", "is_in_backward",
+    "is_library_frame", "open_trainers", "restore_generators", "set_timeout", "timeout_of", "use_ranks",
     # For stores, and for other files of several processes.
     "CapturedState", "JsonObject", "catch_damage", "check_is_shared", "load_verified", "lock_path", "manifest_text",
     "read_manifest", "read_model", "read_state", "read_verified", "write_files",

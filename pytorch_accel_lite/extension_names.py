@@ -15,6 +15,15 @@ OFFERED = {
     "energy": ("callbacks.EnergyCallback",),
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
     "failed_batches": ("callbacks.SkipFailedBatchesCallback",),  # and train(auto_microbatch=True)
+    "finetuning": (
+        "finetuning.BN_MODULES",
+        "finetuning.Layer",
+        "finetuning.LayerGroup",
+        "finetuning.ModelFreezer",
+        "finetuning.find_blocks",
+        "finetuning.layer_group_parameters",
+        "finetuning.parameters_by_group",
+    ),
     "gradient_spikes": ("callbacks.GradientSpikeCallback",),
     "hang_watch": ("callbacks.HangWatchCallback",),
     "idle_gpus": ("utils.use_idle_gpus",),
@@ -61,6 +70,7 @@ OFFERED = {
         "callbacks.RunLogCallback",
         "callbacks.ShowOutputsCallback",
     ),
+    "shuffled_streams": ("data.ShuffledStream",),
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
     "step_logging": (),  # rows of loggers
     "sync_batch_norm": ("callbacks.ConvertSyncBatchNormCallback",),
@@ -77,10 +87,12 @@ ARGUMENTS = {"logical_processes": "logical"}
 #: The extensions that another one needs: it uses their public names, and is deleted with them.
 NEEDED = {
     "experiment": ("metrics_file", "plots", "predictions", "worst_samples"),
+    "memory_estimate": ("finetuning",),
     "metrics_file": ("step_logging",),
     "reports": ("plots",),
-    "takeover": ("logical",),
+    "takeover": ("hang_watch", "logical"),
     "trackers": ("step_logging",),
+    "unfreezing": ("finetuning",),
 }
 
 

@@ -62,7 +62,7 @@ from pytorch_accel_lite.checkpoint.weights import (
     verify_weights,
 )
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.distributed.watch import naming_call
+from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.extension_names import is_not_there
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import NonFiniteLossError
