@@ -30,7 +30,17 @@ from pytorch_accel_lite.base.quantised import is_quantised_by, plain_parts, quan
 from pytorch_accel_lite.base.randomness import mix, preserving_generators, seed_all
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.reprs import table as html_table
-from pytorch_accel_lite.base.text import add_note, align, did_you_mean, format_duration, to_number, visible, wrapped
+from pytorch_accel_lite.base.text import (
+    add_note,
+    align,
+    as_number_or_text,
+    as_plain,
+    did_you_mean,
+    format_duration,
+    to_number,
+    visible,
+    wrapped,
+)
 from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
 from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_positive_number, optional
@@ -99,6 +109,7 @@ __all__ = [
     "plain_parts", "quantised_entries", "refuse_engines", "refuse_fsdp1", "sharded_like", "state_name",
     "without_compile", "write_bytes",
     # Terminals and notebooks.
-    "Bar", "HeldOutput", "NotebookBar", "NotebookOutput", "Picture", "TerminalBar", "align", "as_picture",
-    "format_duration", "html_table", "in_notebook", "is_terminal", "short", "to_number", "visible", "wrapped",
+    "Bar", "HeldOutput", "NotebookBar", "NotebookOutput", "Picture", "TerminalBar", "align", "as_number_or_text",
+    "as_picture", "as_plain", "format_duration", "html_table", "in_notebook", "is_terminal", "short", "to_number",
+    "visible", "wrapped",
 ]  # fmt: skip

@@ -102,8 +102,11 @@ def run(copy: Path, *arguments: str) -> None:
 
 
 def with_dependents(name: str) -> list[str]:
-    """An extension and those that cannot be without it."""
-    return [name, *(other for other in EXTENSIONS if name in NEEDED.get(other, ()))]
+    """An extension and those that cannot be without it, also if they need it through another one."""
+    found = [name]
+    for each in found:
+        found += [other for other in EXTENSIONS if each in NEEDED.get(other, ()) and other not in found]
+    return found
 
 
 @pytest.mark.parametrize(
