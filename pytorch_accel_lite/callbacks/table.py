@@ -213,8 +213,12 @@ class _RunTable:
     """The rows and the summary of a training run. The time to add a row does not grow with their number.
 
     Args:
+        trainer: the trainer of the run
         chosen: names of the metrics that the user wants to see; ``None`` for any
         is_drawn: whether rows are drawn as a table
+
+    Attributes:
+        rates_used: the learning rates of the latest update, if the schedule sets another rate after each update
     """
 
     def __init__(self, trainer: TrainerLike, chosen: list[str] | None, is_drawn: bool) -> None:
@@ -226,7 +230,6 @@ class _RunTable:
         self._best: tuple[float, str] | None = None
         self._best_row: Row | None = None
         self._rows: list[Row] = []
-        #: The rates of the latest update, if the schedule sets another rate after each update.
         self.rates_used: dict[str, float | torch.Tensor] = {}
         self._rates = shown_rates(trainer)
         self._scientific = set(self._rates)  # columns with powers of ten

@@ -189,6 +189,7 @@ class StoredTensor:
     """A tensor in open files, in one or several parts.
 
     Attributes:
+        name: the name of the tensor in the state
         parts: the offsets, the shape and the file of each part
     """
 

@@ -300,6 +300,10 @@ class PreShardedLoader(ReadInTurn):
     are done.
 
     Args:
+        source: the iterable
+        ranks: the processes that read different data
+        device: the device of the batches
+        options: how the source is read
         shared_by: name of the mechanism by which a stream shards itself, if detected
     """
 

@@ -59,24 +59,38 @@ class _EpochShares:
     It has no reference to its loader: a reference cycle would keep workers alive after the loader is dropped.
 
     Args:
+        source: the user's ``DataLoader``, or one that the trainer has created
+        ranks: the processes that read different data
+        options: how the source is read
         rows: number of rows of data in memory; their indices are tensors if the order is fixed when the epoch begins.
             ``None`` for other data.
+
+    Attributes:
+        is_batched: whether the source has a batch sampler of the user's
+        sampler: the sampler of the whole order: of indices, or the user's of batches
+        per_step: number of samples in a step of all processes, or of the user's batches
+        drop_last: whether a last step with fewer samples is left out
+        order_id: identity of the order of the epoch, see ``check_order()``
+        resumed_order_id: identity of the order that a resumed run must continue; ``None`` if it continues none
+        epoch_read: identity of the epoch that was begun last
+        resumed_epoch_read: identity of the epoch that the interrupted run had begun last, until the next epoch begins
+        planned: the queue of the steps whose indices have been handed out, for the reader of their batches
     """
 
     def __init__(self, source: DataLoader[Sample], ranks: Ranks, options: LoaderOptions, rows: int | None) -> None:
         self._shares = options.shares or Shares(ranks.world_size, range(ranks.rank, ranks.rank + 1))
-        self.is_batched = source.batch_size is None  # the user's batch sampler
+        self.is_batched = source.batch_size is None
         self.sampler: SamplerLike = source.batch_sampler if self.is_batched else source.sampler
         if type(self.sampler) not in _OF_TORCH:
             self.sampler = of_all_processes(self.sampler, self._shares.total)
-        self.per_step = (source.batch_size or 1) * self._shares.total  # samples, or the user's batches
+        self.per_step = (source.batch_size or 1) * self._shares.total
         self.drop_last = source.drop_last
         self._ranks = ranks
         self._options = options
         self.rows = rows
-        self.order_id: SourceState = {}  # identity of the epoch's order, see check_order
+        self.order_id: SourceState = {}
         self.resumed_order_id: SourceState | None = None
-        self.epoch_read: EpochRead = {}  # identity of the epoch that was begun last
+        self.epoch_read: EpochRead = {}
         self.resumed_epoch_read: EpochRead | None = None
         self.planned = _Planned()
 

@@ -60,6 +60,11 @@ class Experiment:
     Everything is checked when the file is read, but created only when it is first needed, so evaluating does not read
     the training data. With ``trainer.seed``, all generators are seeded with it before each part is created.
 
+    Args:
+        parser: the parser of the file
+        tool: the command, one of ``TOOLS``, whose arguments the file has, too; ``None`` for an experiment that trains
+        folder: the folder of the results; ``None`` for the one that the file names
+
     Attributes:
         config: the resolved contents of the file, including all defaults
         text: ``config`` as YAML, from which the same experiment can be read again

@@ -64,6 +64,9 @@ class Parser:
         document: the contents of the file with their overrides
         tool: the command, one of ``TOOLS``, whose arguments the experiment has, too
 
+    Attributes:
+        parts: the classes and functions of the experiment, by the key of the file that names them
+
     Raises:
         ExperimentError: if a class does not exist, or a key is unknown
     """

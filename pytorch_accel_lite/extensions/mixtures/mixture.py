@@ -40,6 +40,8 @@ class Mixture(ConcatDataset[Sample], TrainingOrder):
         num_samples: length of a training epoch; by default the number of samples in all datasets
 
     Attributes:
+        sizes: the number of samples in each dataset, by name
+        names: the names of the datasets, in order
         stages: the weights by the first epoch that begins with them, see ``change_weights()``
 
     Raises:
@@ -170,6 +172,7 @@ class MixtureSampler(Sampler[int]):
     """Yields the indices of a training epoch, with each dataset of a mixture spread evenly.
 
     Args:
+        mixture: the datasets, with their shares
         shuffle: whether each pass over a dataset has a random order
     """
 
