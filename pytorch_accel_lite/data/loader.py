@@ -120,7 +120,7 @@ class ShardedLoader(ABC):
         return self._device
 
     @abstractmethod
-    def _steps(self, epoch: int, start: int) -> Iterator[Batch]: ...
+    def _read_steps(self, epoch: int, start: int) -> Iterator[Batch]: ...
 
     @abstractmethod
     def _num_steps(self) -> int: ...
@@ -198,7 +198,7 @@ class ShardedLoader(ABC):
         self._steps_done = steps_done
         self._min_share = min_share
         self._left = None if self.limit is None else max(self.limit - steps_done, 0)
-        steps = self._steps(epoch, start)
+        steps = self._read_steps(epoch, start)
         steps = placed(steps, None if self._is_placed else self._device, self.options.channels_last)
         if self.options.shares is not None and self.options.fill:
             steps = whole_steps(steps)
@@ -214,7 +214,7 @@ class ShardedLoader(ABC):
     def __iter__(self) -> Iterator[BatchData]:
         return (step.data for step in self.steps(self._epoch))
 
-    def _start_reading(self, batches: Iterable[BatchData]) -> Iterator[BatchData]:
+    def _start_checked_reading(self, batches: Iterable[BatchData]) -> Iterator[BatchData]:
         iterator = start_reading(batches)
         if hasattr(iterator, "_shutdown_workers"):
             self._with_workers.add(iterator)

@@ -110,7 +110,7 @@ class _EpochShares:
         is_seeded = epoch_seed is not None and self.rows is None
         lengths: list[int] = []
         seed = share = None
-        for group, is_last in with_last(islice(self._global_batches(epoch, position), limit)):
+        for group, is_last in with_last(islice(self._indices_of_steps(epoch, position), limit)):
             indices = group
             if self.is_batched:
                 indices = list(chain(*group))
@@ -140,9 +140,9 @@ class _EpochShares:
         others = shares[len(has_first) :]
         return has_first + [(number, begin, end) for number, begin, end in others if end > begin]
 
-    def _global_batches(self, epoch: int, start: int) -> Iterator[BatchData]:
+    def _indices_of_steps(self, epoch: int, start: int) -> Iterator[BatchData]:
         """Return the indices of all processes in each step or, with the user's batches, the batches of each step."""
-        order = self._draw_order(epoch)
+        order = self._draw_checked_order(epoch)
         if self.is_batched:
             batches = skip_samples(filter(len, order), start, len, lambda batch, left: batch[-left:], "batch_sampler")
             return grouped(batches, self.per_step)
@@ -163,7 +163,7 @@ class _EpochShares:
             return map(torch.Tensor.tolist, rows) if self.rows is None else rows
         return in_turn(self.sampler, order, start, [end - begin for begin, end in bounds])
 
-    def _draw_order(self, epoch: int) -> Order:
+    def _draw_checked_order(self, epoch: int) -> Order:
         seed = self._options.seed
         before = self._bring_sampler_to(epoch)
         state = None if seed is None else state_of_sampler(self.sampler)
@@ -270,7 +270,7 @@ class MapLoader(ShardedLoader):
             persistent_workers=source.persistent_workers,
         )
 
-    def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
+    def _read_steps(self, epoch: int, start: int) -> Iterator[Batch]:
         self._begin_epoch(epoch)
         planned = self._shares.begin(epoch, start, self._left, self._min_share)
         for batch in self._read():
@@ -309,7 +309,7 @@ class MapLoader(ShardedLoader):
         source = self.source
         marks = marks_of([source.dataset, source.collate_fn, source.worker_init_fn]) if self._keeps_workers else []
         loader = self._take_idle(marks)
-        batches = self._start_reading(loader)
+        batches = self._start_checked_reading(loader)
         try:
             while True:
                 try:

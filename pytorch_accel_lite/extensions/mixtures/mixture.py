@@ -87,7 +87,7 @@ class Mixture(ConcatDataset[Sample], TrainingOrder):
         self.weights = check_mixture_weights(weights, self.names, may_be_zero=True)
         if not 0 <= begin < self.num_samples:
             raise ValueError(f"begin={begin!r} must be the number of a sample in an epoch of {self.num_samples}.")
-        counts = self._divide()
+        counts = self._samples_by_dataset()
         self.samples_per_epoch = dict(zip(self.names, counts, strict=True))
         stretches = [stretch for stretch in self._stretches_of(epoch) if stretch.begin < begin]
         first = epoch + bool(begin)
@@ -150,7 +150,7 @@ class Mixture(ConcatDataset[Sample], TrainingOrder):
         total = math.fsum(self.weights.values())
         return [weight / total for weight in self.weights.values()]
 
-    def _divide(self) -> list[int]:
+    def _samples_by_dataset(self) -> list[int]:
         """Divide the samples of an epoch in proportion to the weights."""
         counts = divide(self._shares, self.num_samples)
         for name, count in zip(self.names, counts, strict=True):
