@@ -261,10 +261,12 @@ class Fork:
     """A copy of this process that runs something and ends: a program of its own, whose imports are paid for already.
 
     Args:
-        output: a file for what it prints
+        action: what the copy runs
+        output: the file for what the copy prints
 
     Attributes:
-        returncode: minus the number of the signal that killed it; ``None`` while it runs
+        returncode: minus the number of the signal that killed the copy, or its exit status; ``None`` while it runs
+        pid: the process id of the copy; 0 in the copy
     """
 
     def __init__(self, action: Callable[[], Any], output: Path) -> None:

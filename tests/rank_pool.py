@@ -24,6 +24,10 @@ from tests.scripts import rank as rank_script
 class Results(list[Any]):
     """What a function returned on each rank, in rank order.
 
+    Args:
+        by_rank: what the function returned on each rank
+        output: what all ranks printed
+
     Attributes:
         output: what all ranks printed
     """

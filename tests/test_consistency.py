@@ -109,7 +109,12 @@ class OwnGenerator(Sampler[int]):
     """Draws from a generator of its own, which nothing can seed or copy.
 
     Args:
-        seed: ``None`` for another order on each process
+        size: number of indices
+        seed: the seed of the generator; ``None`` for another order on each process
+        is_endless: whether an epoch has no end
+
+    Attributes:
+        orders: yields the order of each epoch
     """
 
     def __init__(self, size: int, seed: int | None = None, is_endless: bool = False) -> None:

@@ -423,7 +423,11 @@ class CollatesRarely:
     """Draws from the generators while collating the batch that has a chosen sample, and notes how often it is called.
 
     Args:
+        chosen: the value of the chosen sample
         draw: returns what is drawn
+
+    Attributes:
+        calls: number of batches collated so far
     """
 
     def __init__(self, chosen: float, draw: Any) -> None:

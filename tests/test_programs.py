@@ -208,6 +208,8 @@ class Walk:
     """An environment: a position that the agent moves and noise disturbs; it is to stay near zero.
 
     Attributes:
+        generator: the generator of the noise
+        position: the position
         average: the running mean of what episodes have brought
     """
 

@@ -47,7 +47,11 @@ class OfFirstRank(nn.Module):
     """A loss with a gradient for the third centre that only the first rank has; the others may have one for all.
 
     Args:
-        others: whether they have, a dense one
+        sparse: whether the embedding gives sparse gradients
+        others: whether the other ranks have a dense gradient for all centres
+
+    Attributes:
+        centres: the centres, four rows of one number
     """
 
     def __init__(self, sparse: bool, others: bool) -> None:

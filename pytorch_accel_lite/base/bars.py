@@ -185,7 +185,8 @@ class NotebookOutput:
     """The notebook output of a run, created once there is something to show, then updated in place.
 
     Attributes:
-        html: content above the bars; ``text`` is its plain-text alternative
+        html: content above the bars, as HTML
+        text: the same content as plain text, for frontends that show no HTML
         bars: the live bars
     """
 

@@ -104,20 +104,20 @@ class DeviceTimer:
         """Count the time between two moments towards a phase."""
         self._pending.append((phase, begin, end))
         if self._device is None:
-            self._read()
+            self._count_oldest_phase()
         while len(self._pending) > self.MAX_PENDING and self._pending[0][2].query():
-            self._read()
+            self._count_oldest_phase()
 
     def take(self) -> dict[str, float]:
         """Return the seconds by phase since the last call, waiting for the device if it has not finished."""
         if self._pending:
             self._pending[-1][2].synchronize()
         while self._pending:
-            self._read()
+            self._count_oldest_phase()
         seconds, self._seconds = self._seconds, defaultdict(float)
         return seconds
 
-    def _read(self) -> None:
+    def _count_oldest_phase(self) -> None:
         phase, begin, end = self._pending.popleft()
         self._seconds[phase] += end - begin if self._device is None else begin.elapsed_time(end) / 1e3
 

@@ -83,6 +83,9 @@ class NamedMetric:
             or a common name, such as ``"f1"``, ``"auc"``, ``"iou"`` and ``"top5"``
         arguments: arguments for the metric
 
+    Attributes:
+        needs_task: whether ``create()`` needs the task of the classifier, which the arguments do not give
+
     Raises:
         ValueError: if there is no such metric
     """

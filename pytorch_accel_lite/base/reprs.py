@@ -71,7 +71,7 @@ class _Short(reprlib.Repr):
         return text if is_readable else f"{name}(...)"
 
 
-_short = _Short()
+_short_repr = _Short()
 
 
 def short(value: object, name: str = "") -> str:
@@ -80,7 +80,7 @@ def short(value: object, name: str = "") -> str:
     Args:
         name: name of the argument or setting, which shows whether it is a secret
     """
-    return _short.named(name, value, _short.maxlevel)
+    return _short_repr.named(name, value, _short_repr.maxlevel)
 
 
 def call(name: str, arguments: Mapping[str, object]) -> str:

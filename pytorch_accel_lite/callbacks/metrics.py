@@ -57,6 +57,9 @@ class MetricsCallback(TrainerCallback):
             follows from the shapes of the first outputs and targets.
         arguments: further arguments of metrics by name, such as ``average="macro"``, with the defaults of
             ``torchmetrics.Accuracy(task=...)`` and similar functions
+
+    Attributes:
+        train_metrics: copies of the metrics over each training epoch; ``None`` without ``train``
     """
 
     def __init__(

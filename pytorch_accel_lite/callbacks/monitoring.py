@@ -121,7 +121,10 @@ class GradientNorms:
     """The gradient norms of an epoch: their number, sum and maximum.
 
     Args:
+        sum: the sum of the norms
+        max: the largest norm
         clipped: the number of norms above the limit; ``None`` without a limit
+        count: the number of norms
     """
 
     sum: float | torch.Tensor = 0.0

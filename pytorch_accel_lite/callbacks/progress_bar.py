@@ -63,6 +63,10 @@ class ProgressBarCallback(TrainerCallback):
         show_always: show bars even if the output is a file or a pipe
         refresh_seconds: seconds between refreshes of the bar
         line_every_seconds: seconds between lines where there are no bars; ``None`` prints no lines
+
+    Attributes:
+        pbar: the bar of the training epoch; ``None`` before the first epoch
+        eval_pbar: the bar of the evaluation or prediction; ``None`` before the first one
     """
 
     def __init__(
@@ -74,7 +78,6 @@ class ProgressBarCallback(TrainerCallback):
         self.show_always = show_always
         self.refresh_seconds = refresh_seconds
         self.line_every_seconds = line_every_seconds
-        #: The bars of the epoch and of the evaluation, once they have begun.
         self.pbar: Bar = None  # type: ignore[assignment]
         self.eval_pbar: Bar = None  # type: ignore[assignment]
         self._config: TrainerRunConfig | None = None

@@ -218,6 +218,9 @@ class TimeLimitCallback(TrainerCallback):
 
     Args:
         limit: time from the start of the run, in seconds or as a ``datetime.timedelta``
+
+    Attributes:
+        seconds: the time limit in seconds
     """
 
     def __init__(self, limit: float | timedelta) -> None:

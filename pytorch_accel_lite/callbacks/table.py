@@ -104,7 +104,7 @@ class ProgressTableCallback(LogMetricsCallback):
             self._row_every = None  # set on all processes, which add up their losses for a row
         set_listening(trainer, self, self._row_every is not None, "on_update_end")
         set_listening(trainer, self, changes_in_each_update(trainer), "on_optimizer_step_start")
-        trainer.run.end.last_calls.append(lambda: self._end(trainer))
+        trainer.run.end.last_calls.append(lambda: self._end_table(trainer))
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_train_epoch_start(trainer)
@@ -188,9 +188,9 @@ class ProgressTableCallback(LogMetricsCallback):
             super().on_exception(trainer)
         error = kwargs["exception"]
         interrupted = isinstance(error, KeyboardInterrupt)
-        self._end(trainer, "Interrupted" if interrupted else f"Failed ({type(error).__name__})")
+        self._end_table(trainer, "Interrupted" if interrupted else f"Failed ({type(error).__name__})")
 
-    def _end(self, trainer: TrainerLike, failure: str = "") -> None:
+    def _end_table(self, trainer: TrainerLike, failure: str = "") -> None:
         run_table, self._table = self._table, None
         if run_table is not None:
             run_table.end(trainer, failure)
@@ -213,8 +213,12 @@ class _RunTable:
     """The rows and the summary of a training run. The time to add a row does not grow with their number.
 
     Args:
+        trainer: the trainer of the run
         chosen: names of the metrics that the user wants to see; ``None`` for any
         is_drawn: whether rows are drawn as a table
+
+    Attributes:
+        rates_used: the learning rates of the latest update, if the schedule sets another rate after each update
     """
 
     def __init__(self, trainer: TrainerLike, chosen: list[str] | None, is_drawn: bool) -> None:
@@ -226,7 +230,6 @@ class _RunTable:
         self._best: tuple[float, str] | None = None
         self._best_row: Row | None = None
         self._rows: list[Row] = []
-        #: The rates of the latest update, if the schedule sets another rate after each update.
         self.rates_used: dict[str, float | torch.Tensor] = {}
         self._rates = shown_rates(trainer)
         self._scientific = set(self._rates)  # columns with powers of ten

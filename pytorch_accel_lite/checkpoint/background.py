@@ -95,6 +95,9 @@ class BackgroundWriter:
     The writers of a process run one after another, in the order in which they were started. This order is the same on
     all ranks, so they can share one process group.
 
+    Args:
+        accelerator: the trainer's ``Accelerator``, which knows the processes of the job
+
     Attributes:
         ranks: the processes, with a group that is used only by background threads
         memory: memory for copies of the data to write

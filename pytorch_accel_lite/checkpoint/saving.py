@@ -180,7 +180,7 @@ def load_checkpoint(
     if trainer.prepared_model is not None:
         refuse_engines(trainer.accelerator, "load_checkpoint()", "Call it before the first run of the trainer.")
     model, source = trainer.get_model(keep_torch_compile=False), name_of(checkpoint_path)
-    checkpoint = _read(trainer, checkpoint_path, model, only_weights=not (load_optimizer or load_scheduler))
+    checkpoint = _read_content(trainer, checkpoint_path, model, only_weights=not (load_optimizer or load_scheduler))
     frozen_left_out = checkpoint.get(FROZEN, {})
     weights = fit_model_state(model, checkpoint["model_state_dict"], source, strict, frozen_left_out)
     if frozen_left_out and (others := describe_other_weights(model, frozen_left_out, source)):
@@ -226,7 +226,7 @@ def _say_what_was_loaded(trainer: TrainerLike, source: str, options: Mapping[str
         )
 
 
-def _read(trainer: TrainerLike, path: PathOrFile, model: nn.Module, only_weights: bool) -> StateDict:
+def _read_content(trainer: TrainerLike, path: PathOrFile, model: nn.Module, only_weights: bool) -> StateDict:
     """Return the content of a checkpoint, of a directory of weights for a model, or of a training state.
 
     Call it on every process.

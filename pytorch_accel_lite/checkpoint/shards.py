@@ -189,6 +189,7 @@ class StoredTensor:
     """A tensor in open files, in one or several parts.
 
     Attributes:
+        name: the name of the tensor in the state
         parts: the offsets, the shape and the file of each part
     """
 
@@ -214,16 +215,16 @@ class StoredTensor:
         If the other tensor is not sharded or has another shape, the full tensor is read. May communicate.
         """
         if not is_sharded_tensor(like) or tuple(like.shape) != self.shape:
-            return self._read((0,) * len(self.shape), self.shape)
+            return self._read_part((0,) * len(self.shape), self.shape)
         from torch.distributed.tensor import DTensor
 
         empty: Any = torch.empty_like(like, dtype=self.dtype)
         target = _with_one_part(empty)
-        part = self._read(*_bounds(target)).to(like.device)
+        part = self._read_part(*_bounds(target)).to(like.device)
         tensor = DTensor.from_local(part, like.device_mesh, target.placements, shape=like.shape, stride=like.stride())
         return tensor if tensor.placements == like.placements else tensor.redistribute(placements=like.placements)
 
-    def _read(self, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    def _read_part(self, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Read a part of the tensor.
 
         Raises:

@@ -104,7 +104,7 @@ class StateStore(ABC):
         """Give up the claim."""
 
     @abstractmethod
-    def _check_lock(self) -> None: ...
+    def _check_lock_on_this_rank(self) -> None: ...
 
     def check_lock(self, ranks: Ranks) -> None:
         """Check, on all ranks, that no other run has taken over.
@@ -112,7 +112,7 @@ class StateStore(ABC):
         Raises:
             RuntimeError: if another run has taken over
         """
-        ranks.run_together(self._check_lock, only_first=True)
+        ranks.run_together(self._check_lock_on_this_rank, only_first=True)
 
     def newest_first(self) -> list[str]:
         """Return the names of all states, the newest first."""
@@ -230,7 +230,7 @@ class DirectoryStore(StateStore):
             self._finalizer.detach()  # else the file would live as long as the callback
             self._lock = None
 
-    def _check_lock(self) -> None:
+    def _check_lock_on_this_rank(self) -> None:
         """Lock the directory again if it was removed."""
         if self._lock is None or not self._lock.is_held():
             self.unlock()

@@ -93,10 +93,13 @@ class CapturedState:
     """The contents that this rank writes to a training state; only ``local`` on ranks other than the first.
 
     Args:
+        local: what each rank keeps for itself, such as the states of its generators
         parts: the parts of sharded tensors that this rank writes; ``None`` if sharded tensors have been gathered
         weights: tensors of the model by name; tied tensors once
         tied: the other names of tied weights, mapped to the names under which they are kept
         tensors: large tensors by name; ``shared`` has marks in their place
+        shared: what is the same on all ranks, such as the state of the optimizer
+        metadata: what can be read without loading the state, such as the progress
     """
 
     local: StateDict

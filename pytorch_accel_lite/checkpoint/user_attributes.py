@@ -53,7 +53,7 @@ def note_created(trainer: TrainerLike) -> CreatedAttributes:
     """Return the attributes created by the program, before a run changes them."""
     created = CreatedAttributes()
     is_saved = _saved_elsewhere(trainer)
-    for key, value in _attributes(trainer):
+    for key, value in _attributes_of_users(trainer):
         created.names.setdefault(key[0], set()).add(key[1])
         try:
             node = Encoder(is_saved, _MOST_PARTS).encode(value, key[1])
@@ -82,7 +82,7 @@ def capture_attributes(trainer: TrainerLike) -> tuple[StateDict, StateDict]:
     digests: dict[Key, str | None] = {}
     kept: set[Key] = set()
     is_alone, is_saved, owners = trainer.ranks.world_size == 1, _saved_elsewhere(trainer), _owners(trainer)
-    for key, value in _attributes(trainer):
+    for key, value in _attributes_of_users(trainer):
         encoder = Encoder(is_saved)
         node = encoder.encode(value, _path(key))
         _tell(trainer, created, encoder.unsaved)
@@ -244,7 +244,7 @@ def describe_unsaved(trainer: TrainerLike) -> str:
     created: CreatedAttributes = trainer.current_run.created_attributes
     unsaved: dict[str, str] = {}
     is_saved = _saved_elsewhere(trainer)
-    for key, value in _attributes(trainer):
+    for key, value in _attributes_of_users(trainer):
         encoder = Encoder(is_saved, _MOST_PARTS)
         try:
             encoder.encode(value, _path(key))
@@ -285,7 +285,7 @@ def changed_modules(trainer: TrainerLike) -> dict[str, nn.Module]:
     """Return the modules in attributes of the trainer that no optimizer trains, but that the run has changed."""
     created: CreatedAttributes = trainer.current_run.created_attributes
     changed = {}
-    for key, value in _attributes(trainer):
+    for key, value in _attributes_of_users(trainer):
         before = created.digests.get(key)
         if key[0] or not isinstance(value, nn.Module) or before is None:
             continue
@@ -294,7 +294,7 @@ def changed_modules(trainer: TrainerLike) -> dict[str, nn.Module]:
     return changed
 
 
-def _attributes(trainer: TrainerLike) -> Iterator[tuple[Key, object]]:
+def _attributes_of_users(trainer: TrainerLike) -> Iterator[tuple[Key, object]]:
     """Yield the users' attributes, except points in time and attributes that are saved with the trainer."""
     now = time.time()
     trained = attributes.trained(trainer)

@@ -147,6 +147,9 @@ class BatchAdapter:
     ``model`` is passed to each call, because the model is wrapped during training. The keys that ``forward`` takes are
     looked up once.
 
+    Args:
+        model: the model, whose ``forward`` is examined; it may be compiled
+
     Attributes:
         is_new: whether the shapes of outputs and targets are still to be checked
     """

@@ -110,7 +110,7 @@ class ReadInTurn(ShardedLoader):
             return
         raise RuntimeError(f"The training data cannot be read again from where this epoch is: {reason}.")
 
-    def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
+    def _read_steps(self, epoch: int, start: int) -> Iterator[Batch]:
         if start:
             self._recalled = None
         self._set_epoch(epoch)
@@ -254,7 +254,7 @@ class ReadInTurn(ShardedLoader):
     def _start_seeded(self, first: int) -> Iterator[BatchData]:
         if not self._is_seeded:
             self._renew_workers()
-            return self._start_reading(self.source)
+            return self._start_checked_reading(self.source)
         seed = self._seed_of_epoch
         source = self.source
         if isinstance(source, DataLoader):
@@ -265,7 +265,7 @@ class ReadInTurn(ShardedLoader):
                 source = copy_loader(source, persistent_workers=False)
         with preserving_generators():
             seed_all(seed)  # the seeds of workers follow from it
-            reading = self._start_reading(source)
+            reading = self._start_checked_reading(source)
         return drawn_with((mix(number, after=seed) for number in count(first)), reading)
 
     def _renew_workers(self) -> None:
@@ -300,6 +300,10 @@ class PreShardedLoader(ReadInTurn):
     are done.
 
     Args:
+        source: the iterable
+        ranks: the processes that read different data
+        device: the device of the batches
+        options: how the source is read
         shared_by: name of the mechanism by which a stream shards itself, if detected
     """
 

@@ -75,27 +75,35 @@ class ShardedLoader(ABC):
 
     Attributes of the source (``dataset``, ``batch_size``, ``sampler`` ...) are available here, too.
 
+    Args:
+        source: the loader or iterable that is read
+        ranks: the processes that read different data
+        device: the device of the batches
+        options: how the source is read
+
     Attributes:
-        seconds_waited: seconds that training has waited in the latest epoch for its batches after the first
-        batch_size_before: in a resumed run, the source's batch size when the state was saved; ``None`` if unknown
-        shared_by: name of the mechanism by which a stream shards itself by rank, if that was detected
-        undivided: name of the kind of iterable, if each of several processes reads all its batches
         has_own_position: whether ``position()`` differs between processes; otherwise, states keep the position of the
             first process
+        seconds_waited: seconds that training has waited in the latest epoch for its batches after the first
+        shared_by: name of the mechanism by which a stream shards itself by rank, if that was detected
+        undivided: name of the kind of iterable, if each of several processes reads all its batches
+        is_outdated: whether batches that were read ahead must be read again
+        batch_size_before: in a resumed run, the source's batch size when the state was saved; ``None`` if unknown
+        limit: maximum number of steps in an epoch, which callbacks may lower; ``None`` for all
     """
 
     has_own_position: ClassVar[bool] = False
     seconds_waited = 0.0
     shared_by = ""
     undivided = ""
-    is_outdated = False  # whether batches that were read ahead must be read again
+    is_outdated = False
     batch_size_before: int | None = None
     _has_named = False
 
     def __init__(self, source: Source, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         self.source = source
         self.options = options
-        self.limit = options.limit  # callbacks may lower it
+        self.limit = options.limit
         self._ranks = ranks
         self._device = device
         self._epoch = 0
@@ -112,7 +120,7 @@ class ShardedLoader(ABC):
         return self._device
 
     @abstractmethod
-    def _steps(self, epoch: int, start: int) -> Iterator[Batch]: ...
+    def _read_steps(self, epoch: int, start: int) -> Iterator[Batch]: ...
 
     @abstractmethod
     def _num_steps(self) -> int: ...
@@ -190,7 +198,7 @@ class ShardedLoader(ABC):
         self._steps_done = steps_done
         self._min_share = min_share
         self._left = None if self.limit is None else max(self.limit - steps_done, 0)
-        steps = self._steps(epoch, start)
+        steps = self._read_steps(epoch, start)
         steps = placed(steps, None if self._is_placed else self._device, self.options.channels_last)
         if self.options.shares is not None and self.options.fill:
             steps = whole_steps(steps)
@@ -206,7 +214,7 @@ class ShardedLoader(ABC):
     def __iter__(self) -> Iterator[BatchData]:
         return (step.data for step in self.steps(self._epoch))
 
-    def _start_reading(self, batches: Iterable[BatchData]) -> Iterator[BatchData]:
+    def _start_checked_reading(self, batches: Iterable[BatchData]) -> Iterator[BatchData]:
         iterator = start_reading(batches)
         if hasattr(iterator, "_shutdown_workers"):
             self._with_workers.add(iterator)

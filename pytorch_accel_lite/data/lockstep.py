@@ -67,6 +67,7 @@ class Lockstep(Generic[T]):
 
     Args:
         source: yields an item for each step
+        ranks: the processes that read in step
         describe: returns a number for an item
     """
 

@@ -59,24 +59,38 @@ class _EpochShares:
     It has no reference to its loader: a reference cycle would keep workers alive after the loader is dropped.
 
     Args:
+        source: the user's ``DataLoader``, or one that the trainer has created
+        ranks: the processes that read different data
+        options: how the source is read
         rows: number of rows of data in memory; their indices are tensors if the order is fixed when the epoch begins.
             ``None`` for other data.
+
+    Attributes:
+        is_batched: whether the source has a batch sampler of the user's
+        sampler: the sampler of the whole order: of indices, or the user's of batches
+        per_step: number of samples in a step of all processes, or of the user's batches
+        drop_last: whether a last step with fewer samples is left out
+        order_id: identity of the order of the epoch, see ``check_order()``
+        resumed_order_id: identity of the order that a resumed run must continue; ``None`` if it continues none
+        epoch_read: identity of the epoch that was begun last
+        resumed_epoch_read: identity of the epoch that the interrupted run had begun last, until the next epoch begins
+        planned: the queue of the steps whose indices have been handed out, for the reader of their batches
     """
 
     def __init__(self, source: DataLoader[Sample], ranks: Ranks, options: LoaderOptions, rows: int | None) -> None:
         self._shares = options.shares or Shares(ranks.world_size, range(ranks.rank, ranks.rank + 1))
-        self.is_batched = source.batch_size is None  # the user's batch sampler
+        self.is_batched = source.batch_size is None
         self.sampler: SamplerLike = source.batch_sampler if self.is_batched else source.sampler
         if type(self.sampler) not in _OF_TORCH:
             self.sampler = of_all_processes(self.sampler, self._shares.total)
-        self.per_step = (source.batch_size or 1) * self._shares.total  # samples, or the user's batches
+        self.per_step = (source.batch_size or 1) * self._shares.total
         self.drop_last = source.drop_last
         self._ranks = ranks
         self._options = options
         self.rows = rows
-        self.order_id: SourceState = {}  # identity of the epoch's order, see check_order
+        self.order_id: SourceState = {}
         self.resumed_order_id: SourceState | None = None
-        self.epoch_read: EpochRead = {}  # identity of the epoch that was begun last
+        self.epoch_read: EpochRead = {}
         self.resumed_epoch_read: EpochRead | None = None
         self.planned = _Planned()
 
@@ -96,7 +110,7 @@ class _EpochShares:
         is_seeded = epoch_seed is not None and self.rows is None
         lengths: list[int] = []
         seed = share = None
-        for group, is_last in with_last(islice(self._global_batches(epoch, position), limit)):
+        for group, is_last in with_last(islice(self._indices_of_steps(epoch, position), limit)):
             indices = group
             if self.is_batched:
                 indices = list(chain(*group))
@@ -126,9 +140,9 @@ class _EpochShares:
         others = shares[len(has_first) :]
         return has_first + [(number, begin, end) for number, begin, end in others if end > begin]
 
-    def _global_batches(self, epoch: int, start: int) -> Iterator[BatchData]:
+    def _indices_of_steps(self, epoch: int, start: int) -> Iterator[BatchData]:
         """Return the indices of all processes in each step or, with the user's batches, the batches of each step."""
-        order = self._draw_order(epoch)
+        order = self._draw_checked_order(epoch)
         if self.is_batched:
             batches = skip_samples(filter(len, order), start, len, lambda batch, left: batch[-left:], "batch_sampler")
             return grouped(batches, self.per_step)
@@ -149,7 +163,7 @@ class _EpochShares:
             return map(torch.Tensor.tolist, rows) if self.rows is None else rows
         return in_turn(self.sampler, order, start, [end - begin for begin, end in bounds])
 
-    def _draw_order(self, epoch: int) -> Order:
+    def _draw_checked_order(self, epoch: int) -> Order:
         seed = self._options.seed
         before = self._bring_sampler_to(epoch)
         state = None if seed is None else state_of_sampler(self.sampler)
@@ -256,7 +270,7 @@ class MapLoader(ShardedLoader):
             persistent_workers=source.persistent_workers,
         )
 
-    def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
+    def _read_steps(self, epoch: int, start: int) -> Iterator[Batch]:
         self._begin_epoch(epoch)
         planned = self._shares.begin(epoch, start, self._left, self._min_share)
         for batch in self._read():
@@ -295,7 +309,7 @@ class MapLoader(ShardedLoader):
         source = self.source
         marks = marks_of([source.dataset, source.collate_fn, source.worker_init_fn]) if self._keeps_workers else []
         loader = self._take_idle(marks)
-        batches = self._start_reading(loader)
+        batches = self._start_checked_reading(loader)
         try:
             while True:
                 try:

@@ -22,6 +22,9 @@ class NamedDatasets(Dataset[Sample]):
         length: length of an epoch: ``"min"`` for that of the shortest dataset, ``"max"`` for that of the longest, with
             the shorter ones repeated
 
+    Attributes:
+        sizes: the number of samples in each dataset, by name
+
     Raises:
         ValueError: if there are no datasets, or one is empty or has no length
     """
@@ -50,6 +53,7 @@ class NamedSampler(Sampler[tuple[int, ...]]):
     """Samples each dataset in a separate order, repeated as necessary for the length of an epoch.
 
     Args:
+        datasets: the datasets whose samples are paired
         shuffle: whether to draw a random order for every pass; otherwise the order is sequential
     """
 

@@ -56,8 +56,9 @@ class PositionTracker:
         keeps: whether to keep states, which takes time
 
     Attributes:
-        position: the state; ``None`` if unknown
+        name: the class name of the stateful object
         obstacle: why the state cannot be known; empty if it can
+        position: the state; ``None`` if unknown
     """
 
     def __init__(self, batches: Source, keeps: bool) -> None:

@@ -46,6 +46,7 @@ class SeededReader(SampleReader):
     the dataset and the collate function hold themselves, such as those of transforms, get the seed of each sample, too.
 
     Args:
+        dataset: the map dataset
         collate: makes a batch of samples
     """
 

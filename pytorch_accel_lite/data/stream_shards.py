@@ -35,6 +35,7 @@ class SelfSharding(NamedTuple):
     Args:
         shared_by: name of the mechanism that shards the data
         rank: index of the part, out of ``world_size``; ``None`` if it is the rank of the process
+        world_size: the number of parts; ``None`` if it is the number of processes
     """
 
     shared_by: str

@@ -37,10 +37,10 @@ class StreamLoader(ReadInTurn):
         self._batches_per_step = ranks.world_size
         self._parts: list[_Part] = []  # the parts of a resumed epoch
 
-    def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
+    def _read_steps(self, epoch: int, start: int) -> Iterator[Batch]:
         if not start:
             self._parts = []
-        return super()._steps(epoch, start)
+        return super()._read_steps(epoch, start)
 
     @property
     def _reads_alone(self) -> bool:
@@ -49,7 +49,7 @@ class StreamLoader(ReadInTurn):
     def _steps_together(self, start: int) -> Iterator[Batch]:
         groups = islice(self._groups(start), self._left)
         for batch, num_read in deal(groups, self._ranks, self.options.fill):
-            self._advance(num_read)
+            self._advance_past(num_read)
             if self.options.fill or not batch.is_filler:
                 yield batch
 
@@ -70,7 +70,7 @@ class StreamLoader(ReadInTurn):
                 self._dealt.append((part, infer_batch_size(batch)))
                 yield batch
 
-    def _advance(self, num_batches: int) -> None:
+    def _advance_past(self, num_batches: int) -> None:
         """Advance the position past batches of this process that are about to be used."""
         if self._parts:
             for _ in range(num_batches):
@@ -147,7 +147,7 @@ class _Part(StreamLoader):
         """Advance the position past the next batch."""
         self._samples += size
         self._steps_done += 1
-        self._advance(1)
+        self._advance_past(1)
 
     def part_position(self) -> StateDict:
         """Return the position in the part."""
@@ -172,14 +172,14 @@ class DividedLoader(PreShardedLoader):
         self._completes_undivided = False
         self._samples = self._batches = 0  # of this part in this epoch
 
-    def _steps(self, epoch: int, start: int) -> Iterator[Batch]:
+    def _read_steps(self, epoch: int, start: int) -> Iterator[Batch]:
         if start and self._completes_undivided:
             self._undivided.limit = self.limit
             return self._undivided.steps(epoch, start, self._steps_done)
         self._completes_undivided = False
         if not start:
             self._samples = self._batches = 0
-        return self._counted(super()._steps(epoch, start))
+        return self._counted(super()._read_steps(epoch, start))
 
     def _counted(self, steps: Iterator[Batch]) -> Iterator[Batch]:
         for step in steps:

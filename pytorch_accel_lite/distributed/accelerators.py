@@ -12,7 +12,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 
 _OF_A_TRAINER = "_was_created_by_a_trainer"  # marks the states of accelerators that trainers created
 _ARE_OF_PROCESS = type(vars(AcceleratorState)["_shared_state"]) is dict  # not per thread, as on TPUs
-_in_effect = 0  # how many runs have their trainer's settings in effect
+_num_in_effect = 0  # how many runs have their trainer's settings in effect
 
 
 def create_accelerator(create: Callable[[], Accelerator], precision: str | None) -> Accelerator:
@@ -39,7 +39,7 @@ def create_accelerator(create: Callable[[], Accelerator], precision: str | None)
     state = vars(accelerator.state)
     if is_new and state is created:
         state[_OF_A_TRAINER] = True
-    AcceleratorState._shared_state = before if _in_effect else state
+    AcceleratorState._shared_state = before if _num_in_effect else state
     return accelerator
 
 
@@ -52,15 +52,15 @@ def find_unused_parameters(accelerator: Accelerator) -> None:
 @contextmanager
 def in_effect(accelerator: Accelerator) -> Iterator[None]:
     """Make Accelerate use the settings of an accelerator within a block."""
-    global _in_effect
+    global _num_in_effect
     if not _ARE_OF_PROCESS:
         yield
         return
     before = AcceleratorState._shared_state
     AcceleratorState._shared_state = vars(accelerator.state)
-    _in_effect += 1
+    _num_in_effect += 1
     try:
         yield
     finally:
-        _in_effect -= 1
+        _num_in_effect -= 1
         AcceleratorState._shared_state = before

@@ -21,6 +21,9 @@ _HEADER = 8  # bytes at the front of a message, for the size of the pickled part
 class Message(pickle.Pickler):
     """An object that can be encoded as bytes. Only the elements of a view are encoded, not its entire storage.
 
+    Args:
+        value: the object to encode
+
     Attributes:
         size: number of bytes
     """

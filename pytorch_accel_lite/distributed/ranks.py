@@ -66,28 +66,29 @@ class Ranks:
     with the collectives of the model. Creating an instance is a collective operation: all ranks must do it.
 
     Args:
+        accelerator: the trainer's ``Accelerator``, which knows the processes of the job
         purpose: name of the group; threads that communicate at the same time need different groups
 
     Attributes:
-        rank: the rank of this process in the job, from 0
-        world_size: the number of processes in the job
-        members: the processes that read different data, by their ranks in the job
-        device_group: the process group of ``members`` for tensors on a device; ``None`` for the group of the job
         replicas: number of processes that share each batch, as in tensor parallelism
-        is_first_sharer: whether this process is the first of the processes that share its batches
         generation: how often the processes of a job that outlives them have changed, from 1; 0 in other jobs
         allows_threads: whether a thread may communicate at the same time as the main thread
         is_observed: whether the observers of jobs observe these processes
-        holders: the ranks, in the meshes of sharded tensors, of the processes that are left; ``None`` if all are
+        is_first_sharer: whether this process is the first of the processes that share its batches
+        device_group: the process group of ``members`` for tensors on a device; ``None`` for the group of the job
+        holders: the ranks, in the meshes of sharded tensors, of the processes that are left; ``None`` if all are left
+        rank: the rank of this process in the job, from 0
+        world_size: the number of processes in the job
+        members: the processes that read different data, by their ranks in the job
     """
 
-    holders: Collection[int] | None = None
     replicas = 1
     generation = 0
     allows_threads = True
     is_observed = True
     is_first_sharer = True
     device_group: dist.ProcessGroup | None = None
+    holders: Collection[int] | None = None
     _control: ControlGroup
 
     def __init__(self, accelerator: Accelerator, purpose: str = "control") -> None:

@@ -21,11 +21,13 @@ class OwnCallbacks(CallbackHandler):
     A callback may fail because it relies on an event that was not fired.
 
     Args:
+        callbacks: the trainer's callbacks, of which only those with methods for the events of a step are called
         now: returns the time in seconds
 
     Attributes:
-        seconds: how long the callbacks took, by class
-        failures: the errors that they raised, by class
+        seconds: how long each callback took, by class
+        failures: the errors that callbacks raised, by class
+        timer: returns a context that times a callback and catches its error
     """
 
     def __init__(self, callbacks: Iterable[TrainerCallback], now: Callable[[], float] = time.perf_counter) -> None:

@@ -136,7 +136,8 @@ class _Report(NamedTuple):
     """What a process tells the others about its steps since the last gathering of outputs.
 
     Args:
-        has_outputs: whether each of these steps has outputs
+        has_outputs: for each of these steps, whether it has outputs
+        seconds: how long these steps took
         size: the bytes of all outputs of these steps
     """
 

@@ -105,6 +105,9 @@ class UnmadeOptimizer:
     Args:
         factory: called with a list of the trainable parameters; or with the model, or a list of names and parameters,
             if its first argument is called ``model`` or ``named_parameters``
+
+    Attributes:
+        name: the factory as error messages show it
     """
 
     def __init__(self, factory: OptimizerFactory) -> None:

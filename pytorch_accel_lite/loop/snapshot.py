@@ -88,6 +88,9 @@ class StepSnapshot(Snapshot):
     These are gradients, buffers, generators, logged values, registered objects, and modules that the pass itself trains
     with optimizers in attributes of the trainer.
 
+    Args:
+        trainer: the trainer whose state is kept
+
     Attributes:
         gradients: the gradients from before the pass, by parameter
     """

@@ -25,6 +25,10 @@ from pytorch_accel_lite.run.window import GradientWindow
 class PlainStep(Step):
     """The plain training step: one loss, one backward pass, one update. The steps in ``steps/`` replace parts of it.
 
+    Args:
+        trainer: the trainer
+        run: the run whose batches the step trains on
+
     Attributes:
         averaged: parameters whose gradients ``DistributedDataParallel`` does not average
         synced_buffers: buffers that ``DistributedDataParallel`` does not synchronise, in the loss function and

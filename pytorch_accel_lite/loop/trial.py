@@ -46,15 +46,19 @@ class Trial:
     on every process.
 
     Args:
+        trainer: the trainer whose program is tried
         name: the method of the trainer that makes the trial, for error messages
-        train_dataset: as in ``train()``; so are ``loader_kwargs`` and ``collate_fn``
+        train_dataset: the dataset, as in ``train()``
+        batch_size: number of samples in a batch of each process
         request: the settings of the run
+        loader_kwargs: arguments for the ``DataLoader``, as ``train_dataloader_kwargs`` of ``train()``
+        collate_fn: makes a batch from a list of samples, as in ``train()``
         supports: what the tool supports besides steps with one loss and one update: ``"train_step"`` for an overridden
             one, ``"closure"`` for optimizers that need a closure, and the ``argument`` of a ``Division``
         sets_batch_size: whether ``batch_size`` also replaces the batch size of a ``DataLoader``
 
     Attributes:
-        run: the run
+        run: the run of the trial, which has no callbacks
     """
 
     def __init__(

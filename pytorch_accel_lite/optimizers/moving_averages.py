@@ -39,6 +39,7 @@ class ModelEma(nn.Module):
 
     Attributes:
         module: the averaged model, in evaluation mode
+        num_updates: number of updates of the average so far
     """
 
     _cached: SortedPairs | None = None
@@ -149,6 +150,11 @@ class SortedPairs:
 
     Collecting and sorting the tensors takes longer than the update of a small model, so the lists are reused as long as
     both modules have the same tensors.
+
+    Args:
+        model: the model that is averaged
+        average: the module that holds the average
+        pairs: for each tensor: the average, the value in the model, and whether it is a trained parameter
 
     Attributes:
         learned: averages, and the trained parameters of the model

@@ -511,13 +511,17 @@ class CallbackHandler:
     Args:
         callbacks: instances of ``TrainerCallback``, or subclasses of it, which are instantiated without arguments.
             Several callbacks of the same class are allowed, and ``None`` is left out.
+
+    Attributes:
+        callbacks: the callbacks, in order
+        listeners: the methods that each event calls, by event and in order; an event without listeners costs only a
+            look-up
+        timer: called with the callback about to be called, or the phase ``"saving"``; returns a context that times it
     """
 
     def __init__(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback] | None] = ()) -> None:
         self.callbacks: list[TrainerCallback] = []
-        #: The listeners of each event, in order. An event without listeners only costs a look-up.
         self.listeners: dict[str, tuple[Listener, ...]] = _Listeners(self._find_listeners)
-        #: Called with the callback about to be called, or the phase ``"saving"``; returns a context that times it.
         self.timer: Callable[[object], AbstractContextManager[None]] | None = None
         self._muted: set[tuple[int, str]] = set()
         self._failed: Listener | None = None  # the last listener that raised an error

@@ -49,7 +49,12 @@ class Interval:
 
     Args:
         every: the interval in words, such as ``"0.25 epochs"``, or a number
-        unit: the unit of a number
+        unit: the unit of ``every``, if that is a number
+
+    Attributes:
+        text: the interval in words
+        unit: the unit, in the plural
+        amount: how many units the interval has
 
     Raises:
         ValueError: if the interval cannot be understood

@@ -96,12 +96,12 @@ class LossTrackers(dict[str, LossTracker]):
     Contains ``loss``, its parts if a step returns several losses, and the values logged by steps and callbacks.
 
     Attributes:
+        is_empty: whether no step has added anything
         parts: names of the parts of the loss
         logged: names of the logged values
-        is_empty: whether no step has added anything
         is_recorded: whether the means have been computed, so that nothing can be added
-        measured: the batch of the latest step, and the number of its samples as the step returned it
         num_items: number of items averaged in a part of the loss in this step, for parts with a number of their own
+        measured: the batch of the latest step, and the number of its samples as the step returned it
         unweighed: values logged before their step has returned, each with the batch and the name
     """
 

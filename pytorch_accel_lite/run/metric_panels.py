@@ -35,6 +35,8 @@ class MetricPanel(NamedTuple):
     """The panel of a metric and its label there.
 
     Args:
+        title: the title of the panel
+        unit: the unit of the values; empty for none
         is_monitor: whether the metric describes the run, such as a time or a learning rate, rather than the model
         label: ``"train"``, ``"eval"``, the name of a dataset ...
     """

@@ -23,14 +23,18 @@ class PreparedModel:
     A model that the user has sharded with ``fully_shard`` is left unchanged.
 
     Args:
+        accelerator: the ``Accelerator`` that prepares
+        model: the trainer's model, not prepared
+        optimizer: the trainer's optimizer, not prepared; ``None`` without one
         training: whether to prepare for training; otherwise only place the model and apply mixed precision
 
     Attributes:
-        optimizer: the optimizer to step: the user's own if Accelerate adds nothing to it, otherwise the prepared one
-        is_plain: whether Accelerate adds nothing to the backward pass and the optimizer
+        trains: whether optimizers that have modes are in training mode
         is_sharded: whether the weights are sharded over the processes, so that no process can compute alone
         outlives_runs: whether it is kept at the end of a run, because its weights exist in no other form
-        trains: whether optimizers that have modes are in training mode
+        is_plain: whether Accelerate adds nothing to the backward pass and the optimizer
+        model: the prepared model: the model itself, or its wrapper for several processes
+        optimizer: the optimizer to step: the user's own if Accelerate adds nothing to it, otherwise the prepared one
         has_run: whether the prepared model has been called, and not just the bare one inside it
     """
 

@@ -35,6 +35,16 @@ class RunRequest:
 
     Args:
         kind: whether the run trains, evaluates or predicts
+        num_epochs: number of epochs
+        max_num_train_steps: number of updates after which to stop
+        gradient_accumulation_steps: number of batches in an update, or a dict by the first update that has the number
+        gradient_clip_value: maximum absolute value of each element of the gradients
+        gradient_clip_norm: maximum total norm of the gradients
+        scheduler_interval: whether the schedule is stepped after each update or each epoch
+        scheduler_metric: the metric whose value is passed to the scheduler's ``step``
+        eval_every_n_epochs: number of epochs between evaluations
+        evaluate_every: the ``Interval`` between evaluations, in its place
+        auto_microbatch: split batches that do not fit into memory
         sanity_check: try the evaluation on one batch before the first update
         saves_training_states: derive the order of the data from a seed, even if the trainer has no seed
         skips_failed_batches: skip training batches that fail
@@ -43,11 +53,11 @@ class RunRequest:
         ends_at_signals: end the run after the current update on SIGTERM, SIGUSR1, SIGUSR2 and SIGINT
         max_batches: maximum number of batches that each process reads in a training epoch and in an evaluation
         first_sample: position of the first sample to predict
+        state_sources: where to look for ``resume_from="latest"``: objects with ``find_latest(trainer)`` and
+            ``save_dir``
         metrics: the metrics that callbacks record and watch
         paths: descriptions of what callbacks write, by path; see ``claim_path()``
         locked_paths: paths to which no other run may write, each with the name of its argument
-        state_sources: where to look for ``resume_from="latest"``: objects with ``find_latest(trainer)`` and
-            ``save_dir``
         unfreezes: train parameters later that are frozen at the start, so that they must be saved, too
     """
 
@@ -124,12 +134,14 @@ class TrainerRunConfig:
         train_dl_kwargs: arguments of the training dataloader
         eval_per_device_batch_size: number of samples in an evaluation batch of one process
         eval_dl_kwargs: arguments of the evaluation dataloader
+        gradient_accumulation_steps: number of batches of a process in an update, or a dict by the first update that has
+            the number
+        gradient_clip_value: maximum absolute value of each element of the gradients; ``None`` for no limit
         train_total_batch_size: number of samples in one update, over all processes; in the first update, if
             ``gradient_accumulation_steps`` changes
         eval_total_batch_size: number of samples in one evaluation step, over all processes
         num_update_steps_per_epoch: number of optimizer updates per epoch, or in the first epoch if
             ``gradient_accumulation_steps`` changes; ``None`` if the data have no length, 0 in an evaluation run
-        num_local_update_steps_per_epoch: the same number, because every process takes part in every update
         max_num_train_steps: number of optimizer updates in the run; ``None`` if the data have no length and no limit
             was given
         is_local_process_zero: whether this is the first process on its machine
@@ -137,7 +149,14 @@ class TrainerRunConfig:
         is_distributed: whether the job has several processes
         mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``
         num_processes: number of processes in the job
+        num_local_update_steps_per_epoch: the same number, because every process takes part in every update
         seed: the seed of the trainer, or ``None``
+        gradient_clip_norm: maximum total norm of the gradients; ``None`` for no limit
+        scheduler_interval: whether the schedule is stepped after each update or each epoch
+        scheduler_metric: the metric whose value is passed to the scheduler's ``step``; ``None`` for no metric
+        eval_every_n_epochs: number of epochs between evaluations
+        evaluate_every: the ``Interval`` between evaluations, in its place; ``None`` for none
+        auto_microbatch: whether batches that do not fit into memory are split
         logical_processes: the trainer's argument of this name, if it was passed; batch sizes are then those of a
             logical process
         deterministic: the trainer's argument of this name, if it was passed

@@ -399,8 +399,8 @@ class Run:
     # For the trainer only.
     previous: Run | None = None  # the run that is current again when this one ends
     recorded_settings: StateDict | None = None  # recorded in training states; on the main process, if it saves states
-    loop: LoopState = field(default_factory=LoopState)
-    latest: Latest = field(default_factory=Latest)
+    loop: LoopState = field(default_factory=LoopState)  # the private state of the loop
+    latest: Latest = field(default_factory=Latest)  # the latest training, evaluation and loading of weights
     created_attributes: CreatedAttributes = field(default_factory=CreatedAttributes)  # what the program created before
     holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)  # of parameters, by ids
     inference_step: InferenceStep | None = None  # how batches without training are computed, if they may fail

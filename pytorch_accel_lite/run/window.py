@@ -88,34 +88,40 @@ class GradientWindow:
     single micro-batch, the true size is known at once and is used directly.
 
     Args:
+        ranks: the processes whose gradients are averaged
         device: the device of the gradients
         steps: number of micro-batches per rank in a full window; may change between windows
         batch_size: number of samples in a nominal micro-batch of one rank
+
+    Attributes:
+        filled: number of micro-batches in the window so far
+        is_ending: whether the current micro-batch is the last of the window
+        has_gradients: whether there are gradients that no update has used yet
+        nominal_size: number of items in a full window
+        true_size: number of items in this window so far
+        is_in_step: whether a step has begun that has not been counted yet
+        is_split: whether batches are split into parts, which must be weighted even with one process
+        is_guarded: whether a rank may fail within a step, so that ranks must not communicate there
+        items_per_batch: number of items in a nominal micro-batch, fixed by the first batch that returns
+            ``num_items_in_batch``; ``None`` if items are samples
+        clipped_ids: ids of the parameters that were clipped last, in the order of the model
+        clipped: the parameters that were clipped last, in the order of the model
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, steps: int, batch_size: int) -> None:
         self._ranks = ranks
         self._device = device
         self.steps = steps
-        #: Number of micro-batches in the window so far.
         self.filled = 0
-        #: Whether the current micro-batch is the last of the window.
         self.is_ending = False
         self._batch_size = batch_size
-        #: Whether there are gradients that no update has used yet.
         self.has_gradients = False
-        #: The number of items in a full window, and the number of items in this window so far.
         self.nominal_size: float = 1
         self.true_size: Count = 0
-        #: Whether a step has begun that has not been counted yet.
         self.is_in_step = False
-        #: Whether batches are split into parts, which must be weighted even with one process.
         self.is_split = False
-        #: Whether a rank may fail within a step, so that ranks must not communicate there.
         self.is_guarded = False
-        #: Number of items in a nominal micro-batch, fixed by the first batch that returns ``num_items_in_batch``.
         self.items_per_batch: float | None = None
-        #: The parameters that were clipped last, by their ids and in the order of the model.
         self.clipped_ids: list[int] = []
         self.clipped: list[torch.nn.Parameter] = []
 

@@ -40,6 +40,10 @@ class CosineLrScheduler(PlannedLrScheduler):
         warmup_starting_lr_ratio: the same as a fraction of each group's base rate, instead of ``warmup_starting_lr``
         num_cooldown_epochs: number of epochs at the final rate; may be fractional
 
+    Attributes:
+        num_warmup_steps: number of updates of the warm-up
+        num_annealing_steps: number of updates between warm-up and cool-down
+
     Raises:
         TypeError, ValueError: for the first argument that is out of range
     """

@@ -26,6 +26,9 @@ class SchedulerBase(ABC):
     Args:
         optimizer: optimizer whose parameter groups are scheduled
         param_group_field: name of the field to set
+
+    Attributes:
+        base_lr_values: the initial value of the field in each parameter group
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, param_group_field: str = "lr") -> None:

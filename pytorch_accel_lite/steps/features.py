@@ -12,6 +12,7 @@ class Conflict(NamedTuple):
     """Another feature that a feature does not work with.
 
     Args:
+        other: the feature that it does not work with
         reason: why they conflict, and what to do instead, as sentences without the first capital letter
     """
 
@@ -23,6 +24,7 @@ class Feature(NamedTuple):
     """A feature of a run, as messages name it.
 
     Args:
+        name: the name that messages show, with the arguments that ask for it
         is_used: returns whether a run of a trainer uses the feature
         own_conflicts: the features that this feature does not work with
         is_refused: whether a conflict is an error before training; otherwise the feature itself handles conflicts

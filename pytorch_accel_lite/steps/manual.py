@@ -45,9 +45,15 @@ MANUAL = Feature(
 class ManualStep(Step):
     """The user's ``train_step``, with an accumulation window for each optimizer.
 
+    Args:
+        trainer: the trainer
+        run: the run whose batches the step trains on
+
     Attributes:
         optimizers: the optimizers, by name
+        updating: name of the optimizer that is being updated, or was last
         updated: names of the optimizers that have been updated in the run
+        windows: the accumulation window of each optimizer, by name
         losses: losses of the current step, by optimizer name
         items: number of items averaged in each loss, unless the items are samples
     """
@@ -256,6 +262,10 @@ def _refuse_gradients(name: str, optimizer: TrainerOptimizer) -> None:
 
 class _ScaledOptimizer:
     """An optimizer stepped by a gradient scaler, which skips steps with infinite gradients.
+
+    Args:
+        optimizer: the optimizer
+        scaler: the gradient scaler of the ``Accelerator``
 
     Attributes:
         was_skipped: whether the step was skipped

@@ -60,8 +60,10 @@ class Part:
     """A command with its limit of time.
 
     Args:
-        seconds: its limit
-        ahead: whether it only prepares for later parts, beside those that follow
+        name: the name of the part in the report
+        command: the command with its arguments
+        seconds: the time limit of the command, in seconds
+        ahead: whether the command only prepares for later parts, beside those that follow
     """
 
     name: str

@@ -40,10 +40,12 @@ class Watch(TrainerCallback):
     """Refuses what waits for the device in a number of steps; the first of all callbacks.
 
     Attributes:
-        watched: the number of steps so far
+        seen: number of steps so far
+        watched: number of watched steps so far
+        is_watching: whether the step under way is watched
     """
 
-    def __init__(self, *also_after: TrainerCallback) -> None:
+    def __init__(self) -> None:
         self.seen = self.watched = 0
         self.is_watching = False
 

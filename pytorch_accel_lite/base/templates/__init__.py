@@ -19,6 +19,8 @@ class Column(NamedTuple):
     """A column of a table on a page.
 
     Args:
+        name: heading of the column
+        texts: the texts of its cells, from the top
         is_number: whether the column holds numbers, which are right-aligned
         best: index of the best value, which is marked
     """

@@ -25,6 +25,9 @@ class BlockForward:
     The block's hooks are called outside of this. The hooks of ``fully_shard`` therefore gather the weights before it,
     in the backward pass, too. A copy of the block has its own copy of this object, which compiles separately.
 
+    Args:
+        block: the block, a repeated module of the model
+
     Attributes:
         checkpoints: whether activations within the block are computed again in the backward pass
         compile_options: arguments of ``torch.compile``; ``None`` if the block is not compiled by itself

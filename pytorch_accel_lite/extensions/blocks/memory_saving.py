@@ -20,6 +20,7 @@ class Saving(NamedTuple):
     """The bytes that the repeated blocks of a model keep for the backward pass, besides their inputs.
 
     Args:
+        saved: the number of bytes
         more_computation: the share by which recomputation would increase the operations of a step
     """
 

@@ -102,7 +102,12 @@ class LossCall:
     """A call of one of torch's loss functions.
 
     Args:
+        name: name of the loss function in ``torch.nn.functional``
+        outputs: the outputs that the function was called with
+        targets: the targets that the function was called with
+        ignored: the target that the function ignores, its ``ignore_index``
         activation: the function that gave the outputs, such as ``"softmax"``, or an empty string
+        mean: the mean of the result; NaN until it is known
     """
 
     name: str
@@ -115,6 +120,10 @@ class LossCall:
 
 class Watch(TorchFunctionMode):
     """Notes the functions and modules that a step calls within a ``with`` block.
+
+    Args:
+        model: the model whose calls are noted
+        names: the names of its modules
 
     Attributes:
         calls: positional and named arguments, and the outputs, of each call of the model
@@ -244,8 +253,11 @@ class Pass:
 class _GradientRecorder(TrainerCallback):
     """Notes the gradients of an update, and the output of the step.
 
+    Args:
+        names: the names of the parameters whose gradients are noted
+
     Attributes:
-        result: the pass in which they are noted
+        result: the pass in which the gradients are noted
     """
 
     result: Pass
@@ -273,12 +285,18 @@ def gradients_of(names: Mapping[nn.Parameter, str], scale: float = 1.0) -> dict[
 class Probe:
     """A training program that a check tries. Whatever a check changes is restored after it.
 
+    Args:
+        trial: the trial that prepares the trainer
+        callbacks: the user's own callbacks
+        create_scheduler_fn: the argument of ``train()`` with this name
+        seconds: how long the checks may take
+
     Attributes:
         trainer: the trainer, prepared for training
         run: a run that exists only for the checks
         create_scheduler_fn: the argument of ``train()`` with this name
-        latest_watch: the calls of the latest pass, even if it failed
         failed_callbacks: the errors that the user's own callbacks raised in updates, by class
+        latest_watch: the calls of the latest pass, even if it failed
     """
 
     def __init__(

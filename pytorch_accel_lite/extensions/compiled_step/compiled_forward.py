@@ -53,12 +53,13 @@ class CompiledForward:
     another size is never compiled, as it would slow down all others: code for one size is faster than code for any.
 
     Args:
+        trainer: the trainer whose method is called
         options: arguments for ``torch.compile``
         adapter: feeds batches to the trainer's model
 
     Attributes:
-        num_samples: number of samples that were collated into the batch; ``None`` if unknown
         logged: names, values and weights that the compiled code has logged
+        num_samples: number of samples that were collated into the batch; ``None`` if unknown
     """
 
     def __init__(self, trainer: TrainerLike, options: dict[str, Any], adapter: BatchAdapter) -> None:

@@ -91,7 +91,7 @@ class CrossValidation(Results):
     @property
     def deviation(self) -> dict[str, float]:
         """The sample standard deviation (with ``n - 1``) over the folds of each metric."""
-        return self._summarised_by(_deviation)
+        return self._summarised_by(_stdev_or_nan)
 
     def _summarised_by(self, summary: Callable[[list[float]], float]) -> dict[str, float]:
         columns = {name: [fold.metrics.get(name, "") for fold in self.folds] for name in self.folds[0].metrics}
@@ -133,7 +133,7 @@ class CrossValidation(Results):
         return "\n".join([title, *text_table(cells)])
 
 
-def _deviation(values: Sequence[float]) -> float:
+def _stdev_or_nan(values: Sequence[float]) -> float:
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return math.nan
     return statistics.stdev(values)

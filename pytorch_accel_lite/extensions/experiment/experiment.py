@@ -60,6 +60,11 @@ class Experiment:
     Everything is checked when the file is read, but created only when it is first needed, so evaluating does not read
     the training data. With ``trainer.seed``, all generators are seeded with it before each part is created.
 
+    Args:
+        parser: the parser of the file
+        tool: the command, one of ``TOOLS``, whose arguments the file has, too; ``None`` for an experiment that trains
+        folder: the folder of the results; ``None`` for the one that the file names
+
     Attributes:
         config: the resolved contents of the file, including all defaults
         text: ``config`` as YAML, from which the same experiment can be read again
@@ -141,7 +146,7 @@ class Experiment:
             if name in self._parser.parts:
                 # A function as loss_func is the loss itself; a class is instantiated.
                 is_class = name == "loss_func" and inspect.isclass(self._parser.parts[name])
-                arguments[name] = self._create(name) if name == "model" or is_class else self._factory(name)
+                arguments[name] = self._create_part(name) if name == "model" or is_class else self._factory(name)
             elif name in parameters and parameters[name].default is inspect.Parameter.empty:
                 arguments[name] = None
         if "model" in arguments and arguments["model"] is None:
@@ -150,7 +155,7 @@ class Experiment:
             arguments["accelerator"] = self._build_accelerator()
         elif self._arguments_of("trainer.init_args").get("mixed_precision") is None:  # the trainer checks a given one
             _check_precision()
-        trainer: Trainer = self._create("trainer", arguments | {"callbacks": self._callbacks()})
+        trainer: Trainer = self._create_part("trainer", arguments | {"callbacks": self._callbacks()})
         return trainer
 
     @cached_property
@@ -177,7 +182,7 @@ class Experiment:
         if key not in self._parser.parts:
             raise ExperimentError(f"{key}: there is none. Name a class, or a function, that returns a dataset.")
         if key not in self._datasets:
-            self._datasets[key] = self._create(key)
+            self._datasets[key] = self._create_part(key)
         return self._datasets[key]
 
     @cached_property
@@ -260,7 +265,7 @@ class Experiment:
         if seed is not None:
             set_seed(seed)
 
-    def _create(self, key: str, further: Mapping[str, Any] | None = None) -> Any:
+    def _create_part(self, key: str, further: Mapping[str, Any] | None = None) -> Any:
         arguments = self._arguments_of(f"{key}.init_args") | dict(further or {})
         self._seed()
         with _naming_part(self._parser.locate(key)):

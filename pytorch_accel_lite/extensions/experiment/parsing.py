@@ -64,6 +64,9 @@ class Parser:
         document: the contents of the file with their overrides
         tool: the command, one of ``TOOLS``, whose arguments the experiment has, too
 
+    Attributes:
+        parts: the classes and functions of the experiment, by the key of the file that names them
+
     Raises:
         ExperimentError: if a class does not exist, or a key is unknown
     """
@@ -375,15 +378,15 @@ class Parser:
         values = {short_key(key): value for key, value in self.parse().items()}
         for (name, *inner), (text, _) in self._expressions.items():
             values[f"scheduler.{name}"] = with_value_at(values[f"scheduler.{name}"], inner, text)
-        options, titles = self._read_options(values)
+        options, titles = self._read_help(values)
         groups = group_options(options, titles, {key: full_name(thing) for key, thing in self.parts.items()})
         return describe_options(groups, wanted) if wanted else overview(groups, Path(file).name)
 
     def options(self) -> list[Option]:
         """Return all options, without their values."""
-        return self._read_options({})[0]
+        return self._read_help({})[0]
 
-    def _read_options(self, values: dict[str, Any]) -> tuple[list[Option], dict[str, str]]:
+    def _read_help(self, values: dict[str, Any]) -> tuple[list[Option], dict[str, str]]:
         text = self._parser.format_help()
         for pattern, replacement in _UNWANTED_HELP.items():
             text = re.sub(pattern, replacement, text, flags=re.DOTALL)

@@ -29,6 +29,7 @@ class ComparedMetric(NamedTuple):
     """A metric, and which of its values represents a run.
 
     Args:
+        name: the name of the metric in the run history
         kind: ``"max"``, ``"min"``, or ``"last"`` for training losses and metrics of unknown direction
     """
 

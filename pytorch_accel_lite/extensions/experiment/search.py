@@ -31,7 +31,7 @@ def suggest_overrides(
     """
 
     def suggest() -> dict[str, Any]:
-        values = {key: _suggest(trial, key, options) for key, options in space.items()}
+        values = {key: _suggest_value(trial, key, options) for key, options in space.items()}
         if folder is not None:
             number = trial.user_attrs.get(_CONTINUES, trial.number)
             values["output_dir"] = os.path.join(folder, str(number))
@@ -40,7 +40,7 @@ def suggest_overrides(
     return result_of_first(suggest)
 
 
-def _suggest(trial: Any, key: str, options: Mapping[str, Any]) -> Any:
+def _suggest_value(trial: Any, key: str, options: Mapping[str, Any]) -> Any:
     names = set(options)
     if names == {"choices"}:
         return trial.suggest_categorical(key, options["choices"])

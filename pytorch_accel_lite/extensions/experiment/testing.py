@@ -151,8 +151,13 @@ class _Test:
     """The common settings of all combinations; see ``run_tests()``.
 
     Args:
+        trainer: the trainer that evaluates and predicts
         folder: the folder of all results
         reading: the arguments with which each dataset is read
+        worst: number of worst samples to show; 0 for none
+        worst_by: returns a value for each sample, larger for worse ones; ``None`` for the loss
+        predictions: whether to write the predictions
+        shard_size: minimum number of samples of a process in a file of predictions
     """
 
     trainer: Trainer

@@ -40,6 +40,8 @@ class StackPosition(NamedTuple):
     """Where a process is.
 
     Args:
+        epoch: the epoch of the process
+        step: the step within the epoch
         waits: whether it seems to wait for other processes
         function: its innermost function, in a few words
         stack: its stack, as Python prints it
@@ -60,6 +62,7 @@ class HangWatch(threading.Thread):
 
     Args:
         seconds: how long a run may make no progress
+        ranks: the processes of the job
         progress: returns how far this process is; called in the thread
         name: names the watch in the store of the job
 

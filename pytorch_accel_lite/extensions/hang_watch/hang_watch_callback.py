@@ -33,6 +33,9 @@ class HangWatchCallback(TrainerCallback):
             training state. The time limit of all process groups is then lowered to a little more than twice
             ``seconds``, in case a process cannot end itself. Both apply only after the first update of a run, which may
             take longer, for example to compile the model; before it, a hang is only reported.
+
+    Attributes:
+        steps: number of steps and ends of epochs so far, which the watching thread reads
     """
 
     def __init__(self, seconds: float = 300, end: bool = False) -> None:

@@ -65,9 +65,13 @@ class JobWatch(threading.Thread):
     positions through the store of the job, and prints a report.
 
     Args:
+        rank: the rank of this process
         processes: the host, the namespace of process ids and the process id of each rank
         store: texts by key that all processes share, if any
         seconds: how long to wait before the first report; the time doubles with each further report
+
+    Attributes:
+        begun: the number of the run that this process began last; 0 before the first
     """
 
     def __init__(self, rank: int, processes: list[tuple[str, str, int]], store: Store | None, seconds: float) -> None:

@@ -37,6 +37,7 @@ class GradientSum:
     of missing gradients, negative zeros are sent, which change no bit of what they are added to.
 
     Args:
+        ranks: the processes that add up the gradients
         count: number of logical processes
 
     Attributes:
@@ -266,7 +267,9 @@ class Node(Generic[T]):
     """The sum of ``2 ** level`` terms.
 
     Args:
+        level: the level of the node in the tree; a single term has level 0
         start: the number of the node's first term
+        value: the sum
     """
 
     level: int
@@ -283,6 +286,9 @@ class TreeSum(Generic[T]):
 
     Args:
         add: adds the right value to the left one, which it may change, and returns the sum
+
+    Attributes:
+        nodes: the sums that have not been added to a neighbour yet, from left to right
     """
 
     def __init__(self, add: Callable[[T, T], T]) -> None:

@@ -33,6 +33,7 @@ class LogicalProcesses(Division):
 
     Args:
         value: number of logical processes
+        ranks: the real processes
         seed: the seed of the trainer
 
     Attributes:

@@ -101,7 +101,16 @@ class LogicalWindow(GradientWindow):
     """Weights the shares of one update, whose gradients are added up over logical processes rather than averaged.
 
     Args:
+        trainer: the trainer
+        steps: number of steps in a full window
+        batch_size: number of samples in a batch of one logical process
         count: number of logical processes
+
+    Attributes:
+        is_guarded: always true: the processes compute different numbers of forward passes
+        sums: the sums of the gradients
+        number: the number of the logical process that is being computed
+        items: number of items in the step, by the number of the logical process
     """
 
     def __init__(self, trainer: TrainerLike, steps: int, batch_size: int, count: int) -> None:

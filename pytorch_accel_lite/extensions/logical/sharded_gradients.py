@@ -44,6 +44,8 @@ class ShardedGradients:
     Nothing is exchanged by a single process, for which torch reduces nothing: ``GradientSum`` has these.
 
     Args:
+        model: the model, with modules sharded by ``fully_shard``
+        ranks: the processes that hold the shards
         count: number of logical processes
     """
 

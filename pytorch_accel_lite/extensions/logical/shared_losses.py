@@ -15,6 +15,10 @@ class SharedLossTrackers(LossTrackers):
 
     The latter are added up in the order of the logical processes for the means over all processes.
 
+    Args:
+        shares: the logical processes that this process computes
+        current: returns the number of the logical process that is being computed
+
     Attributes:
         by_number: the running losses of each logical process of this one, and of the others that have been loaded
     """

@@ -239,7 +239,12 @@ class NoLosses(LossTrackers):
 class FakeTrainer:
     """A copy of a trainer with fake tensors, on one of a number of processes.
 
+    Args:
+        trial: the trial of the real trainer
+        scenario: the conditions under which steps are made
+
     Attributes:
+        live: counts the bytes of the fake tensors
         trainer: the copy
     """
 

@@ -50,9 +50,10 @@ class LiveBytes(TorchDispatchMode):
         block: size in bytes; the size of each storage is rounded up to a multiple of it, as allocators do
 
     Attributes:
+        is_updating: whether an optimizer is making its step
+        flops: the number of operations in the block, if they were counted
         peak: the largest number of bytes that were alive at a time
         at_peak: the bytes at the peak, by kind; exact in total, and within 1 % of it by kind
-        flops: the number of operations in the block, if they were counted
         stage: the stage of the step at the peak: ``"forward pass"``, ``"backward pass"`` or ``"update"``
     """
 

@@ -34,6 +34,9 @@ class MetricsFileCallback(StepLogger):
             ``step_metrics`` of other callbacks
         every: instead, write these rows at an ``Interval``, such as ``"10_000 samples"``
 
+    Attributes:
+        updates_path: the file of the rows every n updates
+
     Raises:
         ValueError: for any other suffix; at the start of a run, if another callback writes to one of the files
         OSError: at the start of a run, if the file cannot be written
@@ -106,6 +109,9 @@ class MetricsFileCallback(StepLogger):
 
 class _RowFile:
     """A file of rows, as JSON lines or CSV by its suffix.
+
+    Args:
+        path: the path of the file
 
     Attributes:
         last_row: the row written last

@@ -40,6 +40,8 @@ class Mixture(ConcatDataset[Sample], TrainingOrder):
         num_samples: length of a training epoch; by default the number of samples in all datasets
 
     Attributes:
+        sizes: the number of samples in each dataset, by name
+        names: the names of the datasets, in order
         stages: the weights by the first epoch that begins with them, see ``change_weights()``
 
     Raises:
@@ -85,7 +87,7 @@ class Mixture(ConcatDataset[Sample], TrainingOrder):
         self.weights = check_mixture_weights(weights, self.names, may_be_zero=True)
         if not 0 <= begin < self.num_samples:
             raise ValueError(f"begin={begin!r} must be the number of a sample in an epoch of {self.num_samples}.")
-        counts = self._divide()
+        counts = self._samples_by_dataset()
         self.samples_per_epoch = dict(zip(self.names, counts, strict=True))
         stretches = [stretch for stretch in self._stretches_of(epoch) if stretch.begin < begin]
         first = epoch + bool(begin)
@@ -148,7 +150,7 @@ class Mixture(ConcatDataset[Sample], TrainingOrder):
         total = math.fsum(self.weights.values())
         return [weight / total for weight in self.weights.values()]
 
-    def _divide(self) -> list[int]:
+    def _samples_by_dataset(self) -> list[int]:
         """Divide the samples of an epoch in proportion to the weights."""
         counts = divide(self._shares, self.num_samples)
         for name, count in zip(self.names, counts, strict=True):
@@ -170,6 +172,7 @@ class MixtureSampler(Sampler[int]):
     """Yields the indices of a training epoch, with each dataset of a mixture spread evenly.
 
     Args:
+        mixture: the datasets, with their shares
         shuffle: whether each pass over a dataset has a random order
     """
 

@@ -38,6 +38,9 @@ class MixtureStream(IterableDataset[Sample]):
         repeat: whether a stream that ends is repeated. The mixture is then endless, and ``train`` needs
             ``max_num_train_steps``. Otherwise, an epoch ends with the stream that ends first.
 
+    Attributes:
+        names: the names of the streams, in order
+
     Raises:
         ValueError: if there are no streams, or a name or a weight is wrong; when it is read, if one is empty
     """

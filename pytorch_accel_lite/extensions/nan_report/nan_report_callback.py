@@ -270,10 +270,19 @@ class _Found(NamedTuple):
 class _Repetition:
     """A step that is repeated.
 
+    Args:
+        summary: the summary of the failed step, as its file has it
+
     Attributes:
         state: the training state from which the run resumes
+        has_seed: whether the failed run had a seed
+        epoch: number of the epoch
+        last: number, in the epoch, of the step that failed
+        first: number of the first step of the accumulation window
+        name: the step that failed, as messages show it
         is_reached: whether the step, or the accumulation window that it ends, has begun
         found: the first step of this process with a number that is not finite
+        watch: notes the operations of the repeated step; ``None`` before the model is known
     """
 
     def __init__(self, summary: JsonObject) -> None:

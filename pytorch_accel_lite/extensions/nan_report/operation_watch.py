@@ -54,6 +54,7 @@ class OperationWatch(TorchFunctionMode):
         """Watch the operations of a model.
 
         Args:
+            model: the model
             hooks: removes the hooks of the model when it is closed
         """
         super().__init__()

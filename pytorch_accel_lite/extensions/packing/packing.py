@@ -45,6 +45,10 @@ class PackSequences:
             belongs to another sequence. By default as the ``model`` does, or ``True`` without a model. Pass ``False``
             if your targets are already shifted.
 
+    Attributes:
+        first_position: the position of the first token of a sequence, which is not 0 for models such as RoBERTa
+        mask_dtype: the dtype of the mask that the model needs; ``None`` if it needs no mask
+
     Raises:
         ValueError: if ``model`` cannot keep sequences apart
     """

@@ -39,6 +39,9 @@ class TokenBatchSampler(Sampler[list[int]]):
             of length or, if ``packed``, of packing
         packed: whether samples are put in a row without padding, as by ``PackSequences``
 
+    Attributes:
+        lengths: the length of each sample in tokens, as an array
+
     Raises:
         ValueError: if there is no sample, if a sample is longer than the budget, or if a length is not positive
     """

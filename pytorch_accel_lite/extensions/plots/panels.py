@@ -22,6 +22,7 @@ class Curve:
     Args:
         label: label within its panel
         epochs: horizontal position of each value; several values of one epoch are spread over it
+        values: the values of the metric
         best: index of the best value, which is marked
     """
 
@@ -36,9 +37,11 @@ class Panel:
     """Curves that share axes.
 
     Args:
+        title: the title of the panel
         unit: unit of the values; empty for none
         is_monitor: whether the curves describe the run rather than the quality of the model
         has_legend: whether the curves are labelled
+        curves: the curves, in the order of the legend
     """
 
     title: str

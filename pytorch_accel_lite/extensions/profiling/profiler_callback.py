@@ -21,6 +21,9 @@ class ProfilerCallback(TrainerCallback):
         active: number of steps in a trace
         repeat: number of traces
         profile_kwargs: further arguments for ``torch.profiler.profile``, such as ``profile_memory=True``
+
+    Attributes:
+        schedule: the profiler's action in each step, from ``wait``, ``warmup``, ``active`` and ``repeat``
     """
 
     def __init__(

@@ -152,7 +152,7 @@ def _temporary_directory() -> Iterator[Path]:
         yield Path(directory)
 
 
-def _download(url: str, directory: Path) -> JsonObject:
+def _download_verified(url: str, directory: Path) -> JsonObject:
     """Copy a state to an empty directory, verify every byte, and return its manifest."""
     folder = RemoteFolder(url)
     try:
@@ -238,7 +238,7 @@ class RemoteStates(StateStore):
                 if self._read_json(_OWNER) == owner:
                     self._folder.remove(_OWNER)
 
-    def _check_lock(self) -> None:
+    def _check_lock_on_this_rank(self) -> None:
         newest = self._read_json(_OWNER)
         if newest and newest != self._owner:
             raise RuntimeError(
@@ -300,7 +300,7 @@ class RemoteStore(Store):
 
             def download() -> tuple[Path, JsonObject | DamagedStateError] | None:
                 is_local_main = PartialState().is_local_main_process
-                return (directory, catch_damage(lambda: _download(url, directory))) if is_local_main else None
+                return (directory, catch_damage(lambda: _download_verified(url, directory))) if is_local_main else None
 
             outcomes = ranks.run_together(download)
             for outcome in outcomes:
@@ -321,7 +321,7 @@ class RemoteStore(Store):
     def fetch_state(self, url: str) -> Iterator[Path]:
         """Yield the directory of a verified copy of a state."""
         with _temporary_directory() as directory:
-            _download(url, directory)
+            _download_verified(url, directory)
             yield directory
 
     @contextmanager

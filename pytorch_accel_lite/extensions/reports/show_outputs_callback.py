@@ -115,7 +115,7 @@ class ShowOutputsCallback(TrainerCallback):
             self.shown = [*self.shown, shown][-_MAX_SHOWN:]
             if self.show:
                 trainer.print(_as_lines(update, texts))
-                self._display(trainer, pictures)
+                self._display_in_notebook(trainer, pictures)
             trainer.call_event("on_outputs", outputs=texts, pictures=pictures)
 
     def _find_pictures(self, values: Mapping[str, object]) -> dict[str, Picture]:
@@ -133,7 +133,7 @@ class ShowOutputsCallback(TrainerCallback):
                 )
         return pictures
 
-    def _display(self, trainer: TrainerLike, pictures: Mapping[str, Picture]) -> None:
+    def _display_in_notebook(self, trainer: TrainerLike, pictures: Mapping[str, Picture]) -> None:
         if pictures and in_notebook() and trainer.accelerator.is_main_process:
             from IPython.display import Image, display  # notebooks have it
 

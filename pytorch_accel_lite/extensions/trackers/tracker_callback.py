@@ -60,6 +60,9 @@ class TrackerCallback(StepLogger):
         init_kwargs: further arguments for the tracker, such as a run name or tags; ``{"mode": "offline"}`` lets Weights
             & Biases and SwanLab write to this machine only, without an account
 
+    Attributes:
+        run_id: the tracker's id of the run; ``None`` before the run begins, or if the tracker has no ids
+
     Raises:
         ValueError: if the tracker is unknown
         ImportError: if the tracker's package is not installed; lists the installed ones

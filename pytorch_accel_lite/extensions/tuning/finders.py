@@ -229,7 +229,7 @@ def find_batch_size(
     with trial.running():
 
         def fits(size: int) -> bool:
-            return _fits(trial, trial.read_batch(size), num_steps)
+            return _can_train_on(trial, trial.read_batch(size), num_steps)
 
         self.train_epoch_start()
         largest, size = 0, min(start, most)
@@ -264,7 +264,7 @@ def _most_samples(
     return most
 
 
-def _fits(trial: Trial, batch: Batch, num_steps: int) -> bool:
+def _can_train_on(trial: Trial, batch: Batch, num_steps: int) -> bool:
     """Make a few updates with a batch, each process on its own, so that no process waits for one that fails."""
     trainer = trial.trainer
     failed = False

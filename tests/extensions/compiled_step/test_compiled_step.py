@@ -38,7 +38,7 @@ from tests.tasks import (
 DOUBLE = regression_data(26)
 
 
-def _train(
+def _train_with_states(
     compile_step: Any, folder: Path, resume_from: Path | None = None, model: nn.Module | None = None
 ) -> nn.Module:
     torch.compiler.reset()
@@ -336,9 +336,9 @@ def inductor() -> None:
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         options = {"options": {"fallback_random": True}}  # the random numbers of uncompiled code
-        plain = _train(False, folder / "plain", model=Blocks())
-        found = [_train(options, folder / name, model=Blocks()) for name in ("one", "two")]
-        resumed = _train(options, folder / "three", folder / "one/update-000000002", model=Blocks())
+        plain = _train_with_states(False, folder / "plain", model=Blocks())
+        found = [_train_with_states(options, folder / name, model=Blocks()) for name in ("one", "two")]
+        resumed = _train_with_states(options, folder / "three", folder / "one/update-000000002", model=Blocks())
     one, two, three = (weights(model) for model in (*found, resumed))
     difference = largest_difference(one, weights(plain))
     print(json.dumps({"repeated": equal(one, two), "resumed": equal(one, three), "difference": difference}))
@@ -432,10 +432,10 @@ def train_compiled() -> dict[str, Any]:
         return graph.forward
 
     with shared_folder() as folder:
-        whole = _train({"backend": backend}, folder / "whole")
+        whole = _train_with_states({"backend": backend}, folder / "whole")
         count = len(graphs)
-        plain = _train(False, folder / "plain")
-        resumed = _train({"backend": backend}, folder / "resumed", folder / "whole/update-000000002")
+        plain = _train_with_states(False, folder / "plain")
+        resumed = _train_with_states({"backend": backend}, folder / "resumed", folder / "whole/update-000000002")
     return {
         "graphs": count,
         "difference": largest_difference(weights(whole), weights(plain)),

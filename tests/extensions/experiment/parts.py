@@ -22,7 +22,12 @@ class Net(nn.Module):
     """A small network.
 
     Args:
-        width: its hidden units
+        width: number of hidden units
+        activation: the activation between the layers; ReLU by default
+        dropout: the probability that a hidden unit is dropped out
+
+    Attributes:
+        layers: the layers, in order
     """
 
     def __init__(self, width: int = 8, activation: nn.Module | None = None, dropout: float = 0.0) -> None:

@@ -44,6 +44,8 @@ class SmallTransformer(nn.Module):
 
     Args:
         attention: ``"mask"`` or ``"bounds"``, by which packed sequences are kept apart
+        causal: whether a token attends only to earlier ones
+        dropout: the probability that a unit of the embedding is dropped out
     """
 
     def __init__(self, attention: str = "mask", causal: bool = True, dropout: float = 0.0) -> None:
