@@ -43,6 +43,7 @@ from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, concat
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.exchange import ControlGroup
 from pytorch_accel_lite.distributed.layout import mesh_infos, shard_dim
+from pytorch_accel_lite.distributed.meshes import Holders, use_holders
 from pytorch_accel_lite.distributed.positions import (
     MACHINERY,
     innermost_function,
@@ -113,9 +114,9 @@ __all__ = [
     "LossTracker", "LossTrackers", "Share", "Shares", "concatenate_if_possible", "deterministic_kernels", "mesh_infos",
     "shard_dim", "split",
     # The processes of a job.
-    "EXIT_CODE", "MACHINERY", "ControlGroup", "GroupTimeouts", "capture_generators", "connect_to_store", "end_process",
-    "every_part_is_held", "innermost_function", "is_about_lost_process", "is_waiting", "open_trainers",
-    "restore_generators", "stack_of", "use_ranks", "waits_for_others",
+    "EXIT_CODE", "MACHINERY", "ControlGroup", "GroupTimeouts", "Holders", "capture_generators", "connect_to_store",
+    "end_process", "every_part_is_held", "innermost_function", "is_about_lost_process", "is_waiting", "open_trainers",
+    "restore_generators", "stack_of", "use_holders", "use_ranks", "waits_for_others",
     # For stores, and for other files of several processes.
     "CapturedState", "JsonObject", "catch_damage", "check_is_shared", "load_verified", "lock_path", "manifest_text",
     "read_manifest", "read_model", "read_state", "read_verified", "write_files",

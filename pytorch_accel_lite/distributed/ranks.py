@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -81,10 +81,8 @@ class Ranks:
         generation: how often the processes of a job that outlives them have changed, from 1; 0 in other jobs
         allows_threads: whether a thread may communicate at the same time as the main thread
         is_watched: whether each process monitors the processes for which it waits
-        holders: the ranks, in the meshes of sharded tensors, of the processes that are left; ``None`` if all are
     """
 
-    holders: Collection[int] | None = None
     replicas = 1
     generation = 0
     allows_threads = True

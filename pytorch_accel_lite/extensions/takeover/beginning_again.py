@@ -13,10 +13,10 @@ from typing import cast
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from pytorch_accel_lite.extending import TrainerLike, open_trainers
+from pytorch_accel_lite.extending import TrainerLike, open_trainers, use_holders
 from pytorch_accel_lite.extensions.logical import LogicalProcesses
 from pytorch_accel_lite.extensions.takeover.joining import wait_for_state
-from pytorch_accel_lite.extensions.takeover.membership import Membership
+from pytorch_accel_lite.extensions.takeover.membership import BeginAgain, Membership
 
 _MANIFEST = "manifest.json"
 #: When each state was saved, by its folder.
@@ -64,6 +64,8 @@ def join_sharded(membership: Membership) -> None:
 
 def begin_again(membership: Membership) -> None:
     """Forget what the program has made, and enter the generation that follows."""
+    if membership.saves_first:
+        _save_state(membership)
     state = membership.resumes_from
     loses_nothing = state is not None and Path(state, _MANIFEST).exists()  # whoever has made the folder may be gone
     membership.resumes_from = state if loses_nothing else newest_state(membership)
@@ -74,6 +76,7 @@ def begin_again(membership: Membership) -> None:
         shared = vars(kind)["_shared_state"]
         getattr(shared, "_storage", shared).clear()
     membership.forget()
+    use_holders(None)
     if not membership.has_entered:
         membership.enter_sharded()
     membership.has_entered = False
@@ -82,3 +85,11 @@ def begin_again(membership: Membership) -> None:
         if membership.resumes_from is not None:
             where = repr(membership.resumes_from)
         print(f"The weights were sharded, and a lost process had some of them. All begin again from {where}.")
+
+
+def _save_state(membership: Membership) -> None:
+    """Save the state with which the training has ended, from the shards that are left."""
+    assert membership.shards is not None
+    membership.begins_again = membership.is_in_action = False
+    with suppress(BeginAgain):  # too many are lost meanwhile
+        membership.shards.save()

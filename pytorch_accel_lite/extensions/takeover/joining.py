@@ -99,7 +99,8 @@ def let_in_by_beginning_again(trainer: TrainerLike, run: Run, membership: Member
         return
     membership.fetched = temporary_folder()
     folder = membership.fetched.name
-    directory = os.path.join(ranks.broadcast_object(lambda: folder), "state")
+    membership.in_memory = ranks.broadcast_object(lambda: folder)
+    directory = os.path.join(membership.in_memory, "state")
     run.window.filled, run.window.is_in_step = 0, False
     trainer.save_training_state(directory)
     for newcomer in follows.came if membership.rank == 0 else ():
