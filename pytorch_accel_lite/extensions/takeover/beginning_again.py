@@ -7,6 +7,7 @@ they save for this.
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import cast
@@ -81,6 +82,8 @@ def begin_again(membership: Membership) -> None:
         membership.enter_sharded()
     membership.has_entered = False
     if membership.rank == 0 and not loses_nothing:
+        if membership.made is not None:  # it could not be completed
+            shutil.rmtree(membership.made, ignore_errors=True)
         where = "the beginning: no state had been saved"
         if membership.resumes_from is not None:
             where = repr(membership.resumes_from)

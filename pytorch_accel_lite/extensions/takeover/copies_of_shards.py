@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,7 +23,7 @@ from pytorch_accel_lite.extending import (
     use_holders,
 )
 from pytorch_accel_lite.extensions.logical import LogicalWindow, sharded_modules
-from pytorch_accel_lite.extensions.takeover.joining import temporary_folder
+from pytorch_accel_lite.extensions.takeover.joining import memory_folder
 from pytorch_accel_lite.extensions.takeover.membership import BeginAgain, Membership
 
 if TYPE_CHECKING:
@@ -48,8 +50,8 @@ class ShardsOfRun:
         self.has_ended = False
 
     def are_held(self, members: Sequence[int], machines: Sequence[int]) -> bool:
-        """Whether each shard is held by one of these processes, all on one machine, where the state can be read."""
-        if len(set(machines)) > 1 or not set(members) <= set(self._members):
+        """Whether each shard is held by one of these processes, which all can read the state that they save."""
+        if self._parent(machines) is None or not set(members) <= set(self._members):
             return False
         positions = self._positions(members)
         weights = self._trainer.get_model(keep_torch_compile=False).state_dict().values()
@@ -58,6 +60,21 @@ class ShardsOfRun:
         return all(sorted(mesh.flatten().tolist()) == everyone for mesh in meshes) and all(
             every_part_is_held(weight, positions) for weight in weights
         )
+
+    def _parent(self, machines: Sequence[int]) -> Path | None:
+        """Return the folder for the state: in memory, or for several machines on the disk that has the run's states."""
+        if len(set(machines)) == 1:
+            return memory_folder()
+        sources = self._run.request.state_sources
+        folders = [str(getattr(source, "save_dir", None) or "") for source in sources]
+        return next((Path(folder) for folder in folders if folder and "://" not in folder), None)
+
+    def _make_folder(self) -> str:
+        assert self._membership.generation is not None
+        parent = self._parent(self._membership.generation.machines)
+        assert parent is not None  # see are_held()
+        parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.mkdtemp(prefix=".begin-again-", dir=parent)
 
     def _positions(self, members: Sequence[int]) -> list[int]:
         return [self._members.index(member) for member in members]
@@ -80,7 +97,7 @@ class ShardsOfRun:
             self.begin_again()
 
     def begin_again(self) -> None:
-        """Save a state in memory, of which each process writes its shards, from which all begin again.
+        """Save a state, of which each process writes its shards, from which all begin again.
 
         Raises:
             BeginAgain: once it is saved; or if it cannot be, so that they begin again from a state saved before
@@ -89,17 +106,15 @@ class ShardsOfRun:
         raise BeginAgain
 
     def save(self) -> None:
-        """Save a state in memory, together with the others, and let it be that from which all begin again."""
+        """Save a state, together with the others, and let it be that from which all begin again."""
         membership, trainer, window = self._membership, self._trainer, self._run.window
         membership.check_is_first_training()
         assert isinstance(window, LogicalWindow)
         window.restart()
         window.filled = 0
-        membership.fetched = temporary_folder()
-        folder = membership.fetched.name
-        membership.in_memory = trainer.ranks.broadcast_object(lambda: folder)
-        membership.resumes_from = os.path.join(membership.in_memory, "state")
         try:
+            membership.made = trainer.ranks.broadcast_object(self._make_folder)
+            membership.resumes_from = os.path.join(membership.made, "state")
             with replaced(trainer, current_run=self._run):
                 trainer.save_training_state(membership.resumes_from, sharded=True)
         except OSError as error:

@@ -106,7 +106,7 @@ class Membership:
         shards: those of a sharded run, from the beginning of its training on
         stands_in: whether this process and the others exchange these without the meshes, which have lost some
         saves_first: whether all save a state before the program begins again
-        in_memory: the folder of the state from which all begin again, if it was made for this
+        made: the folder with the state from which all begin again, if it was made for this
         cannot_begin_again: whether the program has to end, as it has lost shards that it cannot restore
         has_entered: whether this process is in the generation in which the program is to begin again
         holds_shards: returns whether each process has something that the others lack
@@ -130,7 +130,7 @@ class Membership:
         self.begins_again = self.has_begun_again = self.has_entered = False
         self.shards: Shards | None = None
         self.stands_in = self.saves_first = self.cannot_begin_again = False
-        self.in_memory: str | None = None
+        self.made: str | None = None
         self.resumes_from: str | None = None
         self.states_of_others: dict[str, float] | None = None
         self.states: Callable[[], dict[str, float]] = dict
@@ -296,16 +296,17 @@ class Membership:
         if self.generation is None:
             return
         if self.is_in_update and (self.fetched is not None or self.resumes_from is not None):
-            self._drop_state()  # all have resumed from it
+            self.drop_state()  # all have resumed from it
         self.completed += 1
         self.outcome, self._has_outcome = outcome, True
 
-    def _drop_state(self) -> None:
-        if self.in_memory is not None and self.rank == 0:  # whoever has made it may be gone
-            shutil.rmtree(self.in_memory, ignore_errors=True)
+    def drop_state(self) -> None:
+        """Remove what was saved for beginning again; the first process does it, as whoever has made it may be gone."""
+        if self.made is not None and self.rank == 0:
+            shutil.rmtree(self.made, ignore_errors=True)
         if self.fetched is not None:
             self.fetched.cleanup()
-        self.resumes_from = self.in_memory = self.fetched = None
+        self.resumes_from = self.made = self.fetched = None
 
     def drop_outcome(self) -> None:
         """Free the outcome of the latest action, as all processes have completed that."""
@@ -321,8 +322,9 @@ class Membership:
         """End together with the others: after that, this process is alone."""
         if self.generation is None:  # it has come too late
             return
-        with suppress(RuntimeError):  # the others have ended
+        with suppress(RuntimeError, BeginAgain):  # the others have ended
             self.do(_do_nothing)
+        self.drop_state()
         self.store.say(Key.ENDING)  # before the connections end, which others may be yet to leave
         self.watcher.stop()
         self.disconnect()
@@ -358,7 +360,7 @@ class Membership:
             self.check_is_first_training(error)
             self._raise_to_begin_again()
         self.tell_of_change(noticed_at if is_done else self.begun_at)
-        if self.stands_in and self.shards is not None and self.shards.has_ended:
+        if self.stands_in and self.shards is not None and self.shards.has_ended:  # what follows may need the meshes
             self.check_is_first_training(error)
             self.saves_first = True
             self._raise_to_begin_again()

@@ -54,6 +54,7 @@ class Victim(TrainerCallback):
         self.counts: dict[str, int] = {}
         self.changes: list[Any] = []
         self.training = 0
+        self.data = TensorDataset(torch.linspace(-1, 1, 88).view(11, 8))
         self.computed: dict[tuple[int, int], set[int]] = {}  # the generations in which each update was computed
         self.committed: list[tuple[int, int]] = []
 
@@ -87,6 +88,16 @@ class Victim(TrainerCallback):
 
     def on_train_step_end(self, trainer, **kwargs):
         self.reach("step")
+
+    def on_update_end(self, trainer, **kwargs):
+        if CONFIG.get("predicts"):
+            trainer.ranks.sum([1.0])
+            self.reach("exchange")
+            predicted = trainer.predict(self.data, dataloader_kwargs={"num_workers": 0})
+            trainer.run_history.update_metric("predicted", predicted.sum().item())
+
+    def on_train_step_checkpoint(self, trainer, **kwargs):
+        self.reach("checkpoint")
 
     def on_train_epoch_end(self, trainer, **kwargs):
         self.reach("epoch")
@@ -145,11 +156,16 @@ class Logging(Trainer):
         self.log("margin", output["model_outputs"].amax(1))
         return output
 
+    def clip_gradients(self):
+        self.clipped = getattr(self, "clipped", 0) + 1
+        reach(f"clipping:{self.clipped}")
+        super().clip_gradients()
+
 
 def shard(model: Network) -> None:
     """Divide the weights among the processes; for HSDP, twice among a half of them, if there are four."""
     size = dist.get_world_size()
-    if CONFIG["sharded"] == "hsdp" and size == 4:
+    if CONFIG["sharded"] == "hsdp" and size in (4, 8):
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
     else:
         mesh = init_device_mesh("cpu", (size,))
