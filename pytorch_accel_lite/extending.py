@@ -51,7 +51,7 @@ from pytorch_accel_lite.distributed.positions import (
     stack_of,
     waits_for_others,
 )
-from pytorch_accel_lite.distributed.ranks import GroupTimeouts, connect_to_store, use_ranks
+from pytorch_accel_lite.distributed.ranks import GroupTimeouts, connect_to_store, set_timeout, use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
 from pytorch_accel_lite.distributed.watch import EXIT_CODE, end_process, is_about_lost_process
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
@@ -116,7 +116,7 @@ __all__ = [
     # The processes of a job.
     "EXIT_CODE", "MACHINERY", "ControlGroup", "GroupTimeouts", "Holders", "capture_generators", "connect_to_store",
     "end_process", "every_part_is_held", "innermost_function", "is_about_lost_process", "is_waiting", "open_trainers",
-    "restore_generators", "stack_of", "use_holders", "use_ranks", "waits_for_others",
+    "restore_generators", "set_timeout", "stack_of", "use_holders", "use_ranks", "waits_for_others",
     # For stores, and for other files of several processes.
     "CapturedState", "JsonObject", "catch_damage", "check_is_shared", "load_verified", "lock_path", "manifest_text",
     "read_manifest", "read_model", "read_state", "read_verified", "write_files",

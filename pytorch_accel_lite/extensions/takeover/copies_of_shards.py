@@ -145,11 +145,7 @@ class _GatherFromHolders:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         rows = self._membership.gather(input_tensor.view(torch.uint8)).view(input_tensor.dtype)
         for whole, source in zip(output_tensor.chunk(len(self._sources)), self._sources, strict=True):

@@ -6,8 +6,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
@@ -17,7 +17,7 @@ from accelerate import DistributedType
 from accelerate.state import AcceleratorState, PartialState
 
 from pytorch_accel_lite.callbacks import StopTrainingError
-from pytorch_accel_lite.extending import MACHINERY, ControlGroup, is_about_lost_process
+from pytorch_accel_lite.extending import MACHINERY, ControlGroup, is_about_lost_process, set_timeout
 from pytorch_accel_lite.extensions.takeover.connections import open_sockets, opened_since
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore, Key
 from pytorch_accel_lite.extensions.takeover.waiting import keep_for_ever, watch_waits
@@ -25,12 +25,14 @@ from pytorch_accel_lite.extensions.takeover.watcher import Waker, Watcher
 
 T = TypeVar("T")
 MACHINERY.add(__file__)
-_CONNECTING = timedelta(seconds=5)  # in which the members of a generation connect, or another one follows
-_COLLECTIVE = timedelta(minutes=30)  # as torch has it
+#: In which the members of a generation connect, or another one follows.
+CONNECTING = timedelta(seconds=5)
+#: The time limit of a collective, as torch has it.
+COLLECTIVE = timedelta(minutes=30)
 _SECONDS_TO_FOLLOW = 30.0  # in which the supervisor begins a generation once a connection is lost
 _POLLING = 0.001
-# The purposes of exchanges: at the end of an action, and after a loss.
-_MEETING, _AGREEING = 0x5EED, 0x5EEE
+# The purposes of exchanges: at the end of an action, after a loss, and before a group of the program is made.
+_MEETING, _AGREEING, _MAKING_GROUP = 0x5EED, 0x5EEE, 0x5EEF
 
 
 class RepeatError(RuntimeError):
@@ -143,6 +145,7 @@ class Membership:
         self._announced: list[int] = []
         self._has_outcome = True  # of the latest action that is complete
         self._lacks_shards = False  # whether shards were lost with a process
+        self._lacks_group = False  # whether a group of the program could not be made
         self._former: set[int] = set()  # the members of the generation before
 
     # ------------------------------------------------------------------------------------- generations
@@ -223,11 +226,11 @@ class Membership:
         store = dist.PrefixStore(f"generation/{generation.number}", self.store.store)  # type: ignore[attr-defined]
         rank, size = generation.members.index(self.number), len(generation.members)
         _forget_groups()
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_CONNECTING)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=CONNECTING)
         self.watcher.watch(generation, opened_since(before))
-        _set_timeout(_COLLECTIVE)
         world = dist.group.WORLD
         assert world is not None
+        set_timeout(world, COLLECTIVE)
         self.control = ControlGroup(world, range(size))
 
     def disconnect(self) -> None:
@@ -290,6 +293,15 @@ class Membership:
         """Wait until all processes have done their part of an action."""
         if self.world_size > 1:
             self.control.begin(torch.empty(0, dtype=torch.int64), _MEETING)()
+
+    @contextmanager
+    def making_group(self) -> Iterator[None]:
+        """Wait until all processes are about to make a process group, and note if they fail to make it in a block."""
+        self._lacks_group = True
+        if self.world_size > 1:
+            self.control.begin(torch.empty(0, dtype=torch.int64), _MAKING_GROUP)()
+        yield
+        self._lacks_group = False
 
     def complete(self, outcome: torch.Tensor | None = None) -> None:
         """Note that an action is complete: all have entered its last collective, and this process has left it."""
@@ -402,15 +414,15 @@ class Membership:
 
     def lost_shards(self, error: Exception) -> bool:
         """Whether an error of the program is about a process that was lost while a sharded run began again."""
-        is_sharded = self.store.said(Key.SHARDED) is not None and not self.cannot_begin_again
-        return is_sharded and self.generation is not None and self._has_lost_one(error)
+        is_sharded = self._lacks_group or self.store.said(Key.SHARDED) is not None
+        return is_sharded and not self.cannot_begin_again and self.generation is not None and self._has_lost_one(error)
 
     def forget(self) -> None:
         """Be as a process whose program has yet to begin."""
         self.begins_again = self.is_in_action = self.is_in_update = False
         self.has_begun_again = True
         self.shards = None
-        self.stands_in = self.saves_first = False
+        self.stands_in = self.saves_first = self._lacks_group = False
         self.completed = self.trainings = 0
         self.outcome = None
 
@@ -478,7 +490,9 @@ class Membership:
     def _has_lost_one(self, error: Exception) -> bool:
         """Whether a generation follows that lacks a member of this one, as it should once a connection is lost."""
         assert self.generation is not None
-        is_of_connection = self.stands_in or is_about_lost_process(error) or "gloo" in str(error).lower() or "Connection" in str(error)
+        # Without the meshes, an error may be of something that needs them.
+        names_connection = "gloo" in str(error).lower() or "Connection" in str(error)
+        is_of_connection = self.stands_in or is_about_lost_process(error) or names_connection
         deadline = time.monotonic() + (_SECONDS_TO_FOLLOW if is_of_connection else 0.0)
         if is_of_connection:
             self.disconnect()  # so that all others notice, too
@@ -511,14 +525,6 @@ def _attempt(action: Callable[[], T]) -> tuple[list[T], StopTrainingError | None
 
 def _do_nothing(*_: Any) -> None:
     return None
-
-
-def _set_timeout(timeout: timedelta) -> None:
-    constants: Any = dist.distributed_c10d
-    if hasattr(dist, "set_timeout"):
-        dist.set_timeout(timeout, dist.group.WORLD)
-    else:  # before torch 2.15
-        constants._set_pg_timeout(timeout, dist.group.WORLD)
 
 
 def _forget_groups() -> None:

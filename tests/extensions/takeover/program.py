@@ -165,7 +165,7 @@ class Logging(Trainer):
 def shard(model: Network) -> None:
     """Divide the weights among the processes; for HSDP, twice among a half of them, if there are four."""
     size = dist.get_world_size()
-    if CONFIG["sharded"] == "hsdp" and size in (4, 8):
+    if CONFIG["sharded"] == "hsdp" and size == 4:
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
     else:
         mesh = init_device_mesh("cpu", (size,))
