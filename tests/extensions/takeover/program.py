@@ -90,9 +90,12 @@ class Victim(TrainerCallback):
         self.reach("step")
 
     def on_update_end(self, trainer, **kwargs):
+        self.reach("exchange")
+        trainer.ranks.sum([1.0])
+        if CONFIG.get("gathers"):
+            for parameter in trainer.model.parameters():
+                whole(parameter)
         if CONFIG.get("predicts"):
-            trainer.ranks.sum([1.0])
-            self.reach("exchange")
             predicted = trainer.predict(self.data, dataloader_kwargs={"num_workers": 0})
             trainer.run_history.update_metric("predicted", predicted.sum().item())
 
