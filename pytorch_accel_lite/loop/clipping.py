@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -10,6 +11,7 @@ from accelerate import Accelerator
 from torch.distributed.device_mesh import DeviceMesh
 
 from pytorch_accel_lite.base.modules import are_sharded, local_shard
+from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.meshes import add_up_along
 from pytorch_accel_lite.loop.gradients import updated_parameters
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
@@ -83,15 +85,9 @@ def total_norm(trainer: TrainerLike) -> torch.Tensor:
 
 def _norm_function(trainer: TrainerLike, parameters: list[torch.nn.Parameter]) -> NormFunction:
     """Return the function that computes the total norm of the gradients of some parameters."""
-    if trainer.division.has_fixed_shares and are_sharded(parameters):
-        return lambda gradients: _repeatable_norm(trainer, list(gradients))
     if trainer.division.has_fixed_shares:
-        return norm_by_rows
+        return partial(norm_by_rows, ranks=trainer.ranks)
     return total_norm_of_shards if are_sharded(parameters) else torch.nn.utils.get_total_norm
-
-
-def _repeatable_norm(trainer: TrainerLike, gradients: list[torch.Tensor]) -> torch.Tensor:
-    return trainer.ranks.repeatable(lambda: norm_by_rows(gradients))
 
 
 def total_norm_of_shards(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -107,10 +103,13 @@ def total_norm_of_shards(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     return full[0] if len(full) == 1 else torch.nn.utils.get_total_norm(full)
 
 
-def norm_by_rows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+def norm_by_rows(gradients: Iterable[torch.Tensor], ranks: Ranks) -> torch.Tensor:
     """Return the total norm of gradients, the same bits whether they are whole or sharded along their rows.
 
     Squares are added up within each row, on the process that has it, and then over all rows in their order.
+
+    Args:
+        ranks: the processes that have the rows
     """
     by_sharding: dict[_Sharding | None, list[torch.Tensor]] = {}
     places: list[tuple[_Sharding | None, int]] = []
@@ -121,11 +120,16 @@ def norm_by_rows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
         alike.append(sums)
     for sharding, parts in by_sharding.items():
         if sharding is not None:  # the others have zeros in the rows of this process
-            summed = torch.cat(parts)
-            add_up_along(*sharding, summed)
+            summed = ranks.repeatable(partial(_add_up, sharding, parts))
             by_sharding[sharding] = list(summed.split([len(part) for part in parts]))  # type: ignore[no-untyped-call]
     rows = [by_sharding[sharding][index] for sharding, index in places]
     return torch.cat(rows).sum().sqrt() if rows else torch.zeros(())
+
+
+def _add_up(sharding: _Sharding, parts: list[torch.Tensor]) -> torch.Tensor:
+    summed = torch.cat(parts)
+    add_up_along(*sharding, summed)
+    return summed
 
 
 def _sums_of_rows(gradient: torch.Tensor) -> tuple[torch.Tensor, _Sharding | None]:
