@@ -107,8 +107,17 @@ class ShardsOfRun:
 
     def save(self) -> None:
         """Save a state, together with the others, and let it be that from which all begin again."""
+        self._membership.check_is_first_training()
+        # If all have resumed from a state and made no update since, that is the state.
+        if self._membership.resumes_from is not None or self._can_write_state():
+            self._trainer.print(
+                "The weights were sharded, and others had the shards of each lost process, too. All go on from update "
+                f"{self._trainer.progress.update}."
+            )
+        self._membership.begins_again = self._membership.has_entered = True
+
+    def _can_write_state(self) -> bool:
         membership, trainer, window = self._membership, self._trainer, self._run.window
-        membership.check_is_first_training()
         assert isinstance(window, LogicalWindow)
         window.restart()
         window.filled = 0
@@ -119,12 +128,8 @@ class ShardsOfRun:
                 trainer.save_training_state(membership.resumes_from, sharded=True)
         except OSError as error:
             print(f"The shards could not be saved: {error}", file=sys.stderr)
-        else:
-            trainer.print(
-                "The weights were sharded, and others had the shards of each lost process, too. All go on from update "
-                f"{trainer.progress.update}."
-            )
-        membership.begins_again = membership.has_entered = True
+            return False
+        return True
 
 
 class _GatherFromHolders:

@@ -102,7 +102,7 @@ class Membership:
         is_in_update: whether the current action is an update of the weights
         begins_again: whether the program is to begin again
         has_begun_again: whether the program has begun again and its first training is yet to come
-        resumes_from: the state from which the training resumes when the program begins again
+        resumes_from: the state from which the training resumes when the program begins again, until the next update
         states_of_others: the training states that were there before this job saved any
         states: returns the training states that are there now
         shards: those of a sharded run, from the beginning of its training on
@@ -307,14 +307,14 @@ class Membership:
         """Note that an action is complete: all have entered its last collective, and this process has left it."""
         if self.generation is None:
             return
-        if self.is_in_update and (self.fetched is not None or self.resumes_from is not None):
+        if self.is_in_update:
             self.drop_state()  # all have resumed from it
         self.completed += 1
         self.outcome, self._has_outcome = outcome, True
 
     def drop_state(self) -> None:
-        """Remove what was saved for beginning again; the first process does it, as whoever has made it may be gone."""
-        if self.made is not None and self.rank == 0:
+        """Remove the state that was saved for beginning again: any process does, as whoever has made it may be gone."""
+        if self.made is not None:
             shutil.rmtree(self.made, ignore_errors=True)
         if self.fetched is not None:
             self.fetched.cleanup()
@@ -453,6 +453,8 @@ class Membership:
             outcome = [self.outcome]
             dist.broadcast_object_list(outcome, source)
         if own < latest:
+            if self.is_in_update:
+                self.drop_state()
             self.completed = latest
             self.outcome, self._has_outcome = (outcome[0], True) if lacks else (None, False)
         return own < latest

@@ -302,6 +302,7 @@ def check_marks(outcome: Outcome, output: str) -> None:
         ({}, kill(rank0="update:6", rank3="changed:1"), 6),
         ({}, kill(rank3="evaluation:3", rank2="changed:1"), 3),
         ({}, kill(rank1="prediction:1", rank2="changed:1"), 8),
+        ({}, {"1": {"forward:13": KILLED}, "0": {"sharding again": KILLED}}, 6),
     ],
 )
 def test_copies_of_shards_are_enough_wherever_processes_die(run, capfd, how, kills, update):
