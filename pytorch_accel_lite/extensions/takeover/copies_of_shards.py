@@ -92,9 +92,9 @@ class ShardsOfRun:
         Raises:
             BeginAgain: if they have
         """
-        self.has_ended = True
         if self._membership.stands_in and self._run.end.pause is None:
             self.begin_again()
+        self.has_ended = True
 
     def begin_again(self) -> None:
         """Save a state, of which each process writes its shards, from which all begin again.

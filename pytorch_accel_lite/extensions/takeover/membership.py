@@ -372,7 +372,8 @@ class Membership:
             self.check_is_first_training(error)
             self._raise_to_begin_again()
         self.tell_of_change(noticed_at if is_done else self.begun_at)
-        if self.stands_in and self.shards is not None and self.shards.has_ended:  # what follows may need the meshes
+        has_ended = self.shards is not None and self.shards.has_ended
+        if self.stands_in and has_ended and not self.saves_first:  # what follows may need the meshes
             self.check_is_first_training(error)
             self.saves_first = True
             self._raise_to_begin_again()
