@@ -47,6 +47,7 @@ class ShardsOfRun:
         self._membership = membership
         assert membership.generation is not None
         self._members = membership.generation.members  # by their ranks in the meshes
+        self._folder: str | None = None
         self.has_ended = False
 
     def are_held(self, members: Sequence[int], machines: Sequence[int]) -> bool:
@@ -70,11 +71,13 @@ class ShardsOfRun:
         return next((Path(folder) for folder in folders if folder and "://" not in folder), None)
 
     def _make_folder(self) -> str:
-        assert self._membership.generation is not None
-        parent = self._parent(self._membership.generation.machines)
-        assert parent is not None  # see are_held()
-        parent.mkdir(parents=True, exist_ok=True)
-        return tempfile.mkdtemp(prefix=".begin-again-", dir=parent)
+        if self._folder is None:  # otherwise a process was lost before all knew of it
+            assert self._membership.generation is not None
+            parent = self._parent(self._membership.generation.machines)
+            assert parent is not None  # see are_held()
+            parent.mkdir(parents=True, exist_ok=True)
+            self._folder = tempfile.mkdtemp(prefix=".begin-again-", dir=parent)
+        return self._folder
 
     def _positions(self, members: Sequence[int]) -> list[int]:
         return [self._members.index(member) for member in members]

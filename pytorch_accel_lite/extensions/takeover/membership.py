@@ -415,6 +415,8 @@ class Membership:
 
     def lost_shards(self, error: Exception) -> bool:
         """Whether an error of the program is about a process that was lost while a sharded run began again."""
+        if not (self.stands_in or isinstance(error, RuntimeError)):
+            return False
         is_sharded = self._lacks_group or self.store.said(Key.SHARDED) is not None
         return is_sharded and not self.cannot_begin_again and self.generation is not None and self._has_lost_one(error)
 

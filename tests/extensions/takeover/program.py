@@ -229,7 +229,7 @@ def main() -> None:
             eval_dataset=TensorDataset(x[:53], x[:53, :3].argmax(1)),
             per_device_batch_size=4,
             gradient_accumulation_steps=CONFIG.get("accumulation", 1),
-            gradient_clip_norm=1.0,
+            gradient_clip_norm=CONFIG.get("clip", 1.0),
             create_scheduler_fn="cosine",
             train_dataloader_kwargs={"num_workers": CONFIG.get("workers", 0)},
             eval_dataloader_kwargs={"num_workers": 0},

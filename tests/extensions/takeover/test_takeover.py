@@ -293,6 +293,7 @@ def check_marks(outcome: Outcome, output: str) -> None:
 @pytest.mark.parametrize(
     ("how", "kills", "update"),
     [
+        ({"clip": 0.1}, kill(rank3="clipping:7"), 7),
         ({"train": {}}, kill(rank1="evaluation:3"), 4),
         ({"train": {}}, kill(rank0="evaluated:2"), 8),
         ({"predicts": True}, kill(rank1="exchange:3"), 3),
