@@ -101,6 +101,7 @@ class Membership:
         is_in_action: whether an action is under way, to which all communication belongs
         is_in_update: whether the current action is an update of the weights
         begins_again: whether the program is to begin again
+        beginnings: how often the program has begun again
         has_begun_again: whether the program has begun again and its first training is yet to come
         resumes_from: the state from which the training resumes when the program begins again, until the next update
         states_of_others: the training states that were there before this job saved any
@@ -123,7 +124,7 @@ class Membership:
         self.joins: int | None = None
         self.rank = self.local_rank = 0
         self.world_size = self.local_world_size = 1
-        self.completed = self.trainings = 0
+        self.completed = self.trainings = self.beginnings = 0
         self.outcome: torch.Tensor | None = None
         self.begun_at = 0.0
         self.is_in_action = self.is_in_update = False
@@ -424,6 +425,7 @@ class Membership:
         """Be as a process whose program has yet to begin."""
         self.begins_again = self.is_in_action = self.is_in_update = False
         self.has_begun_again = True
+        self.beginnings += 1
         self.shards = None
         self.stands_in = self.saves_first = self._lacks_group = False
         self.completed = self.trainings = 0

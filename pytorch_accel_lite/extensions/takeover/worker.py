@@ -21,7 +21,7 @@ from pytorch_accel_lite.extensions.takeover.connections import interface_to
 from pytorch_accel_lite.extensions.takeover.job_store import Key
 from pytorch_accel_lite.extensions.takeover.joining import stay_apart
 from pytorch_accel_lite.extensions.takeover.membership import Membership
-from pytorch_accel_lite.extensions.takeover.new_groups import watch_new_groups
+from pytorch_accel_lite.extensions.takeover.new_groups import tell_meshes_apart, watch_new_groups
 from pytorch_accel_lite.extensions.takeover.surviving_ranks import SurvivingRanks
 from pytorch_accel_lite.extensions.takeover.surviving_step import SurvivingStep
 from pytorch_accel_lite.extensions.takeover.watcher import Waker
@@ -71,6 +71,7 @@ def run(order: Order) -> None:
     replace_step(LogicalStep, SurvivingStep)
     FENCES.append(membership.check)
     watch_new_groups(membership)
+    tell_meshes_apart(membership)
     sys.excepthook = _report_to(membership)
     if order.comes_later and membership.store.said(Key.SHARDED) is not None:
         join_sharded(membership)
