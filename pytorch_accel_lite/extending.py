@@ -10,18 +10,27 @@ from pytorch_accel_lite.base.inspection import nested_in
 from pytorch_accel_lite.base.modules import local_shard
 from pytorch_accel_lite.base.origins import is_overridden, warn_outside
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
+from pytorch_accel_lite.base.reachable import reachable_from
 from pytorch_accel_lite.base.reports import Report
 from pytorch_accel_lite.base.templates import Column, render
 from pytorch_accel_lite.base.text import describe_error, listed
 from pytorch_accel_lite.base.types import ChosenModules, JsonObject
 from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
-from pytorch_accel_lite.checkpoint.files import FENCES, check_is_shared, load_verified
+from pytorch_accel_lite.checkpoint.checksums import verify as verify_tensors
+from pytorch_accel_lite.checkpoint.files import FENCES, check_is_shared, load_verified, write_tensors
 from pytorch_accel_lite.checkpoint.locations import STORES, Store, read_state
 from pytorch_accel_lite.checkpoint.locks import lock_path
 from pytorch_accel_lite.checkpoint.manifest import catch_damage, manifest_text, read_manifest
+from pytorch_accel_lite.checkpoint.model_forms import (
+    ADAPTERS,
+    MODEL_FORMS,
+    ModelForm,
+    WriteModel,
+    is_of_peft,
+    is_of_timm,
+)
 from pytorch_accel_lite.checkpoint.model_writers import MODEL_WRITERS, ModelWriter, SavedModel
-from pytorch_accel_lite.checkpoint.pretrained import ADAPTERS, is_of_peft, is_of_timm
 from pytorch_accel_lite.checkpoint.shards import every_part_is_held
 from pytorch_accel_lite.checkpoint.store import StateStore
 from pytorch_accel_lite.checkpoint.training_state import CapturedState, read_model, read_verified, write_files
@@ -41,23 +50,29 @@ from pytorch_accel_lite.data.loss_shapes import LossFunction, LossShapeError, sh
 from pytorch_accel_lite.data.shares import Shares, split
 from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, concatenate_if_possible, select_samples
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.distributed.exchange import ControlGroup
+from pytorch_accel_lite.distributed.exchange import ControlGroup, OtherCallError
 from pytorch_accel_lite.distributed.layout import mesh_infos, shard_dim
+from pytorch_accel_lite.distributed.lost_processes import ProcessLostError, is_about_lost_process
 from pytorch_accel_lite.distributed.meshes import Holders, use_holders
+from pytorch_accel_lite.distributed.observers import OBSERVERS, JobObserver
+from pytorch_accel_lite.distributed.participant import Participant
 from pytorch_accel_lite.distributed.positions import (
     MACHINERY,
+    Stack,
+    describe_call,
+    describe_frame,
     innermost_function,
-    is_waiting,
-    stack_of,
-    waits_for_others,
+    is_in_backward,
+    is_library_frame,
 )
-from pytorch_accel_lite.distributed.ranks import GroupTimeouts, connect_to_store, set_timeout, use_ranks
+from pytorch_accel_lite.distributed.ranks import set_timeout, timeout_of, use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
-from pytorch_accel_lite.distributed.watch import EXIT_CODE, end_process, is_about_lost_process
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
 from pytorch_accel_lite.loop.guards.arguments import check_dataset
+from pytorch_accel_lite.loop.guards.explanations import explain, list_samples
 from pytorch_accel_lite.loop.guards.held_memory import MEMORY_ADVICE
 from pytorch_accel_lite.loop.inference import inference_run, unwrapped_model
+from pytorch_accel_lite.loop.inference_steps import INFERENCE_STEPS
 from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
 from pytorch_accel_lite.loop.preparing import MODEL_CHANGES
 from pytorch_accel_lite.loop.sharded_models import shard_model
@@ -85,17 +100,16 @@ from pytorch_accel_lite.run.metric_panels import (
     is_monitor,
     panels_by_metric,
 )
-from pytorch_accel_lite.run.parts import LoadedWeights, TrainingState
+from pytorch_accel_lite.run.parts import SKIPPED, LoadedWeights, SkippedBatches, SkippedStep, TrainingState
 from pytorch_accel_lite.run.plots import PLOTS, Plots, plots_for
 from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import Run, Step, TrainerLike
+from pytorch_accel_lite.run.state import InferenceStep, Run, Step, TrainerLike
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
 from pytorch_accel_lite.run.window import GradientWindow, as_weight
 from pytorch_accel_lite.steps.choice import replace_step
 from pytorch_accel_lite.steps.closures import CLOSURE, RECOMPUTED
 from pytorch_accel_lite.steps.compiled import COMPILED, STEP_COMPILERS, StepCompiler
-from pytorch_accel_lite.steps.failed_batches import MICROBATCHES, SKIPPED_BATCHES
-from pytorch_accel_lite.steps.features import FP16, KINDS, Conflict, Feature
+from pytorch_accel_lite.steps.features import FP16, KINDS, MICROBATCHES, SKIPPED_BATCHES, Conflict, Feature
 from pytorch_accel_lite.steps.manual import MANUAL
 from pytorch_accel_lite.steps.sharded import ShardedStep
 
@@ -104,24 +118,28 @@ __all__ = [
     "NonFiniteLossError", "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError",
     "TrainerCallback", "TrainerLike", "TrainingState", "WatchedMetric",
     # Seams.
-    "DIVISIONS", "Division", "FENCES", "JOB_QUEUES", "JobQueue", "KINDS", "MEMORY_ADVICE", "MODEL_CHANGES",
-    "MODEL_WRITERS", "ModelWriter", "OTHER_LIBRARIES", "PLOTS", "Plots", "STEP_COMPILERS", "STORES", "StateStore",
-    "StepCompiler", "Store", "create_division", "replace_step",
+    "DIVISIONS", "Division", "FENCES", "INFERENCE_STEPS", "InferenceStep", "JOB_QUEUES", "JobObserver", "JobQueue",
+    "KINDS", "MEMORY_ADVICE", "MODEL_CHANGES", "MODEL_FORMS", "MODEL_WRITERS", "ModelForm", "ModelWriter", "OBSERVERS",
+    "OTHER_LIBRARIES", "PLOTS", "Plots", "STEP_COMPILERS", "STORES", "StateStore", "StepCompiler", "Store",
+    "create_division", "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
     "RECOMPUTED", "SKIPPED_BATCHES", "ShardedStep", "as_returned", "as_weight", "backward", "merge_outputs",
+    # Batches that fail.
+    "OtherCallError", "ProcessLostError", "SKIPPED", "SkippedBatches", "SkippedStep", "explain", "list_samples",
     # Steps that are divided into a fixed number of shares.
     "LossTracker", "LossTrackers", "Share", "Shares", "concatenate_if_possible", "deterministic_kernels", "mesh_infos",
     "shard_dim", "split",
     # The processes of a job.
-    "EXIT_CODE", "MACHINERY", "ControlGroup", "GroupTimeouts", "Holders", "capture_generators", "connect_to_store",
-    "end_process", "every_part_is_held", "innermost_function", "is_about_lost_process", "is_waiting", "open_trainers",
-    "restore_generators", "set_timeout", "stack_of", "use_holders", "use_ranks", "waits_for_others",
+    "MACHINERY", "ControlGroup", "Holders", "Participant", "Stack", "capture_generators", "describe_call",
+    "describe_frame", "every_part_is_held", "innermost_function", "is_about_lost_process", "is_in_backward",
+    "is_library_frame", "open_trainers", "restore_generators", "set_timeout", "timeout_of", "use_holders", "use_ranks",
     # For stores, and for other files of several processes.
     "CapturedState", "JsonObject", "catch_damage", "check_is_shared", "load_verified", "lock_path", "manifest_text",
     "read_manifest", "read_model", "read_state", "read_verified", "write_files",
-    # For files beside a saved model.
-    "ADAPTERS", "LoadedWeights", "SavedModel", "is_of_peft", "is_of_timm",
+    # For saved models, and files beside them.
+    "ADAPTERS", "LoadedWeights", "SavedModel", "WriteModel", "is_of_peft", "is_of_timm", "reachable_from",
+    "verify_tensors", "write_tensors",
     # Trials.
     "OwnCallbacks", "Snapshot", "StepSnapshot", "Trial", "check_dataset", "faster_data", "inference_run",
     "is_out_of_memory", "loss_of", "preserving_attributes", "replaced", "shard_model", "split_into_parts",

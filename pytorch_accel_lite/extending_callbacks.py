@@ -15,7 +15,14 @@ from pytorch_accel_lite.base.devices import (
 )
 from pytorch_accel_lite.base.environment import in_notebook, is_terminal
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.modules import are_sharded, class_of, preserving_modes
+from pytorch_accel_lite.base.modules import (
+    are_sharded,
+    class_of,
+    keep_in_eval,
+    preserving_modes,
+    release_from_eval,
+    unwrap,
+)
 from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.pictures import Picture, as_picture
@@ -23,7 +30,17 @@ from pytorch_accel_lite.base.quantised import is_quantised_by, plain_parts, quan
 from pytorch_accel_lite.base.randomness import mix, preserving_generators, seed_all
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.reprs import table as html_table
-from pytorch_accel_lite.base.text import add_note, align, did_you_mean, format_duration, to_number, visible, wrapped
+from pytorch_accel_lite.base.text import (
+    add_note,
+    align,
+    as_number_or_text,
+    as_plain,
+    did_you_mean,
+    format_duration,
+    to_number,
+    visible,
+    wrapped,
+)
 from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
 from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_positive_number, optional
@@ -51,7 +68,6 @@ from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.extension_names import is_not_there
 from pytorch_accel_lite.loop.clipping import total_norm
 from pytorch_accel_lite.loop.inference import inference
-from pytorch_accel_lite.optimizers.layer_groups import ModuleGroup, find_groups
 from pytorch_accel_lite.optimizers.moving_averages import ShardedEma
 from pytorch_accel_lite.optimizers.operations import (
     TrainerOptimizer,
@@ -60,6 +76,7 @@ from pytorch_accel_lite.optimizers.operations import (
     parts_of_optimizer,
     schedulers_in,
 )
+from pytorch_accel_lite.optimizers.rates import ParamGroup
 from pytorch_accel_lite.run.attributes import evaluating_optimizers
 from pytorch_accel_lite.run.events import Failure, Phase, set_listening
 from pytorch_accel_lite.run.goodput import describe_fractions
@@ -79,10 +96,11 @@ __all__ = [
     "add_note", "check_choice", "check_positive_number", "did_you_mean", "is_not_there", "optional",
     "suggest_arguments",
     # Models, their outputs and gradients.
-    "Classification", "ModuleGroup", "NamedMetric", "ShardedEma", "TrainerOptimizer", "are_sharded", "class_of",
-    "dataset_of", "default_transform", "evaluating_optimizers", "find_groups", "find_length", "group_names",
-    "inference", "is_created", "is_list_of_samples", "is_number", "mix", "parts_of_optimizer", "preserving_generators",
-    "preserving_modes", "schedulers_in", "seed_all", "slice_batch", "to_cpu", "total_norm",
+    "Classification", "NamedMetric", "ParamGroup", "ShardedEma", "TrainerOptimizer", "are_sharded", "class_of",
+    "dataset_of", "default_transform", "evaluating_optimizers", "find_length", "group_names", "inference",
+    "is_created", "is_list_of_samples", "is_number", "keep_in_eval", "mix", "parts_of_optimizer",
+    "preserving_generators", "preserving_modes", "release_from_eval", "schedulers_in", "seed_all", "slice_batch",
+    "to_cpu", "total_norm", "unwrap",
     # Devices without waiting.
     "AsyncCopy", "DeviceTimer", "Moment", "accumulation_dtype", "is_asynchronous", "mixed_precision", "to_float",
     # Files.
@@ -91,6 +109,7 @@ __all__ = [
     "plain_parts", "quantised_entries", "refuse_engines", "refuse_fsdp1", "sharded_like", "state_name",
     "without_compile", "write_bytes",
     # Terminals and notebooks.
-    "Bar", "HeldOutput", "NotebookBar", "NotebookOutput", "Picture", "TerminalBar", "align", "as_picture",
-    "format_duration", "html_table", "in_notebook", "is_terminal", "short", "to_number", "visible", "wrapped",
+    "Bar", "HeldOutput", "NotebookBar", "NotebookOutput", "Picture", "TerminalBar", "align", "as_number_or_text",
+    "as_picture", "as_plain", "format_duration", "html_table", "in_notebook", "is_terminal", "short", "to_number",
+    "visible", "wrapped",
 ]  # fmt: skip

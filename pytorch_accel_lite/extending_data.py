@@ -1,7 +1,7 @@
 """Names for extensions of ``data``, besides the names for users. They come from layers below the run."""
 
 from pytorch_accel_lite.base.modules import evaluation_mode
-from pytorch_accel_lite.base.randomness import draw_seed, generator_with, mix, preserving_generators
+from pytorch_accel_lite.base.randomness import draw_seed, generator_with, mix, preserving_generators, seed_generators
 from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
@@ -22,5 +22,5 @@ __all__ = [
     "SourceState", "StateDict", "can_return", "ended", "open_stream", "part_of",
     # Random numbers, and arguments.
     "check_positive_int", "check_range", "did_you_mean", "draw_seed", "evaluation_mode", "generator_with", "mix",
-    "preserving_generators",
+    "preserving_generators", "seed_generators",
 ]  # fmt: skip

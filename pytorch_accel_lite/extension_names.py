@@ -14,11 +14,22 @@ OFFERED = {
     "compiled_step": (),  # Trainer(compile_step=True)
     "energy": ("callbacks.EnergyCallback",),
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
+    "failed_batches": ("callbacks.SkipFailedBatchesCallback",),  # and train(auto_microbatch=True)
+    "finetuning": (
+        "finetuning.BN_MODULES",
+        "finetuning.Layer",
+        "finetuning.LayerGroup",
+        "finetuning.ModelFreezer",
+        "finetuning.find_blocks",
+        "finetuning.layer_group_parameters",
+        "finetuning.parameters_by_group",
+    ),
     "gradient_spikes": ("callbacks.GradientSpikeCallback",),
     "hang_watch": ("callbacks.HangWatchCallback",),
     "idle_gpus": ("utils.use_idle_gpus",),
     "logical": ("Trainer.logical",),
     "memory_estimate": ("Trainer.estimate_memory",),
+    "metrics_file": ("callbacks.MetricsFileCallback",),
     "mixtures": ("callbacks.MixtureScheduleCallback", "data.Mixture", "data.MixtureSampler", "data.MixtureStream"),
     "model_summary": ("Trainer.summary", "callbacks.ModelSummaryCallback"),
     "momentum_teacher": ("callbacks.MomentumTeacherCallback",),
@@ -50,6 +61,7 @@ OFFERED = {
         "callbacks.iterate_predictions",
         "callbacks.read_predictions",
     ),
+    "pretrained": (),  # save_model(directory) for models of transformers, PEFT, diffusers and timm
     "profiling": ("callbacks.ProfilerCallback", "callbacks.TimingCallback"),
     "ray": ("integrations.RayReportCallback",),
     "remote": (),  # states and models at URLs
@@ -58,10 +70,13 @@ OFFERED = {
         "callbacks.RunLogCallback",
         "callbacks.ShowOutputsCallback",
     ),
+    "shuffled_streams": ("data.ShuffledStream",),
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
+    "step_logging": (),  # rows of loggers
     "sync_batch_norm": ("callbacks.ConvertSyncBatchNormCallback",),
     "takeover": (),  # the command launch
     "throughput": ("callbacks.ThroughputCallback",),
+    "trackers": ("callbacks.TrackerCallback",),
     "tuning": ("Trainer.find_lr", "Trainer.find_batch_size", "Trainer.diagnose"),
     "unfreezing": ("callbacks.GradualUnfreezingCallback",),
     "worst_samples": ("callbacks.WorstSample", "callbacks.WorstSamplesCallback"),
@@ -70,7 +85,15 @@ OFFERED = {
 #: The extensions that have arguments of a trainer.
 ARGUMENTS = {"logical_processes": "logical"}
 #: The extensions that another one needs: it uses their public names, and is deleted with them.
-NEEDED = {"experiment": ("plots", "predictions", "worst_samples"), "reports": ("plots",), "takeover": ("logical",)}
+NEEDED = {
+    "experiment": ("metrics_file", "plots", "predictions", "worst_samples"),
+    "memory_estimate": ("finetuning",),
+    "metrics_file": ("step_logging",),
+    "reports": ("plots",),
+    "takeover": ("hang_watch", "logical"),
+    "trackers": ("step_logging",),
+    "unfreezing": ("finetuning",),
+}
 
 
 def missing(name: str, prefix: str = "") -> Exception:

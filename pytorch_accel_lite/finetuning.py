@@ -1,15 +1,18 @@
 """Public path of freezing and of groups of layers."""
 
-from pytorch_accel_lite.optimizers.freezing import BN_MODULES as BN_MODULES
-from pytorch_accel_lite.optimizers.freezing import (
+from typing import TYPE_CHECKING
+
+from pytorch_accel_lite.base.modules import stay_in_eval, stays_in_eval
+from pytorch_accel_lite.extension_names import missing
+from pytorch_accel_lite.extensions.finetuning import BN_MODULES as BN_MODULES
+from pytorch_accel_lite.extensions.finetuning import (
     Layer,
     LayerGroup,
     ModelFreezer,
+    find_blocks,
     layer_group_parameters,
     parameters_by_group,
-    stays_in_eval,
 )
-from pytorch_accel_lite.optimizers.layer_groups import find_blocks
 
 __all__ = [
     "Layer",
@@ -20,3 +23,10 @@ __all__ = [
     "parameters_by_group",
     "stays_in_eval",
 ]
+
+_stay_in_eval = stay_in_eval  # models with frozen layers that version 0.2 pickled have it by this name
+
+if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
+
+    def __getattr__(name: str) -> object:
+        raise missing(name, "finetuning")

@@ -3,10 +3,9 @@
 from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_ENV_VAR, import_extra
-from pytorch_accel_lite.base.text import as_cell, format_bytes, format_metric, format_value, from_cell, listed
+from pytorch_accel_lite.base.text import as_cell, as_json, format_bytes, format_metric, format_value, from_cell, listed
 from pytorch_accel_lite.base.unknown_names import suggest
 from pytorch_accel_lite.callbacks.limits import DataLoaderSlice, LimitBatches
-from pytorch_accel_lite.callbacks.metrics_file import as_json
 from pytorch_accel_lite.data.workers import worker_init_fn
 from pytorch_accel_lite.distributed.launch import record_error
 from pytorch_accel_lite.distributed.process_zero import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
@@ -14,6 +15,9 @@ from pytorch_accel_lite import NonFiniteLossError, StopTrainingError, Trainer, T
 from pytorch_accel_lite.callbacks import TerminateOnNaNCallback
 from tests.ranks import IN_ORDER, Recorder, global_batch, rank, world_size
 from tests.tasks import listener, quiet_trainer, regression_data, small_model, weights
+
+#: Arguments of ``train`` that belong to an extension.
+SPLITTING = pytest.param({"auto_microbatch": True}, marks=pytest.mark.extension("failed_batches"))
 
 
 class Contrastive(Trainer):

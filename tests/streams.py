@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback, data
-from pytorch_accel_lite.data import OwnShard, ShuffledStream
+from pytorch_accel_lite.data import OwnShard
 from tests.ranks import rank as own_rank
 from tests.ranks import world_size
 from tests.tasks import regression_data, weights
@@ -97,6 +97,11 @@ def rows_or_tensors(samples: list[Any]) -> torch.Tensor:
     return rows(samples) if isinstance(samples[0], dict) else torch.stack(samples)
 
 
+def shuffled(stream: Any, *args: Any) -> Any:
+    """A stream shuffled by blocks. Tests of the core with one are marked with its extension, ``shuffled_streams``."""
+    return data.ShuffledStream(stream, *args)
+
+
 def mixed(streams: Any, *args: Any, **kwargs: Any) -> Any:
     """A mixture of streams. Tests of the core that have one are marked with its extension, ``mixtures``."""
     return data.MixtureStream(streams, *args, **kwargs)
@@ -114,9 +119,7 @@ def source(kind: str, size: int, read: list[int]) -> tuple[Any, dict[str, Any]]:
         streams["a"].read = streams["b"].read = read
         return mixed(streams, repeat=False), {}
     if kind.startswith("blocks of "):
-        return ShuffledStream(source(kind.removeprefix("blocks of "), size, read)[0], 7), {
-            "collate_fn": rows_or_tensors
-        }
+        return shuffled(source(kind.removeprefix("blocks of "), size, read)[0], 7), {"collate_fn": rows_or_tensors}
     if kind == "mixture":
         streams = {"shelf": Shelf(range(size)), "forgetful": Forgetful(range(100, 105))}
         streams["shelf"].read = streams["forgetful"].read = read

@@ -160,56 +160,6 @@ def test_adapters_are_saved_like_any_trained_weights(tmp_path):
     assert len(kept) == 8 + 2 + 2
 
 
-def with_other_adapters(seed: int) -> Any:
-    """A model with adapters under two names, all random."""
-    from peft import LoraConfig
-
-    model = with_lora(bert(), seed)
-    model.add_adapter("other", LoraConfig(task_type="SEQ_CLS", r=3, target_modules=["key"]))
-    model.set_adapter("default")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora" in name:
-                parameter.uniform_()
-    return model
-
-
-def test_save_model_writes_adapters_that_peft_loads(tmp_path):
-    peft = pytest.importorskip("peft")
-    model, other = with_other_adapters(seed=1), with_other_adapters(seed=5)
-    trainer = make_trainer(model=torch.compile(model))
-    trainer.save_model(tmp_path)
-    found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
-    files = {"adapter_config.json", "adapter_model.safetensors"}
-    assert found - {"README.md", "curves.png"} == {*files, *(f"other/{name}" for name in files)}
-    loaded = peft.PeftModel.from_pretrained(bert(), tmp_path)
-    loaded.load_adapter(tmp_path / "other", "other")
-    assert equal(weights(loaded), weights(model))
-    assert not equal(weights(other), weights(model))
-    make_trainer(model=other).load_checkpoint(tmp_path)
-    assert equal(weights(other), weights(model))
-    path = tmp_path / "other" / "adapter_model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
-    with pytest.raises(ValueError, match=r"other/adapter_model.safetensors' is damaged"):
-        make_trainer(model=other).load_checkpoint(tmp_path)
-    path.unlink()
-    with pytest.raises(FileNotFoundError, match=r"other/adapter_model.safetensors is missing in .* has that adapter"):
-        make_trainer(model=other).load_checkpoint(tmp_path)
-
-
-def test_adapters_beside_other_trained_weights_are_saved_in_full(tmp_path):
-    pytest.importorskip("peft")
-    model = with_lora(bert())
-    make_trainer(model=model).save_model(tmp_path)
-    model.base_model.model.bert.embeddings.word_embeddings.weight.requires_grad_(True)
-    with pytest.warns(UserWarning, match=r"would leave out what is trained .*word_embeddings.weight.*modules_to_save"):
-        make_trainer(model=model).save_model(tmp_path)
-    assert not (tmp_path / "adapter_model.safetensors").exists()
-    other = with_lora(bert(7), seed=7)
-    make_trainer(model=other).load_checkpoint(tmp_path)
-    assert equal(weights(other), weights(model))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("trainable_only", [False, True])
 def test_with_adapters_a_run_resumes_to_the_same_bits(tmp_path, trainable_only):
@@ -238,6 +188,7 @@ def resumed_and_saved(folder: Path) -> Any:
     return weights(whole.get_model()), weights(resumed.get_model()), weights(loaded)
 
 
+@pytest.mark.extension("pretrained")
 def test_several_processes_resume_and_peft_saves_adapters(two_ranks, tmp_path):
     pytest.importorskip("peft")
     results = two_ranks.run(resumed_and_saved, tmp_path)

@@ -978,3 +978,28 @@ def test_compile_step_without_its_extension_names_it(monkeypatch):
     monkeypatch.setattr("pytorch_accel_lite.steps.compiled.STEP_COMPILERS", [])
     with pytest.raises(ValueError, match="compile_step=True belongs to the extension 'compiled_step', which is not"):
         make_trainer(compile_step=True)
+
+
+class Skips(TrainerCallback):
+    """Asks for batches that fail to be skipped."""
+
+    def __init__(self, phase: str) -> None:
+        self.phase = phase
+
+    def configure_run(self, trainer: Trainer, request: Any, **kwargs: Any) -> None:
+        setattr(request, self.phase, True)
+
+
+def test_failed_batches_without_their_extension_name_it(monkeypatch):
+    monkeypatch.setattr("pytorch_accel_lite.loop.inference_steps.INFERENCE_STEPS", [])
+    calls: list[tuple[str, Any]] = [
+        ("skips_failed_batches", train),
+        ("skips_in_evaluation", lambda trainer, **kwargs: trainer.evaluate(make_data(), **kwargs)),
+        ("skips_in_prediction", lambda trainer: trainer.predict(make_data())),
+    ]
+    for phase, call in calls:
+        with pytest.raises(ValueError, match="Skipping batches that fail belongs to the extension 'failed_batches'"):
+            call(make_trainer([Skips(phase)]))
+    for _, call in calls[:2]:
+        with pytest.raises(ValueError, match="auto_microbatch=True belongs to the extension 'failed_batches', which"):
+            call(make_trainer(), auto_microbatch=True)

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import LimitBatchesCallback
-from pytorch_accel_lite.finetuning import ModelFreezer
+from pytorch_accel_lite.extending_callbacks import keep_in_eval
 from tests.ranks import global_batch, world_size
 from tests.tasks import equal, make_data, make_trainer, quiet_trainer, regression_data, small_model, train, weights
 
@@ -91,7 +91,7 @@ def test_a_last_batch_that_is_not_trained_on_is_not_warned_of():
 
 def test_a_batch_norm_kept_in_evaluation_mode_is_not_warned_of():
     model = normalised(nn.BatchNorm1d(4))
-    ModelFreezer(model, freeze_batch_norms=True).freeze(set_modules_as_eval=True)
+    keep_in_eval(model[1])
     assert not warned_before_the_first_batch(make_trainer(model=model), size=7, batch_size=2)
 
 

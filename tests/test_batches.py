@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset, default_collate
 
-from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import SkipFailedBatchesCallback
+from pytorch_accel_lite import Trainer, callbacks
 from tests.tasks import Rows, equal, listener, make_trainer, quiet_trainer, regression_data, small_model, train, weights
 
 
@@ -274,6 +273,7 @@ def test_losses_of_lists_of_unequal_tensors_count_by_samples():
     assert losses[0] == pytest.approx(losses[1])
 
 
+@pytest.mark.extension("failed_batches")
 @pytest.mark.parametrize("collate", [collate_ragged, lambda samples: tuple(collate_ragged(samples))])
 def test_batches_with_lists_of_unequal_tensors_split_by_samples(collate):
     def run(room: float) -> Any:
@@ -304,16 +304,17 @@ class OfOwnBatches(Trainer):
         return {"loss": self.loss_func(self.model(batch.x), batch.y)}
 
 
+@pytest.mark.extension("failed_batches")
 def test_batches_of_a_class_of_the_users_are_counted_and_guarded():
-    def run(*callbacks: Any, **kwargs: Any) -> Trainer:
-        trainer = make_trainer(callbacks, small_model(), OfOwnBatches)
+    def run(*listed: Any, **kwargs: Any) -> Trainer:
+        trainer = make_trainer(listed, small_model(), OfOwnBatches)
         trainer.train(regression_data(10), 1, per_device_batch_size=4, collate_fn=OwnBatch, **kwargs)
         return trainer
 
     torch.manual_seed(0)
     plain = run()
     torch.manual_seed(0)
-    guarded = run(SkipFailedBatchesCallback())
+    guarded = run(callbacks.SkipFailedBatchesCallback())
     assert equal(weights(guarded.model), weights(plain.model))
     assert plain.run_history.to_dict() == guarded.run_history.to_dict()
 
@@ -352,6 +353,7 @@ def test_each_image_may_have_as_many_boxes_as_a_batch_has_images(size):
     assert [sample["labels"].tolist() for sample in found] == [[index] * 4 for index in range(8)]
 
 
+@pytest.mark.extension("failed_batches")
 def test_targets_with_as_many_boxes_as_images_split_by_image():
     seen = []
 
@@ -390,6 +392,7 @@ def test_scripted_models_and_forwards_of_one_instance_are_called():
     assert Trainer(model, None, None, callbacks=[]).predict(data).shape == (4, 1)
 
 
+@pytest.mark.extension("failed_batches")
 def test_values_that_are_not_per_sample_are_in_every_part():
     seen: list[Any] = []
 
@@ -488,6 +491,7 @@ def test_a_batch_without_targets_counts_only_the_samples_in_it():
     assert found["evaluation_loss"] == pytest.approx((1 + 2 + 3 + 5 + 6) / 5)
 
 
+@pytest.mark.extension("failed_batches")
 def test_split_outputs_that_cannot_be_joined_become_a_list():
     class Alike(Trainer):
         def calculate_train_batch_loss(self, batch):

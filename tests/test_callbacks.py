@@ -19,13 +19,19 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from pytorch_accel_lite import NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback, get_default_callbacks
+from pytorch_accel_lite import (
+    NonFiniteLossError,
+    StopTrainingError,
+    Trainer,
+    TrainerCallback,
+    callbacks,
+    get_default_callbacks,
+)
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     AdviceCallback,
     EarlyStoppingCallback,
     LogMetricsCallback,
-    MetricsFileCallback,
     ModelEmaCallback,
     MoveModulesToDeviceCallback,
     PrintProgressCallback,
@@ -691,7 +697,12 @@ def test_an_infinite_loss_is_worse_than_a_finite_one_after_it(tmp_path):
         (lambda path: ModelEmaCallback(save_path=path), SaveBestModelCallback, "save_path"),
         (lambda path: ModelEmaCallback(save_path=path), lambda path: ModelEmaCallback(save_path=path), "save_path"),
         (SaveTrainingStateCallback, SaveTrainingStateCallback, "save_dir"),
-        (MetricsFileCallback, MetricsFileCallback, "path"),
+        pytest.param(
+            lambda path: callbacks.MetricsFileCallback(path),
+            lambda path: callbacks.MetricsFileCallback(path),
+            "path",
+            marks=pytest.mark.extension("metrics_file"),
+        ),
     ],
 )
 def test_two_callbacks_that_would_write_to_one_path_are_refused(make, other, argument, here):
@@ -704,14 +715,6 @@ def test_two_callbacks_that_would_write_to_one_path_are_refused(make, other, arg
     with pytest.raises(ValueError, match=rf"{argument}=.*same.jsonl' is used by two callbacks, \w+ and \w+, which"):
         train(make_trainer(callbacks), eval_dataset=True)
     assert not steps
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_metrics_in_the_file_of_updates_of_others_are_refused(reverse, here):
-    callbacks = [MetricsFileCallback("m.jsonl", every_n_updates=2), MetricsFileCallback(here / "m_updates.jsonl")]
-    with pytest.raises(ValueError, match=r"path='.*m_updates.jsonl' is used by two callbacks, Metrics.* and Metrics"):
-        train(make_trainer(callbacks[:: -1 if reverse else 1]))
-    assert not list(here.iterdir())
 
 
 def test_two_best_models_on_different_metrics_are_both_kept(tmp_path):

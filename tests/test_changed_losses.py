@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import SkipFailedBatchesCallback
+from pytorch_accel_lite import Trainer, TrainerCallback, callbacks
 from tests import ancestor
 from tests.launching import CAN_SHARD
 from tests.sharded import gathered, sharded_trainer
@@ -81,22 +80,22 @@ Steps = tuple[type[Trainer], type[Trainer], Callable[[], nn.Module], Callable[[n
 #: Trainers without and with the penalty, their model, their arguments and callbacks.
 STEPS: dict[str, Steps] = {
     "plain": (Trainer, Penalised, make_model, plain, []),
-    "guarded": (Trainer, Penalised, make_model, plain, [SkipFailedBatchesCallback]),
+    "guarded": (Trainer, Penalised, make_model, plain, [lambda: callbacks.SkipFailedBatchesCallback()]),
     "manual": (Manual, PenalisedManual, make_model, plain, []),
     "replaying": (Trainer, Penalised, make_model, lbfgs, []),
     "logical": (Trainer, Penalised, make_model, logical, []),
 }
+OWNERS = {"guarded": ["failed_batches"], "logical": ["logical"]}
 each_kind = pytest.mark.parametrize(
-    "kind",
-    [pytest.param(name, marks=pytest.mark.extension("logical")) if name == "logical" else name for name in STEPS],
+    "kind", [pytest.param(name, marks=pytest.mark.extension(*OWNERS.get(name, ()))) for name in STEPS]
 )
 
 
 def trained(kind: str, adds: Any = None, penalised: bool = False, **arguments: Any) -> Trainer:
-    base, penalised_class, create, settings, callbacks = STEPS[kind]
+    base, penalised_class, create, settings, others = STEPS[kind]
     model = create()
-    callbacks = [*callbacks, *([] if adds is None else [listener(on_backward_start=adds)])]
-    trainer = make_trainer(callbacks, model, penalised_class if penalised else base, **settings(model))
+    listed = [*(make() for make in others), *([] if adds is None else [listener(on_backward_start=adds)])]
+    trainer = make_trainer(listed, model, penalised_class if penalised else base, **settings(model))
     return train(trainer, epochs=2, size=7, **arguments)
 
 
@@ -133,6 +132,7 @@ def test_a_loss_from_a_compiled_step_may_be_changed():
     assert all(torch.allclose(found[name], value, atol=1e-6) for name, value in expected.items())
 
 
+@pytest.mark.extension("failed_batches")
 def test_a_batch_in_parts_has_the_penalty_once():
     def run(adds: Any, trainer_class: type[Trainer]) -> Trainer:
         callbacks = [] if adds is None else [listener(on_backward_start=adds)]
@@ -237,9 +237,9 @@ def test_a_loss_changed_after_the_backward_pass_is_an_error(kind, event, adds):
         pass
 
     setattr(Adds, event, lambda self, trainer, batch_output, **kwargs: adds(trainer, batch_output))
-    _, _, create, settings, callbacks = STEPS[kind]
+    _, _, create, settings, others = STEPS[kind]
     model = create()
-    trainer = make_trainer([Adds(), *callbacks], model, STEPS[kind][0], **settings(model))
+    trainer = make_trainer([Adds(), *(make() for make in others)], model, STEPS[kind][0], **settings(model))
     if (adds, kind) == (change_in_place, "logical") or (event, kind) == ("on_backward_end", "guarded"):
         pytest.skip("its losses have no graph, or the batch is skipped")
     with pytest.raises(RuntimeError, match=rf"Adds\.{event} changes batch_output\['loss'\].*Change it in on_backward_"):

@@ -33,6 +33,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
 )
 from tests import ancestor
+from tests.cases import SPLITTING
 from tests.launching import run_code
 from tests.tasks import equal, listener, make_data, make_model, make_trainer, train, weights
 
@@ -78,7 +79,7 @@ def shaped(in_training: Any, in_evaluation: Any, **arguments: Any) -> Trainer:
 
 
 @pytest.mark.parametrize("reshape", [lambda loss: loss[None], lambda loss: {"fit": loss[None, None], "rest": 0 * loss}])
-@pytest.mark.parametrize("arguments", [{}, {"auto_microbatch": True}, {"gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize("arguments", [{}, SPLITTING, {"gradient_accumulation_steps": 2}])
 def test_a_loss_may_have_any_shape_of_one_element(reshape, arguments):
     scalar = shaped(lambda loss: loss, torch.mean, **arguments)
     other = shaped(reshape, lambda losses: losses.mean()[None], **arguments)
@@ -646,6 +647,7 @@ def test_objects_of_numpy_that_could_run_code_are_still_refused(tmp_path):
 # ------------------------------------------------------------------------------------------- the small ones
 
 
+@pytest.mark.extension("finetuning")
 def test_names_that_the_ancestors_users_import():
     from pytorch_accel_lite.callbacks import CallbackMethodNotImplementedError, ModelEma
     from pytorch_accel_lite.finetuning import BN_MODULES

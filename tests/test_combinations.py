@@ -11,8 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import SkipFailedBatchesCallback
+from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.run.state import Step
 from pytorch_accel_lite.steps.combinations import as_markdown
 from pytorch_accel_lite.steps.features import KINDS
@@ -40,9 +39,20 @@ class NormsItsErrors(nn.MSELoss):
 
 
 SPLITS: dict[str, Any] = {"auto_microbatch": True}
-SKIPS = {"callbacks": [SkipFailedBatchesCallback()]}
+
+
+class Skips(TrainerCallback):
+    def configure_run(self, trainer, request, **kwargs):
+        request.skips_failed_batches = True
+
+
+SKIPS = {"callbacks": [Skips]}
 LOGICAL = {"seed": 1, "logical_processes": 3}
 NEEDS_LOGICAL = pytest.mark.extension("logical")
+
+
+def of_failed_batches(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.extension("failed_batches"))
 
 
 def with_closure(**kwargs: Any) -> dict[str, Any]:
@@ -53,10 +63,10 @@ def with_closure(**kwargs: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("settings", "arguments", "message"),
     [
-        ({"trainer_class": OwnStep}, SPLITS, "an overridden train_step does not work with auto_microbatch=True"),
-        ({"trainer_class": OwnStep, **SKIPS}, {}, "an overridden train_step .* SkipFailedBatchesCallback"),
-        (with_closure(), SPLITS, r"a closure \(LBFGS\) does not work with auto_microbatch=True"),
-        (with_closure(**SKIPS), {}, "a closure .* SkipFailedBatchesCallback"),
+        of_failed_batches({"trainer_class": OwnStep}, SPLITS, "an overridden train_step .* with auto_microbatch=True"),
+        of_failed_batches({"trainer_class": OwnStep, **SKIPS}, {}, "train_step .* SkipFailedBatchesCallback"),
+        of_failed_batches(with_closure(), SPLITS, r"a closure \(LBFGS\) does not work with auto_microbatch=True"),
+        of_failed_batches(with_closure(**SKIPS), {}, "a closure .* SkipFailedBatchesCallback"),
         (with_closure(trainer_class=OwnStep), {}, "a closure .* an overridden train_step"),
     ],
 )
@@ -127,8 +137,8 @@ def test_logical_processes_in_tensor_parallelism_are_refused(two_ranks):
 @pytest.mark.parametrize(
     ("settings", "arguments", "other"),
     [
-        ({}, SPLITS, "auto_microbatch=True"),
-        (SKIPS, {}, "SkipFailedBatchesCallback"),
+        of_failed_batches({}, SPLITS, "auto_microbatch=True"),
+        of_failed_batches(SKIPS, {}, "SkipFailedBatchesCallback"),
         pytest.param(LOGICAL, {}, "logical_processes", marks=NEEDS_LOGICAL),
     ],
 )

@@ -33,9 +33,9 @@ from torch.utils.data import (
 )
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.data import OwnShard, ShuffledStream
+from pytorch_accel_lite.data import OwnShard
 from tests.ranks import OrderedStream, rank, world_size
-from tests.streams import SavesEachUpdate, mixed
+from tests.streams import SavesEachUpdate, mixed, shuffled
 from tests.tasks import Rows, changed_manifest, make_trainer
 
 
@@ -515,7 +515,8 @@ def test_epochs_are_counted_from_zero_as_in_loops_by_hand():
 @pytest.mark.parametrize(
     "kind",
     [
-        *("sampler", "in a batch sampler", "stream", "shuffled", "batches", "own batches"),
+        *("sampler", "in a batch sampler", "stream", "batches", "own batches"),
+        pytest.param("shuffled", marks=pytest.mark.extension("shuffled_streams")),
         pytest.param("mixed", marks=pytest.mark.extension("mixtures")),
     ],
 )
@@ -527,7 +528,7 @@ def test_set_epoch_of_every_data_source_is_called_with_0_and_1(kind):
     made = {
         "sampler": lambda: DataLoader(data, 4, sampler=told),
         "in a batch sampler": lambda: DataLoader(data, batch_sampler=Grouped(told)),
-        "shuffled": lambda: DataLoader(ShuffledStream(told), 4),
+        "shuffled": lambda: DataLoader(shuffled(told), 4),
         "mixed": lambda: DataLoader(mixed({"all": told}, repeat=False), 4),
         "batches": lambda: told,
         "own batches": lambda: OwnShard(told),

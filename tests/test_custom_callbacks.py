@@ -79,6 +79,7 @@ def run_everything(trainer: Trainer) -> None:
     trainer.predict(data)
 
 
+@pytest.mark.extension("failed_batches")
 def test_methods_that_name_all_that_is_passed_need_no_kwargs(recwarn):
     """What is refused is what would fail: methods without ``**kwargs`` are called with nothing else."""
     called: list[str] = []

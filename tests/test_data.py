@@ -38,12 +38,11 @@ from torch.utils.data import (
     random_split,
 )
 
-from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
+from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues, callbacks
 from pytorch_accel_lite.callbacks import (
     LimitBatchesCallback,
     LimitEvalStepsCallback,
     ProgressBarCallback,
-    SkipFailedBatchesCallback,
     StepBasedEvaluationCallback,
 )
 from pytorch_accel_lite.data import NamedDatasets, OwnShard, shard
@@ -875,8 +874,12 @@ def test_the_length_of_a_sampler_must_be_right(given, seed, data):
     assert len(list(loader)) == 2
 
 
+@pytest.mark.extension("failed_batches")
 def test_a_wrong_length_is_no_batch_that_may_fail():
-    trainer, kwargs = make_trainer([SkipFailedBatchesCallback]), {"sampler": Order(range(2)), "num_workers": 0}
+    trainer, kwargs = (
+        make_trainer([callbacks.SkipFailedBatchesCallback]),
+        {"sampler": Order(range(2)), "num_workers": 0},
+    )
     with pytest.raises(ValueError, match="The sampler Order gives 2 indices, but its length is 3"):
         train(trainer, train_dataset=Rows(make_data()), train_dataloader_kwargs=kwargs)
 

@@ -27,12 +27,12 @@ OF_THE_PACKAGE = [f"tests/test_{name}.py" for name in ("structure", "callback_na
 PROGRAM = """
 import sys
 import pytorch_accel_lite
-from pytorch_accel_lite import Trainer, callbacks, data, integrations, optimizers, plotting, utils
+from pytorch_accel_lite import Trainer, callbacks, data, finetuning, integrations, optimizers, plotting, utils
 import torch
 
 trainer = Trainer(torch.nn.Linear(1, 1), None, None)
 modules = {"callbacks": callbacks, "data": data, "integrations": integrations, "plotting": plotting}
-modules |= {"optimizers": optimizers, "utils": utils}
+modules |= {"finetuning": finetuning, "optimizers": optimizers, "utils": utils}
 owners = {"": pytorch_accel_lite, "Trainer": trainer, **modules}
 for qualified in sys.argv[1:]:
     owner, _, name = qualified.rpartition(".")
@@ -102,8 +102,11 @@ def run(copy: Path, *arguments: str) -> None:
 
 
 def with_dependents(name: str) -> list[str]:
-    """An extension and those that cannot be without it."""
-    return [name, *(other for other in EXTENSIONS if name in NEEDED.get(other, ()))]
+    """An extension and those that cannot be without it, also if they need it through another one."""
+    found = [name]
+    for each in found:
+        found += [other for other in EXTENSIONS if each in NEEDED.get(other, ()) and other not in found]
+    return found
 
 
 @pytest.mark.parametrize(

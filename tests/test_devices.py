@@ -64,12 +64,12 @@ def assert_same(on_device: dict[str, Any], on_cpu: dict[str, Any]) -> None:
     "case",
     [
         "default_callbacks",
-        "monitors_and_rows",
+        pytest.param("monitors_and_rows", marks=pytest.mark.extension("metrics_file")),
         "accumulated_and_clipped",
         "items_counted_on_the_device",
-        "split_batches",
+        pytest.param("split_batches", marks=pytest.mark.extension("failed_batches")),
         "evaluation",
-        "split_evaluation_batches",
+        pytest.param("split_evaluation_batches", marks=pytest.mark.extension("failed_batches")),
         "data_on_the_device",
         "bar",
     ],
@@ -98,6 +98,7 @@ def test_a_shipped_callback_does_not_wait_for_the_device(name):
     assert on_device("shipped_callbacks")[name] == on_a_device.STEPS_OF_SHIPPED * READS_NUMBERS.get(name, 0)
 
 
+@pytest.mark.extension("metrics_file")
 def test_rows_of_numbers_that_were_copied_late_are_right():
     rows = on_device("monitors_and_rows")["rows"]
     assert [row["update"] for row in rows] == list(range(1, 101))

@@ -339,7 +339,7 @@ def test_evaluations_refuse_bad_intervals_and_missing_data():
 
 
 @pytest.mark.processes
-@pytest.mark.extension("gradient_spikes", "nan_report", "unfreezing")
+@pytest.mark.extension("failed_batches", "gradient_spikes", "nan_report", "unfreezing")
 def test_all_callbacks_resume_the_same_bits_on_two_processes(tmp_path, job):
     for folder in ("whole", "killed"):
         (tmp_path / folder).mkdir()

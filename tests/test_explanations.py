@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from torchmetrics import MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
-from pytorch_accel_lite import CallbackHandler, Trainer, TrainerCallback, TrainerPlaceholderValues
-from pytorch_accel_lite.callbacks import MetricsCallback, SkipFailedBatchesCallback, StepBasedEvaluationCallback
+from pytorch_accel_lite import CallbackHandler, Trainer, TrainerCallback, TrainerPlaceholderValues, callbacks
+from pytorch_accel_lite.callbacks import MetricsCallback, StepBasedEvaluationCallback
 from pytorch_accel_lite.data import OwnShard
 from tests.launching import some_of
 from tests.ranks import IN_ORDER, rank
@@ -101,14 +101,17 @@ def fails_in(method: str, error: Exception) -> type[Trainer]:
     return type("Fails", (Trainer,), {method: fail})
 
 
+SPLITS, OF_FAILED_BATCHES = {"auto_microbatch": True}, pytest.mark.extension("failed_batches")
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), MemoryError()])
 @pytest.mark.parametrize(
     ("method", "kwargs", "what"),
     [
         ("calculate_train_batch_loss", {}, "lower per_device_batch_size, and raise gradient_accumulation_steps"),
-        ("calculate_train_batch_loss", {"auto_microbatch": True}, "not even a single sample fits"),
+        pytest.param("calculate_train_batch_loss", SPLITS, "not even a single sample fits", marks=OF_FAILED_BATCHES),
         ("calculate_eval_batch_loss", {}, "pass auto_microbatch=True to train() or evaluate(), which splits"),
-        ("calculate_eval_batch_loss", {"auto_microbatch": True}, "not even a single sample fits"),
+        pytest.param("calculate_eval_batch_loss", SPLITS, "not even a single sample fits", marks=OF_FAILED_BATCHES),
     ],
 )
 def test_an_error_of_memory_says_what_holds_it_and_what_to_do(method, kwargs, what, error):
@@ -214,10 +217,11 @@ def test_notes_of_the_user_stay():
     assert second.startswith("In training")
 
 
+@OF_FAILED_BATCHES
 def test_what_ends_a_run_and_what_is_skipped_has_no_note():
     seen = []
     watch = listener(on_train_batch_skipped=lambda trainer, **kwargs: seen.append(kwargs))
-    trainer = make_trainer([SkipFailedBatchesCallback(), watch])
+    trainer = make_trainer([callbacks.SkipFailedBatchesCallback(), watch])
     data = [*make_data(4), (torch.randn(5), torch.randn(1)), (torch.randn(5), torch.randn(1))]
     train(trainer, train_dataset=data, train_dataloader_kwargs={"shuffle": False, "num_workers": 0})
     assert not hasattr(seen[0]["error"], "__notes__")

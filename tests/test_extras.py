@@ -77,6 +77,7 @@ def messages(folder: Path, metadata: str | None) -> list[str]:
 
 
 @pytest.mark.programs
+@pytest.mark.extension("plots", "reports", "trackers")
 @pytest.mark.parametrize(
     ("metadata", "plot", "tensorboard"),
     [

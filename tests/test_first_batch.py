@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
+from tests.cases import SPLITTING
 from tests.tasks import listener, make_data, make_trainer, train, warnings_of
 
 SUM = "but the trainer takes a loss for a mean"
@@ -60,10 +61,10 @@ MEANS = {
 
 
 @pytest.mark.parametrize("loss_func", SUMS.values(), ids=SUMS)
-def test_a_loss_written_as_a_sum_is_warned_of_in_the_first_batch(loss_func):
-    for kwargs in ({}, {"gradient_accumulation_steps": 2}, {"auto_microbatch": True}):
-        (text,) = warned(make_trainer(loss_func=loss_func), **kwargs)
-        assert text.startswith(f"The loss adds up the samples of a batch, {SUM}")
+@pytest.mark.parametrize("kwargs", [{}, {"gradient_accumulation_steps": 2}, SPLITTING])
+def test_a_loss_written_as_a_sum_is_warned_of_in_the_first_batch(loss_func, kwargs):
+    (text,) = warned(make_trainer(loss_func=loss_func), **kwargs)
+    assert text.startswith(f"The loss adds up the samples of a batch, {SUM}")
 
 
 @pytest.mark.parametrize("loss_func", MEANS.values(), ids=MEANS)

@@ -79,6 +79,7 @@ def test_processes_record_the_mean_over_the_labels_of_all(ranks):
         assert result["losses"] == pytest.approx([mean, mean], abs=TOLERANCE)
 
 
+@pytest.mark.extension("failed_batches")
 @pytest.mark.slow
 def test_a_batch_that_is_split_to_fit_keeps_its_weight():
     model = causal_model()

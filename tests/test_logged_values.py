@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import EarlyStoppingCallback, MetricsFileCallback, SaveTrainingStateCallback
+from pytorch_accel_lite import Trainer, TrainerCallback, callbacks
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.data import OwnShard
+from tests.cases import SPLITTING
 from tests.ranks import IN_ORDER, global_batch, rank, shared_folder
 from tests.tasks import listener, make_data, make_trainer, regression_data, small_model, train
 
@@ -89,7 +90,7 @@ def test_logged_numbers_are_means_over_samples(two_ranks):
 def rows_of_ranks_that_log_differently() -> list[dict[str, float]]:
     """The rows of seven samples, whose last batches are fillers on some ranks."""
     with shared_folder() as folder:
-        log = MetricsFileCallback(folder / "m.jsonl", every_n_updates=1)
+        log = callbacks.MetricsFileCallback(folder / "m.jsonl", every_n_updates=1)
         model = small_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         trainer = LogsByRank(model, nn.MSELoss(), optimizer, callbacks=[log])
@@ -100,6 +101,7 @@ def rows_of_ranks_that_log_differently() -> list[dict[str, float]]:
     return [json.loads(row) for row in rows]
 
 
+@pytest.mark.extension("metrics_file")
 def test_rows_have_the_numbers_of_all_ranks_under_any_names(two_ranks):
     of_first, of_second = two_ranks(rows_of_ranks_that_log_differently)
     assert of_first == of_second
@@ -132,7 +134,7 @@ class TimeFirst(Trainer):
 
 
 @pytest.mark.parametrize("event", [None, "on_train_step_start", "on_backward_end", "on_train_step_end"])
-@pytest.mark.parametrize("kwargs", [{}, {"auto_microbatch": True}, {"gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize("kwargs", [{}, SPLITTING, {"gradient_accumulation_steps": 2}])
 def test_logged_numbers_are_weighed_by_the_steps_batch_size(event, kwargs):
     def log(trainer, **_):
         trainer.log("same", trainer.current_run.batch.data[0].mean())
@@ -183,6 +185,7 @@ def test_numbers_of_all_kinds_are_logged(value):
     assert train(make_trainer([late])).run_history.get_latest_metric("train_x_epoch") == 1.0
 
 
+@pytest.mark.extension("failed_batches")
 def test_what_a_failed_step_has_logged_is_forgotten():
     class FailsOnce(Trainer):
         attempts = 0
@@ -255,13 +258,14 @@ def test_logged_numbers_are_resumed_with_their_epoch(tmp_path):
         assert run("again", resume_from=state) == whole
 
 
+@pytest.mark.extension("metrics_file")
 def test_rows_of_a_resumed_run_have_values_from_before(tmp_path):
     def log(trainer: Trainer, **_: object) -> None:
         if trainer.progress.update % 4 == 0:
             trainer.log("rare", float(trainer.progress.update))
 
     def run(folder: str, **kwargs):
-        files = MetricsFileCallback(tmp_path / folder / "m.jsonl", every_n_updates=1)
+        files = callbacks.MetricsFileCallback(tmp_path / folder / "m.jsonl", every_n_updates=1)
         states = SaveTrainingStateCallback(tmp_path / folder / "states", save_every_n_steps=1)
         train(make_trainer([listener(on_backward_start=log), files, states], seed=1), epochs=3, **kwargs)
         rows = (tmp_path / folder / "m_updates.jsonl").read_text().splitlines()
@@ -274,9 +278,10 @@ def test_rows_of_a_resumed_run_have_values_from_before(tmp_path):
             assert row == whole[update]
 
 
+@pytest.mark.extension("metrics_file")
 def test_the_latest_value_reaches_what_logs_by_updates(tmp_path):
     logs = listener(on_backward_start=lambda t, step, **_: t.log("noise", float(step)))
-    files = MetricsFileCallback(tmp_path / "metrics.jsonl", every_n_updates=1)
+    files = callbacks.MetricsFileCallback(tmp_path / "metrics.jsonl", every_n_updates=1)
     train(make_trainer([logs, files]))
     rows = [json.loads(line) for line in (tmp_path / "metrics_updates.jsonl").read_text().splitlines()]
     assert [row["noise"] for row in rows] == [0.0, 1.0, 2.0]
@@ -307,6 +312,7 @@ def test_step_metrics_are_of_training_in_any_mode():
         assert trainer.step_metrics == {"trained": 1.0}
 
 
+@pytest.mark.extension("failed_batches")
 def test_numbers_of_a_batch_that_was_split_are_averaged():
     class Splits(Trainer):
         def calculate_train_batch_loss(self, batch):

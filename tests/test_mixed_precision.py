@@ -60,11 +60,11 @@ RUNS = {
 }
 
 
-OF_TUNING = ("find_lr", "diagnose")
+OWNERS = {"find_lr": "tuning", "diagnose": "tuning", "guarded training": "failed_batches"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.extension("tuning")] if name in OF_TUNING else []) for name in RUNS]
+    "name", [pytest.param(name, marks=pytest.mark.extension(*filter(None, [OWNERS.get(name)]))) for name in RUNS]
 )
 def test_mixed_precision_covers_calls_beside_the_model(bf16, name):
     trainer = make_trainer(trainer_class=WithCritic, accelerator=bf16)

@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import LinearLR, StepLR
 
 from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import EarlyStoppingCallback, LearningRateMonitorCallback
-from pytorch_accel_lite.finetuning import ModelFreezer
 from tests.launching import CAN_SHARD
 from tests.ranks import check_processes, every_state, final_weights, world_size
 from tests.sharded import gathered, large_model, mesh_of, sharding_accelerator
@@ -175,7 +174,7 @@ EVENTS = ["on_dataloaders_created", "on_training_run_start"]
 def test_a_factory_gets_the_parameters_that_require_gradients():
     for freezes_in_callback in (False, True):
         model, count = small_model(), Counted()
-        freeze = partial(ModelFreezer(model).freeze, 0, 0)
+        freeze = partial(model[0].requires_grad_, False)
         callbacks = [listener(on_dataloaders_created=lambda trainer, freeze=freeze: freeze())]
         if not freezes_in_callback:
             freeze()

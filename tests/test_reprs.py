@@ -24,7 +24,6 @@ from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     MetricsCallback,
     SaveTrainingStateCallback,
-    TrackerCallback,
     get_default_callbacks,
 )
 from tests.shipped import NEEDED, SHIPPED
@@ -170,7 +169,7 @@ def test_large_values_are_abbreviated_and_secrets_left_out():
         assert repr(Own(value)) == f"Own(value={text})"
     assert len(repr(Own("a" * 1000))) < 100
     assert repr(Own({number: {"a": [[[[1]]]]} for number in range(20)})).count("...") >= 2
-    kept = TrackerCallback(init_kwargs={"wandb": {"api_key": "abc", "url": "https://me:abc@host/x"}})
+    kept = Own({"wandb": {"api_key": "abc", "url": "https://me:abc@host/x"}})
     for own in (kept, Own("https://me:abc@host"), Own(1, hf_token="abc")):
         assert "abc" not in repr(own)
         assert "***" in repr(own)

@@ -22,13 +22,12 @@ from pytorch_accel_lite import (
     StopTrainingError,
     Trainer,
     TrainerCallback,
+    callbacks,
 )
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
-    MetricsFileCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
-    SkipFailedBatchesCallback,
     StepBasedEvaluationCallback,
 )
 from tests.cases import StopsAt
@@ -46,6 +45,7 @@ def raises(error: BaseException) -> Any:
 # -------------------------------------------------------------------------------------- how long a run is
 
 
+@pytest.mark.extension("failed_batches")
 def test_a_limit_of_updates_is_kept_when_batches_were_skipped():
     class Fails(Trainer):
         def calculate_train_batch_loss(self, batch):
@@ -53,7 +53,7 @@ def test_a_limit_of_updates_is_kept_when_batches_were_skipped():
                 raise ValueError("bad batch")
             return super().calculate_train_batch_loss(batch)
 
-    trainer = make_trainer([SkipFailedBatchesCallback()], trainer_class=Fails)
+    trainer = make_trainer([callbacks.SkipFailedBatchesCallback()], trainer_class=Fails)
     train(trainer, epochs=None, size=10, max_num_train_steps=10)
     assert trainer.progress.update == 10
     assert trainer.progress.epoch == 3
@@ -485,8 +485,12 @@ def test_histories_as_the_ancestors_users_wrote_them_can_be_used(here):
     trainer = train(make_trainer(run_history=Own()), epochs=2, eval_dataset=True)
     trainer.evaluate(make_data())
     assert len(trainer.run_history.get_metric_values("train_loss_epoch")) == 2
+
+
+@pytest.mark.extension("metrics_file")
+def test_a_file_of_metrics_needs_a_history_with_rows(here):
     with pytest.raises(TypeError, match=r"needs a run history with rows\(\), which Own lacks. Derive it from"):
-        train(make_trainer([MetricsFileCallback], run_history=Own()))
+        train(make_trainer([callbacks.MetricsFileCallback], run_history=Own()))
 
 
 def test_a_run_with_an_unsaved_history_resumes_at_the_next_epoch(here):

@@ -144,7 +144,17 @@ class Listens(TrainerCallback):
         pass
 
 
-@pytest.mark.parametrize("case", ["stream", "own step", "own event", "hook", "compiled", "split"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "stream",
+        "own step",
+        "own event",
+        "hook",
+        "compiled",
+        pytest.param("split", marks=pytest.mark.extension("failed_batches")),
+    ],
+)
 def test_what_cannot_be_tried_silently_is_left_to_the_evaluation(case):
     passes = []
     model = small_model()

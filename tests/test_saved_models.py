@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
-from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveBestModelCallback
-from pytorch_accel_lite.extending import MODEL_WRITERS, SavedModel
+from pytorch_accel_lite.extending import MODEL_FORMS, MODEL_WRITERS, ModelForm, SavedModel
 from tests.launching import CAN_SHARD
 from tests.saved_models import saved_sharded, trained
 from tests.sharded import create_model
@@ -25,27 +27,6 @@ def test_frozen_weights_may_be_left_out_of_a_directory(tmp_path):
     other = small_model()
     quiet_trainer(other).load_checkpoint(tmp_path)
     assert equal(other.state_dict(), model.state_dict())
-
-
-@pytest.mark.parametrize("head", ["SequenceClassification", "MaskedLM"])  # the second one ties weights
-def test_a_model_of_transformers_is_saved_as_its_library_does(tmp_path, head):
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = transformers.BertConfig(**sizes, intermediate_size=4, id2label={0: "bad", 1: "good"})
-    kind = getattr(transformers, f"BertFor{head}")
-    model, other = kind(config), kind(config)
-    Trainer(torch.compile(model), None, optimizer=None).save_model(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} >= {"config.json", "model.safetensors"}
-    loaded = kind.from_pretrained(tmp_path)
-    assert equal(loaded.state_dict(), model.state_dict())
-    assert loaded.config.id2label == {0: "bad", 1: "good"}
-    trainer = Trainer(other, None, optimizer=None)
-    trainer.load_checkpoint(tmp_path)
-    assert equal(other.state_dict(), model.state_dict())
-    content = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(ValueError, match=r"model.safetensors' is damaged: its content does not match its checksum"):
-        trainer.load_checkpoint(tmp_path)
 
 
 def test_what_cannot_be_saved_is_an_error_that_says_why(tmp_path):
@@ -111,3 +92,59 @@ def test_without_any_writer_the_error_names_the_extension(tmp_path, monkeypatch)
         trainer.save_model(tmp_path, card_data={"license": "mit"})
     trainer.save_model(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+# ----------------------------------------------------------------------------------------- forms of libraries
+
+
+class Pickled(ModelForm):
+    """Saves small models as their fans want them, and loads them again."""
+
+    def writer_of(self, trainer: Any, model: Any) -> Any:
+        if not isinstance(model, torch.nn.Sequential):
+            return None
+        return lambda weights, folder: torch.save(dict(weights), folder / "weights.pt")
+
+    def read(self, directory: Path, model: Any) -> Any:
+        file = directory / "weights.pt"
+        return {"model_state_dict": torch.load(file)} if file.exists() else None
+
+    def clear(self, directory: Path, model: Any) -> None:
+        (directory / "weights.pt").unlink(missing_ok=True)
+
+
+def test_models_are_saved_and_loaded_in_a_form_of_users(tmp_path, monkeypatch):
+    monkeypatch.setitem(MODEL_FORMS, "pickled", Pickled())
+    trainer, other = quiet_trainer(small_model()), quiet_trainer(small_model())
+    torch.nn.init.ones_(trainer.model[0].weight)
+    trainer.save_model(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} - {"README.md", "curves.png"} == {"weights.pt"}
+    other.load_checkpoint(tmp_path)
+    assert equal(other.model.state_dict(), trainer.model.state_dict())
+    trainer.save_model(tmp_path, trainable_only=True)
+    assert not (tmp_path / "weights.pt").exists()
+    assert (tmp_path / "model.safetensors").exists()
+    linear = torch.nn.Linear(2, 1)
+    quiet_trainer(linear).save_model(tmp_path / "other")  # not of this form
+    assert (tmp_path / "other" / "model.safetensors").exists()
+
+
+def test_without_its_form_a_models_weights_are_saved(tmp_path, monkeypatch):
+    for name in [*MODEL_FORMS]:
+        monkeypatch.delitem(MODEL_FORMS, name)
+    model = small_model()
+    model.__class__ = type("Net", (torch.nn.Sequential,), {"__module__": "transformers.models.net"})
+    with pytest.warns(UserWarning, match=r"as transformers does belongs to the extension 'pretrained', which"):
+        quiet_trainer(model).save_model(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} - {"README.md", "curves.png"} == {"model.safetensors"}
+
+
+def test_without_their_form_adapters_are_an_error_that_names_it(tmp_path, monkeypatch):
+    for name in [*MODEL_FORMS]:
+        monkeypatch.delitem(MODEL_FORMS, name)
+    peft = ModuleType("peft")
+    vars(peft)["PeftModel"] = torch.nn.Sequential
+    monkeypatch.setitem(sys.modules, "peft", peft)
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors' belongs to the extension 'pretrained', which is"):
+        quiet_trainer(small_model()).load_checkpoint(tmp_path)

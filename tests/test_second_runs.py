@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, ExponentialLR, LambdaLR, LinearLR, OneCycleLR
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, TrainerPlaceholderValues
-from pytorch_accel_lite.callbacks import AdviceCallback, MetricsFileCallback, RunPausedError, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import AdviceCallback, RunPausedError, SaveTrainingStateCallback
 from pytorch_accel_lite.schedulers import CosineLrScheduler, WSDLrScheduler
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, world_size
@@ -290,13 +290,12 @@ def interrupts(error: BaseException, at_update: int = 7) -> TrainerCallback:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), StopTrainingError("enough"), RuntimeError("lost")])
-def test_after_an_interrupt_a_second_run_follows_without_a_hole(error, tmp_path):
+def test_after_an_interrupt_a_second_run_follows_without_a_hole(error):
     losses: list[float] = []
     note = listener(on_train_step_end=lambda t, batch_output, **_: losses.append(batch_output["loss"].item()))
     shown: list[dict[str, Any]] = []
-    table = MetricsFileCallback(tmp_path / "metrics.jsonl")
     at_end = listener(on_training_run_end=lambda t: shown.append(t.run_history.rows()[-1]))
-    trainer = make_trainer([note, interrupts(error), table, at_end])
+    trainer = make_trainer([note, interrupts(error), at_end])
     with suppress(KeyboardInterrupt, RuntimeError):
         train(trainer, epochs=5, size=8, eval_dataset=True)
     assert [row["epoch"] for row in trainer.run_history.rows()] == [1, 2]
@@ -310,7 +309,6 @@ def test_after_an_interrupt_a_second_run_follows_without_a_hole(error, tmp_path)
     assert [row["epoch"] for row in rows] == [1, 2, 3, 4]
     assert all("train_loss_epoch" in row for row in rows)
     assert [("eval_loss_epoch" in row) for row in rows] == [True, False, True, True]
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
 
 
 @pytest.mark.parametrize("at_update", [3, 0])

@@ -208,7 +208,8 @@ def require_datasets() -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        *("cut", "forgetful cut", "blocks of cut"),
+        *("cut", "forgetful cut"),
+        pytest.param("blocks of cut", marks=pytest.mark.extension("shuffled_streams")),
         pytest.param("mixture of cut", marks=pytest.mark.extension("mixtures")),
     ],
 )

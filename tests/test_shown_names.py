@@ -9,8 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from pytorch_accel_lite import callbacks
 from pytorch_accel_lite.base.text import as_cell, format_metric, from_cell, visible
-from pytorch_accel_lite.callbacks import LogMetricsCallback, MetricsFileCallback, ProgressTableCallback, TrackerCallback
+from pytorch_accel_lite.callbacks import LogMetricsCallback, ProgressTableCallback
 from tests.tasks import listener, make_trainer, train
 
 NAMES = ["cost_$x^{$", "=1+1", "a|b", "<b>&", "two\nlines", "\x1b[2J", "\udcff", "x" * 300]
@@ -22,8 +23,8 @@ def record(trainer: Any, **kwargs: Any) -> None:
     trainer.run_history.update_metric("note", "=cmd()\n\x1b[31m")
 
 
-def run(*callbacks: Any, epochs: int = 1) -> Any:
-    return train(make_trainer([listener(on_train_epoch_end=record), *callbacks]), epochs)
+def run(*others: Any, epochs: int = 1) -> Any:
+    return train(make_trainer([listener(on_train_epoch_end=record), *others]), epochs)
 
 
 @pytest.mark.extension("plots")
@@ -43,8 +44,9 @@ def test_any_name_is_printed_in_a_line(capsys, callback):
     assert not [line for line in said.splitlines() if line.startswith("lines")]
 
 
+@pytest.mark.extension("metrics_file")
 def test_a_table_of_numbers_holds_no_formulas(tmp_path):
-    run(MetricsFileCallback(tmp_path / "metrics.csv"), MetricsFileCallback(tmp_path / "metrics.jsonl"), epochs=2)
+    run(*(callbacks.MetricsFileCallback(tmp_path / f"metrics.{suffix}") for suffix in ("csv", "jsonl")), epochs=2)
     head, *rows = csv.reader((tmp_path / "metrics.csv").read_text().splitlines())
     assert head[2:] == ["cost_$x^{$", "'=1+1", *map(visible, NAMES[2:]), "note"]
     assert [row[-1] for row in rows] == [r"'=cmd()\n\x1b[31m"] * 2
@@ -54,11 +56,12 @@ def test_a_table_of_numbers_holds_no_formulas(tmp_path):
     assert list(exact[0])[2:] == [*NAMES, "note"]
 
 
+@pytest.mark.extension("metrics_file")
 def test_new_columns_keep_those_that_look_like_formulas(tmp_path):
     def add(trainer: Any, **kwargs: Any) -> None:
         trainer.run_history.update_metric(["=a", "-b"][trainer.progress.epoch - 1], -1.5)
 
-    train(make_trainer([listener(on_train_epoch_end=add), MetricsFileCallback(tmp_path / "m.csv")]), 2)
+    train(make_trainer([listener(on_train_epoch_end=add), callbacks.MetricsFileCallback(tmp_path / "m.csv")]), 2)
     head, *rows = csv.reader((tmp_path / "m.csv").read_text().splitlines())
     assert head[2:] == ["'=a", "'-b"]
     assert [row[2:] for row in rows] == [["-1.5", ""], ["", "-1.5"]]
@@ -75,12 +78,13 @@ def test_texts_among_metrics_are_shown_in_a_line():
     assert format_metric("a\nb\x1b[0m é") == r"a\nb\x1b[0m é"
 
 
+@pytest.mark.extension("trackers")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its database
 def test_mlflow_gets_names_that_it_accepts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where it keeps files besides
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/runs.db")  # leaves nothing to other tests
-    tracker = TrackerCallback("mlflow", project_dir=tmp_path, config={"=a": 1, "_a": 2})
+    tracker = callbacks.TrackerCallback("mlflow", project_dir=tmp_path, config={"=a": 1, "_a": 2})
     run(tracker)
     logged = mlflow.get_run(tracker.run_id).data
     assert logged.metrics["cost__x___"] == 1

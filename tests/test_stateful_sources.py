@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import StepBasedEvaluationCallback
-from pytorch_accel_lite.data import ShuffledStream
-from tests.streams import Forgetful, Keeps, SavesEachUpdate, Shelf, Sums, hugging_face, mixed, rows, train_on
+from tests.streams import Forgetful, Keeps, SavesEachUpdate, Shelf, Sums, hugging_face, mixed, rows, shuffled, train_on
 from tests.tasks import equal, listener, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torchdata
@@ -84,27 +83,6 @@ def test_a_stream_without_a_state_is_reread_with_its_noise(tmp_path):
     assert len(resumed["read"]) == 2 * 26
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["shelf", "forgetful", "hugging face"])
-def test_a_stream_shuffled_in_blocks_rereads_one_block_at_most(tmp_path, kind):
-    require("shelf" if kind == "forgetful" else kind)
-    whole = train_on(f"blocks of {kind}", tmp_path)
-    numbers = [int(x) for batch in whole["seen"] for x in batch[:, 0]]
-    first, second = numbers[:26], numbers[26:]
-    assert sorted(first) == sorted(second) == [*range(26)]
-    assert first != second != [*range(26)]
-    if kind != "hugging face":  # which shuffles its shards, too
-        assert [sorted(first[i : i + 7]) for i in (0, 7, 14)] == [[*range(i, i + 7)] for i in (0, 7, 14)]
-    for update in (1, 5, BATCHES, BATCHES + 6):
-        resumed = train_on(f"blocks of {kind}", resume_from=tmp_path / f"{update}")
-        assert same(resumed["seen"], whole["seen"][update:])
-        assert equal(resumed["weights"], whole["weights"])
-        epoch, step = divmod(update - 1, BATCHES)
-        given = min(3 * (step + 1), 26)
-        before = (given - 1) // 7 * 7 if kind != "forgetful" else 0  # samples of the blocks before
-        assert len(resumed["read"]) == 26 * (2 - epoch) - before
-
-
 @pytest.mark.extension("mixtures")
 def test_a_resumed_stream_is_whole_in_its_next_pass():
     """Hugging Face's streams return to a loaded state whenever they are read in the same epoch."""
@@ -137,11 +115,17 @@ def test_an_evaluation_of_the_resumed_stream_counts_all_samples(tmp_path):
     assert counts == [16, 16]
 
 
-@pytest.mark.parametrize("kind", ["blocks", pytest.param("mixture", marks=pytest.mark.extension("mixtures"))])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("blocks", marks=pytest.mark.extension("shuffled_streams")),
+        pytest.param("mixture", marks=pytest.mark.extension("mixtures")),
+    ],
+)
 def test_streams_that_have_become_shorter_are_reported(kind):
     def make(size: int) -> Any:
         stream = Forgetful(range(size))
-        return ShuffledStream(stream, 3) if kind == "blocks" else mixed({"all": stream}, repeat=False)
+        return shuffled(stream, 3) if kind == "blocks" else mixed({"all": stream}, repeat=False)
 
     whole = make(20)
     for _ in islice(whole, 14):
@@ -196,7 +180,7 @@ def test_a_stateful_stream_continues_with_another_batch_size(tmp_path):
     "wrap",
     [
         lambda stream: stream,
-        lambda stream: ShuffledStream(stream, 4),
+        pytest.param(lambda stream: shuffled(stream, 4), marks=pytest.mark.extension("shuffled_streams")),
         pytest.param(lambda stream: mixed({"a": stream}), marks=pytest.mark.extension("mixtures")),
     ],
     ids=["alone", "shuffled", "mixture"],

@@ -13,16 +13,22 @@ from safetensors.torch import load_file
 from torch import nn
 
 from pytorch_accel_lite import NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback, callbacks
-from pytorch_accel_lite.callbacks import (
-    MetricsFileCallback,
-    SaveTrainingStateCallback,
-    TerminateOnNaNCallback,
-    TimeLimitCallback,
-)
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, TerminateOnNaNCallback, TimeLimitCallback
 from tests.cases import NaNOnOneRank, StopsAt, nan_on_one_rank
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, shared_folder
-from tests.tasks import equal, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import (
+    equal,
+    listener,
+    make_data,
+    make_trainer,
+    quiet_trainer,
+    regression_data,
+    small_model,
+    train,
+    warnings_of,
+    weights,
+)
 
 
 class Fails(Trainer):
@@ -133,7 +139,7 @@ def test_a_stop_in_an_event_leaves_no_rank_waiting_for_another(ranks):
 def nan_with_logger() -> Any:
     """All ranks end together: the rows until then are written."""
     with shared_folder() as folder:
-        log = MetricsFileCallback(folder / "m.jsonl", every_n_updates=1)
+        log = callbacks.MetricsFileCallback(folder / "m.jsonl", every_n_updates=1)
         model = small_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         trainer = NaNOnOneRank(model, nn.MSELoss(), optimizer, callbacks=[TerminateOnNaNCallback, log])
@@ -145,6 +151,7 @@ def nan_with_logger() -> Any:
     return [json.loads(row)["update"] for row in rows], trainer.progress.update
 
 
+@pytest.mark.extension("metrics_file")
 @two_are_enough
 def test_rows_are_written_until_all_ranks_end_together(ranks):
     for updates, made in ranks(nan_with_logger):
@@ -154,7 +161,7 @@ def test_rows_are_written_until_all_ranks_end_together(ranks):
 def error_with_logger() -> Any:
     """Nobody knows that the other ranks fail too: what was averaged with them is written."""
     with shared_folder() as folder:
-        log, model = MetricsFileCallback(folder / "m.jsonl", every_n_updates=1), small_model()
+        log, model = callbacks.MetricsFileCallback(folder / "m.jsonl", every_n_updates=1), small_model()
         trainer = Fails(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), callbacks=[log])
         with suppress(ValueError):
             trainer.train(regression_data(64), num_epochs=1, per_device_batch_size=2)
@@ -164,6 +171,7 @@ def error_with_logger() -> Any:
     return [json.loads(row)["update"] for row in rows]
 
 
+@pytest.mark.extension("metrics_file")
 @two_are_enough
 def test_rows_are_written_until_an_error_that_all_ranks_have(ranks):
     assert all(updates == [1, 2, 3] for updates in ranks(error_with_logger))
@@ -236,3 +244,42 @@ def stop_before_others() -> Any:
 @two_are_enough
 def test_callbacks_after_a_stop_get_the_events_of_one_process(ranks):
     assert ranks(stop_before_others) == [stop_before_others()] * ranks.world_size
+
+
+# --------------------------------------------------------------------------------------- weights at the end
+
+
+class Sqrt(Trainer):
+    """The loss of the last batch is finite, and its gradients are not: those of a root at 0."""
+
+    def calculate_train_batch_loss(self, batch):
+        output = super().calculate_train_batch_loss(batch)
+        if self.progress.step == 2:
+            output["loss"] = (output["model_outputs"] * 0).abs().sqrt().mean()
+        return output
+
+
+@pytest.mark.parametrize("listed", [[], [TerminateOnNaNCallback]])
+def test_weights_that_the_last_update_made_nan_are_pointed_out(listed):
+    trainer = make_trainer(listed, trainer_class=Sqrt)
+    with pytest.warns(UserWarning, match="ended, after update 3, with weights that are infinite or NaN") as said:
+        train(trainer)
+    assert [each.filename for each in said] == [train.__code__.co_filename]
+    train(make_trainer(listed), epochs=2)
+
+
+def warnings_of_weights() -> list[str]:
+    """What a process says of weights that are NaN at the end, on the last process alone."""
+
+    def spoil(trainer: Trainer) -> None:
+        if trainer.ranks.rank == trainer.ranks.world_size - 1:
+            trainer.get_model()[0].weight.data.fill_(float("nan"))
+
+    return warnings_of(make_trainer([listener(on_training_run_end=spoil)]), make_data(8))
+
+
+def test_nan_weights_of_another_rank_are_told_by_the_first(two_ranks):
+    first, second = two_ranks(warnings_of_weights)
+    assert len(first) == 1
+    assert "with weights that are infinite or NaN" in first[0]
+    assert not second

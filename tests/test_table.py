@@ -21,7 +21,6 @@ from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     GradientNormCallback,
     MetricsCallback,
-    MetricsFileCallback,
     ModelEmaCallback,
     ProgressBarCallback,
     ProgressTableCallback,
@@ -331,7 +330,11 @@ def test_the_summary_says_where_the_run_has_written_things(tmp_path, monkeypatch
             make_trainer(table(SaveBestModelCallback("best.pt"), raises_at(1, ValueError("broken")))), eval_dataset=True
         )
     assert "best.pt" not in capsys.readouterr().out
-    train(make_trainer(table(MetricsFileCallback("metrics.jsonl"))))
+
+
+@pytest.mark.extension("metrics_file")
+def test_the_file_of_metrics_is_named_at_the_end(capsys, here):
+    train(make_trainer(table(callbacks.MetricsFileCallback("metrics.jsonl"))))
     assert printed(capsys)[-1] == "  metrics: metrics.jsonl"
 
 

@@ -177,6 +177,7 @@ def losses_of_what_has_no_gradients() -> Any:
     return {"said": said, "lengths": gathers.lengths}
 
 
+@pytest.mark.extension("failed_batches")
 def test_a_loss_of_gathered_values_without_gradients_is_an_error(ranks):
     for result in ranks(losses_of_what_has_no_gradients):
         constant, guarded = result["said"]
@@ -284,6 +285,7 @@ def sparse_gradients() -> Any:
     return results
 
 
+@pytest.mark.extension("failed_batches")
 @two_are_enough
 def test_sparse_gradients_are_averaged_with_and_without_a_guard(ranks):
     for result in ranks(sparse_gradients):

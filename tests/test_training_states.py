@@ -32,14 +32,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
-from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
+from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, callbacks
 from pytorch_accel_lite.callbacks import (
     LimitBatchesCallback,
     ModelEmaCallback,
     RunPausedError,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
-    SkipFailedBatchesCallback,
 )
 from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents, verify_state
 from pytorch_accel_lite.checkpoint.checksums import checksum
@@ -977,7 +976,7 @@ def refusals() -> dict[str, str]:
     accelerator, said = sharding_accelerator(), {}
     for name, callback in {
         "rewrap": listener(on_train_epoch_start=Trainer.rewrap_model),
-        "skip": SkipFailedBatchesCallback(),
+        "skip": callbacks.SkipFailedBatchesCallback(),
     }.items():
         try:
             _trained(accelerator, [callback])
@@ -997,6 +996,7 @@ def state_of_fsdp1(folder: Path) -> str | None:
     return None
 
 
+@pytest.mark.extension("failed_batches")
 @CAN_SHARD
 @pytest.mark.processes
 def test_what_cannot_be_done_with_sharded_weights_is_refused(tmp_path, two_ranks):
@@ -1629,7 +1629,7 @@ class OwnSteps(Trainer):
         return {}
 
 
-@pytest.mark.extension("logical")
+@pytest.mark.extension("failed_batches", "logical")
 def test_the_table_of_the_keys_of_a_state_is_complete(tmp_path):
     found: tuple[set[str], set[str]] = set(), set()
     for number, (kind, data, of_trainer, of_train) in enumerate(

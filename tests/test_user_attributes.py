@@ -19,7 +19,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
-from pytorch_accel_lite.finetuning import ModelFreezer
+from pytorch_accel_lite.extending_callbacks import keep_in_eval, release_from_eval
 from tests import shipped
 from tests.launching import two_are_enough
 from tests.ranks import every_state, rank, run_and_resume, shared_folder
@@ -144,14 +144,19 @@ class Unfreezing(TrainerCallback):
     """Trains the last layer alone in the first epoch, and gives the others to the optimizer in the second."""
 
     def on_training_run_start(self, trainer, **kwargs):
-        self.freezer = ModelFreezer(trainer.get_model())
-        self.freezer.freeze(set_modules_as_eval=True)
+        for layer in trainer.get_model()[:4]:
+            layer.requires_grad_(False)
+            keep_in_eval(layer)
         trainer.rewrap_model()
 
     def on_train_epoch_start(self, trainer, **kwargs):
         if trainer.progress.epoch == 2:
-            for group in self.freezer.unfreeze().values():
-                trainer.optimizer.add_param_group({**group, "lr": 0.01})
+            for layer in trainer.get_model()[:4]:
+                frozen = [parameter for parameter in layer.parameters() if not parameter.requires_grad]
+                layer.requires_grad_(True)
+                release_from_eval(layer)
+                if frozen:
+                    trainer.optimizer.add_param_group({"params": frozen, "lr": 0.01})
             trainer.rewrap_model()
 
 

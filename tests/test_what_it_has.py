@@ -37,13 +37,11 @@ from pytorch_accel_lite import (
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     LogMetricsCallback,
-    MetricsFileCallback,
     MoveModulesToDeviceCallback,
     PrintProgressCallback,
     ProgressBarCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
-    SkipFailedBatchesCallback,
     TerminateOnNaNCallback,
     get_default_callbacks,
 )
@@ -1526,6 +1524,7 @@ def test_a_loader_is_replaced_in_mid_run_or_wrapped():
     "a report every n steps",
     "n reports per epoch",
 )
+@pytest.mark.extension("metrics_file")
 def test_logged_numbers_are_written_to_files_at_intervals(tmp_path):
     class Logs(Trainer):
         def calculate_train_batch_loss(self, batch):
@@ -1534,9 +1533,9 @@ def test_logged_numbers_are_written_to_files_at_intervals(tmp_path):
             return super().calculate_train_batch_loss(batch)
 
     files = [
-        MetricsFileCallback(tmp_path / "epochs.csv"),
-        MetricsFileCallback(tmp_path / "two.csv", every="2 updates"),
-        MetricsFileCallback(tmp_path / "half.csv", every="0.5 epochs"),
+        callbacks.MetricsFileCallback(tmp_path / "epochs.csv"),
+        callbacks.MetricsFileCallback(tmp_path / "two.csv", every="2 updates"),
+        callbacks.MetricsFileCallback(tmp_path / "half.csv", every="0.5 epochs"),
     ]
     trainer = train(make_trainer(files, trainer_class=Logs), 2, size=8)
     assert "train_mean_epoch" in trainer.run_history.get_metric_names()
@@ -1650,10 +1649,11 @@ class Unreadable(torch.utils.data.Dataset[Any]):
 
 
 @row("a batch that fails is skipped in training", "callbacks are told what has failed", "an empty batch")
+@pytest.mark.extension("failed_batches")
 def test_a_batch_that_fails_is_skipped_if_asked():
     heard: list[Any] = []
     note = listener(on_train_batch_skipped=lambda trainer, failures, error, **kwargs: heard.append((failures, error)))
-    skips = [SkipFailedBatchesCallback(), note]
+    skips = [callbacks.SkipFailedBatchesCallback(), note]
     trainer = train(make_trainer(skips), train_dataset=Unreadable(), train_dataloader_kwargs=HERE)
     assert trainer.progress.update == 2
     assert len(heard) == 1

@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import TextIO
 
 LIMIT_BATCHES_ENV_VAR = "PT_ACC_LIMIT_BATCHES"
-HANG_VARIABLE = "PT_ACC_HANG_SECONDS"
 
 
 def available_cores() -> int:

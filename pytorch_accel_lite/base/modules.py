@@ -76,6 +76,30 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def stay_in_eval(module: nn.Module, inputs: object) -> None:
+    """Undo the effect of ``model.train()`` before each forward pass. A module-level function, so that models pickle."""
+    module.training = False
+
+
+def keep_in_eval(module: nn.Module) -> None:
+    """Keep a module, but not its submodules, in evaluation mode, in spite of ``model.train()``."""
+    module.training = False
+    if not stays_in_eval(module):
+        module.register_forward_pre_hook(stay_in_eval)
+
+
+def release_from_eval(module: nn.Module) -> None:
+    """Let a module follow ``model.train()`` again."""
+    hooks = module._forward_pre_hooks  # a copied model has the hook, but no handle to remove it
+    for key in [key for key, hook in hooks.items() if hook is stay_in_eval]:
+        del hooks[key]
+
+
+def stays_in_eval(module: nn.Module) -> bool:
+    """Whether a module is kept in evaluation mode, in spite of ``model.train()``, as frozen layers are."""
+    return stay_in_eval in module._forward_pre_hooks.values()
+
+
 def reshard(model: nn.Module) -> None:
     """Reshard the parameters: without a backward pass, FSDP2 keeps the parameters gathered last.
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from pytorch_accel_lite.base.environment import is_terminal
+from pytorch_accel_lite.base.types import Tree
 
 T = TypeVar("T")
 
@@ -50,6 +52,32 @@ def as_cell(value: object) -> object:
 def from_cell(text: T) -> T | str:
     """Return the original text of a cell from ``as_cell()``."""
     return text[1:] if isinstance(text, str) and text.startswith("'") and _FORMULA.match(text) else text
+
+
+def as_plain(value: object) -> str | bool | float | None:
+    """Return a value in a form for JSON and CSV files."""
+    value = None if value is None else as_number_or_text(value)
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def as_json(value: object) -> Tree:
+    """Return a nested value in a form for JSON: numbers and lists in place of tensors, and texts for all else."""
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return [as_json(item) for item in value] if isinstance(value, (list, tuple)) else as_plain(value)
+
+
+def as_number_or_text(value: Any) -> str | bool | float:
+    """Return a number, even in a tensor, as a Python number, and anything else as text."""
+    if isinstance(value, (str, bool, int)):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return str(value)
 
 
 def is_number_text(text: str) -> bool:

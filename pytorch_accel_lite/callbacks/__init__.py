@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 from pytorch_accel_lite.base.validation import check_bool
 from pytorch_accel_lite.callbacks.advice import AdviceCallback
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
-from pytorch_accel_lite.callbacks.failures import SkipFailedBatchesCallback
 from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback, LimitEvalStepsCallback
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback
-from pytorch_accel_lite.callbacks.metrics_file import MetricsFileCallback
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
 from pytorch_accel_lite.callbacks.monitoring import (
     DeviceMemoryCallback,
@@ -25,13 +23,14 @@ from pytorch_accel_lite.callbacks.step_evaluation import StepBasedEvaluationCall
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TimeLimitCallback
 from pytorch_accel_lite.callbacks.table import ProgressTableCallback
 from pytorch_accel_lite.callbacks.terminate_on_nan import TerminateOnNaNCallback
-from pytorch_accel_lite.callbacks.trackers import TrackerCallback
 from pytorch_accel_lite.callbacks.training_states import SaveTrainingStateCallback
 from pytorch_accel_lite.extension_names import missing
 from pytorch_accel_lite.extensions import slurm as slurm  # adds to JOB_QUEUES
 from pytorch_accel_lite.extensions.energy import EnergyCallback
+from pytorch_accel_lite.extensions.failed_batches import SkipFailedBatchesCallback
 from pytorch_accel_lite.extensions.gradient_spikes import GradientSpikeCallback
 from pytorch_accel_lite.extensions.hang_watch import HangWatchCallback
+from pytorch_accel_lite.extensions.metrics_file import MetricsFileCallback
 from pytorch_accel_lite.extensions.mixtures.mixture_schedule import MixtureScheduleCallback
 from pytorch_accel_lite.extensions.model_summary import ModelSummaryCallback
 from pytorch_accel_lite.extensions.momentum_teacher import MomentumTeacherCallback
@@ -41,6 +40,7 @@ from pytorch_accel_lite.extensions.profiling import ProfilerCallback, TimingCall
 from pytorch_accel_lite.extensions.reports import PlotMetricsCallback, RunLogCallback, ShowOutputsCallback
 from pytorch_accel_lite.extensions.sync_batch_norm import ConvertSyncBatchNormCallback
 from pytorch_accel_lite.extensions.throughput import ThroughputCallback
+from pytorch_accel_lite.extensions.trackers import TrackerCallback
 from pytorch_accel_lite.extensions.unfreezing import GradualUnfreezingCallback
 from pytorch_accel_lite.extensions.worst_samples import WorstSample, WorstSamplesCallback
 from pytorch_accel_lite.extensions.wsd_checkpoints import WSDCheckpointCallback

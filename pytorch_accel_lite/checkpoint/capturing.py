@@ -28,7 +28,7 @@ from pytorch_accel_lite.checkpoint.attribute_states import (
 from pytorch_accel_lite.checkpoint.files import FROZEN, storable, untie
 from pytorch_accel_lite.checkpoint.locations import read_state
 from pytorch_accel_lite.checkpoint.machine import describe_changes, machine_facts
-from pytorch_accel_lite.checkpoint.pretrained import base_of
+from pytorch_accel_lite.checkpoint.model_forms import base_of
 from pytorch_accel_lite.checkpoint.recorded_settings import saved_optimizers, settings_text
 from pytorch_accel_lite.checkpoint.shards import extract_tensors, fits_safetensors, is_sharded_tensor, local_parts
 from pytorch_accel_lite.checkpoint.trainability import (

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.base.inspection import sums_by_position
+from pytorch_accel_lite.base.origins import is_in_this_package
 from pytorch_accel_lite.base.randomness import restore_state
 from pytorch_accel_lite.base.reachable import RandomGenerator
 from pytorch_accel_lite.base.types import StateDict, Tree
@@ -540,11 +541,15 @@ def _find_class(name: str) -> type:
         NoPlaceError: if there is no such class
     """
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in path.split("."):
-        found = getattr(found, "__dict__", {}).get(part)
-    is_plain = isinstance(found, type) and _name_of(found) == name
-    if not is_plain or not (_has_only_attributes(found) or issubclass(found, (enum.Enum, tuple))):
-        raise NoPlaceError
-    result: type = found
-    return result
+    modules = [module]
+    if is_in_this_package(module):  # in another version, a class of this package may be in another file
+        modules += [other for other in sys.modules if is_in_this_package(other)]
+    for each in modules:
+        found: Any = sys.modules.get(each)
+        for part in path.split("."):
+            found = getattr(found, "__dict__", {}).get(part)
+        if not isinstance(found, type) or _name_of(found) not in (name, f"{each}:{path}"):
+            continue
+        if _has_only_attributes(found) or issubclass(found, (enum.Enum, tuple)):
+            return found
+    raise NoPlaceError

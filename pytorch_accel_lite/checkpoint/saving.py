@@ -44,15 +44,8 @@ from pytorch_accel_lite.checkpoint.files import (
 )
 from pytorch_accel_lite.checkpoint.locations import open_folder, read_state, store_of, write_state
 from pytorch_accel_lite.checkpoint.manifest import MANIFEST
+from pytorch_accel_lite.checkpoint.model_forms import MODEL_FORMS, WriteModel, find_writer, write_in_form
 from pytorch_accel_lite.checkpoint.model_writers import MODEL_WRITERS, SavedModel
-from pytorch_accel_lite.checkpoint.pretrained import (
-    Form,
-    is_of_peft,
-    own_form,
-    preprocessors_of,
-    remove_adapters,
-    write_own_form,
-)
 from pytorch_accel_lite.checkpoint.recorded_settings import describe_loaded, describe_optimizers
 from pytorch_accel_lite.checkpoint.training_state import CapturedState, read_learned
 from pytorch_accel_lite.checkpoint.user_attributes import changed_modules
@@ -69,7 +62,7 @@ from pytorch_accel_lite.checkpoint.weights import (
     verify_weights,
 )
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.distributed.watch import naming_call
+from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.extension_names import is_not_there
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import NonFiniteLossError
@@ -359,16 +352,17 @@ def _attempt_to_save_model(
         _say_what_is_unsaved(trainer, name_of(path))
 
         def write() -> None:
-            form = own_form(model) if write_beside is not None and not trainable_only else None
+            has_form = write_beside is not None and not trainable_only
+            writer = find_writer(trainer, model) if has_form else None
             frozen_left_out = (
-                {} if form is not None else leave_out_frozen(model, weights, only_quantised=not trainable_only)
+                {} if writer is not None else leave_out_frozen(model, weights, only_quantised=not trainable_only)
             )
             metadata = {FROZEN: json.dumps(frozen_left_out)} if frozen_left_out else {}
             if isinstance(location, (Path, str)):
-                preprocessors = iter(()) if form is None else preprocessors_of(trainer, model)
-                _write_weights(weights, location, metadata, write_beside, form, preprocessors)
-                if write_beside is not None and form is None and is_of_peft(model) and isinstance(location, Path):
-                    remove_adapters(location)
+                _write_weights(weights, location, metadata, write_beside, writer)
+                if write_beside is not None and writer is None and isinstance(location, Path):
+                    for form in MODEL_FORMS.values():
+                        form.clear(location, model)
             else:
                 write_sealed(weights, location, metadata)
 
@@ -380,13 +374,12 @@ def _write_weights(
     location: Path | str,
     metadata: Mapping[str, str],
     write_beside: Callable[[Path], None] | None,
-    form: Form | None,
-    preprocessors: Iterator[object],
+    writer: WriteModel | None,
 ) -> None:
     """Write weights as a safetensors file, or into a directory with further files.
 
     Args:
-        form: saves the model in its library's format, with its preprocessors; ``None`` for the weights alone
+        writer: writes the model in the form of its library; ``None`` for the weights alone
     """
     if write_beside is not None and isinstance(location, Path) and location.is_file():
         raise ValueError(
@@ -395,8 +388,8 @@ def _write_weights(
         )
     folder, name = (location, WEIGHTS) if write_beside is not None else _split(location)
     with open_folder(folder) as directory:
-        if form is not None:
-            write_own_form(form, weights, directory, preprocessors)
+        if writer is not None:
+            write_in_form(writer, weights, directory)
         else:
             with replacing(directory / name) as temporary:
                 write_tensors(weights, temporary, {**UNSEALED, **metadata})

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
+from pytorch_accel_lite.base.modules import keep_in_eval, release_from_eval, stays_in_eval
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.weights import without_compile
-from pytorch_accel_lite.optimizers.freezing import keep_in_eval, release_from_eval, stays_in_eval
 from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, is_created, parts_of_optimizer
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.state import TrainerLike

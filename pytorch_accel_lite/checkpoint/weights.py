@@ -19,7 +19,6 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-import safetensors.torch
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -31,7 +30,7 @@ from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import Keys, StateDict, Tree
 from pytorch_accel_lite.checkpoint.checksums import verify
 from pytorch_accel_lite.checkpoint.files import FROZEN, map_nested, open_tensors
-from pytorch_accel_lite.checkpoint.pretrained import ADAPTERS, adapter_names, is_of_peft
+from pytorch_accel_lite.checkpoint.model_forms import read_in_form
 from pytorch_accel_lite.checkpoint.shards import find_tensors, gather_tensor, is_sharded_tensor
 from pytorch_accel_lite.optimizers.operations import TrainerOptimizer
 from pytorch_accel_lite.run.state import TrainerLike
@@ -188,10 +187,10 @@ def read_pretrained(directory: Path, model: nn.Module) -> StateDict:
 
     Raises:
         FileNotFoundError: if the directory has no weights, or if files in its index are missing
-        ValueError: if a file is damaged
+        ValueError: if a file is damaged, or only an extension that is missing can read the files
     """
-    if (directory / ADAPTERS).is_file() and is_of_peft(model):
-        return _read_adapters(directory, model)
+    if (content := read_in_form(directory, model)) is not None:
+        return content
     files, metadata = _find_files(directory)
     current = without_compile(model.state_dict())
     weights = {name: stored.read(current.get(name)) for name, stored in find_tensors(files).items()}
@@ -200,22 +199,6 @@ def read_pretrained(directory: Path, model: nn.Module) -> StateDict:
     read = {id(tensors[name]): value for name, value in weights.items() if name in tensors}
     tied = {name: read[id(tensor)] for name, tensor in tensors.items() if name in current and id(tensor) in read}
     return {"model_state_dict": tied | weights, FROZEN: json.loads(metadata.get(FROZEN, "{}"))}
-
-
-def _read_adapters(directory: Path, model: nn.Module) -> StateDict:
-    """Read the adapters of a model that PEFT or ``save_model()`` has saved."""
-    names = {key: name.replace(_COMPILED, "") for key, name in adapter_names(model).items()}
-    weights = {}
-    for file in sorted({file for file, _ in names}):
-        if not (directory / file).is_file():
-            raise FileNotFoundError(
-                f"{file} is missing in {os.fspath(directory)!r}, but {type(model).__name__} has that adapter."
-            )
-        verify(directory / file)
-        for name, value in safetensors.torch.load_file(directory / file).items():
-            weights[names.get((file, name), name)] = value
-    others = without_compile(model.state_dict()).keys() - set(names.values())
-    return {"model_state_dict": weights, FROZEN: dict.fromkeys(sorted(others))}
 
 
 def load_optimizer_state(optimizer: TrainerOptimizer, state: StateDict) -> None:

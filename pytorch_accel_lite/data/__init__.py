@@ -7,7 +7,6 @@ from pytorch_accel_lite.data.iterables import OwnShard
 from pytorch_accel_lite.data.loader import FailedRead, LoaderKwargs, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.loader_choice import Data, NamedData, shard
 from pytorch_accel_lite.data.named_datasets import NamedDatasets, NamedSampler
-from pytorch_accel_lite.data.shuffled_streams import ShuffledStream
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, IndexedData, Sample, Source
 from pytorch_accel_lite.extension_names import missing
 from pytorch_accel_lite.extensions.mixtures import Mixture, MixtureSampler, MixtureStream
@@ -19,6 +18,7 @@ from pytorch_accel_lite.extensions.packing import (
     packed_mask_function,
     unpack,
 )
+from pytorch_accel_lite.extensions.shuffled_streams import ShuffledStream
 
 __all__ = [
     "Batch",

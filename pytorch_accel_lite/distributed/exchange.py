@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from inspect import currentframe
 from types import CodeType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 from zlib import crc32
 
 import torch
@@ -18,8 +18,6 @@ from pytorch_accel_lite.distributed.positions import MACHINERY, describe_call
 
 #: The most numbers of a process in an exchange. Every exchange has this size: gloo ends processes whose sizes differ.
 CAPACITY = 14
-#: A text to add to the description of this process's position, such as that it has left a run.
-circumstances = ""
 _EXPLANATION = -1  # the purpose of exchanges in which processes tell each other where they are
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -28,17 +26,18 @@ class OtherCallError(RuntimeError):
     """The processes are in different calls, each of which waits for the others. Never skipped as a failed batch."""
 
 
-class ProcessLostError(RuntimeError):
-    """Another process has left the job. The message says which process and, if known, why."""
-
-
 class ControlGroup:
     """A gloo group whose exchanges begin with a number for their purpose.
 
     Args:
         group: the process group
         members: the processes of the group, by their ranks in the job
+
+    Attributes:
+        circumstances: a text to add to the description of this process's position, such as that it has left a run
     """
+
+    circumstances: ClassVar[str] = ""
 
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int]) -> None:
         self.group = group
@@ -79,7 +78,7 @@ class ControlGroup:
             while not self._all_explain():
                 pass
             self._explained = self._begun
-            calls = self._gather(describe_call(_own_stack()) + circumstances)
+            calls = self._gather(describe_call(_own_stack()) + self.circumstances)
             self._failure = "".join(f"\n  rank {rank}: {call}" for rank, call in zip(self.members, calls, strict=True))
         of_updates = " Where a process has nothing to learn from, pass a loss of zero to update(): 0 * loss."
         raise OtherCallError(

@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
 from pytorch_accel_lite.base.origins import warn_outside
-from pytorch_accel_lite.distributed.watch import is_about_lost_process
+from pytorch_accel_lite.distributed.lost_processes import is_about_lost_process
 
 _PR_SET_PDEATHSIG = 1
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"

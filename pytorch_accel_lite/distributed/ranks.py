@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,6 @@ from accelerate import Accelerator
 from pytorch_accel_lite.base.inspection import distinct_elements
 from pytorch_accel_lite.distributed.exchange import CAPACITY, ControlGroup, find_purpose
 from pytorch_accel_lite.distributed.messages import decode, encode
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
 #: The result of a function on a rank, if any, and its error.
@@ -80,13 +77,13 @@ class Ranks:
         is_first_sharer: whether this process is the first of the processes that share its batches
         generation: how often the processes of a job that outlives them have changed, from 1; 0 in other jobs
         allows_threads: whether a thread may communicate at the same time as the main thread
-        is_watched: whether each process monitors the processes for which it waits
+        is_observed: whether the observers of jobs observe these processes
     """
 
     replicas = 1
     generation = 0
     allows_threads = True
-    is_watched = True
+    is_observed = True
     is_first_sharer = True
     device_group: dist.ProcessGroup | None = None
     _control: ControlGroup
@@ -315,52 +312,3 @@ def use_ranks(kind: type[Ranks]) -> None:
 def find_ranks(accelerator: Accelerator, purpose: str = "control") -> Ranks:
     """Return the processes of the job, as the kind of ``Ranks`` that the program uses. All ranks must call it."""
     return _kind(accelerator, purpose)
-
-
-_c10d: Any = dist.distributed_c10d if dist.is_available() else None
-_stores: Any = dist  # its type stubs lack the stores
-_STORE_TIMEOUT = timedelta(seconds=10)
-
-
-def connect_to_store(name: str) -> Store | None:
-    """Return a store of short texts by key, which all processes of the job share; ``None`` if there is none.
-
-    It is a separate connection to the store of the default process group. The group's own connection cannot be shared:
-    a collective that waits on it would block all other users.
-
-    Args:
-        name: prefix of all keys, the same on every process, and different from those of earlier stores
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    store = _c10d._get_default_store()
-    while isinstance(store, _stores.PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, _stores.TCPStore):
-        store = _stores.TCPStore(store.host, store.port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
-    elif not isinstance(store, _stores.FileStore):  # a FileStore has no connection
-        return None
-    named: Store = _stores.PrefixStore(name, store)
-    return named
-
-
-class GroupTimeouts:
-    """Changes how long a collective of any process group may take, and restores the previous timeouts."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[dist.ProcessGroup, timedelta]] = []
-
-    def set(self, seconds: float) -> None:
-        """Make collectives fail after this many seconds."""
-        if self._before or not (dist.is_available() and dist.is_initialized()):
-            return
-        for group in list(_c10d._world.pg_map):
-            if isinstance(group, dist.ProcessGroup):
-                self._before.append((group, timeout_of(group)))
-                set_timeout(group, timedelta(seconds=seconds))
-
-    def restore(self) -> None:
-        """Restore what ``set()`` has changed."""
-        for group, timeout in self._before:
-            set_timeout(group, timeout)
-        self._before.clear()

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from pytorch_accel_lite.distributed import watch
+from pytorch_accel_lite.distributed.observers import OBSERVERS
 from pytorch_accel_lite.distributed.participant import Participant
 from pytorch_accel_lite.distributed.ranks import Ranks
 
@@ -24,7 +24,9 @@ _EXIT_TIMEOUT = timedelta(seconds=30)
 
 def register(trainer: Participant) -> None:
     """Close a trainer and leave its job when the program exits. A job cannot be joined again."""
-    watch.start(trainer.ranks)
+    if trainer.ranks.world_size > 1 and trainer.ranks.is_observed:
+        for observer in OBSERVERS:
+            observer.begin(trainer.ranks)
     _open.add(trainer)
     _job[:] = [(trainer.accelerator, trainer.ranks)]
 
@@ -73,7 +75,8 @@ def _leave_job() -> None:
                 ranks.barrier(_EXIT_TIMEOUT)
             except RuntimeError:  # another rank has failed or is still busy
                 failed = True
-        watch.stop(reason)
+        for observer in OBSERVERS:
+            observer.end(reason)
         if failed and dist.get_backend() != "gloo":  # destroying a group of NCCL waits for ranks that wait for this one
             for tracker in accelerator.trackers:
                 tracker.finish()

@@ -23,12 +23,11 @@ from pytorch_accel_lite.loop.guards.modes import call_start
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import ending, entering
 from pytorch_accel_lite.loop.loaders import sharded_loader
-from pytorch_accel_lite.loop.skipped_batches import SKIPPED, report_skipped
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.run.events import CallbackHandler
 from pytorch_accel_lite.run.history import MetricValue, RunHistory, count_values
 from pytorch_accel_lite.run.intervals import Interval
-from pytorch_accel_lite.run.parts import Evaluation, SkippedBatches
+from pytorch_accel_lite.run.parts import SKIPPED, Evaluation, SkippedBatches
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, TrainerLike
@@ -168,7 +167,8 @@ def evaluation_epoch(trainer: TrainerLike, run: Run, source: Source, is_training
         if run.data.has_fillers:
             _add_losses(trainer, run, _fillers(run, last))
     run.data.has_fillers = True
-    report_skipped(trainer, run)
+    if run.inference_step is not None:
+        run.inference_step.report(trainer, run)
     trainer.eval_epoch_end()
     name = "intermediate_eval_{}" if is_intermediate else "eval_{}_epoch" if is_training else "evaluation_{}"
     run.record_losses(trainer.run_history, run.data.ranks, name)

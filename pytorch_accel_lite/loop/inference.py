@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TypeAlias
 
 import torch
-from accelerate.utils.memory import clear_device_cache
 
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.modules import reshard, unwrap
 from pytorch_accel_lite.base.origins import overridden_methods
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.data import Batch, FailedRead
-from pytorch_accel_lite.data.batches import BatchOutput, complete_output, infer_batch_size
+from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data.batches import complete_output
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Source
-from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
 from pytorch_accel_lite.loop.guards.modes import leaving_as_found
+from pytorch_accel_lite.loop.inference_steps import choose_inference_step
 from pytorch_accel_lite.loop.lifecycle import entering
 from pytorch_accel_lite.loop.loaders import create_eval_loaders
 from pytorch_accel_lite.loop.preparing import prepare_model
 from pytorch_accel_lite.loop.resolving import create_config
-from pytorch_accel_lite.loop.skipped_batches import SKIPPED, before_step, prepare_skipping, skip_failed_batch
-from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.run.attributes import evaluating_optimizers
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, TrainerLike
@@ -67,7 +64,7 @@ def inference_run(
             run.request, max_batches=request.max_batches, first_sample=request.first_sample, auto_microbatch=splits
         )
         run.request = request if run.outer is None else requested
-        prepare_skipping(trainer, run, request)
+        choose_inference_step(trainer, run, request)
         create_eval_loaders(trainer, run, batch_size, loader_kwargs)
         prepare_model(trainer, training=False)
         if run.outer is None:
@@ -90,10 +87,8 @@ def compute_batches(
             trainer.division.begin_share(batch)
         if is_evaluation and listeners["on_eval_step_start"]:
             trainer.call_event("on_eval_step_start")
-        if run.skipped is not None:
-            output = _compute_or_leave_out(trainer, run, batch, compute, is_evaluation)
-        elif is_evaluation and run.request.auto_microbatch:
-            output = _compute_in_parts(trainer, run, batch, compute)
+        if run.inference_step is not None:
+            output = run.inference_step.compute(trainer, run, batch, partial(_compute, trainer, compute, is_evaluation))
         else:  # as in _compute, without the cost of a call
             with mixed_precision(trainer.accelerator):
                 output = compute(batch.data)
@@ -105,74 +100,11 @@ def compute_batches(
     run.batch_number = None
 
 
-def _compute(trainer: TrainerLike, batch: Batch, compute: Compute, is_evaluation: bool = True) -> Tree:
+def _compute(trainer: TrainerLike, compute: Compute, is_evaluation: bool, batch: Batch) -> Tree:
     with mixed_precision(trainer.accelerator):
         output = compute(batch.data)
     if is_evaluation:
         complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
-    return output
-
-
-def _compute_or_leave_out(trainer: TrainerLike, run: Run, batch: Batch, compute: Compute, is_evaluation: bool) -> Tree:
-    """Return the output of a batch, or ``SKIPPED`` if it has failed and is skipped."""
-    assert run.skipped is not None
-    before = before_step(run)
-    try:
-        if isinstance(batch.data, FailedRead):
-            raise batch.data.error
-        if is_evaluation and run.request.auto_microbatch:
-            output = _compute_in_parts(trainer, run, batch, compute)
-        else:
-            output = _compute(trainer, batch, compute, is_evaluation)
-    except Exception as error:
-        skip_failed_batch(trainer, run, batch, error, before)
-        return SKIPPED
-    run.skipped.last_computed = batch
-    return output
-
-
-def _compute_in_parts(trainer: TrainerLike, run: Run, batch: Batch, compute: Compute) -> BatchOutput:
-    """Return the output of an evaluation batch, computed in parts that fit into memory.
-
-    Processes do not wait for one another in evaluation, so each splits its own batches. A part that does not fit is
-    split further, and so are later parts. Earlier parts are not computed again.
-    """
-    outputs: list[BatchOutput] = []
-    whole = batch._replace(num_samples=None) if batch.is_filler else batch
-    left = split_into_parts(whole, run.stepper.num_eval_parts)
-    while left:
-        part = left.pop(0)
-        # The parts of a filler batch are fillers, too.
-        with replaced(run, batch=part._replace(num_samples=0) if batch.is_filler else part):
-            output = _compute_if_it_fits(trainer, run, compute)
-        if output is not None:
-            outputs.append(output)
-            continue
-        clear_device_cache(garbage_collection=True)
-        left = [half for larger in (part, *left) for half in split_into_parts(larger, 2)]
-        samples, size = (infer_batch_size(each.data, each.num_samples) for each in (part, whole))
-        run.stepper.num_eval_parts = max(run.stepper.num_eval_parts, -(-size // -(-samples // 2)))
-        trainer.print(
-            f"Out of memory with {samples} samples in evaluation: from now on each evaluation batch is split into "
-            f"{run.stepper.num_eval_parts} parts. Losses and metrics are still those of the whole batch."
-        )
-    return merge_outputs(outputs)
-
-
-def _compute_if_it_fits(trainer: TrainerLike, run: Run, compute: Compute) -> BatchOutput | None:
-    """Return the output of the current evaluation batch; ``None``, without a trace, if it must be split to fit."""
-    batch = run.batch
-    assert batch is not None
-    before = before_step(run)
-    try:
-        output: BatchOutput = _compute(trainer, batch, compute)
-    except Exception as error:
-        if infer_batch_size(batch.data, batch.num_samples or None) < 2 or not is_out_of_memory(error):
-            raise
-        traceback.clear_frames(error.__traceback__)  # its frames hold the tensors of the attempt
-        before.close()
-        return None
-    run.loss_trackers.measure(batch, output["batch_size"])
     return output
 
 

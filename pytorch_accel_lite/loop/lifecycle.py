@@ -9,8 +9,10 @@ from typing import Literal
 
 from pytorch_accel_lite.base.backends import deterministic_kernels
 from pytorch_accel_lite.base.text import wrapped
-from pytorch_accel_lite.distributed import shutdown, watch
+from pytorch_accel_lite.distributed import shutdown
 from pytorch_accel_lite.distributed.accelerators import in_effect
+from pytorch_accel_lite.distributed.lost_processes import naming_call
+from pytorch_accel_lite.distributed.observers import observed
 from pytorch_accel_lite.loop.collectives import gathering_uneven_batches
 from pytorch_accel_lite.loop.guards.arguments import check_same_call
 from pytorch_accel_lite.loop.guards.explanations import explain
@@ -64,13 +66,13 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
 
 @contextmanager
 def _with_the_others(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
-    """Check that all processes begin the run, and watch the run within a block."""
+    """Check that all processes begin the run, and let it be observed within a block."""
     if run.ranks.is_alone:
         yield
         return
     with gathering_uneven_batches(trainer):
         check_same_call(trainer, call, run.data.train_dataset, run.data.eval_dataset)
-        with watch.watching(trainer):
+        with observed(trainer), naming_call(trainer.ranks):
             yield
 
 
@@ -96,7 +98,7 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
     ended = kind == "evaluation"  # errors do not fire the ending events of an evaluation
     try:
         try:
-            with watch.naming_call(run.ranks) if run.ranks.world_size > 1 else nullcontext():
+            with naming_call(run.ranks) if run.ranks.world_size > 1 else nullcontext():
                 yield
         except StopTrainingError as stop:
             stopped = stop

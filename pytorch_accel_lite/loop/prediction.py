@@ -27,7 +27,7 @@ from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import close_failed
-from pytorch_accel_lite.loop.skipped_batches import SKIPPED, report_skipped
+from pytorch_accel_lite.run.parts import SKIPPED
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
@@ -121,7 +121,8 @@ def _predicted(
                 steps = _steps_of_all(trainer, run, only_first, is_collected)
                 steps = steps if _keeps(trainer, only_first) else ([] for _ in steps)
                 yield from steps if is_collected else _suspending(trainer, run, steps)
-                report_skipped(trainer, run)
+                if run.inference_step is not None:
+                    run.inference_step.report(trainer, run)
             trainer.call_event("on_predict_run_end")
         except GeneratorExit:  # the caller stopped iterating
             trainer.call_event("on_predict_run_end")

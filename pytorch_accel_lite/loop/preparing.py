@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.quantised import is_quantised, keep_as_they_are
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.checkpoint.pretrained import is_of_peft
+from pytorch_accel_lite.checkpoint.model_forms import is_of_peft
 from pytorch_accel_lite.checkpoint.weights import load_optimizer_state
 from pytorch_accel_lite.extension_names import is_not_there
 from pytorch_accel_lite.optimizers.combined import combine

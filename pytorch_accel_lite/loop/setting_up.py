@@ -23,11 +23,11 @@ from pytorch_accel_lite.loop.guards.arguments import (
     settings_of_optimizer,
 )
 from pytorch_accel_lite.loop.guards.epochs_from_one import warn_of_comparisons
+from pytorch_accel_lite.loop.inference_steps import choose_inference_step
 from pytorch_accel_lite.loop.loaders import create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.preparing import apply_model_options, prepare_model
 from pytorch_accel_lite.loop.resolving import create_config
 from pytorch_accel_lite.loop.scheduling import check_length, must_recreate, resume_schedule, warn_of_other_schedule
-from pytorch_accel_lite.loop.skipped_batches import prepare_skipping
 from pytorch_accel_lite.optimizers.operations import clear_gradients, is_created
 from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.parts import Training
@@ -42,7 +42,7 @@ def configure(trainer: TrainerLike, run: Run) -> None:
         trainer.callback_handler.warn_of_unknown_events()
         warn_of_comparisons([trainer, *trainer.callback_handler.callbacks])
     trainer.callback_handler.configure_run(trainer, request)
-    prepare_skipping(trainer, run, request)
+    choose_inference_step(trainer, run, request)
     _lock_paths(trainer, run)
     check_training(trainer.optimizer, trainer.accelerator, request)  # again, as callbacks may have changed the request
     _check_metrics(trainer, run)

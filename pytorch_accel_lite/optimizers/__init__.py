@@ -1,4 +1,4 @@
-"""Optimizers (one, or several as one), their learning rates and gradients, groups of layers, averages of weights."""
+"""Optimizers (one, or several as one), their learning rates, averages of weights."""
 
 from typing import TYPE_CHECKING
 

@@ -145,6 +145,10 @@ class RunEnd:
         return self.pause is None and not self.has_failed
 
 
+#: Stands for the output of a batch that was skipped.
+SKIPPED = object()
+
+
 class SkippedStep(NamedTuple):
     """A batch that was skipped in an evaluation or a prediction.
 

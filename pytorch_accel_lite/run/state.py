@@ -293,6 +293,20 @@ class Step:
         """Restore the result of ``state_dict()``. States of earlier versions and of other kinds may lack a key."""
 
 
+class InferenceStep(Protocol):
+    """How a run computes a batch of its evaluations, or of its prediction, if batches may fail."""
+
+    def compute(self, trainer: TrainerLike, run: Run, batch: Batch, compute: Callable[[Batch], Tree]) -> Tree:
+        """Return the output of a batch, or ``SKIPPED`` if it has failed and is skipped.
+
+        Args:
+            compute: returns the output of a batch, or of a part of it
+        """
+
+    def report(self, trainer: TrainerLike, run: Run) -> None:
+        """Report what was skipped. Called on every process after its last batch."""
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class LoopState:
     """The private state of the loop of a run.
@@ -389,6 +403,7 @@ class Run:
     latest: Latest = field(default_factory=Latest)
     created_attributes: CreatedAttributes = field(default_factory=CreatedAttributes)  # what the program created before
     holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)  # of parameters, by ids
+    inference_step: InferenceStep | None = None  # how batches without training are computed, if they may fail
 
     @classmethod
     def create(

@@ -19,8 +19,7 @@ from pytorch_accel_lite.optimizers.operations import needs_closure, parts_of_opt
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.losses import LossTrackers
 from pytorch_accel_lite.run.state import Run, TrainerLike
-from pytorch_accel_lite.steps.failed_batches import MICROBATCHES, SKIPPED_BATCHES
-from pytorch_accel_lite.steps.features import FP16, SHARDED, Conflict, Feature
+from pytorch_accel_lite.steps.features import FP16, MICROBATCHES, SHARDED, SKIPPED_BATCHES, Conflict, Feature
 from pytorch_accel_lite.steps.manual import MANUAL
 
 

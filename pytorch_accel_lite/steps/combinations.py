@@ -5,11 +5,10 @@ from __future__ import annotations
 from pytorch_accel_lite.run.state import Run, TrainerLike
 from pytorch_accel_lite.steps.closures import ReplayingStep
 from pytorch_accel_lite.steps.compiled import CHECKPOINTED, COMPILED
-from pytorch_accel_lite.steps.failed_batches import GuardedStep
 from pytorch_accel_lite.steps.features import KINDS, Feature
 from pytorch_accel_lite.steps.manual import ManualStep
 
-KINDS.extend((GuardedStep, ManualStep, ReplayingStep))
+KINDS.extend((ManualStep, ReplayingStep))
 
 
 def all_features() -> list[Feature]:

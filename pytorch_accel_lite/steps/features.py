@@ -61,3 +61,10 @@ KINDS: list[Kind] = []
 # A feature with which several kinds of steps conflict, but that none of them provides.
 SHARDED = Feature("sharded weights", lambda trainer, run: trainer.is_sharded)
 FP16 = Feature("mixed_precision='fp16'", lambda trainer, run: trainer.accelerator.scaler is not None)
+
+# Features of an extension, with which other kinds of steps conflict, too.
+_OF_FAILED_BATCHES = (Conflict(SHARDED, "a step that fails on one process cannot be undone"),)
+MICROBATCHES = Feature("auto_microbatch=True", lambda trainer, run: run.request.auto_microbatch, _OF_FAILED_BATCHES)
+SKIPPED_BATCHES = Feature(
+    "SkipFailedBatchesCallback", lambda trainer, run: run.request.skips_failed_batches, _OF_FAILED_BATCHES
+)

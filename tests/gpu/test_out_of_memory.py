@@ -73,6 +73,7 @@ def update(trainer: Trainer, size: int = SAMPLES, **kwargs: Any) -> None:
     trainer.train(rows(size), 1, per_device_batch_size=size, train_dataloader_kwargs=IN_ORDER, **kwargs)
 
 
+@pytest.mark.extension("failed_batches")
 def test_auto_microbatch_gives_the_gradient_of_the_whole_batch():
     gradients = []
     for limited in (False, True):
@@ -155,6 +156,7 @@ def test_find_batch_size_ends_and_leaves_the_memory_as_it_was():
     assert all(name in weights for name, _ in model.named_parameters())
 
 
+@pytest.mark.extension("failed_batches")
 def test_evaluation_splits_batches_too():
     from torchmetrics import MeanSquaredError
 
@@ -177,6 +179,7 @@ def test_evaluation_splits_batches_too():
         assert metric == pytest.approx(by_hand, rel=1e-4)
 
 
+@pytest.mark.extension("failed_batches")
 @pytest.mark.alone
 @pytest.mark.skipif(not ON_GPU, reason="fills the memory of a GPU")
 def test_a_batch_that_does_not_fit_into_the_whole_gpu_is_split(measured):

@@ -18,7 +18,6 @@ from pytorch_accel_lite.callbacks import (
     MetricsCallback,
     ModelEmaCallback,
     ProgressBarCallback,
-    SkipFailedBatchesCallback,
     StepBasedEvaluationCallback,
     TimeLimitCallback,
 )
@@ -55,7 +54,7 @@ def run_with_all(folder: Path, update: int = 0) -> dict[str, Any]:
         callbacks.GradualUnfreezingCallback(),
         LimitBatchesCallback(3),
         LimitEvalStepsCallback(2),
-        SkipFailedBatchesCallback(),
+        callbacks.SkipFailedBatchesCallback(),
         callbacks.GradientSpikeCallback(warm_up_updates=2),
         callbacks.NaNReportCallback(folder / "reports"),
         TimeLimitCallback(3600),

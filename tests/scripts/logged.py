@@ -11,10 +11,8 @@ from pytorch_accel_lite import TrainerCallback, callbacks
 from pytorch_accel_lite.callbacks import (
     GradientNormCallback,
     LearningRateMonitorCallback,
-    MetricsFileCallback,
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
-    TrackerCallback,
 )
 from tests.scripts.resumable import Lingers
 from tests.tasks import quiet_trainer, regression_data, small_model
@@ -31,10 +29,14 @@ class Slow(TrainerCallback):
 
 
 def loggers(folder: Path, mlflow: bool = True) -> list[Any]:
-    trackers = [TrackerCallback("tensorboard", "run", folder / "tensorboard", every_n_updates=2, config={"mine": 3})]
+    board = folder / "tensorboard"
+    trackers = [callbacks.TrackerCallback("tensorboard", "run", board, every_n_updates=2, config={"mine": 3})]
     if mlflow:
-        trackers.append(TrackerCallback("mlflow", every_n_updates=1))
-    files = MetricsFileCallback(folder / "metrics.jsonl", 1), MetricsFileCallback(folder / "metrics.csv", 3)
+        trackers.append(callbacks.TrackerCallback("mlflow", every_n_updates=1))
+    files = [
+        callbacks.MetricsFileCallback(folder / "metrics.jsonl", 1),
+        callbacks.MetricsFileCallback(folder / "metrics.csv", 3),
+    ]
     return [*files, *trackers, callbacks.RunLogCallback(folder / "log", {"mine": 3})]
 
 

@@ -31,7 +31,6 @@ from pytorch_accel_lite.callbacks import (
     DeviceMemoryCallback,
     GradientNormCallback,
     MetricsCallback,
-    MetricsFileCallback,
     ModelEmaCallback,
     MoveModulesToDeviceCallback,
     ProgressBarCallback,
@@ -95,8 +94,10 @@ def case_monitors_and_rows() -> Any:
     """Everything that reads numbers of an update, with a row of them for each."""
 
     def run(size: int) -> Trainer:
-        callbacks = [GradientNormCallback(), MetricsFileCallback("rows.jsonl", every_n_updates=1), AdviceCallback()]
-        return train(make_trainer(callbacks), size=size, epochs=2, gradient_clip_norm=0.3)
+        files = callbacks.MetricsFileCallback("rows.jsonl", every_n_updates=1)
+        return train(
+            make_trainer([GradientNormCallback(), files, AdviceCallback()]), size=size, epochs=2, gradient_clip_norm=0.3
+        )
 
     results = with_waits(run)
     return results | {"rows": [json.loads(line) for line in Path("rows_updates.jsonl").read_text().splitlines()]}

@@ -20,7 +20,7 @@ import yaml
 from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import set_seed
 
-from pytorch_accel_lite.callbacks import MetricsFileCallback, TrainerCallback, get_default_callbacks
+from pytorch_accel_lite.callbacks import TrainerCallback, get_default_callbacks
 from pytorch_accel_lite.checkpoint import folder_path, local_path, write_text
 from pytorch_accel_lite.extensions.experiment.importing import full_name, import_path
 from pytorch_accel_lite.extensions.experiment.parsing import TOOLS, Parser
@@ -41,6 +41,7 @@ from pytorch_accel_lite.extensions.experiment.yaml_files import (
     read,
     was_raised_by_us,
 )
+from pytorch_accel_lite.extensions.metrics_file import MetricsFileCallback
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import result_of_first
 

@@ -34,8 +34,8 @@ from pytorch_accel_lite.extending import (
     shard_model,
     tensors_in,
 )
+from pytorch_accel_lite.extensions.finetuning import find_blocks
 from pytorch_accel_lite.extensions.memory_estimate.live_bytes import LiveBytes
-from pytorch_accel_lite.finetuning import find_blocks
 from pytorch_accel_lite.optimizers import CombinedOptimizer
 from pytorch_accel_lite.tracking import LossTrackers
 

@@ -26,7 +26,7 @@ class SurvivingRanks(Ranks):
         membership: the membership of this process in the job
     """
 
-    allows_threads = is_watched = False  # the supervisor notices who is silent
+    allows_threads = is_observed = False  # the supervisor notices who is silent
     membership: ClassVar[Membership]
     _all: ClassVar[weakref.WeakSet[SurvivingRanks]] = weakref.WeakSet()
 

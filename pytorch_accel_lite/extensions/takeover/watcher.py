@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from pytorch_accel_lite.extending import is_waiting
+from pytorch_accel_lite.extensions.hang_watch import is_waiting
 from pytorch_accel_lite.extensions.takeover.connections import any_is_connected, shut_down
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore, Key
 

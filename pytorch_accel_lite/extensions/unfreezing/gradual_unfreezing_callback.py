@@ -7,15 +7,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike, check_positive_int
-from pytorch_accel_lite.extending_callbacks import (
-    ModuleGroup,
-    TrainerOptimizer,
-    check_positive_number,
-    find_groups,
-    is_created,
-    wrapped,
-)
-from pytorch_accel_lite.finetuning import ModelFreezer, parameters_by_group
+from pytorch_accel_lite.extending_callbacks import TrainerOptimizer, check_positive_number, is_created, wrapped
+from pytorch_accel_lite.extensions.finetuning import ModelFreezer, ModuleGroup, find_groups, parameters_by_group
 
 
 class GradualUnfreezingCallback(TrainerCallback):

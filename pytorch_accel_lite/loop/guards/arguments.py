@@ -30,8 +30,8 @@ from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, options_of
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.distributed.process_zero import current_process
-from pytorch_accel_lite.distributed.watch import naming_call
 from pytorch_accel_lite.optimizers.operations import (
     TrainerOptimizer,
     is_created,

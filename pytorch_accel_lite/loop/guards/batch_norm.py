@@ -7,8 +7,8 @@ import math
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pytorch_accel_lite.base.modules import stays_in_eval
 from pytorch_accel_lite.base.origins import warn_outside
-from pytorch_accel_lite.optimizers.freezing import stays_in_eval
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
 

@@ -24,6 +24,8 @@ from pytorch_accel_lite.loop.guards.held_memory import advise_on_memory, describ
 from pytorch_accel_lite.run.events import NonFiniteLossError, Phase, StopTrainingError
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
+# Modules of callbacks, whose checks say all that is to be said.
+_OF_CALLBACKS = re.compile(r"pytorch_accel_lite\.(callbacks\.|extensions\..*_callback$)")
 # Advice for errors of torch, by a pattern of their text.
 _ADVICE = {
     "device-side assert": (
@@ -134,7 +136,7 @@ def explain(error: BaseException, trainer: TrainerLike, run: Run, phase: Phase) 
     """Add a note to the error of a run, with the place, the batch, the model and, if possible, advice."""
     if isinstance(error, (StopTrainingError, NonFiniteLossError)) or not isinstance(error, Exception):
         return
-    if checked_by(error).startswith("pytorch_accel_lite.callbacks."):
+    if _OF_CALLBACKS.match(checked_by(error)):
         return
     if any(re.match(r"In (training|evaluation|prediction)\b", note) for note in notes_of(error)):
         return

@@ -65,7 +65,7 @@ def check_evaluation(trainer: TrainerLike, run: Run) -> None:
 
 def _leaves_no_trace(trainer: TrainerLike, run: Run) -> bool:
     """Whether the evaluation can be tried without side effects, and in the way in which it will be made later."""
-    is_plain = run.resumed is None and run.skipped is None and not run.request.auto_microbatch
+    is_plain = run.resumed is None and run.inference_step is None
     if not is_plain or trainer.is_sharded or trainer.division.has_fixed_shares or run.overridden & _STEPS:
         return False
     listeners = chain.from_iterable(trainer.callback_handler.listeners[event] for event in _EVENTS)

@@ -160,7 +160,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.extension("failed_batches") if name == "parts of batches" else ())
+        for name in SETTINGS
+    ],
+)
 def test_other_features_work_with_a_compiled_step(name, no_accelerator):
     settings = dict(SETTINGS[name])
     given = settings.pop("given", {})

@@ -16,11 +16,10 @@ from torch.utils.data import Subset
 
 pytest.importorskip("jsonargparse", reason="needs the extra cli")
 
-from pytorch_accel_lite import TrainerCallback
+from pytorch_accel_lite import TrainerCallback, callbacks
 from pytorch_accel_lite.callbacks import (
     SaveBestModelCallback,
     SaveTrainingStateCallback,
-    SkipFailedBatchesCallback,
     iterate_predictions,
     read_predictions,
 )
@@ -102,6 +101,7 @@ def test_an_error_names_the_batch_its_samples_and_what_is_tested(trained, predic
         run_tests(trained, data, ["last"], {"odd": {"nothing": 1}})
 
 
+@pytest.mark.extension("failed_batches")
 def test_a_test_may_leave_out_what_fails_and_lists_it(trained, capsys):
     data = parts.load_data(10)
     poison = data.tensors[0][5]
@@ -111,7 +111,7 @@ def test_a_test_may_leave_out_what_fails_and_lists_it(trained, capsys):
             raise ValueError("cannot digest this")
 
     trained.model.register_forward_pre_hook(refuse)
-    trained.callback_handler.add_callback(SkipFailedBatchesCallback(phases=["evaluation", "prediction"]))
+    trained.callback_handler.add_callback(callbacks.SkipFailedBatchesCallback(phases=["evaluation", "prediction"]))
     (row,) = run_tests(trained, data, ["last"], **OPTIONS)
     others = Subset(data, [0, 1, 2, 3, 6, 7, 8, 9])
     assert row["evaluation_loss"] == trained.evaluate(others, 2)["evaluation_loss"]

@@ -22,7 +22,14 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import Dataset, TensorDataset
 from torchmetrics import MeanMetric, MeanSquaredError
 
-from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback, TrainerPlaceholderValues, callbacks
+from pytorch_accel_lite import (
+    NonFiniteLossError,
+    Trainer,
+    TrainerCallback,
+    TrainerPlaceholderValues,
+    callbacks,
+    finetuning,
+)
 from pytorch_accel_lite import data as sources
 from pytorch_accel_lite.callbacks import (
     GradientNormCallback,
@@ -37,7 +44,6 @@ from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.extending import split
 from pytorch_accel_lite.extensions.logical import LogicalStep
 from pytorch_accel_lite.extensions.logical.gradient_sum import Node, TreeSum, blocks_of
-from pytorch_accel_lite.finetuning import ModelFreezer
 from tests.launching import SOAK, two_are_enough
 from tests.ranks import world_size
 from tests.scripts.resumable import CopyStates, run_to_the_end
@@ -289,7 +295,7 @@ def unfreezing() -> dict[str, Any]:
     torch.manual_seed(0)
     layers = nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.Dropout(0.2), nn.Linear(6, 1)
     model = nn.Sequential(*layers)
-    ModelFreezer(model).freeze()
+    finetuning.ModelFreezer(model).freeze()
     factory = partial(torch.optim.AdamW, lr=0.01)
     trainer = quiet_trainer(
         model, optimizer=factory, callbacks=[callbacks.GradualUnfreezingCallback(1)], seed=2, logical_processes=4

@@ -11,12 +11,8 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import NonFiniteLossError, Trainer
-from pytorch_accel_lite.callbacks import (
-    NaNReportCallback,
-    SaveTrainingStateCallback,
-    SkipFailedBatchesCallback,
-    TerminateOnNaNCallback,
-)
+from pytorch_accel_lite import callbacks as shipped
+from pytorch_accel_lite.callbacks import NaNReportCallback, SaveTrainingStateCallback, TerminateOnNaNCallback
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, global_batch, shared_folder
 from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model, weights
@@ -135,6 +131,7 @@ def test_a_run_in_which_all_is_finite_leaves_no_report(tmp_path):
     assert not (tmp_path / "reports").exists()
 
 
+@pytest.mark.extension("failed_batches")
 def test_a_batch_that_was_skipped_is_not_in_the_report(tmp_path):
     def fail(trainer: Trainer) -> None:
         if trainer.progress.step == 0:
@@ -146,7 +143,7 @@ def test_a_batch_that_was_skipped_is_not_in_the_report(tmp_path):
             return super().calculate_train_batch_loss(batch)
 
     report, model = NaNReportCallback(tmp_path), make_model()
-    callbacks = [report, SkipFailedBatchesCallback()]
+    callbacks = [report, shipped.SkipFailedBatchesCallback()]
     trainer = Fails(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), callbacks=callbacks)
     with pytest.raises(NonFiniteLossError, match="epoch 1, step 2"):
         fit(trainer, spoilt(), gradient_accumulation_steps=3)
@@ -286,6 +283,7 @@ def test_a_step_that_cannot_be_repeated_says_what_it_takes(tmp_path):
 # ---------------------------------------------------------------------------------------------- spikes
 
 
+@pytest.mark.extension("failed_batches")
 def test_parts_that_were_taken_back_are_not_in_the_report(tmp_path):
     tried: list[list[int]] = []
 

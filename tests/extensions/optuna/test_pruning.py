@@ -8,8 +8,8 @@ import optuna
 import pytest
 import torch
 
-from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import MetricsFileCallback, SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite import Trainer, TrainerCallback, callbacks
+from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.integrations import OptunaPruningCallback
 from tests.launching import run_code
 from tests.ranks import rank
@@ -45,9 +45,9 @@ def _quiet() -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
-def searching_trainer(*callbacks) -> Trainer:
+def searching_trainer(*listed) -> Trainer:
     model = small_model()
-    return quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.05), callbacks=callbacks, seed=0)
+    return quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.05), callbacks=listed, seed=0)
 
 
 def train(trainer: Trainer, **kwargs) -> None:
@@ -72,11 +72,12 @@ def test_a_pruned_trial_ends_in_order_and_counts_as_pruned(tmp_path):
     assert [path.name for path in Path(tmp_path / "0").glob("update-*")] == ["update-000000004"]  # saved at its end
 
 
+@pytest.mark.extension("metrics_file")
 def test_callbacks_after_the_one_that_prunes_complete_the_run(tmp_path):
     trial = optuna.create_study(pruner=PruneAt(2)).ask()
     best = SaveBestModelCallback(tmp_path / "best.pt")
     pruning = OptunaPruningCallback(trial)
-    trainer = searching_trainer(pruning, best, MetricsFileCallback(tmp_path / "metrics.jsonl"))
+    trainer = searching_trainer(pruning, best, callbacks.MetricsFileCallback(tmp_path / "metrics.jsonl"))
     train(trainer)
     losses = trainer.run_history["eval_loss_epoch"]
     assert pruning.is_pruned
@@ -85,12 +86,15 @@ def test_callbacks_after_the_one_that_prunes_complete_the_run(tmp_path):
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.extension("metrics_file")
 def test_two_trials_on_one_folder_are_an_error_before_training(tmp_path):
     study = optuna.create_study()
     for name in ("first.jsonl", "second.jsonl"):
-        train(searching_trainer(OptunaPruningCallback(study.ask()), MetricsFileCallback(tmp_path / name)))
+        train(searching_trainer(OptunaPruningCallback(study.ask()), callbacks.MetricsFileCallback(tmp_path / name)))
     before = (tmp_path / "first.jsonl").read_text()
-    trainer = searching_trainer(MetricsFileCallback(tmp_path / "first.jsonl"), OptunaPruningCallback(study.ask()))
+    trainer = searching_trainer(
+        callbacks.MetricsFileCallback(tmp_path / "first.jsonl"), OptunaPruningCallback(study.ask())
+    )
     with pytest.raises(ValueError, match=r"Trial 2 would write to '.*first.jsonl', but that belongs to trial 0"):
         train(trainer)
     assert (tmp_path / "first.jsonl").read_text() == before

@@ -259,6 +259,7 @@ def test_frozen_weights_may_be_left_out(tmp_path):
     assert equal(other.state_dict(), model.state_dict())
 
 
+@pytest.mark.extension("pretrained")
 def test_the_card_of_a_model_of_transformers_says_how_to_load_it(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
@@ -275,6 +276,7 @@ def test_the_card_of_a_model_of_transformers_says_how_to_load_it(tmp_path):
     assert equal(loaded.state_dict(), model.state_dict())
 
 
+@pytest.mark.extension("pretrained")
 def test_the_card_of_a_model_of_timm_says_how_to_load_it(tmp_path, monkeypatch):
     model = make_timm(num_classes=3, in_chans=1)
     quiet_trainer(torch.compile(model)).save_model(tmp_path / "signs")
@@ -286,6 +288,7 @@ def test_the_card_of_a_model_of_timm_says_how_to_load_it(tmp_path, monkeypatch):
     assert equal(program["model"].state_dict(), model.state_dict())
 
 
+@pytest.mark.extension("pretrained")
 def test_without_a_configuration_the_card_loads_plain_weights(tmp_path):
     model = make_timm(num_classes=3)
     model.pretrained_cfg = {**model.pretrained_cfg, "license": object()}
@@ -294,6 +297,7 @@ def test_without_a_configuration_the_card_loads_plain_weights(tmp_path):
     assert "import timm" not in section(tmp_path, "How to load it")
 
 
+@pytest.mark.extension("pretrained")
 def test_the_card_of_a_model_of_diffusers_says_how_to_load_it(tmp_path, monkeypatch):
     diffusers = ModuleType("diffusers")
     vars(diffusers)["ModelMixin"] = ModelMixin
@@ -302,6 +306,7 @@ def test_the_card_of_a_model_of_diffusers_says_how_to_load_it(tmp_path, monkeypa
     assert 'ModelMixin.from_pretrained(".")' in section(tmp_path, "How to load it")
 
 
+@pytest.mark.extension("pretrained")
 def test_the_card_of_adapters_says_how_to_load_them(tmp_path):
     pytest.importorskip("peft")
     quiet_trainer(with_lora(bert())).save_model(tmp_path)

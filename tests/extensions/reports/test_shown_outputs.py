@@ -16,8 +16,8 @@ from matplotlib import pyplot
 from PIL import Image
 from torch import nn
 
-from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, ShowOutputsCallback, TrackerCallback
+from pytorch_accel_lite import Trainer, callbacks
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, ShowOutputsCallback
 from tests.launching import CAN_SHARD
 from tests.ranks import global_batch, world_size
 from tests.tasks import equal, listener, quiet_trainer, regression_data, weights
@@ -93,11 +93,12 @@ def test_a_resumed_run_shows_the_same(tmp_path):
         assert equal(weights(trainer.model), weights(whole.model))
 
 
+@pytest.mark.extension("trackers")
 def test_outputs_are_in_the_trackers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     show = ShowOutputsCallback(lambda model: {"<b>prompt</b>": "text & more"}, "4 updates")
-    run(show, TrackerCallback("tensorboard", "board", tmp_path))
+    run(show, callbacks.TrackerCallback("tensorboard", "board", tmp_path))
     events = EventAccumulator(str(tmp_path / "board")).Reload()
     (tag,) = [tag for tag in events.Tags()["tensors"] if "prompt" in tag]
     assert [event.step for event in events.Tensors(tag)] == [4, 8, 12]
@@ -178,6 +179,7 @@ def test_values_beyond_those_of_a_picture_are_cut_off(tmp_path):
     assert np.asarray(Image.open(tmp_path / "outputs-000003.png"))[:, :, 0].tolist() == [[0, 128], [255, 0]]
 
 
+@pytest.mark.extension("trackers")
 def test_pictures_are_in_trackers_that_take_images(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -194,8 +196,7 @@ def test_pictures_are_in_trackers_that_take_images(tmp_path, monkeypatch):
         def log(self, values, step, **kwargs):
             texts.update({name: value for name, value in values.items() if isinstance(value, str)})
 
-    trackers = TrackerCallback("tensorboard", "board", tmp_path), TrackerCallback(OnlyTexts())
-    run(show, *trackers)
+    run(show, callbacks.TrackerCallback("tensorboard", "board", tmp_path), callbacks.TrackerCallback(OnlyTexts()))
     events = EventAccumulator(str(tmp_path / "board")).Reload()
     assert [event.step for event in events.Images("half <1>")] == [6, 12]
     shown = Image.open(io.BytesIO(events.Images("half <1>")[0].encoded_image_string))
@@ -204,12 +205,13 @@ def test_pictures_are_in_trackers_that_take_images(tmp_path, monkeypatch):
     assert texts == {"half <1>": "outputs/half <1>-000012.png", "text": "some"}
 
 
+@pytest.mark.extension("trackers")
 def test_pictures_are_artifacts_of_mlflow(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     show = ShowOutputsCallback(lambda model: {"half": pixels("image")}, "6 updates")
-    run(show, TrackerCallback("mlflow", "project"), epochs=1)
+    run(show, callbacks.TrackerCallback("mlflow", "project"), epochs=1)
     (artifact,) = tmp_path.glob("mlruns/*/*/artifacts/**/*.*")
     assert artifact.read_bytes() == Path("outputs/half-000006.png").read_bytes()
     assert artifact.parts[-2:] == ("outputs", "half-000006.png")

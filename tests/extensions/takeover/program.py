@@ -23,7 +23,6 @@ import pytorch_accel_lite.callbacks as shipped
 from pytorch_accel_lite import Trainer, TrainerCallback, get_default_callbacks
 from pytorch_accel_lite.callbacks import (
     MetricsCallback,
-    MetricsFileCallback,
     ModelEmaCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
@@ -203,7 +202,10 @@ def main() -> None:
         callbacks += [
             SaveBestModelCallback(str(FOLDER / "best.pt"), "eval_loss_epoch"),
             ModelEmaCallback(save_path=str(FOLDER / "average.pt")),
-            MetricsFileCallback(str(FOLDER / "metrics.jsonl"), every="2 updates"),
+        ]
+        if "MetricsFileCallback" in shipped.__all__:  # otherwise its extension has been deleted
+            callbacks.append(shipped.MetricsFileCallback(str(FOLDER / "metrics.jsonl"), every="2 updates"))
+        callbacks += [
             SaveTrainingStateCallback(str(FOLDER / "states"), save_every_n_steps=5, max_checkpoints=2),
             Stateful(),
         ]

@@ -10,6 +10,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, ThroughputCallback
+from tests.cases import SPLITTING
 from tests.ranks import rank
 from tests.tasks import equal, listener, make_model, make_trainer, own_clock, train, weights
 
@@ -78,7 +79,7 @@ class Remembers(Trainer):
         return output
 
 
-@pytest.mark.parametrize("arguments", [{}, {"gradient_accumulation_steps": 2}, {"auto_microbatch": True}])
+@pytest.mark.parametrize("arguments", [{}, {"gradient_accumulation_steps": 2}, SPLITTING])
 def test_counting_flops_changes_nothing(arguments, tmp_path):
     def run(*callbacks: Any, **kwargs: Any) -> Any:
         torch.manual_seed(0)
@@ -108,6 +109,7 @@ def test_flops_of_compiled_code_are_those_of_the_code():
         assert latest(trainer, "mfu") == pytest.approx(FLOPS * latest(trainer, "samples_per_second"))
 
 
+@pytest.mark.extension("failed_batches")
 def test_flops_of_a_split_batch_are_those_of_its_parts():
     class Full(Trainer):
         def calculate_train_batch_loss(self, batch):

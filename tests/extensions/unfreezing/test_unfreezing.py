@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from tests.adapters import bert, rows, with_lora
+from tests.extensions.finetuning.test_finetuning import model_to_unfreeze, trained
 from tests.launching import CAN_SHARD, some_of, two_are_enough
 from tests.ranks import IN_ORDER, global_batch
 from tests.sharded import large_model, sharding_accelerator
@@ -31,7 +32,6 @@ from tests.tasks import (
     train,
     weights,
 )
-from tests.test_finetuning import model_to_unfreeze, trained
 from tests.test_optimizer_factories import DATA, HERE, factory, made
 
 

@@ -11,8 +11,8 @@ import torch
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, ModelEmaCallback, SaveTrainingStateCallback
 from tests.adapters import bert, rows
+from tests.extensions.finetuning.test_layer_groups import in_groups
 from tests.tasks import equal, largest_difference, listener, quiet_trainer, weights
-from tests.test_layer_groups import in_groups
 
 pytest.importorskip("transformers")
 

@@ -12,15 +12,23 @@ from typing import NamedTuple
 
 import torch
 
-from pytorch_accel_lite.base.devices import AsyncCopy, accumulation_dtype
-from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.validation import check_positive_int, optional
-from pytorch_accel_lite.data.batches import is_number
-from pytorch_accel_lite.run.events import NonFiniteLossError, TrainerCallback
-from pytorch_accel_lite.run.history import MetricValue
-from pytorch_accel_lite.run.intervals import Interval, parse_interval
-from pytorch_accel_lite.run.losses import LossTracker
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.extending import (
+    LossTracker,
+    NonFiniteLossError,
+    TrainerCallback,
+    TrainerLike,
+    check_positive_int,
+)
+from pytorch_accel_lite.extending_callbacks import (
+    AsyncCopy,
+    Interval,
+    MetricValue,
+    StateDict,
+    accumulation_dtype,
+    is_number,
+    optional,
+    parse_interval,
+)
 
 # Number of rows kept pending while their numbers are copied from a device.
 _ROWS_BEHIND = 4

@@ -9,25 +9,28 @@ import torch
 from accelerate.utils import recursively_apply
 from accelerate.utils.memory import clear_device_cache
 
-from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.data import Batch, FailedRead
-from pytorch_accel_lite.data.batches import BatchOutput, infer_batch_size
-from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
-from pytorch_accel_lite.loop.inference import unwrapped_model
-from pytorch_accel_lite.loop.skipped_batches import NEVER_SKIPPED, describe_failure
-from pytorch_accel_lite.loop.snapshot import StepSnapshot
-from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward
-from pytorch_accel_lite.run.state import Run, TrainerLike
-from pytorch_accel_lite.steps.features import SHARDED, Conflict, Feature
+from pytorch_accel_lite.data import FailedRead
+from pytorch_accel_lite.extending import (
+    MICROBATCHES,
+    SKIPPED_BATCHES,
+    Batch,
+    BatchOutput,
+    PlainStep,
+    Run,
+    StepSnapshot,
+    TrainerLike,
+    as_returned,
+    backward,
+    infer_batch_size,
+    is_out_of_memory,
+    merge_outputs,
+    split_into_parts,
+    unwrapped_model,
+)
+from pytorch_accel_lite.extending_callbacks import StateDict, sync_ddp_buffers
+from pytorch_accel_lite.extensions.failed_batches.failures import NEVER_SKIPPED, describe_failure
 
 DONE, OUT_OF_MEMORY, FAILED = range(3)
-
-_CONFLICTS = (Conflict(SHARDED, "a step that fails on one process cannot be undone"),)
-MICROBATCHES = Feature("auto_microbatch=True", lambda trainer, run: run.request.auto_microbatch, _CONFLICTS)
-SKIPPED_BATCHES = Feature(
-    "SkipFailedBatchesCallback", lambda trainer, run: run.request.skips_failed_batches, _CONFLICTS
-)
 
 
 class GuardedStep(PlainStep):

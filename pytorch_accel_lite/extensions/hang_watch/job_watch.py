@@ -1,36 +1,33 @@
-"""Always on, in a thread of each process: reports calls in which one process waits for others, and ends a stuck job."""
+"""The thread, in each process of a job, that reports calls in which one waits for others, and ends a stuck job."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import socket
 import sys
 import threading
 import time
-import traceback
-import uuid
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch.distributed as dist
-
-from pytorch_accel_lite.base.environment import HANG_VARIABLE
-from pytorch_accel_lite.distributed import exchange, positions
-from pytorch_accel_lite.distributed.exchange import OtherCallError, ProcessLostError
-from pytorch_accel_lite.distributed.participant import Participant
-from pytorch_accel_lite.distributed.ranks import Ranks, connect_to_store
+from pytorch_accel_lite.extending import ControlGroup, Participant, describe_call
+from pytorch_accel_lite.extensions.hang_watch.waits import (
+    is_own_collective,
+    kind_of_wait,
+    signature,
+    stack_of,
+    waits_for_others,
+)
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 #: Exit code of a program ended by a watch: EX_TEMPFAIL of sysexits.h, a failure after which a retry may succeed.
 EXIT_CODE = 75
-_SECONDS = 40.0  # seconds of waiting before the first report
 _LONGEST_INTERVAL = 4.0
 _MOST_BYTES = 1 << 20  # maximum read and written by a waiting process between two checks
 _MOST_CPU = 0.2  # maximum share of CPU time of a waiting thread
@@ -39,7 +36,6 @@ _HINT = (
     " Those in the backward pass wait for gradients that another process does not have: of a step in which it skips "
     "its backward pass, or of parameters that its loss does not depend on."
 )
-_LOST = re.compile(r"gloo.*((closed|reset) by peer|Broken pipe)|remote process exited|ncclRemoteError", re.DOTALL)
 
 
 class _Place(NamedTuple):
@@ -103,7 +99,7 @@ class JobWatch(threading.Thread):
         """Note that a run begins. Its number is the same on all processes."""
         self.begun = number
         self._has_left = False
-        exchange.circumstances = ""
+        ControlGroup.circumstances = ""
         self._runs.append((number, weakref.ref(trainer)))
         self.watch_this_thread()
 
@@ -114,7 +110,7 @@ class JobWatch(threading.Thread):
             return
         self._has_left = failed
         if reason:
-            exchange.circumstances = f", after it {reason}"
+            ControlGroup.circumstances = f", after it {reason}"
             self.note(reason)
 
     def note(self, reason: str) -> None:
@@ -173,7 +169,7 @@ class JobWatch(threading.Thread):
 
     def _find_waited(self) -> float:
         """Return how long the watched thread has waited at the same place, without computing or copying."""
-        places, waits = positions.signature(sys._current_frames().get(self._watched))
+        places, waits = signature(sys._current_frames().get(self._watched))
         now = time.monotonic()
         if not waits:
             self._last = None
@@ -186,13 +182,13 @@ class JobWatch(threading.Thread):
         return now - self._since
 
     def _place(self, waited: float) -> _Place:
-        stack = positions.stack_of(self._watched)
-        waits = positions.waits_for_others(stack)
-        call = positions.describe_call(stack)
+        stack = stack_of(self._watched)
+        waits = waits_for_others(stack)
+        call = describe_call(stack)
         trainer = self._runs[-1][1]() if self._runs else None
         if trainer is not None and trainer.progress.epoch:
             call = f"epoch {trainer.progress.epoch}, step {trainer.progress.step}: {call}"
-        kind, is_own = (positions.kind_of_wait(stack), positions.is_own_collective(stack)) if waits else ("", False)
+        kind, is_own = (kind_of_wait(stack), is_own_collective(stack)) if waits else ("", False)
         return _Place(call, waited if waits else 0.0, kind, is_own, [number for number, _ in self._runs], self.begun)
 
     def _answer(self, wave: int, waited: float) -> None:
@@ -341,109 +337,3 @@ def _bytes_transferred() -> int:
         return sum(map(int, re.findall(r"char: (\d+)", Path("/proc/self/io").read_text())))
     except OSError:
         return 0
-
-
-# ------------------------------------------------------------------------------------------- of this job
-
-_watch: JobWatch | None = None
-_job: dist.ProcessGroup | None = None
-
-
-def start(ranks: Ranks) -> None:
-    """Start the watch of a job of several processes, unless it has one. Call it on every process."""
-    global _watch, _job
-    if ranks.world_size == 1 or not ranks.is_watched or _job is dist.group.WORLD:
-        return
-    stop()
-    seconds = _chosen_seconds()
-    namespace = os.readlink("/proc/self/ns/pid") if os.path.islink("/proc/self/ns/pid") else ""
-    gathered = ranks.all_gather_object((uuid.uuid4().hex, (socket.gethostname(), namespace, os.getpid())))
-    _job = dist.group.WORLD
-    store = connect_to_store(f"watch/{gathered[0][0]}")
-    _watch = JobWatch(ranks.rank, [process for _, process in gathered], store, seconds or _SECONDS)
-    if seconds:
-        _watch.start()
-
-
-def _chosen_seconds() -> float:
-    chosen = os.environ.get(HANG_VARIABLE)
-    try:
-        seconds = _SECONDS if chosen is None else float(chosen)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < threading.TIMEOUT_MAX:
-        raise ValueError(f"{HANG_VARIABLE}={chosen!r} must be a number of seconds, or 0 for no reports.")
-    return seconds
-
-
-def stop(reason: str = "") -> None:
-    """Stop the watch of this process; the reason is for processes that still wait for it."""
-    global _watch, _job
-    if _watch is not None:
-        if reason:
-            _watch.note(reason)
-        if _watch.is_alive():
-            _watch.stop()
-    _watch = _job = None
-
-
-@contextmanager
-def watching(trainer: Participant) -> Iterator[None]:
-    """Watch a run within a block, on every process. An error about a lost connection names the other process."""
-    watch = _watch if trainer.ranks.world_size > 1 else None
-    if watch is None:
-        yield
-        return
-    number = int(trainer.ranks.max([watch.begun])[0]) + 1
-    watch.enter(number, trainer)
-    try:
-        with naming_call(trainer.ranks):
-            yield
-    except ProcessLostError:
-        watch.leave(number, failed=True)
-        raise
-    except BaseException as error:
-        watch.leave(number, failed=True, reason=f"has left the run: {_describe(error)}.")
-        raise
-    else:
-        watch.leave(number)
-
-
-@contextmanager
-def naming_call(ranks: Ranks, call: str = "") -> Iterator[None]:
-    """Within a block, replace an error about a lost connection by an error that names the other process and the reason.
-
-    Args:
-        call: the user's call, named in the error if the others do not take part in it within the group's time limit
-    """
-    try:
-        yield
-    except (OtherCallError, ProcessLostError):
-        raise
-    except RuntimeError as error:
-        if ranks.world_size == 1:
-            raise
-        rank = ranks.everyone.rank
-        if is_about_lost_process(error):
-            why = f" {_watch.find_loss()}" if _watch is not None else ""
-            raise ProcessLostError(
-                f"Rank {rank} cannot go on, because another process has left the job.{why}"
-            ) from error
-        if not call:
-            raise
-        raise RuntimeError(
-            f"{call} on rank {rank} waits for the other ranks, but one of them has not called it, or has failed. Call "
-            f"it on every process, even if only one uses the results. ({error})"
-        ) from error
-
-
-def is_about_lost_process(error: BaseException) -> bool:
-    """Whether an error of torch is about the connection to another process that has failed or was killed."""
-    return isinstance(error, ProcessLostError) or bool(_LOST.search(str(error)))
-
-
-def _describe(error: BaseException) -> str:
-    text = str(error).partition("\n")[0].rstrip(".")
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not positions.is_library(frame)]
-    place = f", in {positions.named(own[-1])}" if own else ""
-    return f"{type(error).__name__}{f': {text}' if text else ''}{place}"

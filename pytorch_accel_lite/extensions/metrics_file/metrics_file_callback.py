@@ -5,20 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
-from pytorch_accel_lite.base.paths import file_path
-from pytorch_accel_lite.base.text import as_cell, from_cell
-from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.callbacks.step_logging import StepLogger
-from pytorch_accel_lite.checkpoint.files import no_link, write_text
-from pytorch_accel_lite.run.history import MetricValue, RunHistory
-from pytorch_accel_lite.run.intervals import Interval
-from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.checkpoint import file_path, no_link, write_text
+from pytorch_accel_lite.extending import RunRequest, TrainerLike
+from pytorch_accel_lite.extending_callbacks import Interval, MetricValue, as_plain
+from pytorch_accel_lite.extensions.step_logging import StepLogger
+from pytorch_accel_lite.tracking import RunHistory
+from pytorch_accel_lite.utils import as_cell, from_cell
 
 Row = dict[str, MetricValue]
 
@@ -163,29 +158,3 @@ class _RowFile:
 def _is_same(row: Row, other: Row) -> bool:
     """Whether two rows hold the same objects. Some may not be comparable."""
     return row.keys() == other.keys() and all(value is other[name] for name, value in row.items() if name != "epoch")
-
-
-def as_plain(value: object) -> str | bool | float | None:
-    """Return a value in a form for JSON and CSV files."""
-    value = None if value is None else as_number_or_text(value)
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def as_json(value: object) -> Tree:
-    """Return a nested value in a form for JSON: numbers and lists in place of tensors, and texts for all else."""
-    if isinstance(value, Mapping):
-        return {str(key): as_json(item) for key, item in value.items()}
-    value = value.tolist() if hasattr(value, "tolist") else value
-    return [as_json(item) for item in value] if isinstance(value, (list, tuple)) else as_plain(value)
-
-
-def as_number_or_text(value: MetricValue) -> str | bool | float:
-    """Return a number, even in a tensor, as a Python number, and anything else as text."""
-    if isinstance(value, (str, bool, int)):
-        return value
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        return str(value)

@@ -13,16 +13,19 @@ from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, TensorBoardTracker
 
-from pytorch_accel_lite.base.environment import import_extra
-from pytorch_accel_lite.base.paths import parse_location
-from pytorch_accel_lite.base.pictures import Picture
-from pytorch_accel_lite.base.text import did_you_mean
-from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.callbacks.metrics_file import as_number_or_text
-from pytorch_accel_lite.callbacks.step_logging import StepLogger
-from pytorch_accel_lite.run.history import MetricValue, NewMetrics
-from pytorch_accel_lite.run.intervals import Interval
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.extending import TrainerLike
+from pytorch_accel_lite.extending_callbacks import (
+    Interval,
+    MetricValue,
+    NewMetrics,
+    Picture,
+    StateDict,
+    as_number_or_text,
+    did_you_mean,
+    parse_location,
+)
+from pytorch_accel_lite.extensions.step_logging import StepLogger
+from pytorch_accel_lite.utils import import_extra
 
 _NO_PICTURES: Mapping[str, Picture] = MappingProxyType({})
 _LONGEST_KEY = 240  # characters; MLflow allows 250

@@ -1,4 +1,4 @@
-"""Streams that are shuffled block by block."""
+"""Reading a stream in blocks, each in random order, and returning to a position within a block."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ from itertools import islice
 import torch
 from torch.utils.data import IterableDataset
 
-from pytorch_accel_lite.base.randomness import generator_with, mix, preserving_generators, seed_generators
-from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.data.position import can_return, open_stream
-from pytorch_accel_lite.data.shares import ended
-from pytorch_accel_lite.data.sources import Sample, Source
-from pytorch_accel_lite.data.stream_shards import part_of
+from pytorch_accel_lite.extending_data import (
+    Sample,
+    Source,
+    StateDict,
+    can_return,
+    check_positive_int,
+    ended,
+    generator_with,
+    mix,
+    open_stream,
+    part_of,
+    preserving_generators,
+    seed_generators,
+)
 
 
 class ShuffledStream(IterableDataset[Sample]):

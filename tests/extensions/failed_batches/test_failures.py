@@ -14,10 +14,9 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset
 from torchmetrics import MeanSquaredError
 
-from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
+from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, callbacks
 from pytorch_accel_lite.callbacks import (
     MetricsCallback,
-    MetricsFileCallback,
     SaveTrainingStateCallback,
     SkipFailedBatchesCallback,
     StepBasedEvaluationCallback,
@@ -41,7 +40,6 @@ from tests.tasks import (
     regression_data,
     small_model,
     train,
-    warnings_of,
     weights,
 )
 
@@ -312,13 +310,14 @@ def test_a_skipped_batch_fires_its_event_in_place_of_its_end():
     assert seen == [0, 1, (2, 0, ValueError), 3, 4]
 
 
+@pytest.mark.extension("metrics_file")
 def test_an_update_whose_last_batch_was_skipped_is_logged(tmp_path):
-    callbacks = [
+    listed = [
         SkipFailedBatchesCallback(),
-        MetricsFileCallback(tmp_path / "m.jsonl", every_n_updates=1),
+        callbacks.MetricsFileCallback(tmp_path / "m.jsonl", every_n_updates=1),
         StepBasedEvaluationCallback(1),
     ]
-    trainer = make_trainer(callbacks)
+    trainer = make_trainer(listed)
     arguments = {"train_dataloader_kwargs": {"num_workers": 0, "shuffle": False}, "gradient_accumulation_steps": 2}
     train(trainer, train_dataset=Broken(16, broken=3), eval_dataset=make_data(), **arguments)
     rows = [json.loads(line) for line in (tmp_path / "m_updates.jsonl").read_text().splitlines()]
@@ -961,45 +960,6 @@ def all_fails_on_processes() -> str:
 
 def test_if_all_fails_on_all_processes_each_has_its_cause(two_ranks):
     assert two_ranks(all_fails_on_processes) == ["IndexError"] * 2
-
-
-# --------------------------------------------------------------------------------------- weights at the end
-
-
-class Sqrt(Trainer):
-    """The loss of the last batch is finite, and its gradients are not: those of a root at 0."""
-
-    def calculate_train_batch_loss(self, batch):
-        output = super().calculate_train_batch_loss(batch)
-        if self.progress.step == 2:
-            output["loss"] = (output["model_outputs"] * 0).abs().sqrt().mean()
-        return output
-
-
-@pytest.mark.parametrize("callbacks", [[], [TerminateOnNaNCallback]])
-def test_weights_that_the_last_update_made_nan_are_pointed_out(callbacks):
-    trainer = make_trainer(callbacks, trainer_class=Sqrt)
-    with pytest.warns(UserWarning, match="ended, after update 3, with weights that are infinite or NaN") as said:
-        train(trainer)
-    assert [each.filename for each in said] == [train.__code__.co_filename]
-    train(make_trainer(callbacks), epochs=2)
-
-
-def warnings_of_weights() -> list[str]:
-    """What a process says of weights that are NaN at the end, on the last process alone."""
-
-    def spoil(trainer: Trainer) -> None:
-        if trainer.ranks.rank == trainer.ranks.world_size - 1:
-            trainer.get_model()[0].weight.data.fill_(float("nan"))
-
-    return warnings_of(make_trainer([listener(on_training_run_end=spoil)]), make_data(8))
-
-
-def test_nan_weights_of_another_rank_are_told_by_the_first(two_ranks):
-    first, second = two_ranks(warnings_of_weights)
-    assert len(first) == 1
-    assert "with weights that are infinite or NaN" in first[0]
-    assert not second
 
 
 def failed_batches() -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.extending_callbacks import short
 
 #: A group as users pass it: a module, or several modules.
 ModuleGroup = nn.Module | Sequence[nn.Module]

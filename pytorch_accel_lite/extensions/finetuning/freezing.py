@@ -1,4 +1,4 @@
-"""Fine-tuning: freezing layers of a pretrained model, and smaller learning rates for layers far from its head."""
+"""Freezing layers of a pretrained model, and smaller learning rates for layers far from its head."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import NamedTuple
 
 from torch import nn
 
-from pytorch_accel_lite.base.modules import unwrap
-from pytorch_accel_lite.base.validation import check_positive_number
-from pytorch_accel_lite.optimizers.layer_groups import Group, ModuleGroup, find_groups, has_adapters
-from pytorch_accel_lite.optimizers.rates import ParamGroup
+from pytorch_accel_lite.extending_callbacks import (
+    ParamGroup,
+    check_positive_number,
+    keep_in_eval,
+    release_from_eval,
+    unwrap,
+)
+from pytorch_accel_lite.extensions.finetuning.layer_groups import Group, ModuleGroup, find_groups, has_adapters
 
 #: The modules affected by ``freeze_batch_norms``.
 BN_MODULES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -177,30 +181,6 @@ class ModelFreezer:
 
 def _is_frozen(parameters: list[nn.Parameter]) -> bool:
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
-
-
-def _stay_in_eval(module: nn.Module, inputs: object) -> None:
-    """Undo the effect of ``model.train()`` before each forward pass. A module-level function, so that models pickle."""
-    module.training = False
-
-
-def keep_in_eval(module: nn.Module) -> None:
-    """Keep a module, but not its submodules, in evaluation mode, in spite of ``model.train()``."""
-    module.training = False
-    if not stays_in_eval(module):
-        module.register_forward_pre_hook(_stay_in_eval)
-
-
-def release_from_eval(module: nn.Module) -> None:
-    """Let a module follow ``model.train()`` again."""
-    hooks = module._forward_pre_hooks  # a copied model has the hook, but no handle to remove it
-    for key in [key for key, hook in hooks.items() if hook is _stay_in_eval]:
-        del hooks[key]
-
-
-def stays_in_eval(module: nn.Module) -> bool:
-    """Whether a ``ModelFreezer`` keeps a module in evaluation mode, in spite of ``model.train()``."""
-    return _stay_in_eval in module._forward_pre_hooks.values()
 
 
 def parameters_by_group(model: nn.Module, groups: Sequence[ModuleGroup] | None = None) -> list[list[nn.Parameter]]:

@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import io
+import pickle
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.finetuning import Layer, LayerGroup, ModelFreezer, layer_group_parameters
+from pytorch_accel_lite.checkpoint.plain_objects import SAME, Decoder
+from pytorch_accel_lite.finetuning import Layer, LayerGroup, ModelFreezer, layer_group_parameters, stays_in_eval
 from tests import ancestor as ancestors
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, global_batch
@@ -176,6 +178,29 @@ def test_frozen_modules_stay_in_evaluation_mode_while_training(copying):
     train(make_trainer(model=model))
     changed = {name for name, value in weights(model).items() if not torch.equal(after[name], value)}
     assert changed >= {"scale", "body.0.weight", "body.1.0.weight", "body.1.0.running_mean"}
+
+
+def test_models_that_version_0_2_pickled_keep_their_modes():
+    model = Nested()
+    ModelFreezer(model).freeze(set_modules_as_eval=True)
+    now, then = b"pytorch_accel_lite.base.modules\nstay_in_eval\n", b"pytorch_accel_lite.finetuning\n_stay_in_eval\n"
+    pickled = pickle.dumps(model, protocol=0)
+    assert now in pickled
+    loaded = pickle.loads(pickled.replace(now, then)).train()
+    loaded(torch.ones(3, 4))
+    assert not loaded.body[2].training
+    ModelFreezer(loaded).unfreeze()
+    assert not any(map(stays_in_eval, loaded.modules()))
+
+
+@pytest.mark.parametrize("module", ["finetuning", "optimizers.freezing"])
+def test_layer_groups_in_states_of_earlier_versions_are_found(module):
+    model = Nested()
+    group = ModelFreezer(model).get_layer_groups()[1]
+    node = ("named tuple", f"pytorch_accel_lite.{module}:LayerGroup", [("tuple", [1, -1]), SAME, True])
+    restored = Decoder(torch.device("cpu"), "a state").decode(node, group)
+    assert type(restored) is LayerGroup
+    assert restored == ((1, -1), model.head, True)
 
 
 def test_batch_norms_of_frozen_groups_are_trained_by_default():

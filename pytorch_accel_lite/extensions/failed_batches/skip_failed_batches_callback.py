@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NotRequired
 
-from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.run.events import Failure, Phase, TrainerCallback
-from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike, check_positive_int
+from pytorch_accel_lite.extending_callbacks import Failure, Phase, StateDict
 
 _PHASES = {"training", "evaluation", "prediction"}
 

@@ -19,7 +19,7 @@ from tests.launching import CAN_SHARD
 from tests.ranks import world_size
 from tests.saved_models import ModelMixin, make_timm
 from tests.sharded import gathered, mesh_of
-from tests.tasks import equal, quiet_trainer
+from tests.tasks import equal, make_trainer, quiet_trainer, weights
 
 
 def files_in(folder: Path) -> set[str]:
@@ -79,8 +79,8 @@ def save_sharded(folder: Path) -> dict[str, Any]:
 @CAN_SHARD
 def test_transformers_loads_a_sharded_model(tmp_path, two_ranks):
     pytest.importorskip("transformers")
-    for weights in two_ranks.run(save_sharded, tmp_path):
-        assert equal(loaded(tmp_path), weights)
+    for whole in two_ranks.run(save_sharded, tmp_path):
+        assert equal(loaded(tmp_path), whole)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["BertForSequenceClassification"]
 
 
@@ -174,3 +174,74 @@ def test_a_model_of_diffusers_is_saved_as_its_library_does(tmp_path, monkeypatch
     assert equal(ModelMixin.from_pretrained(tmp_path).state_dict(), model.state_dict())
     quiet_trainer(other).load_checkpoint(tmp_path)
     assert equal(other.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("head", ["SequenceClassification", "MaskedLM"])  # the second one ties weights
+def test_a_model_of_transformers_is_saved_as_its_library_does(tmp_path, head):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = transformers.BertConfig(**sizes, intermediate_size=4, id2label={0: "bad", 1: "good"})
+    kind = getattr(transformers, f"BertFor{head}")
+    model, other = kind(config), kind(config)
+    Trainer(torch.compile(model), None, optimizer=None).save_model(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} >= {"config.json", "model.safetensors"}
+    loaded = kind.from_pretrained(tmp_path)
+    assert equal(loaded.state_dict(), model.state_dict())
+    assert loaded.config.id2label == {0: "bad", 1: "good"}
+    trainer = Trainer(other, None, optimizer=None)
+    trainer.load_checkpoint(tmp_path)
+    assert equal(other.state_dict(), model.state_dict())
+    content = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ValueError, match=r"model.safetensors' is damaged: its content does not match its checksum"):
+        trainer.load_checkpoint(tmp_path)
+
+
+def with_other_adapters(seed: int) -> Any:
+    """A model with adapters under two names, all random."""
+    from peft import LoraConfig
+
+    model = with_lora(bert(), seed)
+    model.add_adapter("other", LoraConfig(task_type="SEQ_CLS", r=3, target_modules=["key"]))
+    model.set_adapter("default")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                parameter.uniform_()
+    return model
+
+
+def test_save_model_writes_adapters_that_peft_loads(tmp_path):
+    peft = pytest.importorskip("peft")
+    model, other = with_other_adapters(seed=1), with_other_adapters(seed=5)
+    trainer = make_trainer(model=torch.compile(model))
+    trainer.save_model(tmp_path)
+    found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    files = {"adapter_config.json", "adapter_model.safetensors"}
+    assert found - {"README.md", "curves.png"} == {*files, *(f"other/{name}" for name in files)}
+    loaded = peft.PeftModel.from_pretrained(bert(), tmp_path)
+    loaded.load_adapter(tmp_path / "other", "other")
+    assert equal(weights(loaded), weights(model))
+    assert not equal(weights(other), weights(model))
+    make_trainer(model=other).load_checkpoint(tmp_path)
+    assert equal(weights(other), weights(model))
+    path = tmp_path / "other" / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(ValueError, match=r"other/adapter_model.safetensors' is damaged"):
+        make_trainer(model=other).load_checkpoint(tmp_path)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"other/adapter_model.safetensors is missing in .* has that adapter"):
+        make_trainer(model=other).load_checkpoint(tmp_path)
+
+
+def test_adapters_beside_other_trained_weights_are_saved_in_full(tmp_path):
+    pytest.importorskip("peft")
+    model = with_lora(bert())
+    make_trainer(model=model).save_model(tmp_path)
+    model.base_model.model.bert.embeddings.word_embeddings.weight.requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"would leave out what is trained .*word_embeddings.weight.*modules_to_save"):
+        make_trainer(model=model).save_model(tmp_path)
+    assert not (tmp_path / "adapter_model.safetensors").exists()
+    other = with_lora(bert(7), seed=7)
+    make_trainer(model=other).load_checkpoint(tmp_path)
+    assert equal(weights(other), weights(model))
