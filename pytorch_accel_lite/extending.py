@@ -53,6 +53,7 @@ from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.exchange import ControlGroup, OtherCallError
 from pytorch_accel_lite.distributed.layout import mesh_infos, shard_dim
 from pytorch_accel_lite.distributed.lost_processes import ProcessLostError, is_about_lost_process
+from pytorch_accel_lite.distributed.meshes import Holders, use_holders
 from pytorch_accel_lite.distributed.observers import OBSERVERS, JobObserver
 from pytorch_accel_lite.distributed.participant import Participant
 from pytorch_accel_lite.distributed.positions import (
@@ -130,9 +131,9 @@ __all__ = [
     "LossTracker", "LossTrackers", "Share", "Shares", "concatenate_if_possible", "deterministic_kernels", "mesh_infos",
     "shard_dim", "split",
     # The processes of a job.
-    "MACHINERY", "ControlGroup", "Participant", "Stack", "capture_generators", "describe_call",
+    "MACHINERY", "ControlGroup", "Holders", "Participant", "Stack", "capture_generators", "describe_call",
     "describe_frame", "every_part_is_held", "innermost_function", "is_about_lost_process", "is_in_backward",
-    "is_library_frame", "open_trainers", "restore_generators", "set_timeout", "timeout_of", "use_ranks",
+    "is_library_frame", "open_trainers", "restore_generators", "set_timeout", "timeout_of", "use_holders", "use_ranks",
     # For stores, and for other files of several processes.
     "CapturedState", "JsonObject", "catch_damage", "check_is_shared", "load_verified", "lock_path", "manifest_text",
     "read_manifest", "read_model", "read_state", "read_verified", "write_files",

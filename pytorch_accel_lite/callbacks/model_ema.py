@@ -205,7 +205,7 @@ class ModelEmaCallback(MetricWatcher):
         path = self.save_path
         module = self._average.module
         trainer.sync_buffers(module)
-        weights = model_state(module)
+        weights = trainer.ranks.repeatable(lambda: model_state(module))
         frozen_left_out = leave_out_frozen(module, weights, only_quantised=True)
         checkpoint = {"model_state_dict": weights, "epoch": trainer.progress.epoch, **metrics}
         checkpoint |= {FROZEN: frozen_left_out} if frozen_left_out else {}

@@ -170,7 +170,7 @@ def capture(
     local = {"losses": losses, "generators": capture_generators(), **_position(trainer, is_local=True)}
     local |= {"user_attributes": own}
     local = storable(local, "state")
-    parts = local_parts(shards, trainer.ranks.holders) if sharded else None
+    parts = local_parts(shards) if sharded else None
     if not is_first:
         return CapturedState(local, parts)
     weights, tied = untie(tensors)

@@ -20,6 +20,7 @@ import torch
 
 from pytorch_accel_lite.base.types import Keys, Tree
 from pytorch_accel_lite.checkpoint.files import map_nested, open_tensors, write_tensors
+from pytorch_accel_lite.distributed.meshes import current_holders
 from pytorch_accel_lite.run.parts import OpenTensor
 
 if TYPE_CHECKING:
@@ -106,14 +107,13 @@ def _is_mark(value: object) -> bool:
     return isinstance(value, Mapping) and value.keys() == {_MARK}
 
 
-def local_parts(tensors: Mapping[str, DTensor], holders: Collection[int] | None = None) -> Parts:
+def local_parts(tensors: Mapping[str, DTensor]) -> Parts:
     """Return the parts of sharded tensors that this process writes. Of several copies, only the first is written.
 
     Call it on every process.
-
-    Args:
-        holders: the processes that are left of those in the meshes, by their ranks in these; by default, all
     """
+    left = current_holders()
+    holders = None if left is None else left.positions
     parts: Parts = {}
     for name, sharded in tensors.items():
         tensor = _with_one_part(sharded)
@@ -124,11 +124,23 @@ def local_parts(tensors: Mapping[str, DTensor], holders: Collection[int] | None 
     return parts
 
 
+def gather_tensor(tensor: DTensor) -> torch.Tensor:
+    """Return a whole tensor, from the shards of all processes. Call it on every process."""
+    left = current_holders()
+    if left is None:
+        return tensor.full_tensor()
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    for parts in left.ranks.all_gather_object(local_parts({"": tensor})):
+        for start, part in parts.values():
+            whole[tuple(slice(first, first + size) for first, size in zip(start, part.shape, strict=True))] = part
+    return whole
+
+
 def every_part_is_held(tensor: torch.Tensor, holders: Collection[int]) -> bool:
     """Whether each part of a tensor is in the memory of a process that is left. One that is not sharded is on all.
 
     Args:
-        holders: as for ``local_parts()``
+        holders: the processes that are left of those in the meshes, by their ranks in these
     """
     if not is_sharded_tensor(tensor):
         return True

@@ -31,7 +31,7 @@ from pytorch_accel_lite.base.types import Keys, StateDict, Tree
 from pytorch_accel_lite.checkpoint.checksums import verify
 from pytorch_accel_lite.checkpoint.files import FROZEN, map_nested, open_tensors
 from pytorch_accel_lite.checkpoint.model_forms import read_in_form
-from pytorch_accel_lite.checkpoint.shards import find_tensors, is_sharded_tensor
+from pytorch_accel_lite.checkpoint.shards import find_tensors, gather_tensor, is_sharded_tensor
 from pytorch_accel_lite.optimizers.operations import TrainerOptimizer
 from pytorch_accel_lite.run.state import TrainerLike
 
@@ -52,8 +52,8 @@ def full_state_dict(state: Tree, keep: bool) -> Tree:
     def gather(path: Keys, value: Tree) -> Tree:
         if not is_sharded_tensor(value):
             return value
-        full = value.full_tensor()
-        return full.to("cpu") if keep else None
+        whole = gather_tensor(value)
+        return whole.to("cpu") if keep else None
 
     return map_nested(gather, state)
 

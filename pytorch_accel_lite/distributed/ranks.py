@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeAlias, TypeVar
@@ -76,7 +76,6 @@ class Ranks:
         is_observed: whether the observers of jobs observe these processes
         is_first_sharer: whether this process is the first of the processes that share its batches
         device_group: the process group of ``members`` for tensors on a device; ``None`` for the group of the job
-        holders: the ranks, in the meshes of sharded tensors, of the processes that are left; ``None`` if all are left
         rank: the rank of this process in the job, from 0
         world_size: the number of processes in the job
         members: the processes that read different data, by their ranks in the job
@@ -88,7 +87,6 @@ class Ranks:
     is_observed = True
     is_first_sharer = True
     device_group: dist.ProcessGroup | None = None
-    holders: Collection[int] | None = None
     _control: ControlGroup
 
     def __init__(self, accelerator: Accelerator, purpose: str = "control") -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from torch.distributed.device_mesh import DeviceMesh
 
 from pytorch_accel_lite.base.modules import are_sharded, local_shard
+from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.distributed.meshes import add_up_along
 from pytorch_accel_lite.loop.gradients import updated_parameters
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
 from pytorch_accel_lite.run.settings import TrainerRunConfig
@@ -18,6 +20,8 @@ from pytorch_accel_lite.run.state import TrainerLike
 
 #: Returns the total norm of gradients.
 NormFunction: TypeAlias = Callable[[Iterable[torch.Tensor]], torch.Tensor]
+#: A mesh, and the dimension along which a tensor is sharded.
+_Sharding: TypeAlias = tuple[DeviceMesh, int]
 
 
 def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
@@ -82,7 +86,7 @@ def total_norm(trainer: TrainerLike) -> torch.Tensor:
 def _norm_function(trainer: TrainerLike, parameters: list[torch.nn.Parameter]) -> NormFunction:
     """Return the function that computes the total norm of the gradients of some parameters."""
     if trainer.division.has_fixed_shares:
-        return norm_by_rows
+        return partial(norm_by_rows, ranks=trainer.ranks)
     return total_norm_of_shards if are_sharded(parameters) else torch.nn.utils.get_total_norm
 
 
@@ -99,29 +103,37 @@ def total_norm_of_shards(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     return full[0] if len(full) == 1 else torch.nn.utils.get_total_norm(full)
 
 
-def norm_by_rows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+def norm_by_rows(gradients: Iterable[torch.Tensor], ranks: Ranks) -> torch.Tensor:
     """Return the total norm of gradients, the same bits whether they are whole or sharded along their rows.
 
     Squares are added up within each row, on the process that has it, and then over all rows in their order.
+
+    Args:
+        ranks: the processes that have the rows
     """
-    by_group: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
-    places: list[tuple[dist.ProcessGroup | None, int]] = []
+    by_sharding: dict[_Sharding | None, list[torch.Tensor]] = {}
+    places: list[tuple[_Sharding | None, int]] = []
     for gradient in gradients:
-        sums, group = _sums_of_rows(gradient)
-        of_group = by_group.setdefault(group, [])
-        places.append((group, len(of_group)))
-        of_group.append(sums)
-    for group, parts in by_group.items():
-        if group is not None:  # the others have zeros in the rows of this process
-            summed = torch.cat(parts)
-            dist.all_reduce(summed, group=group)
-            by_group[group] = list(summed.split([len(part) for part in parts]))  # type: ignore[no-untyped-call]
-    rows = [by_group[group][index] for group, index in places]
+        sums, sharding = _sums_of_rows(gradient)
+        alike = by_sharding.setdefault(sharding, [])
+        places.append((sharding, len(alike)))
+        alike.append(sums)
+    for sharding, parts in by_sharding.items():
+        if sharding is not None:  # the others have zeros in the rows of this process
+            summed = ranks.repeatable(partial(_add_up, sharding, parts))
+            by_sharding[sharding] = list(summed.split([len(part) for part in parts]))  # type: ignore[no-untyped-call]
+    rows = [by_sharding[sharding][index] for sharding, index in places]
     return torch.cat(rows).sum().sqrt() if rows else torch.zeros(())
 
 
-def _sums_of_rows(gradient: torch.Tensor) -> tuple[torch.Tensor, dist.ProcessGroup | None]:
-    """Return the sum of the squares in each row, zero in rows of other processes, and the group of these processes."""
+def _add_up(sharding: _Sharding, parts: list[torch.Tensor]) -> torch.Tensor:
+    summed = torch.cat(parts)
+    add_up_along(*sharding, summed)
+    return summed
+
+
+def _sums_of_rows(gradient: torch.Tensor) -> tuple[torch.Tensor, _Sharding | None]:
+    """Return the sum of the squares in each row, zero in rows of other processes, and how these are sharded."""
     shard = local_shard(gradient.detach())
     shard = torch.view_as_real(shard) if shard.is_complex() else shard
     dtype = torch.float32 if shard.dtype.itemsize < 4 else shard.dtype
@@ -132,10 +144,10 @@ def _sums_of_rows(gradient: torch.Tensor) -> tuple[torch.Tensor, dist.ProcessGro
         return sums, None
     mesh: DeviceMesh = cast(Any, gradient).device_mesh
     rows = gradient.shape[0]
-    start = min(-(-rows // mesh.size(dims[0])) * mesh.get_local_rank(dims[0]), rows)
+    start = min(-(-rows // mesh.size(dims[0])) * (mesh.get_coordinate() or ())[dims[0]], rows)
     whole = sums.new_zeros(rows)
     whole[start : start + len(sums)] = sums
-    return whole, mesh.get_group(dims[0])
+    return whole, (mesh, dims[0])
 
 
 def clip_shards(

@@ -4,6 +4,7 @@ from pytorch_accel_lite.extending import DIVISIONS, KINDS
 from pytorch_accel_lite.extensions.logical.kept_shares import KeepsShares
 from pytorch_accel_lite.extensions.logical.logical_processes import LogicalProcesses, logical_of_trainer
 from pytorch_accel_lite.extensions.logical.logical_step import LogicalStep, LogicalWindow
+from pytorch_accel_lite.extensions.logical.sharded_gradients import sharded_modules
 from pytorch_accel_lite.extensions.logical.shared_losses import SharedLossTrackers
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "LogicalWindow",
     "SharedLossTrackers",
     "logical_of_trainer",
+    "sharded_modules",
 ]
 
 DIVISIONS["logical_processes"] = LogicalProcesses

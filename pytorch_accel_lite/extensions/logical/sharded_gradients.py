@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 def is_fully_sharded(model: nn.Module) -> bool:
     """Whether ``fully_shard`` has sharded the model, or modules in it."""
-    return bool(_sharded_modules(model))
+    return bool(sharded_modules(model))
 
 
-def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     """Return the modules that have weights which ``fully_shard`` has sharded."""
     if not are_sharded(model.parameters()):
         return []
@@ -50,7 +50,7 @@ class ShardedGradients:
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks, count: int) -> None:
-        self._fsdp_modules = _sharded_modules(model)
+        self._fsdp_modules = sharded_modules(model)
         self._reshard()
         self._modules = self._fsdp_modules if ranks.world_size > 1 else []
         self._ranges = [range(*split(count, rank, ranks.world_size)) for rank in range(ranks.world_size)]

@@ -7,16 +7,17 @@ they save for this.
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from pytorch_accel_lite.extending import TrainerLike, open_trainers
+from pytorch_accel_lite.extending import TrainerLike, open_trainers, use_holders
 from pytorch_accel_lite.extensions.logical import LogicalProcesses
 from pytorch_accel_lite.extensions.takeover.joining import wait_for_state
-from pytorch_accel_lite.extensions.takeover.membership import Membership
+from pytorch_accel_lite.extensions.takeover.membership import BeginAgain, Membership
 
 _MANIFEST = "manifest.json"
 #: When each state was saved, by its folder.
@@ -64,6 +65,8 @@ def join_sharded(membership: Membership) -> None:
 
 def begin_again(membership: Membership) -> None:
     """Forget what the program has made, and enter the generation that follows."""
+    if membership.saves_first:
+        _save_state(membership)
     state = membership.resumes_from
     loses_nothing = state is not None and Path(state, _MANIFEST).exists()  # whoever has made the folder may be gone
     membership.resumes_from = state if loses_nothing else newest_state(membership)
@@ -74,11 +77,22 @@ def begin_again(membership: Membership) -> None:
         shared = vars(kind)["_shared_state"]
         getattr(shared, "_storage", shared).clear()
     membership.forget()
+    use_holders(None)
     if not membership.has_entered:
         membership.enter_sharded()
     membership.has_entered = False
     if membership.rank == 0 and not loses_nothing:
+        if membership.made is not None:  # it could not be completed
+            shutil.rmtree(membership.made, ignore_errors=True)
         where = "the beginning: no state had been saved"
         if membership.resumes_from is not None:
             where = repr(membership.resumes_from)
         print(f"The weights were sharded, and a lost process had some of them. All begin again from {where}.")
+
+
+def _save_state(membership: Membership) -> None:
+    """Save the state with which the training has ended, from the shards that are left."""
+    assert membership.shards is not None
+    membership.begins_again = membership.is_in_action = False
+    with suppress(BeginAgain):  # too many are lost meanwhile
+        membership.shards.save()

@@ -3,63 +3,158 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
-from pytorch_accel_lite.extending import TrainerLike, every_part_is_held
-from pytorch_accel_lite.extensions.logical import LogicalWindow
-from pytorch_accel_lite.extensions.takeover.joining import temporary_folder
-from pytorch_accel_lite.extensions.takeover.membership import Membership
+import torch
+import torch.distributed as dist
+
+from pytorch_accel_lite.extending import (
+    Holders,
+    Run,
+    TrainerLike,
+    every_part_is_held,
+    mesh_infos,
+    replaced,
+    shard_dim,
+    use_holders,
+)
+from pytorch_accel_lite.extensions.logical import LogicalWindow, sharded_modules
+from pytorch_accel_lite.extensions.takeover.joining import memory_folder
+from pytorch_accel_lite.extensions.takeover.membership import BeginAgain, Membership
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
-class UpdateUnderWay:
-    """An update of a sharded run that has not changed any shard yet.
+class ShardsOfRun:
+    """The shards of a run, from the beginning of its training on.
 
-    Args:
-        restore: restores everything else that the update has changed
+    Once a process is lost, the others exchange shards without the meshes, if they hold all. So they repeat what was
+    interrupted and go on, up to the next update, which needs the meshes: before it, they save a state, and begin again
+    from that.
+
+    Attributes:
+        has_ended: whether the training is over, so that there is no further update
     """
 
-    def __init__(
-        self, trainer: TrainerLike, window: LogicalWindow, membership: Membership, restore: Callable[[], None]
-    ) -> None:
+    def __init__(self, trainer: TrainerLike, run: Run, membership: Membership) -> None:
         self._trainer = trainer
-        self._window = window
+        self._run = run
         self._membership = membership
-        self._restore = restore
+        assert membership.generation is not None
+        self._members = membership.generation.members  # by their ranks in the meshes
+        self._folder: str | None = None
+        self.has_ended = False
 
-    def held(self, holders: Collection[int]) -> int:
-        """Return the number of updates after which every shard is held by one of these; -1 if some are lost.
-
-        Args:
-            holders: the processes that are left, by their ranks in the meshes
-        """
-        generation = self._membership.generation
-        assert generation is not None
-        if len(set(generation.machines)) > 1:  # the state could not be read everywhere
-            return -1
-        self._restore()
+    def are_held(self, members: Sequence[int], machines: Sequence[int]) -> bool:
+        """Whether each shard is held by one of these processes, which all can read the state that they save."""
+        if self._parent(machines) is None or not set(members) <= set(self._members):
+            return False
+        positions = self._positions(members)
         weights = self._trainer.get_model(keep_torch_compile=False).state_dict().values()
-        is_held = all(every_part_is_held(weight, holders) for weight in weights)
-        return self._trainer.progress.update if is_held else -1
+        everyone = list(range(len(self._members)))
+        meshes = [cast(Any, weight).device_mesh.mesh for weight in weights if hasattr(weight, "device_mesh")]
+        return all(sorted(mesh.flatten().tolist()) == everyone for mesh in meshes) and all(
+            every_part_is_held(weight, positions) for weight in weights
+        )
 
-    def save(self, holders: Collection[int]) -> str:
-        """Save a state in memory, of which each process writes its shards, and return its folder.
+    def _parent(self, machines: Sequence[int]) -> Path | None:
+        """Return the folder for the state: in memory, or for several machines on the disk that has the run's states."""
+        if len(set(machines)) == 1:
+            return memory_folder()
+        sources = self._run.request.state_sources
+        folders = [str(getattr(source, "save_dir", None) or "") for source in sources]
+        return next((Path(folder) for folder in folders if folder and "://" not in folder), None)
 
-        Nothing communicates over the meshes, which have a lost process.
+    def _make_folder(self) -> str:
+        if self._folder is None:  # otherwise a process was lost before all knew of it
+            assert self._membership.generation is not None
+            parent = self._parent(self._membership.generation.machines)
+            assert parent is not None  # see are_held()
+            parent.mkdir(parents=True, exist_ok=True)
+            self._folder = tempfile.mkdtemp(prefix=".begin-again-", dir=parent)
+        return self._folder
+
+    def _positions(self, members: Sequence[int]) -> list[int]:
+        return [self._members.index(member) for member in members]
+
+    def stand_in(self, members: Sequence[int]) -> None:
+        """Let these processes exchange shards in place of the meshes."""
+        positions = self._positions(members)
+        use_holders(Holders(self._trainer.ranks, positions))
+        for module in sharded_modules(self._trainer.model):
+            module.set_custom_all_gather(cast(Any, _GatherFromHolders(module, positions, self._membership)))
+
+    def end(self) -> None:
+        """End the training; all begin again, to end it there, if the meshes have lost a process.
+
+        Raises:
+            BeginAgain: if they have
         """
-        trainer, window, membership = self._trainer, self._window, self._membership
-        ranks = trainer.ranks
-        membership.fetched = temporary_folder()
-        folder = membership.fetched.name
-        directory = os.path.join(ranks.broadcast_object(lambda: folder), "state")
+        if self._membership.stands_in and self._run.end.pause is None:
+            self.begin_again()
+        self.has_ended = True
+
+    def begin_again(self) -> None:
+        """Save a state, of which each process writes its shards, from which all begin again.
+
+        Raises:
+            BeginAgain: once it is saved; or if it cannot be, so that they begin again from a state saved before
+        """
+        self.save()
+        raise BeginAgain
+
+    def save(self) -> None:
+        """Save a state, together with the others, and let it be that from which all begin again."""
+        self._membership.check_is_first_training()
+        # If all have resumed from a state and made no update since, that is the state.
+        if self._membership.resumes_from is not None or self._can_write_state():
+            self._trainer.print(
+                "The weights were sharded, and others had the shards of each lost process, too. All go on from update "
+                f"{self._trainer.progress.update}."
+            )
+        self._membership.begins_again = self._membership.has_entered = True
+
+    def _can_write_state(self) -> bool:
+        membership, trainer, window = self._membership, self._trainer, self._run.window
+        assert isinstance(window, LogicalWindow)
         window.restart()
         window.filled = 0
-        ranks.holders = holders
         try:
-            trainer.save_training_state(directory, sharded=True)
-        finally:
-            ranks.holders = None
-        trainer.print(
-            "The weights were sharded, and others had the shards of each lost process, too. All go on from update "
-            f"{trainer.progress.update}."
-        )
-        return directory
+            membership.made = trainer.ranks.broadcast_object(self._make_folder)
+            membership.resumes_from = os.path.join(membership.made, "state")
+            with replaced(trainer, current_run=self._run):
+                trainer.save_training_state(membership.resumes_from, sharded=True)
+        except OSError as error:
+            print(f"The shards could not be saved: {error}", file=sys.stderr)
+            return False
+        return True
+
+
+class _GatherFromHolders:
+    """Takes the place of torch's gathering of the weights of a sharded module.
+
+    Args:
+        positions: for each process that is left, its rank in the mesh
+    """
+
+    def __init__(self, module: FSDPModule, positions: Sequence[int], membership: Membership) -> None:
+        [info] = mesh_infos(module)
+        ranks, dim = info.mesh.mesh, shard_dim(info)
+        shards = [int((ranks == position).nonzero()[0, dim]) for position in positions]
+        self._sources = [shards.index(number) for number in range(ranks.shape[dim])]
+        self._membership = membership
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        rows = self._membership.gather(input_tensor.view(torch.uint8)).view(input_tensor.dtype)
+        for whole, source in zip(output_tensor.chunk(len(self._sources)), self._sources, strict=True):
+            whole.copy_(rows[source])

@@ -52,7 +52,12 @@ def _fetch(membership: Membership, key: Key, *numbers: int) -> str:
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:
     """Return a folder in memory, where there is one."""
-    return tempfile.TemporaryDirectory(dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None, ignore_cleanup_errors=True)
+    return tempfile.TemporaryDirectory(dir=memory_folder(), ignore_cleanup_errors=True)
+
+
+def memory_folder() -> Path:
+    """Return the folder for temporary files in memory, where there is one."""
+    return _IN_MEMORY if _IN_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
 def let_in(trainer: TrainerLike, run: Run, membership: Membership) -> None:
@@ -97,9 +102,8 @@ def let_in_by_beginning_again(trainer: TrainerLike, run: Run, membership: Member
     are_near = len(set(follows.machines)) == 1
     if not (follows.came and are_near and ranks.broadcast_object(lambda: _are_ready(follows, membership))):
         return
-    membership.fetched = temporary_folder()
-    folder = membership.fetched.name
-    directory = os.path.join(ranks.broadcast_object(lambda: folder), "state")
+    membership.made = ranks.broadcast_object(lambda: tempfile.mkdtemp(dir=memory_folder()))
+    directory = os.path.join(membership.made, "state")
     run.window.filled, run.window.is_in_step = 0, False
     trainer.save_training_state(directory)
     for newcomer in follows.came if membership.rank == 0 else ():

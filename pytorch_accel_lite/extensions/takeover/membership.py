@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
+import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
@@ -17,7 +17,7 @@ from accelerate import DistributedType
 from accelerate.state import AcceleratorState, PartialState
 
 from pytorch_accel_lite.callbacks import StopTrainingError
-from pytorch_accel_lite.extending import MACHINERY, ControlGroup, is_about_lost_process
+from pytorch_accel_lite.extending import MACHINERY, ControlGroup, is_about_lost_process, set_timeout
 from pytorch_accel_lite.extensions.takeover.connections import open_sockets, opened_since
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore, Key
 from pytorch_accel_lite.extensions.takeover.waiting import keep_for_ever, watch_waits
@@ -25,12 +25,14 @@ from pytorch_accel_lite.extensions.takeover.watcher import Waker, Watcher
 
 T = TypeVar("T")
 MACHINERY.add(__file__)
-_CONNECTING = timedelta(seconds=5)  # in which the members of a generation connect, or another one follows
-_COLLECTIVE = timedelta(minutes=30)  # as torch has it
+#: In which the members of a generation connect, or another one follows.
+CONNECTING = timedelta(seconds=5)
+#: The time limit of a collective, as torch has it.
+COLLECTIVE = timedelta(minutes=30)
 _SECONDS_TO_FOLLOW = 30.0  # in which the supervisor begins a generation once a connection is lost
 _POLLING = 0.001
-# The purposes of exchanges: at the end of an action, after a loss, and after one in a sharded run.
-_MEETING, _AGREEING, _COMPARING = 0x5EED, 0x5EEE, 0x5EEF
+# The purposes of exchanges: at the end of an action, after a loss, and before a group of the program is made.
+_MEETING, _AGREEING, _MAKING_GROUP = 0x5EED, 0x5EEE, 0x5EEF
 
 
 class RepeatError(RuntimeError):
@@ -55,14 +57,25 @@ class Change(NamedTuple):
     seconds: float
 
 
-class HeldShards(Protocol):
-    """The shards of this process, while they are those after an update."""
+class Shards(Protocol):
+    """The shards of a run."""
 
-    def held(self, holders: Collection[int]) -> int:
-        """Return the number of updates after which every shard is held by one of these; -1 if some are lost."""
+    @property
+    def has_ended(self) -> bool:
+        """Whether its training is over."""
 
-    def save(self, holders: Collection[int]) -> str:
-        """Save a state, together with the others, and return its folder."""
+    def are_held(self, members: Sequence[int], machines: Sequence[int]) -> bool:
+        """Whether these processes hold all shards together.
+
+        Args:
+            machines: those of the processes
+        """
+
+    def stand_in(self, members: Sequence[int]) -> None:
+        """Let these processes exchange shards in place of the meshes."""
+
+    def save(self) -> None:
+        """Save a state from which all begin again, together with the others."""
 
 
 class Membership:
@@ -88,11 +101,16 @@ class Membership:
         is_in_action: whether an action is under way, to which all communication belongs
         is_in_update: whether the current action is an update of the weights
         begins_again: whether the program is to begin again
+        beginnings: how often the program has begun again
         has_begun_again: whether the program has begun again and its first training is yet to come
-        resumes_from: the state from which the training resumes when the program begins again
+        resumes_from: the state from which the training resumes when the program begins again, until the next update
         states_of_others: the training states that were there before this job saved any
         states: returns the training states that are there now
-        under_way: in a sharded run, the update that is under way and has not changed any shard yet
+        shards: those of a sharded run, from the beginning of its training on
+        stands_in: whether this process and the others exchange these without the meshes, which have lost some
+        saves_first: whether all save a state before the program begins again
+        made: the folder with the state from which all begin again, if it was made for this
+        cannot_begin_again: whether the program has to end, as it has lost shards that it cannot restore
         has_entered: whether this process is in the generation in which the program is to begin again
         holds_shards: returns whether each process has something that the others lack
         redivide: called with each generation, before anything is repeated
@@ -106,14 +124,16 @@ class Membership:
         self.joins: int | None = None
         self.rank = self.local_rank = 0
         self.world_size = self.local_world_size = 1
-        self.completed = self.trainings = 0
+        self.completed = self.trainings = self.beginnings = 0
         self.outcome: torch.Tensor | None = None
         self.begun_at = 0.0
         self.is_in_action = self.is_in_update = False
         self.redivide: Callable[[], None] = _do_nothing
         self.announce: Callable[[Change], None] = _do_nothing
         self.begins_again = self.has_begun_again = self.has_entered = False
-        self.under_way: HeldShards | None = None
+        self.shards: Shards | None = None
+        self.stands_in = self.saves_first = self.cannot_begin_again = False
+        self.made: str | None = None
         self.resumes_from: str | None = None
         self.states_of_others: dict[str, float] | None = None
         self.states: Callable[[], dict[str, float]] = dict
@@ -125,6 +145,9 @@ class Membership:
         self._tried = 0  # the latest generation that could not be connected
         self._announced: list[int] = []
         self._has_outcome = True  # of the latest action that is complete
+        self._lacks_shards = False  # whether shards were lost with a process
+        self._lacks_group = False  # whether a group of the program could not be made
+        self._former: set[int] = set()  # the members of the generation before
 
     # ------------------------------------------------------------------------------------- generations
 
@@ -142,6 +165,7 @@ class Membership:
         while (generation := self._enter(only)) is None:
             pass
         before, self.generation = self.generation, generation
+        self._former = set() if before is None else set(before.members)
         self._find_place(generation)
         self._change_environment()
         self.joins = None
@@ -203,11 +227,11 @@ class Membership:
         store = dist.PrefixStore(f"generation/{generation.number}", self.store.store)  # type: ignore[attr-defined]
         rank, size = generation.members.index(self.number), len(generation.members)
         _forget_groups()
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_CONNECTING)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=CONNECTING)
         self.watcher.watch(generation, opened_since(before))
-        _set_timeout(_COLLECTIVE)
         world = dist.group.WORLD
         assert world is not None
+        set_timeout(world, COLLECTIVE)
         self.control = ControlGroup(world, range(size))
 
     def disconnect(self) -> None:
@@ -271,16 +295,31 @@ class Membership:
         if self.world_size > 1:
             self.control.begin(torch.empty(0, dtype=torch.int64), _MEETING)()
 
+    @contextmanager
+    def making_group(self) -> Iterator[None]:
+        """Wait until all processes are about to make a process group, and note if they fail to make it in a block."""
+        self._lacks_group = True
+        if self.world_size > 1:
+            self.control.begin(torch.empty(0, dtype=torch.int64), _MAKING_GROUP)()
+        yield
+        self._lacks_group = False
+
     def complete(self, outcome: torch.Tensor | None = None) -> None:
         """Note that an action is complete: all have entered its last collective, and this process has left it."""
         if self.generation is None:
             return
-        if self.is_in_update and self.fetched is not None:  # all have resumed from it
-            self.fetched.cleanup()
-            self.fetched = None
-        self.under_way = None
+        if self.is_in_update:
+            self.drop_state()  # all have resumed from it
         self.completed += 1
         self.outcome, self._has_outcome = outcome, True
+
+    def drop_state(self) -> None:
+        """Remove the state that was saved for beginning again: any process does, as whoever has made it may be gone."""
+        if self.made is not None:
+            shutil.rmtree(self.made, ignore_errors=True)
+        if self.fetched is not None:
+            self.fetched.cleanup()
+        self.resumes_from = self.made = self.fetched = None
 
     def drop_outcome(self) -> None:
         """Free the outcome of the latest action, as all processes have completed that."""
@@ -296,8 +335,9 @@ class Membership:
         """End together with the others: after that, this process is alone."""
         if self.generation is None:  # it has come too late
             return
-        with suppress(RuntimeError):  # the others have ended
+        with suppress(RuntimeError, BeginAgain):  # the others have ended
             self.do(_do_nothing)
+        self.drop_state()
         self.store.say(Key.ENDING)  # before the connections end, which others may be yet to leave
         self.watcher.stop()
         self.disconnect()
@@ -318,88 +358,96 @@ class Membership:
 
         Raises:
             Exception: the error, if no process is lost
+            BeginAgain: if shards of the weights are lost with it, or the training of a sharded run is over
         """
         noticed_at = time.monotonic()
         if not self._has_lost_one(error):
             raise error
-        if self.holds_shards() or self.has_begun_again:  # all have to do the same, also where some have yet to shard
-            if self.trainings > 1:
-                raise RuntimeError(
-                    "A process was lost, and with it shards of the weights. A program continues without them only in "
-                    "its first training. Start the job again with resume_from='latest'."
-                ) from error
-            self.is_in_action = True
-            self.enter_sharded()
-            self.begins_again = True
-            raise BeginAgain
         while True:
             self.disconnect()
             self.join()
             with suppress(RuntimeError):  # another one is lost
                 is_done = self.agree()
                 break
+        if self._lacks_shards:
+            self.check_is_first_training(error)
+            self._raise_to_begin_again()
         self.tell_of_change(noticed_at if is_done else self.begun_at)
+        has_ended = self.shards is not None and self.shards.has_ended
+        if self.stands_in and has_ended and not self.saves_first:  # what follows may need the meshes
+            self.check_is_first_training(error)
+            self.saves_first = True
+            self._raise_to_begin_again()
         return is_done
 
-    def enter_sharded(self, only: int | None = None) -> None:
-        """Enter the generation that follows a loss in a sharded run, and find out there what all begin again from.
+    def _raise_to_begin_again(self) -> NoReturn:
+        self.is_in_action = self.begins_again = self.has_entered = True
+        raise BeginAgain
 
-        If each was in the same update, and every shard is held by one of them, they save a state before that update.
+    def check_is_first_training(self, error: Exception | None = None) -> None:
+        """Check that the program can begin again.
+
+        Raises:
+            RuntimeError: if it cannot
+        """
+        if self.trainings > 1:
+            self.cannot_begin_again = True
+            raise RuntimeError(
+                "A process was lost, and with it shards of the weights. A program continues without them only in its "
+                "first training. Start the job again with resume_from='latest'."
+            ) from error
+
+    def enter_sharded(self, only: int | None = None) -> None:
+        """Enter the generation in which the program of a sharded run begins, or begins again.
 
         Args:
             only: as for ``join()``
         """
-        before, under_way = self.generation, self.under_way
-        self.under_way, self.has_entered = None, False
-        while not self.has_entered:
+        while True:
             self.disconnect()
             self.join(only)
             only = None
-            now = self.generation
-            assert now is not None
-            former = [] if before is None else before.members
-            holders = [rank for rank, member in enumerate(former) if member in now.members]
             try:
-                held = -1 if under_way is None else under_way.held(holders)
-                if self._all_hold(held) and under_way is not None:
-                    self.resumes_from = under_way.save(holders)
-                    self._meet()
-                self.has_entered = True
-            except Exception as error:
-                if not self._has_lost_one(error):  # they begin again from a state that was saved before
-                    print(f"The shards could not be saved: {error}", file=sys.stderr)
-                    under_way = None
-                    self.store.count(Key.LOST_CONNECTIONS, 1)
-
-    def _all_hold(self, held: int) -> bool:
-        """Whether all processes hold shards after the same number of updates, and together all of them."""
-        if self.world_size == 1:
-            return held >= 0
-        told = self.control.begin(torch.tensor([held]), _COMPARING)().flatten().tolist()
-        return held >= 0 and set(told) == {held}
+                self.agree()
+                return
+            except RuntimeError as error:
+                if not self._has_lost_one(error):
+                    raise
 
     def lost_shards(self, error: Exception) -> bool:
         """Whether an error of the program is about a process that was lost while a sharded run began again."""
-        return self.store.said(Key.SHARDED) is not None and self.generation is not None and self._has_lost_one(error)
+        if not (self.stands_in or isinstance(error, RuntimeError)):
+            return False
+        is_sharded = self._lacks_group or self.store.said(Key.SHARDED) is not None
+        return is_sharded and not self.cannot_begin_again and self.generation is not None and self._has_lost_one(error)
 
     def forget(self) -> None:
         """Be as a process whose program has yet to begin."""
         self.begins_again = self.is_in_action = self.is_in_update = False
         self.has_begun_again = True
-        self.under_way = None
+        self.beginnings += 1
+        self.shards = None
+        self.stands_in = self.saves_first = self._lacks_group = False
         self.completed = self.trainings = 0
         self.outcome = None
 
     def agree(self) -> bool:
         """Find out how far each process has got; return whether others have completed the action of this one.
 
-        If one of them lacks the outcome of the latest action, all get it from one that has it.
+        If one of them lacks the outcome of the latest action, all get it from one that has it. If the weights are
+        sharded, and those that are left hold all shards, they exchange these without the meshes from now on.
         """
-        if self.world_size == 1:
-            return False
-        told = torch.tensor([self.completed, self.is_in_action, self._has_outcome])
+        is_sharded = self.holds_shards() or self.has_begun_again
+        told = torch.tensor([self.completed, self.is_in_action, self._has_outcome, is_sharded, self._holds_all()])
+        rows = self.control.begin(told, _AGREEING)() if self.world_size > 1 else told[None]
         counts: list[int]
-        counts, are_in_action, have_outcome = self.control.begin(told, _AGREEING)().T.tolist()
+        counts, are_in_action, have_outcome, are_sharded, hold_all = rows.T.tolist()
+        self._lacks_shards = any(are_sharded) and not all(hold_all)
+        if self._lacks_shards:
+            return False
+        if any(are_sharded) and self.shards is not None:
+            self.shards.stand_in(self._members)
+            self.stands_in = True
         latest, own = max(counts), self.completed
         if min(counts) == latest:
             return False
@@ -410,9 +458,22 @@ class Membership:
             outcome = [self.outcome]
             dist.broadcast_object_list(outcome, source)
         if own < latest:
+            if self.is_in_update:
+                self.drop_state()
             self.completed = latest
             self.outcome, self._has_outcome = (outcome[0], True) if lacks else (None, False)
         return own < latest
+
+    @property
+    def _members(self) -> list[int]:
+        return [] if self.generation is None else self.generation.members
+
+    def _holds_all(self) -> bool:
+        """Whether those that are left can exchange all shards: not if they have, and failed though none was lost."""
+        assert self.generation is not None
+        if self.shards is None or (self.stands_in and set(self._members) == self._former):
+            return False
+        return self.shards.are_held(self._members, self.generation.machines)
 
     def tell_of_change(self, since: float) -> None:
         """Announce what has changed since the last time.
@@ -436,7 +497,9 @@ class Membership:
     def _has_lost_one(self, error: Exception) -> bool:
         """Whether a generation follows that lacks a member of this one, as it should once a connection is lost."""
         assert self.generation is not None
-        is_of_connection = is_about_lost_process(error) or "gloo" in str(error).lower() or "Connection" in str(error)
+        # Without the meshes, an error may be of something that needs them.
+        names_connection = "gloo" in str(error).lower() or "Connection" in str(error)
+        is_of_connection = self.stands_in or is_about_lost_process(error) or names_connection
         deadline = time.monotonic() + (_SECONDS_TO_FOLLOW if is_of_connection else 0.0)
         if is_of_connection:
             self.disconnect()  # so that all others notice, too
@@ -469,14 +532,6 @@ def _attempt(action: Callable[[], T]) -> tuple[list[T], StopTrainingError | None
 
 def _do_nothing(*_: Any) -> None:
     return None
-
-
-def _set_timeout(timeout: timedelta) -> None:
-    constants: Any = dist.distributed_c10d
-    if hasattr(dist, "set_timeout"):
-        dist.set_timeout(timeout, dist.group.WORLD)
-    else:  # before torch 2.15
-        constants._set_pg_timeout(timeout, dist.group.WORLD)
 
 
 def _forget_groups() -> None:

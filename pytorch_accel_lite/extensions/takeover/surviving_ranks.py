@@ -77,7 +77,7 @@ class SurvivingRanks(Ranks):
         self.membership.trainings += 1
         if self.membership.generation is None:
             return wait_for_state(self.membership)
-        state, self.membership.resumes_from = self.membership.resumes_from, None
+        state = self.membership.resumes_from
         if not self.membership.has_begun_again:
             return None
         self.membership.has_begun_again = False

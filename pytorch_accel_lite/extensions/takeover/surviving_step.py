@@ -16,7 +16,7 @@ from pytorch_accel_lite.extending import Batch, BatchOutput, Run, TrainerLike, c
 from pytorch_accel_lite.extending_callbacks import seed_all
 from pytorch_accel_lite.extensions.logical import KeepsShares, LogicalStep, LogicalWindow, SharedLossTrackers
 from pytorch_accel_lite.extensions.takeover.beginning_again import note_states
-from pytorch_accel_lite.extensions.takeover.copies_of_shards import UpdateUnderWay
+from pytorch_accel_lite.extensions.takeover.copies_of_shards import ShardsOfRun
 from pytorch_accel_lite.extensions.takeover.enclosures import Enclosures, read
 from pytorch_accel_lite.extensions.takeover.job_store import Key
 from pytorch_accel_lite.extensions.takeover.joining import enter, keep_end, let_in, let_in_by_beginning_again
@@ -179,9 +179,12 @@ class SurvivingStep(LogicalStep):
     window_kind = SurvivingWindow
     _window: SurvivingWindow
     _before: _Before | None = None
+    _shards: ShardsOfRun | None = None
     _seed: int | None = None  # of all generators at the end of the latest step
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
+        if SurvivingRanks.membership.stands_in:
+            SurvivingRanks.membership.check_is_first_training()
         super().__init__(trainer, run)
         self._generation = SurvivingRanks.membership.generation
 
@@ -192,12 +195,17 @@ class SurvivingStep(LogicalStep):
         note_states(trainer, SurvivingRanks.membership)
         if trainer.is_sharded:
             SurvivingRanks.membership.store.say(Key.SHARDED)
+            self._shards = SurvivingRanks.membership.shards = ShardsOfRun(
+                trainer, trainer.current_run, SurvivingRanks.membership
+            )
 
     def end(self, trainer: TrainerLike) -> None:
         """Keep the state of the end for processes that come later."""
         membership = SurvivingRanks.membership
         if membership.is_open and membership.generation is not None and not trainer.is_sharded:
             keep_end(trainer, membership)
+        if self._shards is not None:
+            self._shards.end()
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the forward and backward pass of each logical process, and add up their gradients.
@@ -218,6 +226,8 @@ class SurvivingStep(LogicalStep):
         window, membership = self._window, SurvivingRanks.membership
         if membership.generation is None:
             enter(run, membership)
+        elif membership.stands_in and self._shards is not None:
+            self._shards.begin_again()
         elif window.is_wanted:
             window.is_wanted = False
             (let_in_by_beginning_again if trainer.is_sharded else let_in)(trainer, run, membership)
@@ -235,9 +245,6 @@ class SurvivingStep(LogicalStep):
         generators = {} if seed is not None else capture_generators()
         self._before = _Before(vars(run.progress).copy(), kept, seed, generators)
         membership.is_in_update = membership.is_in_action = True
-        if trainer.is_sharded:
-            restore = partial(self._restore, run, self._before)
-            membership.under_way = UpdateUnderWay(trainer, window, membership, restore)
         membership.begun_at = time.monotonic()
 
     def _copy_buffers(self) -> list[torch.Tensor]:

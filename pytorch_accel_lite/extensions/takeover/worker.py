@@ -21,6 +21,7 @@ from pytorch_accel_lite.extensions.takeover.connections import interface_to
 from pytorch_accel_lite.extensions.takeover.job_store import Key
 from pytorch_accel_lite.extensions.takeover.joining import stay_apart
 from pytorch_accel_lite.extensions.takeover.membership import Membership
+from pytorch_accel_lite.extensions.takeover.new_groups import tell_meshes_apart, watch_new_groups
 from pytorch_accel_lite.extensions.takeover.surviving_ranks import SurvivingRanks
 from pytorch_accel_lite.extensions.takeover.surviving_step import SurvivingStep
 from pytorch_accel_lite.extensions.takeover.watcher import Waker
@@ -69,6 +70,8 @@ def run(order: Order) -> None:
     use_ranks(SurvivingRanks)
     replace_step(LogicalStep, SurvivingStep)
     FENCES.append(membership.check)
+    watch_new_groups(membership)
+    tell_meshes_apart(membership)
     sys.excepthook = _report_to(membership)
     if order.comes_later and membership.store.said(Key.SHARDED) is not None:
         join_sharded(membership)
@@ -95,7 +98,7 @@ def _run_to_the_end(program: list[str], membership: Membership) -> bool:
             sys.path.insert(0, os.path.dirname(os.path.abspath(first)))
             runpy.run_path(first, run_name="__main__")
     except BaseException as error:
-        if not (membership.begins_again or (isinstance(error, RuntimeError) and membership.lost_shards(error))):
+        if not (membership.begins_again or (isinstance(error, Exception) and membership.lost_shards(error))):
             raise
         sys.path[:] = path
         return False

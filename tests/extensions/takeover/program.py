@@ -53,6 +53,7 @@ class Victim(TrainerCallback):
         self.counts: dict[str, int] = {}
         self.changes: list[Any] = []
         self.training = 0
+        self.data = TensorDataset(torch.linspace(-1, 1, 88).view(11, 8))
         self.computed: dict[tuple[int, int], set[int]] = {}  # the generations in which each update was computed
         self.committed: list[tuple[int, int]] = []
 
@@ -86,6 +87,19 @@ class Victim(TrainerCallback):
 
     def on_train_step_end(self, trainer, **kwargs):
         self.reach("step")
+
+    def on_update_end(self, trainer, **kwargs):
+        self.reach("exchange")
+        trainer.ranks.sum([1.0])
+        if CONFIG.get("gathers"):
+            for parameter in trainer.model.parameters():
+                whole(parameter)
+        if CONFIG.get("predicts"):
+            predicted = trainer.predict(self.data, dataloader_kwargs={"num_workers": 0})
+            trainer.run_history.update_metric("predicted", predicted.sum().item())
+
+    def on_train_step_checkpoint(self, trainer, **kwargs):
+        self.reach("checkpoint")
 
     def on_train_epoch_end(self, trainer, **kwargs):
         self.reach("epoch")
@@ -143,6 +157,11 @@ class Logging(Trainer):
         output = super().calculate_train_batch_loss(batch)
         self.log("margin", output["model_outputs"].amax(1))
         return output
+
+    def clip_gradients(self):
+        self.clipped = getattr(self, "clipped", 0) + 1
+        reach(f"clipping:{self.clipped}")
+        super().clip_gradients()
 
 
 def shard(model: Network) -> None:
@@ -212,7 +231,7 @@ def main() -> None:
             eval_dataset=TensorDataset(x[:53], x[:53, :3].argmax(1)),
             per_device_batch_size=4,
             gradient_accumulation_steps=CONFIG.get("accumulation", 1),
-            gradient_clip_norm=1.0,
+            gradient_clip_norm=CONFIG.get("clip", 1.0),
             create_scheduler_fn="cosine",
             train_dataloader_kwargs={"num_workers": CONFIG.get("workers", 0)},
             eval_dataloader_kwargs={"num_workers": 0},

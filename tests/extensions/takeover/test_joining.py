@@ -29,7 +29,7 @@ from tests.extensions.takeover.test_takeover import (
     lives,
     report,
 )
-from tests.launching import PATIENCE, ROOT, SOAK, TORCHRUN, WarmPython, environment
+from tests.launching import CAN_SHARD, PATIENCE, ROOT, SOAK, TORCHRUN, WarmPython, environment
 from tests.test_machines import ADDRESSES, ip, namespace, network  # noqa: F401
 
 pytestmark = [pytest.mark.programs, pytest.mark.processes]
@@ -86,6 +86,26 @@ def test_a_job_is_made_larger_up_to_its_logical_processes(tmp_path):
     assert [rank for _, came, _ in outcome.changes for rank in came] == [2, 3]
     whole = undisturbed(tmp_path / "whole", **config)
     assert outcome.results == whole.results * 4
+
+
+@CAN_SHARD
+@pytest.mark.soak
+@pytest.mark.skipif(not SOAK, reason="takes a quarter of a minute: make soak")
+def test_copies_of_shards_on_other_machines_are_enough(tmp_path, capfd):
+    """The state from which all begin again is on the disk that they share, until all have resumed from it."""
+    folder = tmp_path / "job"
+    options = ["--listen", "127.0.0.1:0", "--processes", "2", "--begin-with", "4"]
+    job = begin(folder, 0, *options, sharded="hsdp", kills=kill(rank1="evaluation:3"), marks=True, **ALL)
+    joined = join(address_of(job), 2, tmp_path)
+    outcome = end(job, folder)
+    assert joined.wait(PATIENCE) == 0
+    check_equal(outcome, undisturbed(tmp_path / "whole", **ALL), survivors=3)
+    said = capfd.readouterr().out
+    assert "others had the shards of each lost process, too. All go on from update 3." in said
+    assert f"Resuming from '{folder / 'states'}" in said
+    assert not [*folder.glob("states/.begin-again*")]
+    before, after = [[update, 4] for update in range(1, 4)], [[update, 3] for update in range(4, 9)]
+    assert sorted(outcome.marks) == [before, *[before + after] * 3]
 
 
 @pytest.mark.soak
