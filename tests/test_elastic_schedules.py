@@ -307,16 +307,12 @@ def test_who_overrides_how_to_advance_may_keep_counting(tmp_path):
 
 
 def save_with_schedule(folder: Path, name: str) -> None:
-    from tests.test_elastic_schedules import factory_of
-
     create, trainer_class = factory_of(name)
     trained_with(create, 4, 1, folder / "first", trainer_class, save_every=11)
 
 
 def resume_with_schedule(folder: Path, name: str, state: Path) -> Any:
     """Return the learning rates of the resumed run, and its last one."""
-    from tests.test_elastic_schedules import factory_of
-
     create, trainer_class = factory_of(name)
     trained = trained_with(create, 4, 1, folder / f"on-{world_size()}", trainer_class, state)
     return {"rates": trained.rates, "last": trained.last_rate}
