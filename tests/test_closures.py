@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import GradientNormCallback
 from tests.cases import Contrastive, both_ways
+from tests.launching import some_of
 from tests.ranks import check_processes, every_state, final_weights, world_size
 from tests.tasks import equal, largest_difference, listener, quiet_trainer, regression_data, small_model, weights
 
@@ -174,7 +175,7 @@ def weights_and_losses(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", some_of(SCHEMES))
 def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks, scheme):
     check_processes(two_ranks, functools.partial(train_by, scheme), weights_and_losses)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import signal
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
-from tests.launching import ROOT, SOAK, EarlyFork, run_elastic_script, run_forked
+from tests.launching import ROOT, SOAK, EarlyFork, run_elastic_script, run_forked, some_of
 from tests.scripts.own_iterable import EPOCHS, by_hand, train
 from tests.tasks import equal
 
@@ -42,8 +43,8 @@ def ended(folder: Path, processes: int, kind: str, seed: int, kill_at: int) -> l
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("seed", [5, -1])
-@pytest.mark.parametrize("kind", ["shuffles", "at once", "draws", "lengths"])
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "seed"), some_of(product(["shuffles", "at once", "draws", "lengths"], [5, -1])))
 def test_a_killed_run_on_an_iterable_that_draws_resumes_its_bits(tmp_path, kind, seed):
     check_resumed(tmp_path, 1, kind, seed)
 

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,7 @@ from pytorch_accel_lite.data.defaults import default_num_workers
 from pytorch_accel_lite.data.reading import tensors_in_memory
 from pytorch_accel_lite.data.shares import count_global_batches, global_batches, split
 from pytorch_accel_lite.utils import LimitBatches
-from tests.launching import run_code, two_are_enough
+from tests.launching import run_code, some_of, two_are_enough
 from tests.loaders import numbers, rank_of, samples
 from tests.ranks import OrderedStream, Recorder, global_batch, shared_folder
 from tests.ranks import rank as own_rank
@@ -1517,8 +1517,8 @@ def test_a_forked_worker_that_does_not_begin_is_replaced(tmp_path, kind, samples
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rows", "stream", "own"])
-@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "seed"), some_of(product(["rows", "stream", "own"], [None, 0])))
 def test_workers_do_not_finalise_what_their_parent_has_discarded(tmp_path, kind, seed):
     """A process group or an iterator finalised in a fork waits forever for threads that it does not have."""
     dataset = CollectsGarbageRows(regression_data(8)) if kind == "rows" else CollectsGarbage()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import OwnShard
-from tests.launching import SOAK
+from tests.launching import SOAK, some_of
 from tests.ranks import shared_folder
 
 SIZE = 24
@@ -231,8 +232,7 @@ EVERYWHERE = (*range(-5, 0), *range(1, 36, 3)) if SOAK else (-1, 8)  # ends of e
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize(("kind", "workers"), some_of(product(SOURCES, [0, 2])))
 def test_each_source_resumes_exactly_from_everywhere(tmp_path, kind, workers):
     if kind == "stateful stream" and workers:
         pytest.skip("a DataLoader does not report the states of its workers")

@@ -8,6 +8,7 @@ import signal
 import warnings
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
 )
-from tests.launching import two_are_enough
+from tests.launching import some_of, two_are_enough
 from tests.ranks import shared_folder
 from tests.shipped import RUN, SHIPPED, build
 from tests.tasks import (
@@ -116,8 +117,8 @@ NESTED = ["on_train_step_end", "on_train_epoch_end", "on_eval_epoch_end", "on_tr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("event", NESTED)
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.soak
+@pytest.mark.parametrize(("event", "every"), some_of(product(NESTED, [1, 2])))
 def test_an_evaluation_within_a_run_adds_no_watched_value(here, event, every):
     """The targets of the test data are the opposite, so the error of the best epoch is the largest there."""
     x, y = make_data(12).tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,12 +20,20 @@ if not ON_GPU:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks for the mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all tests in this folder; skip them where there is neither a GPU nor a rehearsal."""
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.gpu)
-            if not RUNS:
-                item.add_marker(pytest.mark.skip(reason="needs a GPU: make gpu (ARGS=--rehearse on a CPU)"))
+    """Mark all tests in this folder; skip them where there is neither a GPU nor a rehearsal.
+
+    A rehearsal runs every third case of a test, the last among them; all with SOAK.
+    """
+    own = [item for item in items if HERE in item.path.parents]
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in own:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        item.add_marker(pytest.mark.gpu)
+        if not RUNS:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: make gpu (ARGS=--rehearse on a CPU)"))
+    if REHEARSES and not ON_GPU and not os.environ.get("SOAK"):
+        left_out = {item for of_test in cases.values() for item in of_test if item not in of_test[::-3]}
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import PredictionWriterCallback, read_predictions
-from tests.launching import CAN_SHARD
+from tests.launching import CAN_SHARD, some_of
 from tests.ranks import rank as own_rank
 from tests.ranks import shared_folder
 from tests.sharded import fit, gathered, large_model, sharded_trainer, sharding_accelerator
@@ -298,7 +298,8 @@ def write_sharded(how: str, folder: Path) -> tuple[Any, Any, int]:
 
 @CAN_SHARD
 @pytest.mark.processes
-@pytest.mark.parametrize(("how", "processes"), [("tp", 2), ("tp_ddp", 4), ("tp_fsdp", 4)])
+@pytest.mark.soak
+@pytest.mark.parametrize(("how", "processes"), some_of([("tp", 2), ("tp_ddp", 4), ("tp_fsdp", 4)]))
 def test_one_of_the_processes_that_share_a_batch_writes_it(tmp_path, job, how, processes):
     for predicted, written, number in job(processes).run(write_sharded, how, tmp_path):
         torch.testing.assert_close(written, predicted)
