@@ -62,13 +62,13 @@ class Shards(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """Whether its training is over."""
+        """Whether the training of the run is over."""
 
     def are_held(self, members: Sequence[int], machines: Sequence[int]) -> bool:
         """Whether these processes hold all shards together.
 
         Args:
-            machines: those of the processes
+            machines: the machine of each of the processes
         """
 
     def stand_in(self, members: Sequence[int]) -> None:
@@ -106,13 +106,13 @@ class Membership:
         resumes_from: the state from which the training resumes when the program begins again, until the next update
         states_of_others: the training states that were there before this job saved any
         states: returns the training states that are there now
-        shards: those of a sharded run, from the beginning of its training on
-        stands_in: whether this process and the others exchange these without the meshes, which have lost some
+        shards: the shards of a sharded run, from the beginning of its training on
+        stands_in: whether the processes exchange shards without the meshes, which have lost a process
         saves_first: whether all save a state before the program begins again
-        made: the folder with the state from which all begin again, if it was made for this
+        made: the folder of the state from which all begin again, if the state was saved for this
         cannot_begin_again: whether the program has to end, as it has lost shards that it cannot restore
         has_entered: whether this process is in the generation in which the program is to begin again
-        holds_shards: returns whether each process has something that the others lack
+        holds_shards: returns whether each process has shards that the others may lack
         redivide: called with each generation, before anything is repeated
         announce: called with the ``Change``, once the processes have agreed on what to repeat
     """
@@ -155,7 +155,7 @@ class Membership:
         """Enter the latest generation, together with all of its members, and divide the work among these.
 
         Args:
-            only: the one for which this process has a state, if it comes later
+            only: the number of the generation for which this process has a state, if it comes later
 
         Raises:
             SystemExit: if this process is not among them
@@ -190,7 +190,7 @@ class Membership:
             return None
         if only not in (None, number):
             self._end()
-        self._check(generation)
+        self._end_if_left_out(generation)
         self.store.arrive(generation, self.number)
         while not self.store.have_arrived(generation):
             if self.store.latest().number > number:
@@ -213,9 +213,9 @@ class Membership:
         Its machine may have stood still or been cut off for long without noticing.
         """
         if self.generation is not None:
-            self._check(self.store.latest())
+            self._end_if_left_out(self.store.latest())
 
-    def _check(self, latest: Generation) -> None:
+    def _end_if_left_out(self, latest: Generation) -> None:
         if self.number not in latest.members:
             self._end()
 
