@@ -70,6 +70,18 @@ class Update(NamedTuple):
     spent: float
 
 
+class Turn(NamedTuple):
+    """What an update took in a turn, on average.
+
+    Attributes:
+        seconds: the time that passed
+        of_cores: the time of the cores, over all processes of the job and those that have started them
+    """
+
+    seconds: float
+    of_cores: float
+
+
 class Job:
     """A job of four processes, each of which notes its updates.
 
@@ -141,15 +153,24 @@ class Job:
         for process in _descendants(self._process.pid):
             os.kill(process, number)
 
-    def seconds_in_turn(self) -> float:
-        """Let a job that is stopped continue for a moment, and return the mean time of an update."""
-        begin = time.time()
+    def take_turn(self) -> Turn:
+        """Let a job that is stopped continue for a moment."""
+        begin, of_cores = time.time(), self._seconds_of_cores()
         self.signal_all(signal.SIGCONT)
         time.sleep(_SECONDS_OF_TURN)
         self.signal_all(signal.SIGSTOP)
+        of_cores = self._seconds_of_cores() - of_cores
         latest = next(iter(self.updates().values()))
-        first, *_, last = [update for update in latest if update.at > begin][_LEFT_OUT:]
-        return (last.at - first.at) / (last.number - first.number)
+        made = [update for update in latest if update.at > begin]
+        first, *_, last = made[_LEFT_OUT:]
+        return Turn((last.at - first.at) / (last.number - first.number), of_cores / len(made))
+
+    def _seconds_of_cores(self) -> float:
+        found = 0
+        for process in _descendants(self._process.pid):
+            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            found += int(fields[11]) + int(fields[12])
+        return found / os.sysconf("SC_CLK_TCK")
 
     def spent(self) -> float:
         """Return the seconds of takeovers so far."""
@@ -215,14 +236,20 @@ def undisturbed(width: int, turns: int) -> None:
         ours.signal_all(signal.SIGSTOP)
         with running(width, *TORCHRUN) as torchs:
             torchs.signal_all(signal.SIGSTOP)
-            pairs = [(ours.seconds_in_turn(), torchs.seconds_in_turn()) for _ in range(turns)]
+            pairs = [(ours.take_turn(), torchs.take_turn()) for _ in range(turns)]
             torchs.signal_all(signal.SIGCONT)
         ours.signal_all(signal.SIGCONT)
+    print(f"Medians of {turns} turns each:")
+    _print_ratio("an update", [(own.seconds, other.seconds) for own, other in pairs])
+    _print_ratio("time of all cores for an update", [(own.of_cores, other.of_cores) for own, other in pairs])
+
+
+def _print_ratio(what: str, pairs: list[tuple[float, float]]) -> None:
     ratios = [own / other for own, other in pairs]
     own, other = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
     error = 1.25 * statistics.pstdev(ratios) / len(ratios) ** 0.5
-    print(f"An update under launch: {own:.4f} s; under torchrun: {other:.4f} s (medians of {turns} turns each)")
-    print(f"  ratio in each turn: {statistics.median(ratios):.3f} (median, with a standard error of {error:.3f})")
+    print(f"  {what}: {own:.4f} s under launch, {other:.4f} s under torchrun")
+    print(f"    ratio in each turn: {statistics.median(ratios):.3f} (median, with a standard error of {error:.3f})")
 
 
 def _descendants(process: int) -> list[int]:
