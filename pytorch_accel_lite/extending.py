@@ -71,10 +71,10 @@ from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs,
 from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.guards.explanations import explain, list_samples
 from pytorch_accel_lite.loop.guards.held_memory import MEMORY_ADVICE
-from pytorch_accel_lite.loop.inference import inference_run, unwrapped_model
-from pytorch_accel_lite.loop.inference_steps import INFERENCE_STEPS
+from pytorch_accel_lite.loop.inference import INFERENCE_STEPS, unwrapped_model
+from pytorch_accel_lite.loop.model_preparation import MODEL_CHANGES
 from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
-from pytorch_accel_lite.loop.preparing import MODEL_CHANGES
+from pytorch_accel_lite.loop.run_setup import inference_run
 from pytorch_accel_lite.loop.sharded_models import shard_model
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
 from pytorch_accel_lite.loop.speed_advice import faster_data, unfused_class
@@ -90,7 +90,7 @@ from pytorch_accel_lite.run.attributes import (
 )
 from pytorch_accel_lite.run.division import DIVISIONS, Division, create_division
 from pytorch_accel_lite.run.events import NonFiniteLossError, RunInterruptedError, StopTrainingError, TrainerCallback
-from pytorch_accel_lite.run.job_queues import JOB_QUEUES, JobQueue
+from pytorch_accel_lite.run.history import count_values
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.metric_panels import (
     MONITOR_TITLES,
@@ -101,7 +101,7 @@ from pytorch_accel_lite.run.metric_panels import (
     panels_by_metric,
 )
 from pytorch_accel_lite.run.parts import SKIPPED, LoadedWeights, SkippedBatches, SkippedStep, TrainingState
-from pytorch_accel_lite.run.plots import PLOTS, Plots, plots_for
+from pytorch_accel_lite.run.seams import JOB_QUEUES, PLOTS, JobQueue, Plots, plots_for
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import InferenceStep, Run, Step, TrainerLike
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
@@ -131,9 +131,10 @@ __all__ = [
     "LossTracker", "LossTrackers", "Share", "Shares", "concatenate_if_possible", "deterministic_kernels", "mesh_infos",
     "shard_dim", "split",
     # The processes of a job.
-    "MACHINERY", "ControlGroup", "Holders", "Participant", "Stack", "capture_generators", "describe_call",
-    "describe_frame", "every_part_is_held", "innermost_function", "is_about_lost_process", "is_in_backward",
-    "is_library_frame", "open_trainers", "restore_generators", "set_timeout", "timeout_of", "use_holders", "use_ranks",
+    "MACHINERY", "ControlGroup", "Holders", "Participant", "Stack", "capture_generators", "count_values",
+    "describe_call", "describe_frame", "every_part_is_held", "innermost_function", "is_about_lost_process",
+    "is_in_backward", "is_library_frame", "open_trainers", "restore_generators", "set_timeout", "timeout_of",
+    "use_holders", "use_ranks",
     # For stores, and for other files of several processes.
     "CapturedState", "JsonObject", "catch_damage", "check_is_shared", "load_verified", "lock_path", "manifest_text",
     "read_manifest", "read_model", "read_state", "read_verified", "write_files",

@@ -41,6 +41,7 @@ from pytorch_accel_lite.base.text import (
     visible,
     wrapped,
 )
+from pytorch_accel_lite.base.time_budget import TimeBudget
 from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
 from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_positive_number, optional
@@ -83,7 +84,6 @@ from pytorch_accel_lite.run.goodput import describe_fractions
 from pytorch_accel_lite.run.history import MetricValue, NewMetrics
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
 from pytorch_accel_lite.run.metric_checks import ExpectedMetrics
-from pytorch_accel_lite.run.time_budget import TimeBudget
 from pytorch_accel_lite.run.window import Count
 
 __all__ = [

@@ -21,6 +21,7 @@ from pytorch_accel_lite.base.modules import is_sharded, unwrap, without_gradient
 from pytorch_accel_lite.base.origins import is_from_this_package
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.reprs import join_wrapped
+from pytorch_accel_lite.base.shadowable import Shadowable
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.base.unknown_names import ATTRIBUTES, AttributeElsewhere, check_subclass, suggest_arguments
 from pytorch_accel_lite.callbacks import (
@@ -58,18 +59,15 @@ from pytorch_accel_lite.loop import (
     compat,
     evaluation,
     logged_values,
+    model_preparation,
+    optimizer_factories,
     prediction,
-    preparing,
-    resolving,
+    run_setup,
     scheduling,
     training,
 )
 from pytorch_accel_lite.loop.fit import fit
 from pytorch_accel_lite.loop.guards import arguments, replicas
-from pytorch_accel_lite.loop.guards.arguments import check_parallelism
-from pytorch_accel_lite.loop.preparing import combine_or_defer
-from pytorch_accel_lite.loop.scheduling import check_scheduler
-from pytorch_accel_lite.loop.setting_up import LoaderArguments
 from pytorch_accel_lite.optimizers import operations as optimizers
 from pytorch_accel_lite.run.division import create_division
 from pytorch_accel_lite.run.events import EVENTS, CallbackHandler, RunPausedError, TrainerCallback
@@ -79,8 +77,7 @@ from pytorch_accel_lite.run.intervals import Interval, parse_interval
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import Progress
-from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
-from pytorch_accel_lite.run.shadowable import Shadowable
+from pytorch_accel_lite.run.settings import LoaderArguments, RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.state import CompiledForwardLike, Run, Step, run_to_change
 from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.named_schedules import ScheduleArgument, resolve_names
@@ -404,7 +401,7 @@ class Trainer:
         arguments.check_constructor(loss_func, optimizer, seed)
         self.model = model
         self.loss_func = loss_func
-        self.optimizer: optimizers.TrainerOptimizer = combine_or_defer(optimizer)
+        self.optimizer: optimizers.TrainerOptimizer = optimizer_factories.combine_or_defer(optimizer)
         self._callbacks = callbacks
         self.callback_handler = self._create_callback_handler()
         if metrics is not None:
@@ -431,7 +428,7 @@ class Trainer:
         self.compiled_forward: CompiledForwardLike | None = create_compiled_forward(
             self, compile_step, self._batch_adapter
         )
-        preparing.change_blocks(self)
+        model_preparation.change_blocks(self)
         shutdown.register(self)
         self._library_attributes = vars(self).keys() - before
         self.callback_handler.call_event("on_init_end", self)
@@ -835,14 +832,14 @@ class Trainer:
 
     def _run_train_epoch(self, train_dl: Iterable[BatchData]) -> bool:
         run = self.current_run
-        if not run.loop.is_ours:
-            compat.begin_own_epoch(self, run)
+        if not run.loop.uses_builtin_loop:
+            compat.begin_custom_epoch(self, run)
         return training.train_epoch(self, run, train_dl)
 
     def _run_eval_epoch(
         self, valid_dl: Iterable[BatchData], is_training: bool = True, is_intermediate: bool = False
     ) -> None:
-        evaluation.evaluation_epoch(self, self.current_run, valid_dl, is_training, is_intermediate)
+        evaluation.evaluate_dataset(self, self.current_run, valid_dl, is_training, is_intermediate)
 
     def _find_accelerator(
         self, accelerator: Accelerator | None, mixed_precision: str | None, find_unused: bool
@@ -854,7 +851,7 @@ class Trainer:
             accelerator = accelerators.create_accelerator(self._create_accelerator, mixed_precision)
         arguments.check_mixed_precision(mixed_precision, accelerator)  # an overridden method may have created it
         launch.check_launch(accelerator)
-        check_parallelism(accelerator)
+        arguments.check_parallelism(accelerator)
         if find_unused:
             accelerators.find_unused_parameters(accelerator)
         return accelerator
@@ -875,7 +872,7 @@ class Trainer:
 
     def _create_run_config(self, per_device_batch_size: int, **asked: Any) -> TrainerRunConfig:
         run = self.current_run
-        return resolving.resolve_run_config(self, run, replace(run.request, **asked), per_device_batch_size)
+        return run_setup.resolve_run_config(self, run, replace(run.request, **asked), per_device_batch_size)
 
     def create_train_dataloader(
         self, batch_size: int, train_dl_kwargs: LoaderKwargs | None = None
@@ -921,7 +918,7 @@ class Trainer:
         steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
         create = None if "create_scheduler" in self.current_run.overridden else self.create_scheduler_fn
         if not (self.scheduler is None and create is None and request.scheduler_interval == "update"):
-            check_scheduler(self.scheduler, request, create, steps_itself)
+            scheduling.check_scheduler(self.scheduler, request, create, steps_itself)
 
     def parallelize_model(self, mesh: DeviceMesh) -> str | os.PathLike[str] | None:
         """Override it to shard ``self.model`` in place, before the first run. The optimizer must then be a factory.
@@ -1099,7 +1096,7 @@ class Trainer:
         Raises:
             RuntimeError: if the weights are sharded, or Accelerate has compiled the wrapper
         """
-        preparing.rewrap_model(self)
+        model_preparation.rewrap_model(self)
 
     @property
     def can_rewrap_model(self) -> bool:

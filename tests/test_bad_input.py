@@ -969,7 +969,7 @@ def test_an_argument_of_an_extension_that_is_not_there_names_it(monkeypatch):
 
 
 def test_a_plot_without_its_extension_names_it(monkeypatch):
-    monkeypatch.setattr("pytorch_accel_lite.run.plots.PLOTS", [])
+    monkeypatch.setattr("pytorch_accel_lite.run.seams.PLOTS", [])
     with pytest.raises(ImportError, match=r"RunHistory.plot belongs to the extension 'plots', which is not installed"):
         make_trainer().run_history.plot()
 
@@ -991,7 +991,7 @@ class Skips(TrainerCallback):
 
 
 def test_failed_batches_without_their_extension_name_it(monkeypatch):
-    monkeypatch.setattr("pytorch_accel_lite.loop.inference_steps.INFERENCE_STEPS", [])
+    monkeypatch.setattr("pytorch_accel_lite.loop.inference.INFERENCE_STEPS", [])
     calls: list[tuple[str, Any]] = [
         ("skips_failed_batches", train),
         ("skips_in_evaluation", lambda trainer, **kwargs: trainer.evaluate(make_data(), **kwargs)),

@@ -13,7 +13,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.run.state import Step
-from pytorch_accel_lite.steps.combinations import as_markdown
+from pytorch_accel_lite.steps.choice import as_markdown
 from pytorch_accel_lite.steps.features import KINDS
 from tests.launching import CAN_SHARD
 from tests.sharded import create_model, shard, sharding_accelerator

@@ -82,9 +82,6 @@ class Ranks:
     """
 
     replicas = 1
-    generation = 0
-    allows_threads = True
-    is_observed = True
     is_first_sharer = True
     device_group: dist.ProcessGroup | None = None
     _control: ControlGroup
@@ -103,11 +100,6 @@ class Ranks:
     def everyone(self) -> Ranks:
         """All processes of the job, including those that share batches."""
         return self
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is a single process, and will always be."""
-        return self.world_size == 1
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -253,21 +245,6 @@ class Ranks:
         """Return the result of ``make`` on rank 0, the only rank that calls it."""
         return self.run_together(make, only_first=True)[0]
 
-    def repeatable(self, action: Callable[[], T], keep: Callable[[], Callable[[], object]] | None = None) -> T:
-        """Return the result of an action in which each process has its own part.
-
-        In a job that outlives its processes (see ``use_ranks()``), the remaining processes repeat the action if a
-        process is lost meanwhile. In this class, the action is done once.
-
-        Args:
-            keep: called before an action that may be repeated; returns a function that undoes an attempt
-        """
-        return action()
-
-    def state_to_join(self) -> str | None:
-        """Return the training state from which this process joins a run that others have begun, or ``None``."""
-        return None
-
     def barrier(self, timeout: timedelta | None = None) -> None:
         """Wait until every rank has reached this point.
 
@@ -278,6 +255,32 @@ class Ranks:
             if timeout is not None:
                 set_timeout(self._group, timeout)
             self._exchange([])
+
+    # ------------------------------------------------------------------ for jobs that outlive their processes
+
+    # Under ``launch``, processes may be lost and others may join: a subclass, see ``use_ranks()``, lets those that are
+    # left repeat an action in which one was lost. In all other jobs, what follows here is as simple as it looks.
+
+    generation = 0
+    allows_threads = True
+    is_observed = True
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is a single process, and will always be."""
+        return self.world_size == 1
+
+    def repeatable(self, action: Callable[[], T], changes: object = None) -> T:
+        """Return the result of an action in which each process has its own part.
+
+        Args:
+            changes: the trainer, if the action is an evaluation, whose traces an attempt to repeat it must undo
+        """
+        return action()
+
+    def state_to_join(self) -> str | None:
+        """Return the training state from which this process joins a run that others have begun, or ``None``."""
+        return None
 
 
 def _broadcast_in_place(source: int, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:

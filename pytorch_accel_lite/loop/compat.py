@@ -1,4 +1,4 @@
-"""Support for users' own loops in an overridden ``_run_training``, as in pytorch-accelerated.
+"""Support for custom loops in an overridden ``_run_training``, as in pytorch-accelerated.
 
 Such a loop calls ``_run_train_epoch`` and ``_run_eval_epoch``, fires the events of the run, and counts the epochs of
 the history. The functions here do the rest. An override that calls ``super()._run_training()`` runs the package's own
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.loop import training
@@ -19,22 +19,23 @@ from pytorch_accel_lite.run.events import StopTrainingError
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
 
-def run_training(trainer: TrainerLike, run: Run) -> None:
-    """Call an overridden ``_run_training``."""
+@contextmanager
+def completing_custom_loop(trainer: TrainerLike, run: Run) -> Iterator[None]:
+    """End a run after a block that calls ``_run_training``, if that is overridden by a custom loop."""
     try:
-        with _following(trainer, run):
-            trainer._run_training()
+        with _noting_end_of_custom_loop(trainer, run) if "_run_training" in run.overridden else nullcontext():
+            yield
     except BaseException as error:
-        if not run.loop.is_ours:
-            close_failed(trainer, run, error, ended=run.end.has_begun)
+        if not run.loop.uses_builtin_loop:
+            close_failed(trainer, run, error, ended=run.end.custom_loop_is_ending)
         raise
-    if not run.loop.is_ours:
+    if not run.loop.uses_builtin_loop:
         run.end.make_last_calls()
         warn_of_weights(trainer, run)
 
 
-def begin_own_epoch(trainer: TrainerLike, run: Run) -> None:
-    """Complete the previous epoch of a user's loop, and begin the next."""
+def begin_custom_epoch(trainer: TrainerLike, run: Run) -> None:
+    """Complete the previous epoch of a custom loop, and begin the next."""
     name = f"{type(trainer).__name__}._run_training"
     if run.resumed is not None:
         raise RuntimeError(
@@ -48,30 +49,30 @@ def begin_own_epoch(trainer: TrainerLike, run: Run) -> None:
             "it call super()._run_training()."
         )
     _complete_epoch(trainer, run)
-    training.begin_epoch(run)
+    training.begin_epoch(trainer, run)
 
 
 def _complete_epoch(trainer: TrainerLike, run: Run) -> None:
-    """Complete an epoch of a user's loop. The loop itself only counts the epoch in the history."""
+    """Complete an epoch of a custom loop. The loop itself only counts the epoch in the history."""
     if run.epoch_is_trained:
         trainer._step_after_epoch()
         training.complete_epoch(trainer, run)
 
 
 @contextmanager
-def _following(trainer: TrainerLike, run: Run) -> Iterator[None]:
+def _noting_end_of_custom_loop(trainer: TrainerLike, run: Run) -> Iterator[None]:
     """Within a block, note how the run ends before the callbacks are told."""
 
     def note_end(trainer: TrainerLike, **kwargs: object) -> None:
-        if not run.loop.is_ours:
-            run.end.has_begun = True
+        if not run.loop.uses_builtin_loop:
+            run.end.custom_loop_is_ending = True
             with suppress(StopTrainingError):
                 if run.end.reason is None:  # a run that was stopped ends within its epoch
                     _complete_epoch(trainer, run)
 
     def note_stop(trainer: TrainerLike, **kwargs: object) -> None:
         stop = sys.exc_info()[1]  # the event is fired while the stop is being handled
-        if not run.loop.is_ours and isinstance(stop, StopTrainingError):
+        if not run.loop.uses_builtin_loop and isinstance(stop, StopTrainingError):
             run.end.note(stop)
 
     listeners = trainer.callback_handler.listeners

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import cast
 
 from torch import nn
 
 from pytorch_accel_lite.base.modules import preserving_modes
-from pytorch_accel_lite.base.origins import is_overridden, warn_outside
+from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.randomness import preserving_generators
-from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.data import Batch, NamedData
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.guards.explanations import explaining
-from pytorch_accel_lite.loop.guards.modes import call_start
-from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
+from pytorch_accel_lite.loop.guards.modes import fire_start_event
+from pytorch_accel_lite.loop.inference import compute_batches, inference, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import ending, entering
 from pytorch_accel_lite.loop.loaders import sharded_loader
-from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
+from pytorch_accel_lite.loop.run_setup import inference_run
+from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.run.events import CallbackHandler
 from pytorch_accel_lite.run.history import MetricValue, RunHistory, count_values
 from pytorch_accel_lite.run.intervals import Interval
@@ -52,6 +51,8 @@ def evaluate_all(
     losses: dict[str, float] = {}
     loaders = data.eval_loaders or {"": data.required_eval_loader}
     of_run = is_training and not is_intermediate
+    # Without their defaults, as overrides that were written for pytorch-accelerated may lack these arguments.
+    flags = ({} if is_training else {"is_training": False}) | ({"is_intermediate": True} if is_intermediate else {})
     try:
         for number, (name, loader) in enumerate(loaders.items(), 1):
             prefix = f"{name}_" if name else ""
@@ -64,45 +65,14 @@ def evaluate_all(
                 _loss_in_evaluation_mode(trainer),
             ):
                 run.loop.completes_evaluation = of_run and number == len(loaders)
-                evaluate = partial(_evaluate_on, trainer, run, loader, is_training, is_intermediate)
-                trainer.ranks.repeatable(evaluate, partial(_undo_of_evaluation, trainer, run))
+                evaluate = partial(trainer._run_eval_epoch, loader, **flags)  # by default evaluate_dataset()
+                trainer.ranks.repeatable(evaluate, changes=trainer)
             losses |= {f"{prefix}{metric}": loss for metric, loss in run.recorded_losses.items()}
         run.epoch_phase = EpochPhase.EVALUATED if of_run else run.epoch_phase
     finally:
         data.eval_dataset_name = None
         run.loop.completes_evaluation = False
     return losses
-
-
-def _evaluate_on(trainer: TrainerLike, run: Run, loader: Source, is_training: bool, is_intermediate: bool) -> None:
-    if "_run_eval_epoch" in run.overridden:
-        # Pass is_training only if it is not the default: overrides written for pytorch-accelerated may lack the
-        # argument.
-        passed = {} if is_training else {"is_training": False}
-        trainer._run_eval_epoch(loader, **passed, **({"is_intermediate": True} if is_intermediate else {}))
-    else:
-        evaluation_epoch(trainer, run, loader, is_training, is_intermediate)
-
-
-def _undo_of_evaluation(trainer: TrainerLike, run: Run) -> Callable[[], None]:
-    """Return a function that undoes an evaluation: what it has recorded, and what callbacks have learned from it."""
-    history, progress = trainer.run_history, (run.loss_trackers, run.loop.completes_evaluation)
-    counts = count_values(history)
-    before = Snapshot()
-    before.keep_generators()
-    # The package's own callbacks only note that there was an evaluation, and a copy may take as much memory as a model.
-    before.keep_states(
-        cast(HasStateDict, callback)
-        for callback in trainer.callback_handler
-        if hasattr(callback, "load_state_dict") and is_overridden(callback, "on_eval_epoch_end")
-    )
-
-    def undo() -> None:
-        history._shorten(counts | dict.fromkeys(count_values(history).keys() - counts.keys(), 0))
-        run.loss_trackers, run.loop.completes_evaluation = progress
-        before.close()
-
-    return undo
 
 
 def begin_evaluations(run: Run) -> None:
@@ -134,7 +104,7 @@ def evaluate_if_due(trainer: TrainerLike, run: Run, ends_epoch: bool = False) ->
         return
     inner = run.derive()
     try:
-        _evaluate_within(trainer, inner, is_intermediate=False)
+        _evaluate_in_derived_run(trainer, inner, is_intermediate=False)
     finally:
         if inner.epoch_phase == EpochPhase.EVALUATED:  # even if a callback has then stopped the run
             interval.advance(run)
@@ -152,17 +122,17 @@ def _loss_in_evaluation_mode(trainer: TrainerLike) -> Iterator[None]:
         yield
 
 
-def evaluation_epoch(trainer: TrainerLike, run: Run, source: Source, is_training: bool, is_intermediate: bool) -> None:
+def evaluate_dataset(trainer: TrainerLike, run: Run, source: Source, is_training: bool, is_intermediate: bool) -> None:
     """Evaluate on one dataset and record its losses."""
     completes, run.loop.completes_evaluation = run.loop.completes_evaluation, False  # for evaluations within this one
     trainer.eval_epoch_start()
     run.loss_trackers = trainer.division.create_trackers()
-    call_start(trainer, "on_eval_epoch_start", "evaluation", is_intermediate=is_intermediate)
+    fire_start_event(trainer, "on_eval_epoch_start", "evaluation", is_intermediate=is_intermediate)
     loader = sharded_loader(trainer, run, source, training=False)
     sync_ddp_buffers(trainer.model, run.ranks)
     run.data.has_fillers = loader.options.fill
     run.skipped = None if run.skipped is None else SkippedBatches("evaluation")
-    with inference(trainer), preserving_generators() if trainer.division.seeds_alike else nullcontext():
+    with inference(trainer), preserving_generators() if trainer.division.has_fixed_shares else nullcontext():
         last = _add_losses(trainer, run, loader.steps(run.progress.epoch))
         if run.data.has_fillers:
             _add_losses(trainer, run, _fillers(run, last))
@@ -257,10 +227,10 @@ def run_evaluation(
     used = trained if model is None else model
     handler = trainer.callback_handler if callbacks is None else callbacks
     with prefixed(trainer.run_history, prefix), replaced(trainer, model=used, callback_handler=handler):
-        return _evaluate_within(trainer, run, is_intermediate)
+        return _evaluate_in_derived_run(trainer, run, is_intermediate)
 
 
-def _evaluate_within(trainer: TrainerLike, run: Run, is_intermediate: bool) -> dict[str, float]:
+def _evaluate_in_derived_run(trainer: TrainerLike, run: Run, is_intermediate: bool) -> dict[str, float]:
     """Evaluate in a run derived from the training run, which stays unchanged."""
     trained = trainer.model if run.loop.trained_model is None else run.loop.trained_model
     with entering(trainer, run, "run_evaluation()"), preserving_generators(), preserving_modes(trained.modules()):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 
-from pytorch_accel_lite.loop import compat, lifecycle, scheduling, setting_up, training
+from pytorch_accel_lite.loop import compat, lifecycle, run_setup, scheduling, training
+from pytorch_accel_lite.run.settings import LoaderArguments
 from pytorch_accel_lite.run.signals import ending_in_order, exit_after
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
@@ -13,24 +14,22 @@ from pytorch_accel_lite.run.state import Run, TrainerLike
 def fit(
     trainer: TrainerLike,
     run: Run,
-    loader_arguments: setting_up.LoaderArguments,
+    loader_arguments: LoaderArguments,
     resume_from: str | os.PathLike[str] | None,
     reset_run_history: bool,
 ) -> None:
     """Train in a run, from the beginning or from a state."""
     call = "train()" if resume_from is None else "train(resume_from=...)"
     with run.goodput.running(), lifecycle.entering(trainer, run, call):
-        setting_up.configure(trainer, run)
+        run_setup.configure(trainer, run)
         begins_from = run.ranks.state_to_join() or resume_from  # the state of others, for a process that joins them
-        setting_up.prepare_data(trainer, run, loader_arguments, begins_from)
-        setting_up.prepare_training(trainer, run, loader_arguments.batch_size)
+        run_setup.prepare_data(trainer, run, loader_arguments, begins_from)
+        run_setup.prepare_training(trainer, run, loader_arguments.batch_size)
         scheduling.begin_schedule(trainer, run)
-        setting_up.begin_or_resume(trainer, run, reset_run_history)  # frees the previous run
+        run_setup.begin_or_resume(trainer, run, reset_run_history)
         with ending_in_order(run.control.request) if run.request.ends_at_signals else nullcontext():
             training.begin_training(trainer, run)
-            if "_run_training" in run.overridden:
-                compat.run_training(trainer, run)
-            else:
-                training.train(trainer, run)
+            with compat.completing_custom_loop(trainer, run):
+                trainer._run_training()  # training.train(), unless it is overridden
     if run.end.pause is not None:
         exit_after(run.end.pause)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -12,66 +11,40 @@ import torch
 
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.modules import reshard, unwrap
-from pytorch_accel_lite.base.origins import overridden_methods
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import complete_output
-from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Source
-from pytorch_accel_lite.loop.guards.modes import leaving_as_found
-from pytorch_accel_lite.loop.inference_steps import choose_inference_step
-from pytorch_accel_lite.loop.lifecycle import entering
-from pytorch_accel_lite.loop.loaders import create_eval_loaders
-from pytorch_accel_lite.loop.preparing import prepare_model
-from pytorch_accel_lite.loop.resolving import create_config
+from pytorch_accel_lite.data.sources import BatchData
+from pytorch_accel_lite.extension_names import is_not_there
+from pytorch_accel_lite.loop.guards.modes import restoring_mode_between_batches
 from pytorch_accel_lite.run.attributes import evaluating_optimizers
+from pytorch_accel_lite.run.parts import SkippedBatches
 from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import Run, TrainerLike
-from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
+from pytorch_accel_lite.run.state import InferenceStep, Run, TrainerLike
 
 #: A step method, which returns its output for a batch.
 Compute: TypeAlias = Callable[[BatchData], Tree]
+#: Creates what computes the batches of a run that may fail. An extension adds one.
+INFERENCE_STEPS: list[Callable[[TrainerLike, Run], InferenceStep]] = []
 
 
-@contextmanager
-def inference_run(
-    trainer: TrainerLike,
-    request: RunRequest,
-    dataset: Source,
-    batch_size: int,
-    loader_kwargs: LoaderKwargs | None,
-    collate_fn: CollateFunction | None,
-) -> Iterator[Run]:
-    """Enter an evaluation or prediction run, with its loaders and the model prepared.
+def choose_inference_step(trainer: TrainerLike, run: Run, request: RunRequest) -> None:
+    """Choose how a run computes the batches of its evaluations, or of its prediction.
 
-    An outer run is left unchanged. Without an outer run, an evaluation becomes the latest run.
+    Raises:
+        ValueError: if batches may fail, and the extension is missing
     """
-    batch_size = int(batch_size)
-    run = trainer.current_run.derive()
-    run.kind = request.kind
-    run.overridden = overridden_methods(trainer)
-    run.data.eval_dataset = dataset
-    run.data.collate_fn = collate_fn
-    with entering(trainer, run, "evaluate()" if request.kind == "evaluation" else "predict()"):
-        if run.outer is None:
-            run.data.train_loader = run.data.train_loader_kwargs = run.end.reason = None
-            run.control = StopCoordinator(trainer.ranks)
-            run.stepper.num_eval_parts = 1
-        trainer.callback_handler.configure_run(trainer, request)
-        splits = run.request.auto_microbatch or request.auto_microbatch
-        requested = replace(
-            run.request, max_batches=request.max_batches, first_sample=request.first_sample, auto_microbatch=splits
-        )
-        run.request = request if run.outer is None else requested
-        choose_inference_step(trainer, run, request)
-        create_eval_loaders(trainer, run, batch_size, loader_kwargs)
-        prepare_model(trainer, training=False)
-        if run.outer is None:
-            run.config = create_config(trainer, run, batch_size)
-            if request.kind == "evaluation":
-                run.stay()
-        yield run
+    is_prediction = request.kind == "prediction"
+    skips = request.skips_in_prediction if is_prediction else request.skips_in_evaluation
+    splits = run.request.auto_microbatch
+    run.skipped = SkippedBatches("prediction" if is_prediction else "evaluation") if skips else None
+    run.inference_step = None
+    if not INFERENCE_STEPS and (splits or skips or request.skips_failed_batches):
+        wanted = "auto_microbatch=True" if splits else "Skipping batches that fail"
+        raise ValueError(f"{wanted} {is_not_there('failed_batches')}")
+    if skips or (splits and not is_prediction):
+        run.inference_step = INFERENCE_STEPS[0](trainer, run)
 
 
 def compute_batches(
@@ -80,7 +53,7 @@ def compute_batches(
     """Yield each batch with its output from a step method, or with ``SKIPPED`` if the batch failed and is skipped."""
     listeners = trainer.callback_handler.listeners
     run.batch_number = 0
-    batches = leaving_as_found(trainer, run, batches, "evaluation" if is_evaluation else "prediction")
+    batches = restoring_mode_between_batches(trainer, run, batches, "evaluation" if is_evaluation else "prediction")
     for number, batch in enumerate(batches, start=1):
         run.batch = batch
         if trainer.division.has_fixed_shares:
@@ -135,6 +108,6 @@ def unwrapped_model(trainer: TrainerLike) -> Iterator[None]:
 
 def preserving_randomness(trainer: TrainerLike, run: Run) -> AbstractContextManager[None]:
     """Preserve the generators of an outer run; without one, only the generators that seeded reading changes."""
-    if run.outer is not None or trainer.division.seeds_alike:
+    if run.outer is not None or trainer.division.has_fixed_shares:
         return preserving_generators()
     return nullcontext() if run.data.seed is None else preserving_generators("python", "numpy")

@@ -16,7 +16,7 @@ from pytorch_accel_lite.distributed.observers import observed
 from pytorch_accel_lite.loop.collectives import gathering_uneven_batches
 from pytorch_accel_lite.loop.guards.arguments import check_same_call
 from pytorch_accel_lite.loop.guards.explanations import explain
-from pytorch_accel_lite.loop.preparing import release_model
+from pytorch_accel_lite.loop.model_preparation import release_model
 from pytorch_accel_lite.loop.sharded_models import begin_sharded
 from pytorch_accel_lite.optimizers.rates import learning_rates, note_initial_options
 from pytorch_accel_lite.run.attributes import set_optimizer_modes
@@ -28,7 +28,7 @@ from pytorch_accel_lite.run.state import Run, TrainerLike
 def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
     """Make a run the trainer's current one, and restore the previous run afterwards.
 
-    A run that has started stays as the latest one: see ``Run.stay()``.
+    A run that has started stays as the latest one: see ``Run.drop_previous()``.
 
     Args:
         call: the method that begins the run, which every process must call

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.attribute_states import describe_attributes
 from pytorch_accel_lite.checkpoint.capturing import finish_restoring
 from pytorch_accel_lite.checkpoint.user_attributes import describe_unsaved, note_started
+from pytorch_accel_lite.run.events import StopTrainingError
 from pytorch_accel_lite.run.parts import TrainingState
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
@@ -28,8 +32,24 @@ def describe_states(trainer: TrainerLike, run: Run) -> None:
         )
 
 
+@contextmanager
+def resuming(trainer: TrainerLike, run: Run) -> Iterator[None]:
+    """Call ``finish_resuming()`` after a block in which a run trains, unless its loop has done so.
+
+    The loop calls it after the last starting events of the resumed run: those of the epoch if the run resumes within
+    the steps of an epoch, otherwise those of the run. But nothing may be left to do, or a starting event may stop the
+    run.
+    """
+    try:
+        yield
+    except StopTrainingError:
+        finish_resuming(trainer, run)
+        raise
+    finish_resuming(trainer, run)
+
+
 def finish_resuming(trainer: TrainerLike, run: Run) -> None:
-    """Restore what the starting events may have reset, and then the random generators."""
+    """Restore what the starting events may have reset, and then the random generators. Does nothing if that is done."""
     if run.resumed is not None:
         finish_restoring(trainer, run.resumed)
         run.resumed = None

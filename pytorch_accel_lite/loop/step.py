@@ -15,9 +15,10 @@ from pytorch_accel_lite.data.batches import BatchOutput, as_scalars, complete_ou
 from pytorch_accel_lite.data.loss_shapes import check_loss
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
-from pytorch_accel_lite.loop.gradients import parameters_not_in_model
 from pytorch_accel_lite.loop.guards.first_batch import examine_first_batch
+from pytorch_accel_lite.loop.scheduling import step_after_update
 from pytorch_accel_lite.loop.snapshot import StepSnapshot
+from pytorch_accel_lite.run.attributes import parameters_not_in_model
 from pytorch_accel_lite.run.state import Run, Step, TrainerLike
 from pytorch_accel_lite.run.window import GradientWindow
 
@@ -80,7 +81,7 @@ class PlainStep(Step):
             examine_first_batch(trainer, batch, output)
         return output
 
-    def update(self, trainer: TrainerLike, run: Run) -> None:
+    def apply_update(self, trainer: TrainerLike, run: Run) -> None:
         """Correct and clip the gradients of an accumulation window, and update the weights."""
         if self.averaged and run.data.ranks.world_size > 1:
             average_gradients(self.averaged, run.data.ranks)
@@ -98,9 +99,8 @@ class PlainStep(Step):
         else:
             trainer.optimizer_step()
         run.progress.update += 1
-        each_update = trainer.scheduler is not None and run.request.scheduler_interval == "update"
-        if each_update and not trainer.update_was_skipped:
-            trainer.scheduler_step()
+        if trainer.scheduler is not None:
+            step_after_update(trainer, run)
         trainer.optimizer_zero_grad()
         if listeners["on_optimizer_step_end"]:
             trainer.call_event("on_optimizer_step_end")

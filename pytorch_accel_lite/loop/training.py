@@ -11,21 +11,19 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import Source
-from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
+from pytorch_accel_lite.distributed.gradient_averaging import gradient_sync, sync_ddp_buffers
 from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, evaluate_if_due
-from pytorch_accel_lite.loop.gradients import gradient_sync
 from pytorch_accel_lite.loop.guards.batch_norm import share_for_batch_norm
 from pytorch_accel_lite.loop.guards.ends import check_num_steps, warn_of_weights
 from pytorch_accel_lite.loop.guards.explanations import explaining
-from pytorch_accel_lite.loop.guards.modes import call_start, check_global_modes, leaving_as_found
+from pytorch_accel_lite.loop.guards.modes import check_global_modes, fire_start_event, restoring_mode_between_batches
 from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.guards.sanity_check import check_evaluation
 from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.loaders import sharded_loader
-from pytorch_accel_lite.loop.resuming import describe_states, end_if_complete, finish_resuming
+from pytorch_accel_lite.loop.resuming import describe_states, end_if_complete, finish_resuming, resuming
 from pytorch_accel_lite.loop.step import warm_up_ddp
 from pytorch_accel_lite.run.attributes import set_optimizer_modes
-from pytorch_accel_lite.run.events import StopTrainingError
 from pytorch_accel_lite.run.parts import GlobalModes
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.state import Run, TrainerLike
@@ -41,37 +39,27 @@ def begin_training(trainer: TrainerLike, run: Run) -> None:
 
 def train(trainer: TrainerLike, run: Run) -> None:
     """Train for all epochs of a run, or for the remaining ones if it is resumed."""
-    run.loop.is_ours = True
-    with ending(trainer, run, "training"):
-        try:
-            trainer.training_run_start()
-            trainer.call_event("on_training_run_start")
-            run.loop.global_modes = GlobalModes.now(run.device)
-            run.control.sync(now=True)
-            describe_states(trainer, run)
-            if run.data.eval_loader is not None:
-                check_evaluation(trainer, run)
-            is_over = run.resumed is not None and end_if_complete(trainer, run, run.resumed)
-            if is_over or run.epoch_is_trained or not run.progress.is_mid_epoch:
-                finish_resuming(trainer, run)  # within an epoch, the epoch's starting events come first
-            while not is_over and (run.progress.is_mid_epoch or not run.is_finished):
-                _train_and_evaluate(trainer, run)
-        except StopTrainingError:
-            finish_resuming(trainer, run)  # a starting event stopped the run
-            raise
+    run.loop.uses_builtin_loop = True
+    with ending(trainer, run, "training"), resuming(trainer, run):
+        trainer.training_run_start()
+        trainer.call_event("on_training_run_start")
+        run.loop.global_modes = GlobalModes.now(run.device)
+        run.control.sync(now=True)
+        describe_states(trainer, run)
+        if run.data.eval_loader is not None:
+            check_evaluation(trainer, run)
+        is_over = run.resumed is not None and end_if_complete(trainer, run, run.resumed)
+        while not is_over and (run.progress.is_mid_epoch or not run.is_finished):
+            _run_epoch(trainer, run)
     warn_of_weights(trainer, run)
 
 
-def _train_and_evaluate(trainer: TrainerLike, run: Run) -> None:
+def _run_epoch(trainer: TrainerLike, run: Run) -> None:
     """Train for one epoch and evaluate. A resumed run does what is left of the epoch."""
-    begin_epoch(run)
+    begin_epoch(trainer, run)
     if run.epoch_phase < EpochPhase.TRAINED:
-        own_epoch = trainer._run_train_epoch if "_run_train_epoch" in run.overridden else None
-        with explaining(trainer, run, "training"):
-            if own_epoch is None:
-                run.loop.has_reached_limit = train_epoch(trainer, run, run.data.required_train_loader)
-            else:
-                run.loop.has_reached_limit = bool(own_epoch(run.data.required_train_loader))
+        with explaining(trainer, run, "training"):  # the method, train_epoch() by default, may be overridden
+            run.loop.has_reached_limit = bool(trainer._run_train_epoch(run.data.required_train_loader))
     if run.epoch_phase < EpochPhase.EVALUATED and run.evaluation_is_due:
         evaluate_all(trainer, run)
     if run.epoch_phase < EpochPhase.ENDED:
@@ -84,8 +72,10 @@ def _train_and_evaluate(trainer: TrainerLike, run: Run) -> None:
     complete_epoch(trainer, run)
 
 
-def begin_epoch(run: Run) -> None:
+def begin_epoch(trainer: TrainerLike, run: Run) -> None:
     """Begin the next epoch, unless the current one is incomplete."""
+    if run.epoch_is_trained or not run.progress.is_mid_epoch:
+        finish_resuming(trainer, run)
     if not run.progress.is_mid_epoch:
         run.progress.start_epoch()
         run.window.filled = 0
@@ -110,55 +100,51 @@ def train_epoch(trainer: TrainerLike, run: Run, source: Source) -> bool:
     Returns:
         whether the run has made all its updates, if their number was given
     """
-    with _reading(run, source):
-        _train_and_record(trainer, run)
-    limit = run.request.max_num_train_steps
-    return limit is not None and run.progress.update >= limit
-
-
-def _train_and_record(trainer: TrainerLike, run: Run) -> None:
-    trainer.train_epoch_start()
-    run.loss_trackers = run.loop.unrecorded = trainer.division.create_trackers()
-    if trainer.callback_handler.listeners["on_train_epoch_start"]:
-        call_start(trainer, "on_train_epoch_start", "training")
-    check_global_modes(trainer, run)
-    finish_resuming(trainer, run)
     progress = run.progress
     limit = run.request.max_num_train_steps or math.inf
-    # A callback may have set trainer.train_dataloader.
-    run.data.train_loader = loader = sharded_loader(trainer, run, run.data.train_loader, training=True)
-    set_optimizer_modes(trainer, training=True)
-    least = share_for_batch_norm(trainer, run)
-    run.batch_number = progress.step
-    length = find_length(loader) if not progress.step else None  # the steps of a resumed epoch may have other sizes
-    while not _train_steps(trainer, run, _batches_left(trainer, run, least), limit):
-        pass  # read the batches again: an update is repeated, or the data have changed
-    run.batch_number = None
-    check_num_steps(run, loader, length if progress.update < limit else None)
-    if trainer.check_replicas and run.ranks.world_size > 1:
-        trainer.compare_replicas()
-    run.control.sync(now=True)
-    sync_ddp_buffers(trainer.model, run.ranks)
-    set_optimizer_modes(trainer, training=False)
-    trainer.train_epoch_end()
-    run.record_losses(trainer.run_history, run.data.ranks, "train_{}_epoch")
-    run.loop.unrecorded = None
-    run.epoch_phase = EpochPhase.TRAINED
-    trainer.call_event("on_train_epoch_end")
+    with _reading(run, source):
+        trainer.train_epoch_start()
+        run.loss_trackers = run.loop.unrecorded = trainer.division.create_trackers()
+        if trainer.callback_handler.listeners["on_train_epoch_start"]:
+            fire_start_event(trainer, "on_train_epoch_start", "training")
+        check_global_modes(trainer, run)
+        finish_resuming(trainer, run)
+        # A callback may have set trainer.train_dataloader.
+        run.data.train_loader = loader = sharded_loader(trainer, run, run.data.train_loader, training=True)
+        set_optimizer_modes(trainer, training=True)
+        least = share_for_batch_norm(trainer, run)
+        run.batch_number = progress.step
+        length = find_length(loader) if not progress.step else None  # the steps of a resumed epoch may have other sizes
+        has_ended = False
+        while not has_ended:
+            has_ended = _steps_until_reread(trainer, run, _batches_left(trainer, run, least), limit)
+        run.batch_number = None
+        check_num_steps(run, loader, length if progress.update < limit else None)
+        if trainer.check_replicas and run.ranks.world_size > 1:
+            trainer.compare_replicas()
+        run.control.sync(now=True)
+        sync_ddp_buffers(trainer.model, run.ranks)
+        set_optimizer_modes(trainer, training=False)
+        trainer.train_epoch_end()
+        run.record_losses(trainer.run_history, run.data.ranks, "train_{}_epoch")
+        run.loop.unrecorded = None
+        run.epoch_phase = EpochPhase.TRAINED
+        trainer.call_event("on_train_epoch_end")
+    return progress.update >= limit
 
 
 def _batches_left(trainer: TrainerLike, run: Run, min_share: int) -> Iterator[Batch]:
     """Return the remaining batches of the epoch."""
     progress, loader = run.progress, run.data.required_train_loader
     batches = loader.steps(progress.epoch, progress.samples_in_epoch, progress.step, min_share)
-    return iter(leaving_as_found(trainer, run, batches, "training"))
+    return iter(restoring_mode_between_batches(trainer, run, batches, "training"))
 
 
-def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit: float) -> bool:
+def _steps_until_reread(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit: float) -> bool:
     """Train on the batches of an epoch, up to a limit of updates, and measure how long training waits for them.
 
     Returns:
-        whether the steps are complete; otherwise the batches have to be read again, because the step repeats an update,
+        whether the epoch has ended; otherwise the batches left must be read again, because the step repeats an update,
         or the data have changed
     """
     progress, loader = run.progress, run.data.required_train_loader
@@ -172,7 +158,7 @@ def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit
             if run.stepper.must_warm_up_ddp:
                 warm_up_ddp(trainer, run, batch)
             try:
-                train_step(trainer, run, batch)
+                run_step(trainer, run, batch)
             except Exception as error:
                 if not run.stepper.recover(trainer, run, error):
                     raise
@@ -188,7 +174,7 @@ def _train_steps(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit
     return not is_outdated
 
 
-def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
+def run_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     """Accumulate the gradients of a batch; at the end of an accumulation window, update the weights."""
     step, window = run.progress.step, run.window  # step is a number; run.stepper trains
     listeners = trainer.callback_handler.listeners
@@ -204,7 +190,7 @@ def train_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     if updates:
         if run.stepper.must_compare_replicas:
             note_missing_gradients(trainer, run)
-        run.stepper.update(trainer, run)
+        run.stepper.apply_update(trainer, run)
     run.progress.step += 1
     window.is_in_step = False
     if output is not None and listeners["on_train_step_end"]:

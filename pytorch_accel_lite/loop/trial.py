@@ -25,11 +25,11 @@ from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.inference import unwrapped_model
 from pytorch_accel_lite.loop.lifecycle import entering
 from pytorch_accel_lite.loop.loaders import create_eval_loaders, create_train_loader
-from pytorch_accel_lite.loop.preparing import prepare_model, release_model
-from pytorch_accel_lite.loop.setting_up import prepare_training
+from pytorch_accel_lite.loop.model_preparation import prepare_model, release_model
+from pytorch_accel_lite.loop.run_setup import prepare_training
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
 from pytorch_accel_lite.loop.step import loss_of
-from pytorch_accel_lite.loop.training import train_step
+from pytorch_accel_lite.loop.training import run_step
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import CallbackHandler
 from pytorch_accel_lite.run.history import InMemoryRunHistory
@@ -192,7 +192,7 @@ class Trial:
 
     def train_step(self, batch: Batch) -> None:
         """Make a training step, which ends in an update at the end of an accumulation window, or of the epoch."""
-        train_step(self.trainer, self.run, batch)
+        run_step(self.trainer, self.run, batch)
 
     def update(self, batches: Iterator[Batch]) -> dict[str, float]:
         """Make an update; return its mean losses over all processes, by name."""

@@ -72,6 +72,22 @@ def all_optimized_parameters(trainer: TrainerLike) -> list[nn.Parameter]:
     return [*optimized, *chain.from_iterable(map(optimized_parameters, other_optimizers(trainer).values()))]
 
 
+def parameters_not_in_model(model: torch.nn.Module, optimizer: Optimizer) -> list[torch.nn.Parameter]:
+    """Return the parameters of an optimizer that are not in the model, such as those of the loss function."""
+    in_model = set(model.parameters())
+    return [parameter for parameter in optimized_parameters(optimizer) if parameter not in in_model]
+
+
+def updated_parameters(trainer: TrainerLike) -> list[torch.nn.Parameter]:
+    """Return the parameters that an update changes: the optimizer's, and if it optimizes copies, also the model's."""
+    optimized = optimized_parameters(trainer.optimizer)
+    ids = set(map(id, optimized))
+    has_model = any(id(parameter) in ids for parameter in trainer.model.parameters())
+    if has_model or trainer.current_run.stepper.updates_one_by_one:  # the optimizer may be for another module
+        return optimized
+    return [*trainer.model.parameters(), *optimized]
+
+
 def weights_are_finite(trainer: TrainerLike) -> bool:
     """Whether all trained parameters are finite and no buffer is NaN, on any process. Reads from the device.
 

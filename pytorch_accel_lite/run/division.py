@@ -25,7 +25,7 @@ class Division:
 
     Attributes:
         has_fixed_shares: whether the number of shares is fixed. Between steps, all processes then have the same random
-            numbers, and the step adds up the gradients.
+            numbers, and the step itself adds up the gradients, without ``DistributedDataParallel``.
         argument: the trainer argument that requests this division, for messages; empty for the default
         shares: the shares that this process reads and computes; ``None`` if each process has one batch
         current: number of the share that is being computed
@@ -40,16 +40,6 @@ class Division:
     def __init__(self) -> None:
         self.current = 0
         self.outputs: dict[int, tuple[Batch, BatchOutput]] = {}
-
-    @property
-    def averages_gradients(self) -> bool:
-        """Whether the step adds up the gradients of all processes itself, without ``DistributedDataParallel``."""
-        return self.has_fixed_shares
-
-    @property
-    def seeds_alike(self) -> bool:
-        """Whether all processes have the same random numbers between steps."""
-        return self.has_fixed_shares
 
     @property
     def count(self) -> int | None:

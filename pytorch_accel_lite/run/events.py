@@ -313,7 +313,8 @@ class TrainerCallback:
         """An evaluation begins.
 
         Args:
-            is_intermediate: whether the evaluation interrupts a training epoch
+            is_intermediate: whether its losses are recorded as ``intermediate_eval_loss``, as those of
+                ``run_evaluation()`` are by default; ``False`` for the run's own evaluations, also within an epoch
         """
 
     def on_eval_step_start(self, trainer: Trainer, **kwargs: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from pytorch_accel_lite.base.reprs import call
 from pytorch_accel_lite.data.loader import LoaderKwargs
@@ -24,6 +24,20 @@ class StateSource(Protocol):
     def save_dir(self) -> str | os.PathLike[str]: ...  # noqa: D102
     @property
     def find_latest(self) -> Callable[..., Any]: ...  # noqa: D102
+
+
+class LoaderArguments(NamedTuple):
+    """How a run reads its data.
+
+    Args:
+        batch_size: number of samples in a batch of one process
+        train_kwargs: the user's arguments for the training loader
+        eval_kwargs: the user's arguments for the evaluation loaders
+    """
+
+    batch_size: int
+    train_kwargs: LoaderKwargs | None
+    eval_kwargs: LoaderKwargs | None
 
 
 @dataclass(eq=False)

@@ -233,6 +233,8 @@ class Step:
         must_warm_up_ddp: whether ``DistributedDataParallel`` still has to arrange its gradients
         must_compare_replicas: whether the first update still has to be compared between the processes
         without_gradient: the parameters that had no gradient on this process in the first update
+        clipped: the parameters whose gradients were clipped last, in the order of the model
+        clipped_ids: their ids, in the order of the optimizer
     """
 
     closure: tuple[Callable[[], torch.Tensor]] | tuple[()] = ()
@@ -248,6 +250,8 @@ class Step:
         self.must_warm_up_ddp = False
         self.must_compare_replicas = False
         self.without_gradient: list[nn.Parameter] = []
+        self.clipped: list[nn.Parameter] = []
+        self.clipped_ids: list[int] = []
 
     @property
     def optimizers_never_updated(self) -> list[str]:
@@ -276,7 +280,7 @@ class Step:
         """Restore the state from before the window in which an error occurred; return whether it is repeated."""
         return False
 
-    def update(self, trainer: TrainerLike, run: Run) -> None:
+    def apply_update(self, trainer: TrainerLike, run: Run) -> None:
         """Update the weights with the gradients of an accumulation window."""
         raise NotImplementedError
 
@@ -312,7 +316,7 @@ class LoopState:
     """The private state of the loop of a run.
 
     Attributes:
-        is_ours: whether the package's own loop has begun, rather than a loop in an overridden ``_run_training``
+        uses_builtin_loop: whether the package's own loop has begun, rather than that of an overridden ``_run_training``
         has_reached_limit: whether the last epoch made the last requested update
         evaluations: the interval between evaluations, if the run evaluates at intervals
         has_update_schedules: whether evaluations, or the sizes of windows, are scheduled by updates
@@ -322,7 +326,7 @@ class LoopState:
         global_modes: settings of torch after the starting events
     """
 
-    is_ours: bool = False
+    uses_builtin_loop: bool = False
     has_reached_limit: bool = False
     evaluations: Interval | None = None
     has_update_schedules: bool = False
@@ -452,8 +456,8 @@ class Run:
             skipped=None if self.skipped is None else SkippedBatches(self.skipped.phase),
         )
 
-    def stay(self) -> None:
-        """Remain the trainer's run after the end, because this run has started; free the previous run and its data."""
+    def drop_previous(self) -> None:
+        """Free the previous run and its data: this run has started, and remains the trainer's run after its end."""
         self.previous = None
 
     @property

@@ -104,8 +104,6 @@ class GradientWindow:
         is_guarded: whether a rank may fail within a step, so that ranks must not communicate there
         items_per_batch: number of items in a nominal micro-batch, fixed by the first batch that returns
             ``num_items_in_batch``; ``None`` if items are samples
-        clipped_ids: ids of the parameters that were clipped last, in the order of the model
-        clipped: the parameters that were clipped last, in the order of the model
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, steps: int, batch_size: int) -> None:
@@ -122,8 +120,6 @@ class GradientWindow:
         self.is_split = False
         self.is_guarded = False
         self.items_per_batch: float | None = None
-        self.clipped_ids: list[int] = []
-        self.clipped: list[torch.nn.Parameter] = []
 
     @property
     def is_between_updates(self) -> bool:

@@ -1,14 +1,17 @@
-"""Choosing the training step of a run."""
+"""The choice of a run's training step among the kinds of steps, and the features that do not work together."""
 
 from __future__ import annotations
 
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.loop.step import PlainStep
 from pytorch_accel_lite.run.state import Run, Step, TrainerLike
-from pytorch_accel_lite.steps.combinations import find_features
-from pytorch_accel_lite.steps.features import KINDS, Kind
+from pytorch_accel_lite.steps.closures import ReplayingStep
+from pytorch_accel_lite.steps.compiled import CHECKPOINTED, COMPILED
+from pytorch_accel_lite.steps.features import KINDS, Feature, Kind
+from pytorch_accel_lite.steps.manual import ManualStep
 from pytorch_accel_lite.steps.sharded import ShardedStep
 
+KINDS.extend((ManualStep, ReplayingStep))
 _replaced: dict[Kind, Kind] = {}
 
 
@@ -21,7 +24,7 @@ def create_step(trainer: TrainerLike, run: Run) -> Step:
     """Create the training step of a run.
 
     Raises:
-        ValueError: if the run uses features that do not work together, see ``.combinations``
+        ValueError: if the run uses features that do not work together
     """
     features = find_features(trainer, run)
     if trainer.compiled_forward is not None:
@@ -33,3 +36,31 @@ def create_step(trainer: TrainerLike, run: Run) -> Step:
     if are_sharded(trainer.model.parameters()) and run.ranks.world_size > 1:
         return ShardedStep(trainer, run)
     return PlainStep(trainer, run)
+
+
+def all_features() -> list[Feature]:
+    """Return all features that conflict with some others."""
+    return [*(feature for kind in KINDS for feature in kind.features), COMPILED, CHECKPOINTED]
+
+
+def find_features(trainer: TrainerLike, run: Run) -> list[Feature]:
+    """Return the features that a run uses, except those that handle a conflict themselves.
+
+    Raises:
+        ValueError: if two of them do not work together, unless the feature itself handles the conflict
+    """
+    found = []
+    for feature in [feature for feature in all_features() if feature.is_used(trainer, run)]:
+        conflict = feature.find_conflict(trainer, run)
+        if conflict is None:
+            found.append(feature)
+        elif feature.is_refused:
+            raise ValueError(f"{feature.name} does not work with {conflict.other.name}: {conflict.reason}.")
+    return found
+
+
+def as_markdown() -> str:
+    """Return the table of conflicts for the documentation."""
+    pairs = [(feature, conflict) for feature in all_features() for conflict in feature.conflicts]
+    rows = [f"| {feature.name} | {other.name} | {why} |" for feature, (other, why) in pairs]
+    return "\n".join(["| feature | does not work with | because |", "|---|---|---|", *rows])

@@ -11,8 +11,7 @@ from pytorch_accel_lite.base.randomness import capture_generators, restore_gener
 from pytorch_accel_lite.base.reachable import codes_in
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
-from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
-from pytorch_accel_lite.loop.gradients import NOTHING, gradient_sync
+from pytorch_accel_lite.distributed.gradient_averaging import average_gradients, gradient_sync
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.loop.step import PlainStep, backward
 from pytorch_accel_lite.optimizers.operations import needs_closure, parts_of_optimizer
@@ -103,7 +102,7 @@ class ReplayingStep(PlainStep):
                 restore_generators(generators)
                 run.batch = batch
                 is_last = number == len(self._steps)
-                with gradient_sync(trainer.accelerator, trainer.model, is_last) if run.window.steps > 1 else NOTHING:
+                with gradient_sync(trainer.accelerator, trainer.model, is_last):
                     loss = loss + self._loss(trainer, run, batch)
             if run.ranks.world_size > 1:
                 if self.averaged:

@@ -56,8 +56,8 @@ class Kind(Protocol):
     def __call__(self, trainer: TrainerLike, run: Run) -> Step: ...  # noqa: D102
 
 
-#: The kinds of steps that a run may ask for, see ``.combinations``. Any two of them conflict, so their order does not
-#: matter. An extension adds its own.
+#: The kinds of steps that a run may ask for: ``.choice`` adds those of the core, an extension its own. Any two of them
+#: conflict, so their order does not matter.
 KINDS: list[Kind] = []
 
 # A feature with which several kinds of steps conflict, but that none of them provides.

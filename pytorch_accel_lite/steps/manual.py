@@ -216,7 +216,7 @@ class ManualStep(Step):
             self._scaler.update()
         self._must_update_scaler = False
 
-    def update(self, trainer: TrainerLike, run: Run) -> None:
+    def apply_update(self, trainer: TrainerLike, run: Run) -> None:
         """Count the update of a step, and step a scheduler shared by all optimizers."""
         run.window.has_gradients = False
         for name, window in self.windows.items():

@@ -9,8 +9,8 @@ from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.distributed.layout import covers, is_hybrid, mesh_infos
 from pytorch_accel_lite.loop.deepspeed import check_whole_window, uses_deepspeed
-from pytorch_accel_lite.loop.gradients import parameters_not_in_model
 from pytorch_accel_lite.loop.step import PlainStep
+from pytorch_accel_lite.run.attributes import parameters_not_in_model
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
 
@@ -47,11 +47,11 @@ class ShardedStep(PlainStep):
         names = [name.rpartition(".") for name in buffers if name in changing]
         self.synced_buffers += [(model.get_submodule(owner), name) for owner, _, name in names]
 
-    def update(self, trainer: TrainerLike, run: Run) -> None:
+    def apply_update(self, trainer: TrainerLike, run: Run) -> None:
         """Run the usual update; with DeepSpeed, count the update that DeepSpeed has made."""
         if uses_deepspeed(trainer.accelerator):
             check_whole_window(run)
-        super().update(trainer, run)
+        super().apply_update(trainer, run)
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the usual step, and reduce the gradients if the step ends a window."""

@@ -5,12 +5,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
 
-from pytorch_accel_lite.extending import MACHINERY, Ranks, TrainerLike, open_trainers
+from pytorch_accel_lite.extending import (
+    MACHINERY,
+    Ranks,
+    Snapshot,
+    TrainerLike,
+    count_values,
+    is_overridden,
+    open_trainers,
+)
 from pytorch_accel_lite.extensions.logical import LogicalProcesses, SharedLossTrackers
 from pytorch_accel_lite.extensions.takeover.joining import wait_for_state
 from pytorch_accel_lite.extensions.takeover.membership import Change, Membership
@@ -83,7 +92,8 @@ class SurvivingRanks(Ranks):
         self.membership.has_begun_again = False
         return self.broadcast_object(lambda: state)
 
-    def repeatable(self, action: Callable[[], T], keep: Callable[[], Callable[[], object]] | None = None) -> T:
+    def repeatable(self, action: Callable[[], T], changes: object = None) -> T:
+        keep = None if changes is None else partial(_undo_of_evaluation, cast(TrainerLike, changes))
         return self.membership.do(action, keep)
 
     def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
@@ -115,6 +125,28 @@ class SurvivingRanks(Ranks):
 
     def barrier(self, timeout: timedelta | None = None) -> None:
         self.membership.do(lambda: super(SurvivingRanks, self).barrier(timeout))
+
+
+def _undo_of_evaluation(trainer: TrainerLike) -> Callable[[], None]:
+    """Return a function that undoes an evaluation: what it has recorded, and what callbacks have learned from it."""
+    run, history = trainer.current_run, trainer.run_history
+    progress = run.loss_trackers, run.loop.completes_evaluation
+    counts = count_values(history)
+    before = Snapshot()
+    before.keep_generators()
+    # The package's own callbacks only note that there was an evaluation, and a copy may take as much memory as a model.
+    before.keep_states(
+        cast(Any, callback)
+        for callback in trainer.callback_handler
+        if hasattr(callback, "load_state_dict") and is_overridden(callback, "on_eval_epoch_end")
+    )
+
+    def undo() -> None:
+        history._shorten(counts | dict.fromkeys(count_values(history).keys() - counts.keys(), 0))
+        run.loss_trackers, run.loop.completes_evaluation = progress
+        before.close()
+
+    return undo
 
 
 def survivors() -> list[TrainerLike]:

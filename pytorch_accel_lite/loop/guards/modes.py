@@ -24,7 +24,9 @@ _STEP_METHODS: dict[Phase, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def leaving_as_found(trainer: TrainerLike, run: Run, batches: Iterable[Batch], phase: Phase) -> Iterable[Batch]:
+def restoring_mode_between_batches(
+    trainer: TrainerLike, run: Run, batches: Iterable[Batch], phase: Phase
+) -> Iterable[Batch]:
     """Yield batches; if user code runs between two batches, restore the model's mode afterwards.
 
     Only the mode of the whole model is compared, because the mode of a part may be meant to stay changed. Without user
@@ -61,7 +63,7 @@ def _warn_of_mode(who: str, phase: Phase, is_training: bool) -> None:
     )
 
 
-def call_start(trainer: TrainerLike, event: str, phase: Phase, **kwargs: object) -> None:
+def fire_start_event(trainer: TrainerLike, event: str, phase: Phase, **kwargs: object) -> None:
     """Fire the event before the steps of a phase; warn if a callback changes the mode of the model in it.
 
     The change is kept, as it may be intended.

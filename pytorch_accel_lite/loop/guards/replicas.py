@@ -11,7 +11,6 @@ from torch import nn
 from pytorch_accel_lite.base.inspection import sums_of_bits
 from pytorch_accel_lite.base.modules import unwrap
 from pytorch_accel_lite.base.quantised import all_plain_parts
-from pytorch_accel_lite.loop.gradients import updated_parameters
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
@@ -62,7 +61,9 @@ class _Found(NamedTuple):
 
 def note_missing_gradients(trainer: TrainerLike, run: Run) -> None:
     """Note which trained parameters have no gradient in the current update."""
-    run.stepper.without_gradient = [p for p in updated_parameters(trainer) if p.requires_grad and p.grad is None]
+    run.stepper.without_gradient = [
+        p for p in attributes.updated_parameters(trainer) if p.requires_grad and p.grad is None
+    ]
 
 
 def _likely_cause(trainer: TrainerLike, name: str, by_rank: list[_Found]) -> str:
@@ -108,7 +109,7 @@ def _names(trainer: TrainerLike) -> dict[int, str]:
 
 def _trained_parameters(trainer: TrainerLike, names: dict[int, str]) -> dict[str, nn.Parameter]:
     """Return the parameters that the trainer's optimizers update, by their names in the trainer's modules."""
-    trained = [*updated_parameters(trainer), *attributes.all_optimized_parameters(trainer)]
+    trained = [*attributes.updated_parameters(trainer), *attributes.all_optimized_parameters(trainer)]
     by_id = {id(parameter): parameter for parameter in trained if not hasattr(parameter, "device_mesh")}
     return {names.get(key, f"parameter {number}"): value for number, (key, value) in enumerate(by_id.items())}
 

@@ -1,20 +1,24 @@
-"""Setting up a training run: what its callbacks need, its data, its model and step, and where it starts."""
+"""Setting up runs: what callbacks need, the data, the model and the step, the settings, and where a run starts."""
 
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.base.origins import warn_outside
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.origins import overridden_methods, warn_outside
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators, seed_run
 from pytorch_accel_lite.checkpoint.capturing import check_history, find_state
 from pytorch_accel_lite.checkpoint.locks import lock_path
 from pytorch_accel_lite.checkpoint.recorded_settings import compare_settings, record_settings
 from pytorch_accel_lite.checkpoint.user_attributes import note_created
 from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.loop.deepspeed import configure_deepspeed, uses_deepspeed
 from pytorch_accel_lite.loop.guards.arguments import (
     check_optimizers,
@@ -23,15 +27,17 @@ from pytorch_accel_lite.loop.guards.arguments import (
     settings_of_optimizer,
 )
 from pytorch_accel_lite.loop.guards.epochs_from_one import warn_of_comparisons
-from pytorch_accel_lite.loop.inference_steps import choose_inference_step
+from pytorch_accel_lite.loop.inference import choose_inference_step
+from pytorch_accel_lite.loop.lifecycle import entering
 from pytorch_accel_lite.loop.loaders import create_eval_loaders, create_train_loader
-from pytorch_accel_lite.loop.preparing import apply_model_options, prepare_model
-from pytorch_accel_lite.loop.resolving import create_config
+from pytorch_accel_lite.loop.model_preparation import apply_model_options, prepare_model
 from pytorch_accel_lite.loop.scheduling import check_length, must_recreate, resume_schedule, warn_of_other_schedule
 from pytorch_accel_lite.optimizers.operations import clear_gradients, is_created
 from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.parts import Training
+from pytorch_accel_lite.run.settings import LoaderArguments, RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.state import Run, TrainerLike
+from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
 from pytorch_accel_lite.run.window import Accumulation, GradientWindow
 
 
@@ -73,20 +79,6 @@ def _check_metrics(trainer: TrainerLike, run: Run) -> None:
         trainer.run_history.directions = request.metrics.directions
 
 
-class LoaderArguments(NamedTuple):
-    """How a run reads its data.
-
-    Args:
-        batch_size: number of samples in a batch of one process
-        of_train: the user's arguments for the training loader
-        of_eval: the user's arguments for the evaluation loaders
-    """
-
-    batch_size: int
-    of_train: LoaderKwargs | None
-    of_eval: LoaderKwargs | None
-
-
 def prepare_data(
     trainer: TrainerLike, run: Run, loader_arguments: LoaderArguments, resume_from: str | os.PathLike[str] | None
 ) -> None:
@@ -99,9 +91,9 @@ def prepare_data(
     if resume_from is not None:
         run.resumed = find_state(trainer, request.state_sources, resume_from)
     _seed(trainer, run)
-    create_train_loader(trainer, run, loader_arguments.batch_size, loader_arguments.of_train)
+    create_train_loader(trainer, run, loader_arguments.batch_size, loader_arguments.train_kwargs)
     if run.data.eval_dataset is not None:
-        create_eval_loaders(trainer, run, loader_arguments.batch_size, loader_arguments.of_eval)
+        create_eval_loaders(trainer, run, loader_arguments.batch_size, loader_arguments.eval_kwargs)
     apply_model_options(trainer)  # before the event, so that copies made by callbacks have them too
     # If a callback requests the end of the run, the request waits until the run has started and can end in order.
     trainer.callback_handler.call_each("on_dataloaders_created", run.control.request, trainer)
@@ -111,7 +103,7 @@ def _seed(trainer: TrainerLike, run: Run) -> None:
     """Seed the generators, and find the seed of the data order, which a resumed run takes from its state."""
     run.data.seed = trainer.seed
     if trainer.seed is not None:
-        seed_run(trainer.seed, alike=trainer.division.seeds_alike)
+        seed_run(trainer.seed, alike=trainer.division.has_fixed_shares)
     state = run.resumed
     if state is not None:
         run.data.seed = state.metadata["data_seed"]
@@ -148,10 +140,82 @@ def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     run.stepper = trainer._create_step(run)
 
 
+def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRunConfig:
+    """Return the settings of a run from ``_create_run_config``, which users of pytorch-accelerated override."""
+    request = run.request
+    return trainer._create_run_config(
+        per_device_batch_size=batch_size,
+        num_epochs=request.num_epochs,
+        gradient_accumulation_steps=request.gradient_accumulation_steps,
+        max_num_train_steps=request.max_num_train_steps,
+        gradient_clip_value=request.gradient_clip_value,
+    )
+
+
+def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batch_size: int) -> TrainerRunConfig:
+    """Derive the settings of a run from its request and the length of its data.
+
+    Raises:
+        ValueError: if the training data do not fill a single batch
+    """
+    accelerator = trainer.accelerator
+    data = run.data
+    steps = find_length(data.train_loader)
+    if steps == 0:
+        raise ValueError(
+            "train_dataset gives no batch: with drop_last=True it must hold at least one batch for every process. "
+            "Lower the batch size, or omit drop_last."
+        )
+    accumulation = Accumulation(request.gradient_accumulation_steps)
+    is_evaluation = data.train_loader is None
+    updates_per_epoch = 0 if is_evaluation else None if steps is None else accumulation.updates_after(steps)
+    request = _limit(request, accumulation, steps)
+    processes = trainer.division.count or data.ranks.world_size
+    train_batch_size = (data.train_loader_kwargs or {}).get("batch_size") or batch_size
+    eval_batch_size = (data.eval_loader_kwargs or {}).get("batch_size") or batch_size
+    return TrainerRunConfig(
+        num_epochs=request.num_epochs,
+        max_num_train_steps=request.max_num_train_steps,
+        gradient_accumulation_steps=request.gradient_accumulation_steps,
+        gradient_clip_value=request.gradient_clip_value,
+        gradient_clip_norm=request.gradient_clip_norm,
+        scheduler_interval=request.scheduler_interval,
+        scheduler_metric=request.scheduler_metric,
+        eval_every_n_epochs=request.eval_every_n_epochs,
+        evaluate_every=request.evaluate_every,
+        auto_microbatch=request.auto_microbatch,
+        train_per_device_batch_size=train_batch_size,
+        train_dl_kwargs=data.train_loader_kwargs,
+        eval_per_device_batch_size=eval_batch_size,
+        eval_dl_kwargs=data.eval_loader_kwargs,
+        train_total_batch_size=train_batch_size * processes * accumulation.after(0),
+        eval_total_batch_size=eval_batch_size * processes,
+        num_update_steps_per_epoch=updates_per_epoch,
+        is_local_process_zero=accelerator.is_local_main_process,
+        is_world_process_zero=accelerator.is_main_process,
+        is_distributed=accelerator.num_processes > 1,
+        mixed_precision=accelerator.mixed_precision,
+        num_processes=accelerator.num_processes,
+        seed=trainer.seed,
+        logical_processes=trainer.division.count,
+        deterministic=trainer.deterministic,
+    )
+
+
+def _limit(request: RunRequest, accumulation: Accumulation, steps: int | None) -> RunRequest:
+    """Derive epochs from updates, or updates from epochs of ``steps`` steps; updates take precedence."""
+    updates, epochs = request.max_num_train_steps, request.num_epochs
+    if updates is not None:
+        return replace(request, num_epochs=None if steps is None else accumulation.epochs_for(updates, steps))
+    if steps is None or epochs is None:
+        return request
+    return replace(request, max_num_train_steps=accumulation.updates_in(epochs, steps))
+
+
 def begin_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> None:
     """Start from the beginning or from a training state."""
     was_mid_epoch = run.previous is not None and run.previous.progress.is_mid_epoch
-    run.stay()
+    run.drop_previous()
     if reset_run_history:
         trainer.run_history.reset()
     elif was_mid_epoch:
@@ -174,3 +238,43 @@ def begin_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> 
     run.stepper.must_compare_replicas = trainer.check_replicas and run.ranks.world_size > 1
     reorders = isinstance(trainer.model, DistributedDataParallel) and run.ranks.world_size > 2
     run.stepper.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0
+
+
+@contextmanager
+def inference_run(
+    trainer: TrainerLike,
+    request: RunRequest,
+    dataset: Source,
+    batch_size: int,
+    loader_kwargs: LoaderKwargs | None,
+    collate_fn: CollateFunction | None,
+) -> Iterator[Run]:
+    """Enter an evaluation or prediction run, with its loaders and the model prepared.
+
+    An outer run is left unchanged. Without an outer run, an evaluation becomes the latest run.
+    """
+    batch_size = int(batch_size)
+    run = trainer.current_run.derive()
+    run.kind = request.kind
+    run.overridden = overridden_methods(trainer)
+    run.data.eval_dataset = dataset
+    run.data.collate_fn = collate_fn
+    with entering(trainer, run, "evaluate()" if request.kind == "evaluation" else "predict()"):
+        if run.outer is None:
+            run.data.train_loader = run.data.train_loader_kwargs = run.end.reason = None
+            run.control = StopCoordinator(trainer.ranks)
+            run.stepper.num_eval_parts = 1
+        trainer.callback_handler.configure_run(trainer, request)
+        splits = run.request.auto_microbatch or request.auto_microbatch
+        requested = replace(
+            run.request, max_batches=request.max_batches, first_sample=request.first_sample, auto_microbatch=splits
+        )
+        run.request = request if run.outer is None else requested
+        choose_inference_step(trainer, run, request)
+        create_eval_loaders(trainer, run, batch_size, loader_kwargs)
+        prepare_model(trainer, training=False)
+        if run.outer is None:
+            run.config = create_config(trainer, run, batch_size)
+            if request.kind == "evaluation":
+                run.drop_previous()
+        yield run
