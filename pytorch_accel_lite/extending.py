@@ -73,13 +73,13 @@ from pytorch_accel_lite.loop.guards.explanations import explain, list_samples
 from pytorch_accel_lite.loop.guards.held_memory import MEMORY_ADVICE
 from pytorch_accel_lite.loop.inference import INFERENCE_STEPS, unwrapped_model
 from pytorch_accel_lite.loop.model_preparation import MODEL_CHANGES
-from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
 from pytorch_accel_lite.loop.run_setup import inference_run
 from pytorch_accel_lite.loop.sharded_models import shard_model
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
 from pytorch_accel_lite.loop.speed_advice import faster_data, unfused_class
 from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward, loss_of
 from pytorch_accel_lite.loop.trial import Trial
+from pytorch_accel_lite.loop.user_callbacks import UserCallbacks
 from pytorch_accel_lite.optimizers.operations import CreateScheduler, optimized_parameters
 from pytorch_accel_lite.optimizers.rates import layer_scales
 from pytorch_accel_lite.run.attributes import (
@@ -109,7 +109,7 @@ from pytorch_accel_lite.run.window import GradientWindow, as_weight
 from pytorch_accel_lite.steps.choice import replace_step
 from pytorch_accel_lite.steps.closures import CLOSURE, RECOMPUTED
 from pytorch_accel_lite.steps.compiled import COMPILED, STEP_COMPILERS, StepCompiler
-from pytorch_accel_lite.steps.features import FP16, KINDS, MICROBATCHES, SKIPPED_BATCHES, Conflict, Feature
+from pytorch_accel_lite.steps.features import FP16, MICROBATCHES, SKIPPED_BATCHES, STEP_KINDS, Conflict, Feature
 from pytorch_accel_lite.steps.manual import MANUAL
 from pytorch_accel_lite.steps.sharded import ShardedStep
 
@@ -119,9 +119,9 @@ __all__ = [
     "TrainerCallback", "TrainerLike", "TrainingState", "WatchedMetric",
     # Seams.
     "DIVISIONS", "Division", "FENCES", "INFERENCE_STEPS", "InferenceStep", "JOB_QUEUES", "JobObserver", "JobQueue",
-    "KINDS", "MEMORY_ADVICE", "MODEL_CHANGES", "MODEL_FORMS", "MODEL_WRITERS", "ModelForm", "ModelWriter", "OBSERVERS",
-    "OTHER_LIBRARIES", "PLOTS", "Plots", "STEP_COMPILERS", "STORES", "StateStore", "StepCompiler", "Store",
-    "create_division", "replace_step",
+    "MEMORY_ADVICE", "MODEL_CHANGES", "MODEL_FORMS", "MODEL_WRITERS", "ModelForm", "ModelWriter", "OBSERVERS",
+    "OTHER_LIBRARIES", "PLOTS", "Plots", "STEP_COMPILERS", "STEP_KINDS", "STORES", "StateStore", "StepCompiler",
+    "Store", "create_division", "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
     "RECOMPUTED", "SKIPPED_BATCHES", "ShardedStep", "as_returned", "as_weight", "backward", "merge_outputs",
@@ -142,7 +142,7 @@ __all__ = [
     "ADAPTERS", "LoadedWeights", "SavedModel", "WriteModel", "is_of_peft", "is_of_timm", "reachable_from",
     "verify_tensors", "write_tensors",
     # Trials.
-    "OwnCallbacks", "Snapshot", "StepSnapshot", "Trial", "check_dataset", "faster_data", "inference_run",
+    "Snapshot", "StepSnapshot", "Trial", "UserCallbacks", "check_dataset", "faster_data", "inference_run",
     "is_out_of_memory", "loss_of", "preserving_attributes", "replaced", "shard_model", "split_into_parts",
     "unfused_class", "unwrapped_model",
     # The parts of trainers and batches.

@@ -428,7 +428,7 @@ class Trainer:
         self.compiled_forward: CompiledForwardLike | None = create_compiled_forward(
             self, compile_step, self._batch_adapter
         )
-        model_preparation.change_blocks(self)
+        model_preparation.apply_block_options(self)
         shutdown.register(self)
         self._library_attributes = vars(self).keys() - before
         self.callback_handler.call_event("on_init_end", self)
@@ -870,9 +870,9 @@ class Trainer:
         precision = self._requested_precision
         return Accelerator(mixed_precision=precision, cpu=launched_on_cpus(), kwargs_handlers=[in_place])
 
-    def _create_run_config(self, per_device_batch_size: int, **asked: Any) -> TrainerRunConfig:
+    def _create_run_config(self, per_device_batch_size: int, **settings: Any) -> TrainerRunConfig:
         run = self.current_run
-        return run_setup.resolve_run_config(self, run, replace(run.request, **asked), per_device_batch_size)
+        return run_setup.resolve_run_config(self, run, replace(run.request, **settings), per_device_batch_size)
 
     def create_train_dataloader(
         self, batch_size: int, train_dl_kwargs: LoaderKwargs | None = None
@@ -912,7 +912,7 @@ class Trainer:
         """Return the scheduler of a run, or ``None``. Calls ``create_scheduler_fn(optimizer)`` by default."""
         if self.create_scheduler_fn is None:
             return None
-        return scheduling.create_with(self, self.create_scheduler_fn)
+        return scheduling.create_scheduler_from(self, self.create_scheduler_fn)
 
     def _check_scheduler(self, request: RunRequest) -> None:
         steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
@@ -979,7 +979,7 @@ class Trainer:
 
     def clip_gradients(self) -> None:
         """Clip the gradients according to the run config. Called once per update, on unscaled gradients."""
-        config = self.current_run.config or self.current_run.required_config
+        config = self.current_run.config or self.current_run.required_config  # inlines this property in a run
         if config.gradient_clip_value is not None or config.gradient_clip_norm is not None:
             clipping.clip(self, config)
 

@@ -14,7 +14,7 @@ from torch import nn
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.run.state import Step
 from pytorch_accel_lite.steps.choice import as_markdown
-from pytorch_accel_lite.steps.features import KINDS
+from pytorch_accel_lite.steps.features import STEP_KINDS
 from tests.launching import CAN_SHARD
 from tests.sharded import create_model, shard, sharding_accelerator
 from tests.tasks import make_model, make_trainer, quiet_trainer, regression_data, small_model, train
@@ -154,7 +154,7 @@ def kinds_of_steps(kind: type[Step] = Step) -> set[Any]:
 
 
 def test_the_kinds_of_steps_that_have_features_are_listed():
-    assert {kind for kind in kinds_of_steps() if "features" in vars(kind)} == {*KINDS}
+    assert {kind for kind in kinds_of_steps() if "features" in vars(kind)} == {*STEP_KINDS}
 
 
 @NEEDS_LOGICAL
@@ -163,7 +163,7 @@ def test_the_documentation_has_the_table_of_all_combinations():
 
 
 def test_a_run_never_has_to_choose_between_two_kinds_of_steps():
-    for pair in combinations([kind.features for kind in KINDS], 2):
+    for pair in combinations([kind.features for kind in STEP_KINDS], 2):
         for one in pair[0]:
             for other in pair[1]:
                 conflicts = {c.other.name for c in one.conflicts} | {c.other.name for c in other.conflicts}

@@ -18,6 +18,11 @@ def is_frozen_and_quantised(parameter: torch.Tensor) -> bool:
     return not parameter.requires_grad and is_quantised(parameter)
 
 
+def trained_and_quantised(model: nn.Module) -> list[str]:
+    """Return the names of the quantised parameters of a model that are not frozen, although nothing can train them."""
+    return [name for name, value in model.named_parameters() if value.requires_grad and is_quantised(value)]
+
+
 def is_quantised_by(parameter: torch.Tensor, package: str) -> bool:
     """Whether a parameter is of a class of a package."""
     return type(parameter).__module__.partition(".")[0] == package

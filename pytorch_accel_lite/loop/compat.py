@@ -13,8 +13,8 @@ from contextlib import contextmanager, nullcontext, suppress
 
 from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.loop import training
-from pytorch_accel_lite.loop.guards.ends import warn_of_weights
-from pytorch_accel_lite.loop.lifecycle import close_failed
+from pytorch_accel_lite.loop.guards.end_checks import warn_of_nonfinite_weights
+from pytorch_accel_lite.loop.lifecycle import end_failed_run
 from pytorch_accel_lite.run.events import StopTrainingError
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
@@ -27,11 +27,11 @@ def completing_custom_loop(trainer: TrainerLike, run: Run) -> Iterator[None]:
             yield
     except BaseException as error:
         if not run.loop.uses_builtin_loop:
-            close_failed(trainer, run, error, ended=run.end.custom_loop_is_ending)
+            end_failed_run(trainer, run, error, ended=run.end.custom_loop_is_ending)
         raise
     if not run.loop.uses_builtin_loop:
         run.end.make_last_calls()
-        warn_of_weights(trainer, run)
+        warn_of_nonfinite_weights(trainer, run)
 
 
 def begin_custom_epoch(trainer: TrainerLike, run: Run) -> None:

@@ -30,7 +30,7 @@ def configure_deepspeed(trainer: TrainerLike, run: Run, batch_size: int) -> None
     if not uses_deepspeed(trainer.accelerator):
         return
     limit = run.request.gradient_clip_norm or 0.0
-    if problem := _problem(trainer, run):
+    if problem := _unsupported(trainer, run):
         raise ValueError(f"{problem}: DeepSpeed updates the weights within the backward pass. {_INSTEAD}.")
     prepared = trainer.prepared_model
     if prepared is not None and prepared.outlives_runs:
@@ -50,7 +50,7 @@ def configure_deepspeed(trainer: TrainerLike, run: Run, batch_size: int) -> None
         config["train_micro_batch_size_per_gpu"] = batch_size
 
 
-def _problem(trainer: TrainerLike, run: Run) -> str:
+def _unsupported(trainer: TrainerLike, run: Run) -> str:
     """Return what the run cannot do with DeepSpeed; an empty text if there is nothing."""
     request, loader = run.request, run.data.required_train_loader
     steps = request.gradient_accumulation_steps

@@ -33,7 +33,7 @@ from pytorch_accel_lite.run.state import Run, TrainerLike
 
 
 @contextmanager
-def prefixed(history: RunHistory, prefix: str) -> Iterator[None]:
+def prefixing_metric_names(history: RunHistory, prefix: str) -> Iterator[None]:
     """Prefix the names of the metrics that are recorded within a block."""
     before = history.metric_name_prefix
     history.set_metric_name_prefix(f"{before}{prefix}")
@@ -61,7 +61,7 @@ def evaluate_all(
             with (
                 explaining(trainer, run, "evaluation"),
                 run.goodput.counting("evaluation"),
-                prefixed(trainer.run_history, prefix),
+                prefixing_metric_names(trainer.run_history, prefix),
                 _loss_in_evaluation_mode(trainer),
             ):
                 run.loop.completes_evaluation = of_run and number == len(loaders)
@@ -133,9 +133,9 @@ def evaluate_dataset(trainer: TrainerLike, run: Run, source: Source, is_training
     run.data.has_fillers = loader.options.fill
     run.skipped = None if run.skipped is None else SkippedBatches("evaluation")
     with inference(trainer), preserving_generators() if trainer.division.has_fixed_shares else nullcontext():
-        last = _add_losses(trainer, run, loader.steps(run.progress.epoch))
+        last = _track_losses(trainer, run, loader.steps(run.progress.epoch))
         if run.data.has_fillers:
-            _add_losses(trainer, run, _fillers(run, last))
+            _track_losses(trainer, run, _filler_batches(run, last))
     run.data.has_fillers = True
     if run.inference_step is not None:
         run.inference_step.report(trainer, run)
@@ -148,7 +148,7 @@ def evaluate_dataset(trainer: TrainerLike, run: Run, source: Source, is_training
     run.control.sync(now=True)
 
 
-def _fillers(run: Run, last: Batch | None) -> list[Batch]:
+def _filler_batches(run: Run, last: Batch | None) -> list[Batch]:
     """Return filler batches for the steps that only other processes have: one at the end, and one per skipped batch.
 
     Args:
@@ -161,7 +161,7 @@ def _fillers(run: Run, last: Batch | None) -> list[Batch]:
     return [] if last is None else [last._replace(num_samples=0)] * lacking
 
 
-def _add_losses(trainer: TrainerLike, run: Run, batches: Iterable[Batch]) -> Batch | None:
+def _track_losses(trainer: TrainerLike, run: Run, batches: Iterable[Batch]) -> Batch | None:
     """Compute and add up the losses of batches; return the last batch, even if it was skipped."""
     listeners = trainer.callback_handler.listeners
     trackers = run.loss_trackers
@@ -169,10 +169,10 @@ def _add_losses(trainer: TrainerLike, run: Run, batches: Iterable[Batch]) -> Bat
     for batch, output in compute_batches(trainer, run, batches, trainer.calculate_eval_batch_loss):
         if output is SKIPPED:
             continue
-        trackers.measured = batch, output["batch_size"]
+        trackers.measured = batch, output["batch_size"]  # inlines measure()
         if trackers.unweighed:
             trackers.weigh()
-        if batch.num_samples != 0:  # as is_filler, without the cost of a call
+        if batch.num_samples != 0:  # inlines is_filler
             trackers.add(output)
         if listeners["on_eval_step_end"]:
             trainer.call_event("on_eval_step_end", batch=batch.data, batch_output=output)
@@ -196,7 +196,7 @@ def evaluate(
     request = RunRequest("evaluation", num_epochs=1, auto_microbatch=auto_microbatch)
     with (
         _collecting_values(trainer) as result,
-        _apart_from_run(trainer),
+        _recording_apart_from_run(trainer),
         inference_run(trainer, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run,
         preserving_randomness(trainer, run),
         preserving_modes(trainer.model.modules()) if run.outer is not None else nullcontext(),
@@ -226,7 +226,7 @@ def run_evaluation(
         run.loop.trained_model = trained
     used = trained if model is None else model
     handler = trainer.callback_handler if callbacks is None else callbacks
-    with prefixed(trainer.run_history, prefix), replaced(trainer, model=used, callback_handler=handler):
+    with prefixing_metric_names(trainer.run_history, prefix), replaced(trainer, model=used, callback_handler=handler):
         return _evaluate_in_derived_run(trainer, run, is_intermediate)
 
 
@@ -262,7 +262,7 @@ def _collecting_values(trainer: TrainerLike) -> Iterator[dict[str, MetricValue]]
                     outer.latest.recorded_by_evaluate.setdefault(name, set()).update(range(before[name], count))
 
 
-def _apart_from_run(trainer: TrainerLike) -> AbstractContextManager[None]:
+def _recording_apart_from_run(trainer: TrainerLike) -> AbstractContextManager[None]:
     """Outside a run, record metrics separately from those of the latest run, under its last trained epoch."""
     if trainer.is_running:
         return nullcontext()

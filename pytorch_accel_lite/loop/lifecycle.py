@@ -17,7 +17,7 @@ from pytorch_accel_lite.loop.collectives import gathering_uneven_batches
 from pytorch_accel_lite.loop.guards.arguments import check_same_call
 from pytorch_accel_lite.loop.guards.explanations import explain
 from pytorch_accel_lite.loop.model_preparation import release_model
-from pytorch_accel_lite.loop.sharded_models import begin_sharded
+from pytorch_accel_lite.loop.sharded_models import set_up_sharded_model
 from pytorch_accel_lite.optimizers.rates import learning_rates, note_initial_options
 from pytorch_accel_lite.run.attributes import set_optimizer_modes
 from pytorch_accel_lite.run.events import NonFiniteLossError, StopTrainingError
@@ -38,9 +38,9 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
     trainer.open_runs.append(run)
     trainer.current_run = run
     try:
-        with ExitStack() as run.cleanup, computing(trainer), _with_the_others(trainer, run, call):
+        with ExitStack() as run.cleanup, applying_settings(trainer), _begun_together(trainer, run, call):
             if run.outer is None and (run.ranks.world_size > 1 or "parallelize_model" in run.overridden):
-                begin_sharded(trainer, run)
+                set_up_sharded_model(trainer, run)
             yield
         shutdown.record_end(failed=False)
     except BaseException as error:
@@ -65,7 +65,7 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
 
 
 @contextmanager
-def _with_the_others(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
+def _begun_together(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
     """Check that all processes begin the run, and let it be observed within a block."""
     if run.ranks.is_alone:
         yield
@@ -77,7 +77,7 @@ def _with_the_others(trainer: TrainerLike, run: Run, call: str) -> Iterator[None
 
 
 @contextmanager
-def computing(trainer: TrainerLike) -> Iterator[None]:
+def applying_settings(trainer: TrainerLike) -> Iterator[None]:
     """Within a block, apply the settings of torch and Accelerate that a trainer requests."""
     with (
         in_effect(trainer.accelerator),
@@ -115,7 +115,7 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
             _call_ending_event(trainer, run, "on_evaluation_run_end")
         run.end.make_last_calls()
     except BaseException as error:
-        close_failed(trainer, run, error, ended)
+        end_failed_run(trainer, run, error, ended)
         raise
     if stopped is not None and run.outer is not None:
         raise stopped
@@ -144,7 +144,7 @@ def _call_ending_event(trainer: TrainerLike, run: Run, event: str) -> None:
         run.end.reason = run.end.reason or str(stop)
 
 
-def close_failed(trainer: TrainerLike, run: Run, error: BaseException, ended: bool) -> None:
+def end_failed_run(trainer: TrainerLike, run: Run, error: BaseException, ended: bool) -> None:
     """Notify the callbacks that an error ends the run; the caller raises the error itself.
 
     Does nothing within an outer run, which may catch the error. A rank that fails alone does not fire the ending

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.base.quantised import is_quantised, keep_as_they_are
+from pytorch_accel_lite.base.quantised import keep_as_they_are, trained_and_quantised
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.model_forms import is_of_peft
 from pytorch_accel_lite.extension_names import is_not_there
@@ -48,14 +48,14 @@ def apply_model_options(trainer: TrainerLike) -> None:
     if trainer.channels_last:
         model.to(memory_format=torch.channels_last)
     options = trainer.compile_model
-    if options is not False and not is_by_blocks(options) and model._compiled_call_impl is None:
+    if options is not False and not compiles_by_block(options) and model._compiled_call_impl is None:
         model.compile(**(options if isinstance(options, dict) else {}))
 
 
 def _prepare_quantised(model: nn.Module) -> None:
     """Leave quantised weights where they are, and check that none would be trained, as in a head that PEFT copied."""
     keep_as_they_are(model)
-    trained = [name for name, value in model.named_parameters() if value.requires_grad and is_quantised(value)]
+    trained = trained_and_quantised(model)
     if trained and is_of_peft(model):
         raise ValueError(
             f"{listed(trained, 4)} would be trained, but are quantised. Quantise the model without these modules: "
@@ -63,12 +63,12 @@ def _prepare_quantised(model: nn.Module) -> None:
         )
 
 
-def change_blocks(trainer: TrainerLike) -> None:
+def apply_block_options(trainer: TrainerLike) -> None:
     """Change the blocks of a model in place, as ``activation_checkpointing`` and ``compile_model`` request."""
     wanted: dict[str, object] = {}
     if trainer.activation_checkpointing is not False:
         wanted["activation_checkpointing"] = trainer.activation_checkpointing
-    if is_by_blocks(trainer.compile_model):
+    if compiles_by_block(trainer.compile_model):
         wanted["compile_model"] = trainer.compile_model
     for argument, value in wanted.items():
         if argument not in MODEL_CHANGES:
@@ -76,7 +76,7 @@ def change_blocks(trainer: TrainerLike) -> None:
         trainer.print(MODEL_CHANGES[argument](trainer, value))
 
 
-def is_by_blocks(compile_model: object) -> bool:
+def compiles_by_block(compile_model: object) -> bool:
     """Whether a trainer's ``compile_model`` asks for blocks compiled one by one."""
     return compile_model == "blocks" or (isinstance(compile_model, dict) and "blocks" in compile_model)
 

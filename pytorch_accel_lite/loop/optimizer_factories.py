@@ -17,7 +17,7 @@ from pytorch_accel_lite.optimizers.combined import combine
 from pytorch_accel_lite.optimizers.operations import OptimizerFactory, Optimizers, TrainerOptimizer, is_created
 
 
-class UnmadeOptimizer:
+class DeferredOptimizer:
     """Stands for an optimizer that a factory will create when a run first prepares the model for training.
 
     It has no parameter groups. A state loaded into it is kept for the real optimizer.
@@ -85,9 +85,9 @@ class UnmadeOptimizer:
 
 
 def combine_or_defer(optimizer: Optimizers | OptimizerFactory | None) -> TrainerOptimizer:
-    """Combine several optimizers into one, and wrap a factory as an ``UnmadeOptimizer``."""
+    """Combine several optimizers into one, and wrap a factory as an ``DeferredOptimizer``."""
     if callable(optimizer) and not is_created(optimizer):
-        return UnmadeOptimizer(optimizer)
+        return DeferredOptimizer(optimizer)
     return combine(optimizer)
 
 

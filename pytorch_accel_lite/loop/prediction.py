@@ -26,7 +26,7 @@ from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.inference import compute_batches, inference, preserving_randomness
-from pytorch_accel_lite.loop.lifecycle import close_failed
+from pytorch_accel_lite.loop.lifecycle import end_failed_run
 from pytorch_accel_lite.loop.run_setup import inference_run
 from pytorch_accel_lite.run.parts import SKIPPED
 from pytorch_accel_lite.run.settings import RunRequest
@@ -50,7 +50,9 @@ def predict(
     """Carry out ``Trainer.predict()``."""
 
     def collect() -> Concatenation | None:
-        predicted = _predicted(trainer, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, True)
+        predicted = _predict_by_step(
+            trainer, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, True
+        )
         outputs, is_empty = Concatenation(), True
         with closing(predicted):  # leaves inference mode even if outputs cannot be concatenated
             for step in predicted:
@@ -64,7 +66,7 @@ def predict(
             f"dataset gave no batch: {type(dataset).__name__} is empty or exhausted, or a PredictionWriterCallback "
             "has already written all predictions: read them with read_predictions()."
         )
-    return outputs.result() if _keeps(trainer, only_first) else None
+    return outputs.result() if _wants_outputs(trainer, only_first) else None
 
 
 def predict_iter(
@@ -77,15 +79,17 @@ def predict_iter(
     only_first: bool,
 ) -> Iterator[Tree]:
     """Carry out ``Trainer.predict_iter()``."""
-    for parts in _predicted(trainer, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, False):
+    for parts in _predict_by_step(
+        trainer, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, False
+    ):
         yield concatenate(parts) if parts else None
 
 
-def _keeps(trainer: TrainerLike, only_first: bool) -> bool:
+def _wants_outputs(trainer: TrainerLike, only_first: bool) -> bool:
     return not only_first or trainer.ranks.rank == 0
 
 
-def _predicted(
+def _predict_by_step(
     trainer: TrainerLike,
     dataset: Data,
     batch_size: int,
@@ -119,9 +123,9 @@ def _predicted(
             sync_ddp_buffers(trainer.model, trainer.ranks)
             mode = evaluation_mode(trainer.model) if run.outer is None else nullcontext()
             with explaining(trainer, run, "prediction"), mode:
-                steps = _steps_of_all(trainer, run, only_first, is_collected)
-                steps = steps if _keeps(trainer, only_first) else ([] for _ in steps)
-                yield from steps if is_collected else _suspending(trainer, run, steps)
+                steps = _outputs_of_all_processes(trainer, run, only_first, is_collected)
+                steps = steps if _wants_outputs(trainer, only_first) else ([] for _ in steps)
+                yield from steps if is_collected else _outer_run_between_parts(trainer, run, steps)
                 if run.inference_step is not None:
                     run.inference_step.report(trainer, run)
             trainer.call_event("on_predict_run_end")
@@ -129,11 +133,11 @@ def _predicted(
             trainer.call_event("on_predict_run_end")
             raise
         except BaseException as error:
-            close_failed(trainer, run, error, ended=True)
+            end_failed_run(trainer, run, error, ended=True)
             raise
 
 
-class _Report(NamedTuple):
+class _StepsReport(NamedTuple):
     """What a process tells the others about its steps since the last gathering of outputs.
 
     Args:
@@ -147,20 +151,22 @@ class _Report(NamedTuple):
     size: int
 
 
-def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_collected: bool) -> Iterator[list[Tree]]:
+def _outputs_of_all_processes(
+    trainer: TrainerLike, run: Run, only_first: bool, is_collected: bool
+) -> Iterator[list[Tree]]:
     """Yield the outputs of all processes for each step; they are gathered once for several steps."""
     ranks = trainer.data_ranks
     is_late = is_collected and is_asynchronous(run.device)
-    outputs = _outputs_copied_late(trainer, run) if is_late else _outputs(trainer, run)
+    outputs = _own_outputs_copied_late(trainer, run) if is_late else _own_outputs(trainer, run)
     generators: StateDict = {}
     if is_collected and ranks.world_size == 1:
-        with _predicting(trainer, run, generators):
+        with _in_isolation(trainer, run, generators):
             yield from filter(None, outputs)
         return
     steps = 1
     while True:
         begin = time.perf_counter()
-        with _predicting(trainer, run, generators):
+        with _in_isolation(trainer, run, generators):
             mine = list(islice(outputs, steps))
         if ranks.world_size == 1:
             if not mine:
@@ -170,7 +176,7 @@ def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_collected
         seconds = time.perf_counter() - begin
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(mine))
         processes = ranks.world_size
-        reports = ranks.all_gather_object(_Report([*map(bool, mine)], seconds, size))
+        reports = ranks.all_gather_object(_StepsReport([*map(bool, mine)], seconds, size))
         gathered = ranks.all_gather_object(mine, only_first)
         if ranks.world_size < processes:
             raise RuntimeError(
@@ -189,7 +195,7 @@ def _steps_of_all(trainer: TrainerLike, run: Run, only_first: bool, is_collected
 
 
 @contextmanager
-def _predicting(trainer: TrainerLike, run: Run, generators: StateDict) -> Iterator[None]:
+def _in_isolation(trainer: TrainerLike, run: Run, generators: StateDict) -> Iterator[None]:
     """Within a block, let the model predict without effect on an outer run.
 
     Args:
@@ -203,28 +209,28 @@ def _predicting(trainer: TrainerLike, run: Run, generators: StateDict) -> Iterat
             generators.update(capture_generators())
 
 
-def _outputs_copied_late(trainer: TrainerLike, run: Run) -> Iterator[list[Tree]]:
+def _own_outputs_copied_late(trainer: TrainerLike, run: Run) -> Iterator[list[Tree]]:
     """Yield this process's outputs. Outputs are copied while the device computes the next step, so no step waits.
 
     A copy is in pinned memory for one step only, because there may be many copies.
     """
     device = run.device
     before: tuple[list[Tree], torch.Event] | None = None
-    for copies in _outputs(trainer, run, partial(torch.Tensor.to, device="cpu", non_blocking=True)):
+    for copies in _own_outputs(trainer, run, partial(torch.Tensor.to, device="cpu", non_blocking=True)):
         if before is not None:
-            yield _arrived(*before)
+            yield _await_copies(*before)
         before = copies, record_event(device)
     if before is not None:
-        yield _arrived(*before)
+        yield _await_copies(*before)
 
 
-def _arrived(copies: list[Tree], arrival: torch.Event) -> list[Tree]:
+def _await_copies(copies: list[Tree], arrival: torch.Event) -> list[Tree]:
     """Wait until copies in pinned memory are complete, and return them in ordinary memory."""
     arrival.synchronize()
     return [to_cpu(each, copy=torch.Tensor.clone) for each in copies]
 
 
-def _outputs(
+def _own_outputs(
     trainer: TrainerLike, run: Run, copy: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu
 ) -> Iterator[list[Tree]]:
     """Yield this process's outputs step by step, on the CPU.
@@ -267,7 +273,7 @@ def _warn_of_rows(batch: Batch, output: Tree) -> bool:
     return True
 
 
-def _suspending(trainer: TrainerLike, run: Run, steps: Iterator[list[Tree]]) -> Iterator[list[Tree]]:
+def _outer_run_between_parts(trainer: TrainerLike, run: Run, steps: Iterator[list[Tree]]) -> Iterator[list[Tree]]:
     """Make the outer run of a prediction the current run while the caller uses a part of the prediction."""
     for parts in steps:
         if run.previous is not None:

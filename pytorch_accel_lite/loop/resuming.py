@@ -14,7 +14,7 @@ from pytorch_accel_lite.run.parts import TrainingState
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
 
-def describe_states(trainer: TrainerLike, run: Run) -> None:
+def print_state_contents(trainer: TrainerLike, run: Run) -> None:
     """Print which attributes training states include, if states are saved, once starting events may have added some.
 
     Also prints a message if it is known that a resumed run cannot read the same data.

@@ -26,12 +26,17 @@ from pytorch_accel_lite.loop.guards.arguments import (
     check_training,
     settings_of_optimizer,
 )
-from pytorch_accel_lite.loop.guards.epochs_from_one import warn_of_comparisons
+from pytorch_accel_lite.loop.guards.epoch_zero import warn_of_epoch_zero
 from pytorch_accel_lite.loop.inference import choose_inference_step
 from pytorch_accel_lite.loop.lifecycle import entering
 from pytorch_accel_lite.loop.loaders import create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.model_preparation import apply_model_options, prepare_model
-from pytorch_accel_lite.loop.scheduling import check_length, must_recreate, resume_schedule, warn_of_other_schedule
+from pytorch_accel_lite.loop.scheduling import (
+    check_schedule_length,
+    must_recreate_schedule,
+    resume_schedule,
+    warn_of_other_schedule,
+)
 from pytorch_accel_lite.optimizers.operations import clear_gradients, is_created
 from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.parts import Training
@@ -46,7 +51,7 @@ def configure(trainer: TrainerLike, run: Run) -> None:
     request = run.request
     if run.ranks.rank == 0:
         trainer.callback_handler.warn_of_unknown_events()
-        warn_of_comparisons([trainer, *trainer.callback_handler.callbacks])
+        warn_of_epoch_zero([trainer, *trainer.callback_handler.callbacks])
     trainer.callback_handler.configure_run(trainer, request)
     choose_inference_step(trainer, run, request)
     _lock_paths(trainer, run)
@@ -128,7 +133,7 @@ def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
         check_same_on_all_ranks(run.config.to_dict() | options, run.ranks)
     run.accumulation = Accumulation(run.request.gradient_accumulation_steps)
     nominal_size = run.config.train_per_device_batch_size
-    run.window = GradientWindow(run.data.ranks, run.device, run.accumulation.after(0), nominal_size)
+    run.window = GradientWindow(run.data.ranks, run.device, run.accumulation.window_size_after(0), nominal_size)
     updates = run.config.max_num_train_steps
     if updates is not None and 0 < updates <= run.accumulation.last_change and run.ranks.rank == 0:
         warn_outside(
@@ -170,7 +175,8 @@ def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batc
     is_evaluation = data.train_loader is None
     updates_per_epoch = 0 if is_evaluation else None if steps is None else accumulation.updates_after(steps)
     request = _limit(request, accumulation, steps)
-    processes = trainer.division.count or data.ranks.world_size
+    shares = trainer.division.count
+    processes = shares or data.ranks.world_size
     train_batch_size = (data.train_loader_kwargs or {}).get("batch_size") or batch_size
     eval_batch_size = (data.eval_loader_kwargs or {}).get("batch_size") or batch_size
     return TrainerRunConfig(
@@ -188,7 +194,7 @@ def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batc
         train_dl_kwargs=data.train_loader_kwargs,
         eval_per_device_batch_size=eval_batch_size,
         eval_dl_kwargs=data.eval_loader_kwargs,
-        train_total_batch_size=train_batch_size * processes * accumulation.after(0),
+        train_total_batch_size=train_batch_size * processes * accumulation.window_size_after(0),
         eval_total_batch_size=eval_batch_size * processes,
         num_update_steps_per_epoch=updates_per_epoch,
         is_local_process_zero=accelerator.is_local_main_process,
@@ -197,7 +203,7 @@ def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batc
         mixed_precision=accelerator.mixed_precision,
         num_processes=accelerator.num_processes,
         seed=trainer.seed,
-        logical_processes=trainer.division.count,
+        logical_processes=shares,
         deterministic=trainer.deterministic,
     )
 
@@ -225,12 +231,12 @@ def begin_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> 
         run.recorded_settings = record_settings(trainer)
     if state is not None:
         warn_of_other_schedule(trainer, state)
-        run.schedule.is_recreated = must_recreate(trainer, run, state)
+        run.schedule.is_recreated = must_recreate_schedule(trainer, run, state)
         trainer.load_training_state(state.directory)
-        run.stepper.set_accumulation(run, run.accumulation.after(run.progress.update))
+        run.stepper.set_accumulation(run, run.accumulation.window_size_after(run.progress.update))
         run.goodput.resume(state.metadata.get("goodput", {}), state.metadata["saved_at"])
     if trainer.scheduler is not None:
-        check_length(trainer, run)
+        check_schedule_length(trainer, run)
     if state is not None and run.schedule.is_recreated:
         resume_schedule(trainer, run, state)
     if state is not None and trainer.accelerator.is_main_process and (changes := compare_settings(trainer, state)):

@@ -82,7 +82,7 @@ def _begin_from_initial_rates(trainer: TrainerLike, run: Run, has_schedule: bool
     try:
         if has_schedule:
             try:
-                trainer.scheduler = _create_from(trainer, initial)
+                trainer.scheduler = _create_from_options(trainer, initial)
             except KeyError as error:  # a scheduler created with last_epoch continues from the current rates
                 continues = had_schedule and "initial_lr" in str(error)
                 if not continues:
@@ -98,12 +98,12 @@ def _begin_from_initial_rates(trainer: TrainerLike, run: Run, has_schedule: bool
         if now != initial and run.resumed is None:
             current, first = ([values.get("lr") for values in options] for options in (now, initial))
             trainer.print(
-                f"This run has no scheduler and trains at the learning rate {_listed(current)}, left over from an "
-                f"earlier schedule; the optimizer started at {_listed(first)}. To return to that: for group in "
-                "trainer.optimizer.param_groups: group['lr'] = group['initial_lr']"
+                f"This run has no scheduler and trains at the learning rate {_format_rates(current)}, left over from "
+                f"an earlier schedule; the optimizer started at {_format_rates(first)}. To return to that: for group "
+                "in trainer.optimizer.param_groups: group['lr'] = group['initial_lr']"
             )
         return
-    _check_optimizer(trainer)
+    _check_scheduled_optimizer(trainer)
     if not continues:
         run.schedule.initial_options = initial
         if run.resumed is None:
@@ -123,18 +123,19 @@ def _print_unused_rates(trainer: TrainerLike, initial: Options) -> None:
         highest = scheduler.max_lrs if isinstance(scheduler, CyclicLR) else [group["max_lr"] for group in groups]
         used = [*highest, *scheduler.base_lrs, *([default.default] if default else [])]
         as_shown = {
-            _listed([rate]) for rate in used if isinstance(rate, (int, float, torch.Tensor))
+            _format_rates([rate]) for rate in used if isinstance(rate, (int, float, torch.Tensor))
         }  # rates in tensors are rounded
-        unused = [rate for group in groups if _listed([rate := rates.get(id(group))]) not in {"none", *as_shown}]
+        unused = [rate for group in groups if _format_rates([rate := rates.get(id(group))]) not in {"none", *as_shown}]
         if unused:
             message = (
-                f"The optimizer's learning rate {_listed(unused)} has no effect: {type(scheduler).__name__} sets rates "
-                f"of its own, up to max_lr={_listed(highest)}. Pass the rate that you want as max_lr, and leave out lr."
+                f"The optimizer's learning rate {_format_rates(unused)} has no effect: {type(scheduler).__name__} sets "
+                f"rates of its own, up to max_lr={_format_rates(highest)}. Pass the rate that you want as max_lr, and "
+                "leave out lr."
             )
             trainer.print(wrapped(message))
 
 
-def _create_from(trainer: TrainerLike, options: Options) -> TrainerScheduler:
+def _create_from_options(trainer: TrainerLike, options: Options) -> TrainerScheduler:
     """Create a scheduler for an optimizer with these options and no traces of an earlier schedule."""
     groups = trainer.optimizer.param_groups
     set_options(trainer.optimizer, options)
@@ -149,11 +150,11 @@ def _create_from(trainer: TrainerLike, options: Options) -> TrainerScheduler:
     return scheduler
 
 
-def _listed(rates: Sequence[Rate | torch.Tensor]) -> str:
+def _format_rates(rates: Sequence[Rate | torch.Tensor]) -> str:
     return ", ".join(dict.fromkeys("none" if rate is None else f"{rate:.3g}" for rate in rates))
 
 
-def create_with(trainer: TrainerLike, create: SchedulerFactory) -> TrainerScheduler:
+def create_scheduler_from(trainer: TrainerLike, create: SchedulerFactory) -> TrainerScheduler:
     """Return the scheduler of a trainer's optimizer, or the schedulers of several, with placeholders replaced."""
     create = replace_trainer_placeholder_values(trainer, create)
     if not isinstance(create, Mapping):
@@ -184,7 +185,7 @@ def step_after_epoch(trainer: TrainerLike) -> None:
         trainer.scheduler_step()
 
 
-def _check_optimizer(trainer: TrainerLike) -> None:
+def _check_scheduled_optimizer(trainer: TrainerLike) -> None:
     """Check that the schedulers change the rates of the trainer's optimizers, not of other optimizers."""
     optimizers = (trainer.optimizer, *attributes.other_optimizers(trainer).values())
     trained = {id(group) for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())}
@@ -270,7 +271,7 @@ def _check_stepped(scheduler: TrainerScheduler, request: RunRequest) -> None:
         )
 
 
-def check_length(trainer: TrainerLike, run: Run) -> None:
+def check_schedule_length(trainer: TrainerLike, run: Run) -> None:
     """Check that a schedule that cannot be stepped beyond its end lasts for the whole run."""
     config = run.required_config
     requested = config.max_num_train_steps if run.request.scheduler_interval == "update" else config.num_epochs
@@ -293,7 +294,7 @@ def check_length(trainer: TrainerLike, run: Run) -> None:
             )
 
 
-def must_recreate(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
+def must_recreate_schedule(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
     """Whether a state's schedule counts updates while the number of updates per epoch has changed.
 
     A run that is limited by updates keeps its schedule, because its length is unchanged.
@@ -338,7 +339,7 @@ def resume_schedule(trainer: TrainerLike, run: Run, state: TrainingState) -> Non
     per_epoch = int(config.num_update_steps_per_epoch or 0)
     before = int(state.metadata["run_config"]["num_update_steps_per_epoch"])
     total = int(config.max_num_train_steps or 0)
-    position = _updates_made(run, per_epoch)
+    position = _equivalent_updates(run, per_epoch)
     had = learning_rates(trainer.optimizer)
     initial = initial_options(trainer.optimizer)
     about = (
@@ -347,7 +348,7 @@ def resume_schedule(trainer: TrainerLike, run: Run, state: TrainingState) -> Non
     )
 
     def rates_at(update: int) -> list[Rate]:
-        trainer.scheduler = _create_from(trainer, initial)
+        trainer.scheduler = _create_from_options(trainer, initial)
         try:
             trainer.advance_scheduler(update)
         except Exception as error:
@@ -384,7 +385,7 @@ def _check_continuity(trainer: TrainerLike, had: list[Rate], around: list[tuple[
             )
 
 
-def _updates_made(run: Run, per_epoch: int) -> int:
+def _equivalent_updates(run: Run, per_epoch: int) -> int:
     """Return the number of updates that a run with these settings would have made for the samples seen so far."""
     progress = run.progress
     updates: int = progress.epochs_completed * per_epoch

@@ -25,13 +25,13 @@ from pytorch_accel_lite.optimizers.operations import is_created
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
 
-def begin_sharded(trainer: TrainerLike, run: Run) -> None:
+def set_up_sharded_model(trainer: TrainerLike, run: Run) -> None:
     """Shard the model if the trainer's class does so, and divide the data of a run by the meshes of the weights.
 
     Call it on every process.
     """
     if "parallelize_model" in run.overridden:
-        place_model(trainer)
+        _shard_and_materialise(trainer)
     elif not trainer.is_sharded and getattr(trainer.accelerator, "parallelism_config", None) is None:
         return
     model = trainer.get_model(keep_torch_compile=False)
@@ -72,23 +72,23 @@ def _draw_seed(trainer: TrainerLike) -> int:
     return seed
 
 
-_placed: WeakSet[nn.Module] = WeakSet()
+_already_sharded: WeakSet[nn.Module] = WeakSet()
 
 
-def place_model(trainer: TrainerLike) -> None:
+def _shard_and_materialise(trainer: TrainerLike) -> None:
     """Shard the model as the trainer's class does, once, and give values to tensors left on the meta device.
 
     Raises:
         ValueError: if there are no values for a parameter or a buffer
     """
     model = trainer.get_model(keep_torch_compile=False)
-    if model in _placed:
+    if model in _already_sharded:
         return
     source = shard_model(trainer, _create_mesh(trainer))
     if source is not None:
         verify_weights(trainer, Path(source))
-    fill(model, trainer.device, source, _draw_seed(trainer) if trainer.seed is None else trainer.seed)
-    _placed.add(model)
+    _materialise(model, trainer.device, source, _draw_seed(trainer) if trainer.seed is None else trainer.seed)
+    _already_sharded.add(model)
 
 
 def shard_model(trainer: TrainerLike, mesh: DeviceMesh) -> str | os.PathLike[str] | None:
@@ -123,7 +123,7 @@ def _create_mesh(trainer: TrainerLike) -> DeviceMesh:
     return init_device_mesh(trainer.device.type, (trainer.ranks.world_size,), mesh_dim_names=("dp",))
 
 
-def fill(model: nn.Module, device: torch.device, source: str | os.PathLike[str] | None, seed: int) -> None:
+def _materialise(model: nn.Module, device: torch.device, source: str | os.PathLike[str] | None, seed: int) -> None:
     """Give values to all parameters and buffers of a model on the meta device; each process fills its own shards.
 
     Args:
@@ -133,17 +133,17 @@ def fill(model: nn.Module, device: torch.device, source: str | os.PathLike[str] 
     Raises:
         ValueError: if there are no values for a parameter or a buffer
     """
-    missing = {name for name, tensor in _tensors(model) if tensor.is_meta}
+    missing = {name for name, tensor in _parameters_and_buffers(model) if tensor.is_meta}
     if not missing and source is None:
         return
-    kept = {name: tensor.detach().clone() for name, tensor in _tensors(model) if not tensor.is_meta}
+    kept = {name: tensor.detach().clone() for name, tensor in _parameters_and_buffers(model) if not tensor.is_meta}
     model.to_empty(device=device)
     with torch.no_grad():
-        for name, tensor in _tensors(model):
+        for name, tensor in _parameters_and_buffers(model):
             if name in kept:
                 tensor.copy_(kept[name])
         if source is not None:
-            missing -= _load(model, Path(source))
+            missing -= _load_shards(model, Path(source))
         if missing:
             with preserving_generators():
                 seed_generators(seed << 1)  # seed_generators halves it for torch
@@ -158,18 +158,18 @@ def fill(model: nn.Module, device: torch.device, source: str | os.PathLike[str] 
         )
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _parameters_and_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _load(model: nn.Module, source: Path) -> set[str]:
+def _load_shards(model: nn.Module, source: Path) -> set[str]:
     """Read the weights of a model; each process reads its own shards. Return the names of the weights found."""
     stored = find_tensors([source] if source.is_file() else sorted(source.glob("*.safetensors")))
     if not stored:
         raise ValueError(f"{os.fspath(source)!r}, which parallelize_model returned, has no weights as safetensors.")
     loaded: set[int] = set()
-    for name, tensor in _tensors(model):
+    for name, tensor in _parameters_and_buffers(model):
         if name in stored:
             if stored[name].shape != tuple(tensor.shape):
                 raise ValueError(
@@ -177,7 +177,9 @@ def _load(model: nn.Module, source: Path) -> set[str]:
                 )
             tensor.copy_(stored[name].read(tensor))
             loaded.add(id(tensor))
-    return {name for name, tensor in _tensors(model) if id(tensor) in loaded}  # the file has one name for tied weights
+    return {
+        name for name, tensor in _parameters_and_buffers(model) if id(tensor) in loaded
+    }  # the file has one name for tied weights
 
 
 def _initialise(model: nn.Module, missing: set[str], device: torch.device) -> set[str]:
@@ -200,7 +202,7 @@ def _initialise(model: nn.Module, missing: set[str], device: torch.device) -> se
             if not value.is_floating_point() or not value.isnan().any():
                 local_shard(tensor).copy_(local_shard(sharded_like(tensor, value)))
                 done.add(id(tensor))
-    return {name for name, tensor in _tensors(model) if id(tensor) in done}
+    return {name for name, tensor in _parameters_and_buffers(model) if id(tensor) in done}
 
 
 def _initialiser(model: nn.Module, module: nn.Module) -> Callable[[nn.Module], object] | None:

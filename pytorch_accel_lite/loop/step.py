@@ -73,7 +73,7 @@ class PlainStep(Step):
             output = compute(batch.data)
         complete_output(output, batch.data, batch.num_samples, "calculate_train_batch_loss", training=True)
         trackers = run.loss_trackers
-        trackers.measured = batch, output["batch_size"]  # as in measure(), without the cost of a call
+        trackers.measured = batch, output["batch_size"]  # inlines measure()
         if trackers.unweighed:
             trackers.weigh()
         if self.must_examine_batch and not batch.is_filler:
@@ -126,7 +126,7 @@ def backward(
     """
     listeners = trainer.callback_handler.listeners
     if listeners["on_backward_start"]:
-        _announce_backward(trainer, batch.data, output)
+        _fire_backward_start(trainer, batch.data, output)
     weighted = window.scale(output["loss"], samples, total, output.get("num_items_in_batch"))
     backward_step(weighted)
     if listeners["on_backward_end"]:
@@ -135,7 +135,7 @@ def backward(
     return weighted
 
 
-def _announce_backward(trainer: TrainerLike, data: BatchData, output: BatchOutput) -> None:
+def _fire_backward_start(trainer: TrainerLike, data: BatchData, output: BatchOutput) -> None:
     """Fire ``on_backward_start``. Gradients are computed for the loss that callbacks leave in the output.
 
     A callback may replace the loss, or change it in place; with several losses, also some of them.

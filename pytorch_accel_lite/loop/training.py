@@ -13,15 +13,15 @@ from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed.gradient_averaging import gradient_sync, sync_ddp_buffers
 from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, evaluate_if_due
-from pytorch_accel_lite.loop.guards.batch_norm import share_for_batch_norm
-from pytorch_accel_lite.loop.guards.ends import check_num_steps, warn_of_weights
+from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
+from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, warn_of_nonfinite_weights
 from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.guards.modes import check_global_modes, fire_start_event, restoring_mode_between_batches
 from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.guards.sanity_check import check_evaluation
 from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.loaders import sharded_loader
-from pytorch_accel_lite.loop.resuming import describe_states, end_if_complete, finish_resuming, resuming
+from pytorch_accel_lite.loop.resuming import end_if_complete, finish_resuming, print_state_contents, resuming
 from pytorch_accel_lite.loop.step import warm_up_ddp
 from pytorch_accel_lite.run.attributes import set_optimizer_modes
 from pytorch_accel_lite.run.parts import GlobalModes
@@ -45,13 +45,13 @@ def train(trainer: TrainerLike, run: Run) -> None:
         trainer.call_event("on_training_run_start")
         run.loop.global_modes = GlobalModes.now(run.device)
         run.control.sync(now=True)
-        describe_states(trainer, run)
+        print_state_contents(trainer, run)
         if run.data.eval_loader is not None:
             check_evaluation(trainer, run)
         is_over = run.resumed is not None and end_if_complete(trainer, run, run.resumed)
         while not is_over and (run.progress.is_mid_epoch or not run.is_finished):
             _run_epoch(trainer, run)
-    warn_of_weights(trainer, run)
+    warn_of_nonfinite_weights(trainer, run)
 
 
 def _run_epoch(trainer: TrainerLike, run: Run) -> None:
@@ -74,9 +74,10 @@ def _run_epoch(trainer: TrainerLike, run: Run) -> None:
 
 def begin_epoch(trainer: TrainerLike, run: Run) -> None:
     """Begin the next epoch, unless the current one is incomplete."""
-    if run.epoch_is_trained or not run.progress.is_mid_epoch:
+    is_new = not run.progress.is_mid_epoch
+    if is_new or run.epoch_is_trained:
         finish_resuming(trainer, run)
-    if not run.progress.is_mid_epoch:
+    if is_new:
         run.progress.start_epoch()
         run.window.filled = 0
 
@@ -102,7 +103,7 @@ def train_epoch(trainer: TrainerLike, run: Run, source: Source) -> bool:
     """
     progress = run.progress
     limit = run.request.max_num_train_steps or math.inf
-    with _reading(run, source):
+    with _reading_from(run, source):
         trainer.train_epoch_start()
         run.loss_trackers = run.loop.unrecorded = trainer.division.create_trackers()
         if trainer.callback_handler.listeners["on_train_epoch_start"]:
@@ -112,7 +113,7 @@ def train_epoch(trainer: TrainerLike, run: Run, source: Source) -> bool:
         # A callback may have set trainer.train_dataloader.
         run.data.train_loader = loader = sharded_loader(trainer, run, run.data.train_loader, training=True)
         set_optimizer_modes(trainer, training=True)
-        least = share_for_batch_norm(trainer, run)
+        least = min_share_for_batch_norm(trainer, run)
         run.batch_number = progress.step
         length = find_length(loader) if not progress.step else None  # the steps of a resumed epoch may have other sizes
         has_ended = False
@@ -216,13 +217,13 @@ def _accumulate(trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | N
 
 def _follow_schedules(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     """Set the size of the next window. Evaluate if an evaluation within the epoch is due, except at the epoch's end."""
-    run.stepper.set_accumulation(run, run.accumulation.after(run.progress.update))
+    run.stepper.set_accumulation(run, run.accumulation.window_size_after(run.progress.update))
     if run.evaluates_within_epochs:
         evaluate_if_due(trainer, run, ends_epoch=batch.is_last)
 
 
 @contextmanager
-def _reading(run: Run, source: Source) -> Iterator[None]:
+def _reading_from(run: Run, source: Source) -> Iterator[None]:
     """Let a run read other training batches within a block, if they are not its own."""
     own = run.data.train_loader
     if source is own:

@@ -20,7 +20,7 @@ from pytorch_accel_lite.data.batches import BatchOutput, complete_output
 from pytorch_accel_lite.data.loader_choice import with_batch_size
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.arguments import check_dataset, check_training
-from pytorch_accel_lite.loop.guards.batch_norm import share_for_batch_norm
+from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.inference import unwrapped_model
 from pytorch_accel_lite.loop.lifecycle import entering
@@ -158,7 +158,7 @@ class Trial:
         loader = self.run.data.required_train_loader
         for epoch in itertools.count(1):
             batch = None
-            for batch in loader.steps(epoch, min_share=share_for_batch_norm(self.trainer, self.run)):
+            for batch in loader.steps(epoch, min_share=min_share_for_batch_norm(self.trainer, self.run)):
                 yield batch
             if batch is None:
                 raise ValueError(

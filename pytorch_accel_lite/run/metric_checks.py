@@ -15,7 +15,7 @@ from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.history import RunHistory
 
 
-class Recorder(Protocol):
+class RecordingTrainer(Protocol):
     """The part of a trainer that determines what a run records."""
 
     loss_func: LossFunction | None
@@ -29,7 +29,7 @@ class Recorder(Protocol):
     def ranks(self) -> Ranks: ...  # noqa: D102
 
 
-class Watched(Protocol):
+class WatchesMetric(Protocol):
     """A metric that a callback watches."""
 
     name: str
@@ -65,7 +65,7 @@ class ExpectedMetrics:
 
     directions: Directions = field(default_factory=dict)
     evaluated: Directions = field(default_factory=dict)
-    watched: list[Watched] = field(default_factory=list)
+    watched: list[WatchesMetric] = field(default_factory=list)
     within_epochs: bool = False
     differing: set[str] = field(default_factory=set)
     _in_epochs: Directions = field(default_factory=dict)
@@ -120,7 +120,7 @@ class ExpectedMetrics:
         self._nested |= {(prefix, name): owner for (_, name), owner in nested._recorders.items()}
         self._others += nested._may_record_others(callbacks)
 
-    def watch(self, watched: Watched) -> None:
+    def watch(self, watched: WatchesMetric) -> None:
         """Declare that a callback watches a metric, which must then be recorded, and whose direction is determined."""
         self.watched.append(watched)
         self.require(watched, watched.name)
@@ -133,7 +133,7 @@ class ExpectedMetrics:
         """
         self._required.append((where, name))
 
-    def settle(self, trainer: Recorder) -> None:
+    def settle(self, trainer: RecordingTrainer) -> None:
         """Determine the metrics that the run will record, and the direction of each watched metric.
 
         Raises:

@@ -543,7 +543,7 @@ class Run:
         Returns:
             the number of samples of this process, and of all processes, in the step
         """
-        # Inlines Batch.samples() and Progress.add_samples(), because this runs in every step.
+        # Inlines Batch.samples() and Progress.add_samples().
         local = batch.num_samples
         progress = self.progress
         if local != 0:  # 0 for a filler batch

@@ -40,14 +40,14 @@ class Accumulation:
         """The largest number of batches."""
         return max(size for _, size in self._sizes)
 
-    def after(self, updates: int) -> int:
+    def window_size_after(self, updates: int) -> int:
         """Return the number of batches in the update that follows a number of updates."""
         return [size for first, size in self._sizes if first <= updates][-1]
 
     def updates_after(self, steps: int, updates: int = 0) -> int:
         """Return the number of updates after an epoch of ``steps`` batches that begins after ``updates`` updates."""
         while steps > 0:
-            size = self.after(updates)
+            size = self.window_size_after(updates)
             change = min((first for first, _ in self._sizes if first > updates), default=math.inf)
             count = int(min(math.ceil(steps / size), change - updates))
             steps -= count * size
@@ -177,7 +177,7 @@ class GradientWindow:
             the factor by which the gradients were multiplied
         """
         nominal, true = self.nominal_size, self.true_size
-        self.has_gradients, self.nominal_size, self.true_size = False, 1, 0  # as reset(), without the cost of a call
+        self.has_gradients, self.nominal_size, self.true_size = False, 1, 0  # inlines reset()
         if self.items_per_batch is not None:
             true = self._total_items(true)
         if isinstance(true, torch.Tensor):

@@ -7,17 +7,17 @@ from pytorch_accel_lite.loop.step import PlainStep
 from pytorch_accel_lite.run.state import Run, Step, TrainerLike
 from pytorch_accel_lite.steps.closures import ReplayingStep
 from pytorch_accel_lite.steps.compiled import CHECKPOINTED, COMPILED
-from pytorch_accel_lite.steps.features import KINDS, Feature, Kind
+from pytorch_accel_lite.steps.features import STEP_KINDS, Feature, StepKind
 from pytorch_accel_lite.steps.manual import ManualStep
 from pytorch_accel_lite.steps.sharded import ShardedStep
 
-KINDS.extend((ManualStep, ReplayingStep))
-_replaced: dict[Kind, Kind] = {}
+STEP_KINDS.extend((ManualStep, ReplayingStep))
+_replacements: dict[StepKind, StepKind] = {}
 
 
-def replace_step(kind: Kind, by: Kind) -> None:
+def replace_step(kind: StepKind, by: StepKind) -> None:
     """Replace a kind of step in all runs by another kind, usually a subclass."""
-    _replaced[kind] = by
+    _replacements[kind] = by
 
 
 def create_step(trainer: TrainerLike, run: Run) -> Step:
@@ -29,9 +29,9 @@ def create_step(trainer: TrainerLike, run: Run) -> Step:
     features = find_features(trainer, run)
     if trainer.compiled_forward is not None:
         trainer.compiled_forward.begin_run(run)
-    for kind in KINDS:
+    for kind in STEP_KINDS:
         if any(feature in features for feature in kind.features):
-            return _replaced.get(kind, kind)(trainer, run)
+            return _replacements.get(kind, kind)(trainer, run)
     # Sharded weights are not a requested feature, so they choose a step only if no feature does.
     if are_sharded(trainer.model.parameters()) and run.ranks.world_size > 1:
         return ShardedStep(trainer, run)
@@ -40,7 +40,7 @@ def create_step(trainer: TrainerLike, run: Run) -> Step:
 
 def all_features() -> list[Feature]:
     """Return all features that conflict with some others."""
-    return [*(feature for kind in KINDS for feature in kind.features), COMPILED, CHECKPOINTED]
+    return [*(feature for kind in STEP_KINDS for feature in kind.features), COMPILED, CHECKPOINTED]
 
 
 def find_features(trainer: TrainerLike, run: Run) -> list[Feature]:

@@ -25,10 +25,10 @@ from pytorch_accel_lite.steps.manual import MANUAL
 def _recomputes_gradients(trainer: TrainerLike, run: Run) -> bool:
     """Whether the trainer's class declares or seems to recompute gradients. Only then are batches kept."""
     declared = trainer.recomputes_gradients
-    return _names_recompute_gradients(trainer) if declared is None else declared
+    return _mentions_recompute_gradients(trainer) if declared is None else declared
 
 
-def _names_recompute_gradients(trainer: TrainerLike) -> bool:
+def _mentions_recompute_gradients(trainer: TrainerLike) -> bool:
     """Whether ``optimizer_step`` is overridden, and a method of the user's classes mentions ``recompute_gradients``."""
     if not is_overridden(trainer, "optimizer_step"):
         return False
@@ -48,12 +48,12 @@ _CONFLICTS = (
     Conflict(SHARDED, "gradients cannot be averaged again"),
     Conflict(MANUAL, "only the gradients of one loss and one update can be computed again"),
 )
-_SEVERAL = Feature(
+_OTHER_OPTIMIZERS = Feature(
     "other optimizers, unless optimizer_step is overridden",
     lambda trainer, run: bool(parts_of_optimizer(trainer.optimizer)) and "optimizer_step" not in run.overridden,
 )
 _ONLY_ALONE = Conflict(
-    _SEVERAL,
+    _OTHER_OPTIMIZERS,
     "it computes the gradients of an update several times. Give it alone, or step each part of trainer.optimizer in "
     "optimizer_step",
 )
@@ -89,7 +89,7 @@ class ReplayingStep(PlainStep):
     def recompute(self, trainer: TrainerLike, run: Run) -> torch.Tensor:
         """Compute the gradients of the window in the same way as before, and return the mean loss of the window."""
         if run.window.has_gradients or run.progress.update != self._update:
-            raise _refusal("no update is under way that it could repeat")
+            raise _recompute_error("no update is under way that it could repeat")
         trainer.optimizer_zero_grad()
         loss = torch.zeros((), device=run.device)
         with Snapshot() as before, torch.enable_grad():  # the batches are already counted
@@ -139,14 +139,14 @@ def recompute_gradients(self: TrainerLike) -> torch.Tensor:
     if isinstance(run.stepper, ReplayingStep):
         return run.stepper.recompute(self, run)
     if run.config is not None and self.is_running and (conflict := RECOMPUTED.find_conflict(self, run)):
-        raise _refusal(f"it does not work with {conflict.other.name}")
-    raise _refusal(
+        raise _recompute_error(f"it does not work with {conflict.other.name}")
+    raise _recompute_error(
         "only then the batches of an update are kept, and if a method of the trainer names it, or its class has "
         "recomputes_gradients = True"
     )
 
 
-def _refusal(reason: str) -> RuntimeError:
+def _recompute_error(reason: str) -> RuntimeError:
     return RuntimeError(
         f"recompute_gradients() works in an overridden optimizer_step, in train() and find_lr(): {reason}."
     )

@@ -40,15 +40,16 @@ class Feature(NamedTuple):
     @property
     def conflicts(self) -> list[Conflict]:
         """All conflicts of the feature, including those that other features declare."""
-        others = [(feature, excluded) for kind in KINDS for feature in kind.features for excluded in feature.excludes]
-        return [*self.own_conflicts, *(Conflict(one, why) for one, (other, why) in others if other is self)]
+        features = [feature for kind in STEP_KINDS for feature in kind.features]
+        declared = [(feature, excluded) for feature in features for excluded in feature.excludes]
+        return [*self.own_conflicts, *(Conflict(one, why) for one, (other, why) in declared if other is self)]
 
     def find_conflict(self, trainer: TrainerLike, run: Run) -> Conflict | None:
         """Return the first conflict of the feature in a run, or ``None``."""
         return next((conflict for conflict in self.conflicts if conflict.other.is_used(trainer, run)), None)
 
 
-class Kind(Protocol):
+class StepKind(Protocol):
     """A kind of step: a subclass of ``Step``, with the features for which it replaces the plain step."""
 
     @property
@@ -58,7 +59,7 @@ class Kind(Protocol):
 
 #: The kinds of steps that a run may ask for: ``.choice`` adds those of the core, an extension its own. Any two of them
 #: conflict, so their order does not matter.
-KINDS: list[Kind] = []
+STEP_KINDS: list[StepKind] = []
 
 # A feature with which several kinds of steps conflict, but that none of them provides.
 SHARDED = Feature("sharded weights", lambda trainer, run: trainer.is_sharded)

@@ -21,10 +21,10 @@ from pytorch_accel_lite.callbacks import TrainerCallback
 from pytorch_accel_lite.data import Batch, BatchData
 from pytorch_accel_lite.extending import (
     DIVISIONS,
-    OwnCallbacks,
     Share,
     TrainerLike,
     Trial,
+    UserCallbacks,
     all_optimized_parameters,
     create_division,
     infer_batch_size,
@@ -512,7 +512,7 @@ class Probe:
         if logical_processes is not None and "logical_processes" not in DIVISIONS:
             raise NotApplicableError("The extension 'logical' is not there.")
         recorder = _GradientRecorder(self.names)
-        handler = OwnCallbacks(self._callbacks)
+        handler = UserCallbacks(self._callbacks)
         handler.failures = self.failed_callbacks
         handler.add_callback(recorder)
         with ExitStack() as before:

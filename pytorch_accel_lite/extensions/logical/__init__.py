@@ -1,6 +1,6 @@
 """Logical processes: runs that give the same bits on any number of real ones, for ``Trainer(logical_processes=8)``."""
 
-from pytorch_accel_lite.extending import DIVISIONS, KINDS
+from pytorch_accel_lite.extending import DIVISIONS, STEP_KINDS
 from pytorch_accel_lite.extensions.logical.kept_shares import KeepsShares
 from pytorch_accel_lite.extensions.logical.logical_processes import LogicalProcesses, logical_of_trainer
 from pytorch_accel_lite.extensions.logical.logical_step import LogicalStep, LogicalWindow
@@ -18,4 +18,4 @@ __all__ = [
 ]
 
 DIVISIONS["logical_processes"] = LogicalProcesses
-KINDS.append(LogicalStep)
+STEP_KINDS.append(LogicalStep)

@@ -13,11 +13,11 @@ import torch
 from pytorch_accel_lite.callbacks import TrainerCallback
 from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedData
 from pytorch_accel_lite.extending import (
-    OwnCallbacks,
     Report,
     RunRequest,
     TrainerLike,
     Trial,
+    UserCallbacks,
     check_positive_int,
     faster_data,
     infer_batch_size,
@@ -215,7 +215,7 @@ def _time_callbacks(
     The attributes of the callbacks, the trainer and its history are restored.
     """
     trainer = trial.trainer
-    handler = OwnCallbacks(callbacks, lambda: _now(trainer))
+    handler = UserCallbacks(callbacks, lambda: _now(trainer))
     if trainer.ranks.world_size > 1:  # a process whose callback fails would leave the others waiting
         return {}, dict.fromkeys(handler.callback_list, "several processes")
     with trial.keeping_attributes(*handler.callbacks), trial.epoch(handler):

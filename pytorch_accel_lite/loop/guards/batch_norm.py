@@ -12,17 +12,17 @@ from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
 
-def share_for_batch_norm(trainer: TrainerLike, run: Run) -> int:
+def min_share_for_batch_norm(trainer: TrainerLike, run: Run) -> int:
     """Return the smallest number of samples, other than none, that a process may get in a step: two with batch norm.
 
     Call it on every process at the start of an epoch, with the model in training mode. Warns if the epoch ends with a
     batch of a single sample.
     """
     norms = {name: module for name, module in trainer.model.named_modules() if isinstance(module, _BatchNorm)}
-    return _smallest_for_batch_norm(trainer, run, norms) if norms else 1
+    return _min_share(trainer, run, norms) if norms else 1
 
 
-def _smallest_for_batch_norm(trainer: TrainerLike, run: Run, norms: dict[str, _BatchNorm]) -> int:
+def _min_share(trainer: TrainerLike, run: Run, norms: dict[str, _BatchNorm]) -> int:
     ranks = run.ranks
     alone = [
         f"{type(norm).__name__} {name.removeprefix('module.')!r}"

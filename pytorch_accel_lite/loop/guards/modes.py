@@ -32,7 +32,7 @@ def restoring_mode_between_batches(
     Only the mode of the whole model is compared, because the mode of a part may be meant to stay changed. Without user
     code, the batches are returned unchanged, at no cost.
     """
-    owners = _own_code(trainer, phase)
+    owners = _owners_of_user_code(trainer, phase)
     return _restoring(trainer, run, batches, " or ".join(owners), phase) if owners else batches
 
 
@@ -75,7 +75,7 @@ def fire_start_event(trainer: TrainerLike, event: str, phase: Phase, **kwargs: o
     mode, effect = "evaluation", "without dropout, and with fixed statistics of batch norm"
     if not was_training:
         mode, effect = "training", "with dropout, and changes the statistics of batch norm"
-    who = " or ".join(_own_code(trainer, phase, event)) or "A callback"
+    who = " or ".join(_owners_of_user_code(trainer, phase, event)) or "A callback"
     warn_outside(
         f"{who}.{event} left the model in {mode} mode, so this {phase} is {effect}. Restore the mode there; if you "
         f"mean it, override {event.removeprefix('on_')} of the trainer instead."
@@ -111,7 +111,7 @@ def check_global_modes(trainer: TrainerLike, run: Run, who: str = "A callback or
     run.loop.global_modes = GlobalModes.now(run.device)  # so that the warning comes once
 
 
-def _own_code(trainer: TrainerLike, phase: Phase, *events: str) -> list[str]:
+def _owners_of_user_code(trainer: TrainerLike, phase: Phase, *events: str) -> list[str]:
     """Return the user's classes with code that runs at some events, or within the steps of a phase."""
     owners = [
         type(getattr(listener, "__self__", listener)).__name__

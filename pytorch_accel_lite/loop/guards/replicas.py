@@ -14,7 +14,7 @@ from pytorch_accel_lite.base.quantised import all_plain_parts
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
-_MOST = 4  # parameters named in a message
+_MAX_NAMED = 4  # parameters named in a message
 _ON_PURPOSE = "Pass check_replicas=False to the Trainer if the weights are supposed to differ."
 _UNUSED = "Freeze the unused ones with requires_grad_(False), or pass find_unused_parameters=True to the Trainer."
 
@@ -24,7 +24,7 @@ def compare_replicas(trainer: TrainerLike) -> None:
     prepared = trainer.prepared_model
     if trainer.ranks.world_size == 1 or (prepared is not None and prepared.outlives_runs):
         return
-    names = _names(trainer)
+    names = _parameter_names(trainer)
     trained = _trained_parameters(trainer, names)
     parameters = trained | _frozen_parameters(trainer, trained)
     parts = {name: all_plain_parts(parameter) for name, parameter in parameters.items()}
@@ -33,7 +33,7 @@ def compare_replicas(trainer: TrainerLike) -> None:
     if len(set(trainer.ranks.all_gather_object(hash(tuple(sums.values()))))) == 1:
         return
     learning = [name for name, parameter in trained.items() if parameter.requires_grad]
-    found = _Found(sums, learning, [names.get(id(p), "") for p in trainer.current_run.stepper.without_gradient])
+    found = _Fingerprint(sums, learning, [names.get(id(p), "") for p in trainer.current_run.stepper.without_gradient])
     by_rank = trainer.ranks.all_gather_object(found)
     for name in dict.fromkeys(chain.from_iterable(other.sums for other in by_rank)):
         differing = [str(r) for r, other in enumerate(by_rank) if other.sums.get(name) != by_rank[0].sums.get(name)]
@@ -45,7 +45,7 @@ def compare_replicas(trainer: TrainerLike) -> None:
             )
 
 
-class _Found(NamedTuple):
+class _Fingerprint(NamedTuple):
     """The weights and gradients of a process, for comparison.
 
     Args:
@@ -66,7 +66,7 @@ def note_missing_gradients(trainer: TrainerLike, run: Run) -> None:
     ]
 
 
-def _likely_cause(trainer: TrainerLike, name: str, by_rank: list[_Found]) -> str:
+def _likely_cause(trainer: TrainerLike, name: str, by_rank: list[_Fingerprint]) -> str:
     prepared = trainer.prepared_model
     if not any(name in found.trained for found in by_rank):
         return (
@@ -80,7 +80,7 @@ def _likely_cause(trainer: TrainerLike, name: str, by_rank: list[_Found]) -> str
     unused = {rank: found.without_gradient for rank, found in enumerate(by_rank) if found.without_gradient}
     if unused:
         listed = "; ".join(
-            f"{', '.join(map(repr, names[:_MOST]))}{', ...' * (len(names) > _MOST)} on rank {rank}"
+            f"{', '.join(map(repr, names[:_MAX_NAMED]))}{', ...' * (len(names) > _MAX_NAMED)} on rank {rank}"
             for rank, names in unused.items()
         )
         return (
@@ -98,7 +98,7 @@ def _likely_cause(trainer: TrainerLike, name: str, by_rank: list[_Found]) -> str
     )
 
 
-def _names(trainer: TrainerLike) -> dict[int, str]:
+def _parameter_names(trainer: TrainerLike) -> dict[int, str]:
     """Return the names of the parameters in the trainer's modules, by their ids."""
     names: dict[int, str] = {}
     for prefix, module in {"": unwrap(trainer.model), **attributes.other_modules(trainer)}.items():

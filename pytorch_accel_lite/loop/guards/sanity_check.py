@@ -29,12 +29,12 @@ from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
 #: Methods that may leave traces if users override them, so that an evaluation with them is not tried.
-_STEPS = {"calculate_eval_batch_loss", "eval_epoch_start", "_run_eval_epoch", "_run_train_epoch"}
+_METHODS = {"calculate_eval_batch_loss", "eval_epoch_start", "_run_eval_epoch", "_run_train_epoch"}
 _EVENTS = ("on_eval_epoch_start", "on_eval_step_start")
 
 
 @runtime_checkable
-class TakesPart(Protocol):
+class TriesEvaluation(Protocol):
     """A callback that takes part in the trial."""
 
     def try_on(self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput) -> None:
@@ -53,7 +53,7 @@ def check_evaluation(trainer: TrainerLike, run: Run) -> None:
         for name, loader in (data.eval_loaders or {"": data.required_eval_loader}).items():
             if can_read_apart(loader):
                 with replaced(data, eval_loader=loader, eval_dataset_name=name or None):
-                    _try(trainer, run, loader)
+                    _try_batch(trainer, run, loader)
     except Exception as error:
         add_note(
             error,
@@ -66,15 +66,15 @@ def check_evaluation(trainer: TrainerLike, run: Run) -> None:
 def _leaves_no_trace(trainer: TrainerLike, run: Run) -> bool:
     """Whether the evaluation can be tried without side effects, and in the way in which it will be made later."""
     is_plain = run.resumed is None and run.inference_step is None
-    if not is_plain or trainer.is_sharded or trainer.division.has_fixed_shares or run.overridden & _STEPS:
+    if not is_plain or trainer.is_sharded or trainer.division.has_fixed_shares or run.overridden & _METHODS:
         return False
     listeners = chain.from_iterable(trainer.callback_handler.listeners[event] for event in _EVENTS)
     if not all(is_from_this_package(type(getattr(listener, "__self__", listener))) for listener in listeners):
         return False
-    return all(map(_is_plain, _modules(trainer))) and trainer.compiled_forward is None
+    return all(map(_has_pure_first_call, _modules(trainer))) and trainer.compiled_forward is None
 
 
-def _is_plain(module: nn.Module) -> bool:
+def _has_pure_first_call(module: nn.Module) -> bool:
     """Whether a module is initialised, has no hooks, and is not compiled, so that a first call has no effect."""
     if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
         return False
@@ -89,10 +89,10 @@ def _modules(trainer: TrainerLike) -> list[nn.Module]:
     return list(dict.fromkeys(part for root in roots if isinstance(root, nn.Module) for part in root.modules()))
 
 
-def _try(trainer: TrainerLike, run: Run, loader: ShardedLoader) -> None:
+def _try_batch(trainer: TrainerLike, run: Run, loader: ShardedLoader) -> None:
     owners = [*_modules(trainer), trainer.loss_func, *datasets_in(loader), loader.source.collate_fn]
     with (
-        _untouched(owners),
+        _leaving_no_trace(owners),
         replaced(run, batch=None, batch_number=0, loss_trackers=trainer.division.create_trackers()),
         explaining(trainer, run, "evaluation"),
     ):
@@ -104,12 +104,12 @@ def _try(trainer: TrainerLike, run: Run, loader: ShardedLoader) -> None:
             output = adapter.outputs_and_loss(trainer.model, trainer.loss_func, batch.data, batch)
         complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
         for callback in trainer.callback_handler:
-            if isinstance(callback, TakesPart):
+            if isinstance(callback, TriesEvaluation):
                 callback.try_on(trainer, batch.data, output)
 
 
 @contextmanager
-def _untouched(owners: list[object]) -> Iterator[None]:
+def _leaving_no_trace(owners: list[object]) -> Iterator[None]:
     """Restore modules, datasets and generators after a block that evaluates."""
     modules = [owner for owner in owners if isinstance(owner, nn.Module)]
     objects = [it for it in {id(it): it for it in owners}.values() if hasattr(it, "__dict__") and not isroutine(it)]

@@ -16,7 +16,7 @@ _IN_EPOCHS = re.compile("epoch|step|loss|update|backward")  # in the names of me
 _looked_at: set[type] = set()
 
 
-def warn_of_comparisons(objects: Iterable[object]) -> None:
+def warn_of_epoch_zero(objects: Iterable[object]) -> None:
     """Warn of methods of users' classes that compare ``progress.epoch`` with 0. Looks at each class once."""
     for kind in {type(one): None for one in objects}:
         if kind in _looked_at:

@@ -15,7 +15,7 @@ from pytorch_accel_lite.run.events import EVENTS, CallbackHandler, StopTrainingE
 _OF_A_STEP = events_between("on_train_epoch_start", "on_train_step_checkpoint")
 
 
-class OwnCallbacks(CallbackHandler):
+class UserCallbacks(CallbackHandler):
     """Calls the methods that the user wrote for the events of a step. A callback is called until it raises an error.
 
     A callback may fail because it relies on an event that was not fired.
@@ -34,7 +34,7 @@ class OwnCallbacks(CallbackHandler):
         super().__init__()
         self.seconds: dict[str, float] = defaultdict(float)
         self.failures: dict[str, str] = {}
-        self.timer = self._try
+        self.timer = self._timed_until_it_fails
         self._now = now
         for callback in callbacks:
             overridden = [event for event in _OF_A_STEP if is_overridden(callback, event)]
@@ -44,7 +44,7 @@ class OwnCallbacks(CallbackHandler):
         self._tried = list(self.callbacks)
 
     @contextmanager
-    def _try(self, callback: object) -> Iterator[None]:
+    def _timed_until_it_fails(self, callback: object) -> Iterator[None]:
         if callback not in self._tried:  # the part is a phase within a callback, such as saving
             yield
             return

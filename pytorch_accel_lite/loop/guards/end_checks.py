@@ -25,7 +25,7 @@ def check_num_steps(run: Run, loader: Source, length: int | None) -> None:
         )
 
 
-def warn_of_weights(trainer: TrainerLike, run: Run) -> None:
+def warn_of_nonfinite_weights(trainer: TrainerLike, run: Run) -> None:
     """Warn of weights that are not finite at the end of a run."""
     if run.progress.update and not attributes.weights_are_finite(trainer) and run.ranks.rank == 0:
         warn_outside(
