@@ -69,7 +69,7 @@ from pytorch_accel_lite.distributed.ranks import set_timeout, timeout_of, use_ra
 from pytorch_accel_lite.distributed.shutdown import open_trainers
 from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
 from pytorch_accel_lite.loop.guards.arguments import check_dataset
-from pytorch_accel_lite.loop.guards.explanations import explain, list_samples
+from pytorch_accel_lite.loop.guards.error_notes import explain, list_samples
 from pytorch_accel_lite.loop.guards.held_memory import MEMORY_ADVICE
 from pytorch_accel_lite.loop.inference import INFERENCE_STEPS, unwrapped_model
 from pytorch_accel_lite.loop.model_preparation import MODEL_CHANGES
@@ -82,6 +82,7 @@ from pytorch_accel_lite.loop.trial import Trial
 from pytorch_accel_lite.loop.user_callbacks import UserCallbacks
 from pytorch_accel_lite.optimizers.operations import CreateScheduler, optimized_parameters
 from pytorch_accel_lite.optimizers.rates import layer_scales
+from pytorch_accel_lite.run.accumulation import GradientWindow, as_weight
 from pytorch_accel_lite.run.attributes import (
     all_optimized_parameters,
     other_modules,
@@ -105,7 +106,6 @@ from pytorch_accel_lite.run.seams import JOB_QUEUES, PLOTS, JobQueue, Plots, plo
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import InferenceStep, Run, Step, TrainerLike
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
-from pytorch_accel_lite.run.window import GradientWindow, as_weight
 from pytorch_accel_lite.steps.choice import replace_step
 from pytorch_accel_lite.steps.closures import CLOSURE, RECOMPUTED
 from pytorch_accel_lite.steps.compiled import COMPILED, STEP_COMPILERS, StepCompiler

@@ -56,7 +56,7 @@ from pytorch_accel_lite.extensions.tuning import diagnosis, finders
 from pytorch_accel_lite.loop import (
     clipping,
     collectives,
-    compat,
+    custom_loops,
     evaluation,
     logged_values,
     model_preparation,
@@ -818,7 +818,7 @@ class Trainer:
             raise ValueError(f"An object is already registered as {name!r}. Choose another name.")
         self.registered_objects[name] = obj
 
-    # -------------------------------------------- hooks of a run; for those of pytorch-accelerated, see loop/compat.py
+    # -------------------------- hooks of a run, also those of pytorch-accelerated, which the loop calls
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -833,7 +833,7 @@ class Trainer:
     def _run_train_epoch(self, train_dl: Iterable[BatchData]) -> bool:
         run = self.current_run
         if not run.loop.uses_builtin_loop:
-            compat.begin_custom_epoch(self, run)
+            custom_loops.begin_custom_epoch(self, run)
         return training.train_epoch(self, run, train_dl)
 
     def _run_eval_epoch(

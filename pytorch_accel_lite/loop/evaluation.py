@@ -16,7 +16,7 @@ from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.arguments import check_dataset
-from pytorch_accel_lite.loop.guards.explanations import explaining
+from pytorch_accel_lite.loop.guards.error_notes import explaining
 from pytorch_accel_lite.loop.guards.modes import fire_start_event
 from pytorch_accel_lite.loop.inference import compute_batches, inference, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import ending, entering

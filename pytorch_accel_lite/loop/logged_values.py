@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from pytorch_accel_lite.base.types import Tree
+from pytorch_accel_lite.run.accumulation import Count
 from pytorch_accel_lite.run.state import TrainerLike
-from pytorch_accel_lite.run.window import Count
 
 
 def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Count | None = None) -> None:

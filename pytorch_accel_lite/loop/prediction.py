@@ -24,7 +24,7 @@ from pytorch_accel_lite.data.sources import CollateFunction
 from pytorch_accel_lite.data.splitting import Concatenation, ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.arguments import check_dataset
-from pytorch_accel_lite.loop.guards.explanations import explaining
+from pytorch_accel_lite.loop.guards.error_notes import explaining
 from pytorch_accel_lite.loop.inference import compute_batches, inference, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import end_failed_run
 from pytorch_accel_lite.loop.run_setup import inference_run

@@ -38,12 +38,12 @@ from pytorch_accel_lite.loop.scheduling import (
     warn_of_other_schedule,
 )
 from pytorch_accel_lite.optimizers.operations import clear_gradients, is_created
+from pytorch_accel_lite.run.accumulation import Accumulation, GradientWindow
 from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.parts import Training
 from pytorch_accel_lite.run.settings import LoaderArguments, RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.state import Run, TrainerLike
 from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
-from pytorch_accel_lite.run.window import Accumulation, GradientWindow
 
 
 def configure(trainer: TrainerLike, run: Run) -> None:

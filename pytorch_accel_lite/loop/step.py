@@ -18,9 +18,9 @@ from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.loop.guards.first_batch import examine_first_batch
 from pytorch_accel_lite.loop.scheduling import step_after_update
 from pytorch_accel_lite.loop.snapshot import StepSnapshot
+from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.attributes import parameters_not_in_model
 from pytorch_accel_lite.run.state import Run, Step, TrainerLike
-from pytorch_accel_lite.run.window import GradientWindow
 
 
 class PlainStep(Step):

@@ -15,7 +15,7 @@ from pytorch_accel_lite.distributed.gradient_averaging import gradient_sync, syn
 from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, evaluate_if_due
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, warn_of_nonfinite_weights
-from pytorch_accel_lite.loop.guards.explanations import explaining
+from pytorch_accel_lite.loop.guards.error_notes import explaining
 from pytorch_accel_lite.loop.guards.modes import check_global_modes, fire_start_event, restoring_mode_between_batches
 from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.guards.sanity_check import check_evaluation

@@ -21,7 +21,7 @@ from pytorch_accel_lite.data.loader_choice import with_batch_size
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.arguments import check_dataset, check_training
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
-from pytorch_accel_lite.loop.guards.explanations import explaining
+from pytorch_accel_lite.loop.guards.error_notes import explaining
 from pytorch_accel_lite.loop.inference import unwrapped_model
 from pytorch_accel_lite.loop.lifecycle import entering
 from pytorch_accel_lite.loop.loaders import create_eval_loaders, create_train_loader

@@ -13,7 +13,7 @@ from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.run.window import Count
+from pytorch_accel_lite.run.accumulation import Count
 
 
 class LossTracker:

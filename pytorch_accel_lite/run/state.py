@@ -27,6 +27,7 @@ from pytorch_accel_lite.data.named_datasets import NamedDatasets
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.operations import SchedulerFactory, TrainerOptimizer, TrainerScheduler
+from pytorch_accel_lite.run.accumulation import Accumulation, Count, GradientWindow
 from pytorch_accel_lite.run.division import Division
 from pytorch_accel_lite.run.events import CallbackHandler, Phase
 from pytorch_accel_lite.run.goodput import Goodput
@@ -47,7 +48,6 @@ from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import EpochPhase, Progress
 from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
-from pytorch_accel_lite.run.window import Accumulation, Count, GradientWindow
 
 T = TypeVar("T")
 

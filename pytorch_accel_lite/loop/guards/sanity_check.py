@@ -22,7 +22,7 @@ from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, complete_
 from pytorch_accel_lite.data.loader import FailedRead, ShardedLoader
 from pytorch_accel_lite.data.single_batches import can_read_apart, datasets_in, read_apart
 from pytorch_accel_lite.data.sources import BatchData
-from pytorch_accel_lite.loop.guards.explanations import explaining
+from pytorch_accel_lite.loop.guards.error_notes import explaining
 from pytorch_accel_lite.loop.inference import unwrapped_model
 from pytorch_accel_lite.loop.snapshot import Snapshot, preserving_attributes, replaced
 from pytorch_accel_lite.run import attributes
