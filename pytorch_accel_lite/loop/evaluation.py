@@ -20,7 +20,7 @@ from pytorch_accel_lite.loop.guards.error_notes import explaining
 from pytorch_accel_lite.loop.guards.modes import fire_start_event
 from pytorch_accel_lite.loop.inference import compute_batches, inference, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import ending, entering
-from pytorch_accel_lite.loop.loaders import sharded_loader
+from pytorch_accel_lite.loop.loaders import loader_of_run
 from pytorch_accel_lite.loop.run_setup import inference_run
 from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.run.events import CallbackHandler
@@ -128,7 +128,7 @@ def evaluate_dataset(trainer: TrainerLike, run: Run, source: Source, is_training
     trainer.eval_epoch_start()
     run.loss_trackers = trainer.division.create_trackers()
     fire_start_event(trainer, "on_eval_epoch_start", "evaluation", is_intermediate=is_intermediate)
-    loader = sharded_loader(trainer, run, source, training=False)
+    loader = loader_of_run(trainer, run, source, training=False)
     sync_ddp_buffers(trainer.model, run.ranks)
     run.data.has_fillers = loader.options.fill
     run.skipped = None if run.skipped is None else SkippedBatches("evaluation")
@@ -169,9 +169,9 @@ def _track_losses(trainer: TrainerLike, run: Run, batches: Iterable[Batch]) -> B
     for batch, output in compute_batches(trainer, run, batches, trainer.calculate_eval_batch_loss):
         if output is SKIPPED:
             continue
-        trackers.measured = batch, output["batch_size"]  # inlines measure()
+        trackers.latest_batch = batch, output["batch_size"]  # inlines note_batch_size()
         if trackers.unweighed:
-            trackers.weigh()
+            trackers.weigh_logged()
         if batch.num_samples != 0:  # inlines is_filler
             trackers.add(output)
         if listeners["on_eval_step_end"]:

@@ -14,7 +14,7 @@ from pytorch_accel_lite.run.state import Run, TrainerLike
 def create_train_loader(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: LoaderKwargs | None) -> None:
     """Create the loader of the training batches."""
     source = trainer.create_train_dataloader(batch_size, loader_kwargs)
-    run.data.train_loader = sharded_loader(trainer, run, source, training=True)
+    run.data.train_loader = loader_of_run(trainer, run, source, training=True)
     run.data.train_dataset = dataset_of(run.data.train_dataset)
     sampler = getattr(run.data.train_loader, "sampler", None)
     if isinstance(sampler, NamedSampler) and (lengths := describe_lengths(sampler)):
@@ -31,7 +31,7 @@ def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_
             raise ValueError(f"eval_dataset has the key {name!r}, but keys name the metrics: use non-empty strings.")
         run.data.eval_dataset = part  # read by overrides of create_eval_dataloader
         source = trainer.create_eval_dataloader(batch_size, loader_kwargs)
-        run.data.eval_loader = sharded_loader(trainer, run, source, training=False)
+        run.data.eval_loader = loader_of_run(trainer, run, source, training=False)
         if find_length(run.data.eval_loader) == 0:
             raise ValueError(
                 "eval_dataset gives no batch: with drop_last=True it must hold at least one batch for every process."
@@ -44,7 +44,7 @@ def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_
         run.data.eval_dataset = dataset_of(dataset)
 
 
-def sharded_loader(trainer: TrainerLike, run: Run, source: Source, training: bool) -> ShardedLoader:
+def loader_of_run(trainer: TrainerLike, run: Run, source: Source, training: bool) -> ShardedLoader:
     """Return a loader that gives this process its share of a source of batches, with the options of the run.
 
     A source that is already a ``ShardedLoader`` is returned unchanged.

@@ -50,7 +50,7 @@ def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Count
     if isinstance(value, torch.Tensor):
         value = value.detach().mean() if value.ndim else value.detach().clone()  # the step may change the tensor
     if weight is None:
-        trackers.log_for(run.batch, name, value)
+        trackers.log_per_sample(run.batch, name, value)
     else:
         trackers.log(name, value, weight)
     if trackers is run.loop.unrecorded:  # in a training epoch, whatever the mode of the model

@@ -95,7 +95,7 @@ def prepare_data(
         run.created_attributes = note_created(trainer)
     if resume_from is not None:
         run.resumed = find_state(trainer, request.state_sources, resume_from)
-    _seed(trainer, run)
+    _set_seeds(trainer, run)
     create_train_loader(trainer, run, loader_arguments.batch_size, loader_arguments.train_kwargs)
     if run.data.eval_dataset is not None:
         create_eval_loaders(trainer, run, loader_arguments.batch_size, loader_arguments.eval_kwargs)
@@ -104,7 +104,7 @@ def prepare_data(
     trainer.callback_handler.call_each("on_dataloaders_created", run.control.request, trainer)
 
 
-def _seed(trainer: TrainerLike, run: Run) -> None:
+def _set_seeds(trainer: TrainerLike, run: Run) -> None:
     """Seed the generators, and find the seed of the data order, which a resumed run takes from its state."""
     run.data.seed = trainer.seed
     if trainer.seed is not None:
@@ -174,7 +174,7 @@ def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batc
     accumulation = Accumulation(request.gradient_accumulation_steps)
     is_evaluation = data.train_loader is None
     updates_per_epoch = 0 if is_evaluation else None if steps is None else accumulation.updates_after(steps)
-    request = _limit(request, accumulation, steps)
+    request = _complete_lengths(request, accumulation, steps)
     shares = trainer.division.count
     processes = shares or data.ranks.world_size
     train_batch_size = (data.train_loader_kwargs or {}).get("batch_size") or batch_size
@@ -208,7 +208,7 @@ def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batc
     )
 
 
-def _limit(request: RunRequest, accumulation: Accumulation, steps: int | None) -> RunRequest:
+def _complete_lengths(request: RunRequest, accumulation: Accumulation, steps: int | None) -> RunRequest:
     """Derive epochs from updates, or updates from epochs of ``steps`` steps; updates take precedence."""
     updates, epochs = request.max_num_train_steps, request.num_epochs
     if updates is not None:

@@ -73,9 +73,9 @@ class PlainStep(Step):
             output = compute(batch.data)
         complete_output(output, batch.data, batch.num_samples, "calculate_train_batch_loss", training=True)
         trackers = run.loss_trackers
-        trackers.measured = batch, output["batch_size"]  # inlines measure()
+        trackers.latest_batch = batch, output["batch_size"]  # inlines note_batch_size()
         if trackers.unweighed:
-            trackers.weigh()
+            trackers.weigh_logged()
         if self.must_examine_batch and not batch.is_filler:
             self.must_examine_batch = False
             examine_first_batch(trainer, batch, output)

@@ -20,7 +20,7 @@ from pytorch_accel_lite.loop.guards.modes import check_global_modes, fire_start_
 from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.guards.sanity_check import check_evaluation
 from pytorch_accel_lite.loop.lifecycle import ending
-from pytorch_accel_lite.loop.loaders import sharded_loader
+from pytorch_accel_lite.loop.loaders import loader_of_run
 from pytorch_accel_lite.loop.resuming import end_if_complete, finish_resuming, print_state_contents, resuming
 from pytorch_accel_lite.loop.step import warm_up_ddp
 from pytorch_accel_lite.run.attributes import set_optimizer_modes
@@ -111,7 +111,7 @@ def train_epoch(trainer: TrainerLike, run: Run, source: Source) -> bool:
         check_global_modes(trainer, run)
         finish_resuming(trainer, run)
         # A callback may have set trainer.train_dataloader.
-        run.data.train_loader = loader = sharded_loader(trainer, run, run.data.train_loader, training=True)
+        run.data.train_loader = loader = loader_of_run(trainer, run, run.data.train_loader, training=True)
         set_optimizer_modes(trainer, training=True)
         least = min_share_for_batch_norm(trainer, run)
         run.batch_number = progress.step

@@ -190,7 +190,7 @@ class Trial:
         complete_output(output, batch.data, batch.num_samples, "the step", training=with_gradients)
         return output
 
-    def train_step(self, batch: Batch) -> None:
+    def run_step(self, batch: Batch) -> None:
         """Make a training step, which ends in an update at the end of an accumulation window, or of the epoch."""
         run_step(self.trainer, self.run, batch)
 
@@ -200,7 +200,7 @@ class Trial:
         done = run.progress.update
         run.loss_trackers = self.trainer.division.create_trackers()
         while run.progress.update == done:
-            self.train_step(next(batches))
+            self.run_step(next(batches))
         return run.loss_trackers.means(run.data.ranks, "{}")
 
     # what is restored within the trial

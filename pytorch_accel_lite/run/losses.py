@@ -101,7 +101,7 @@ class LossTrackers(dict[str, LossTracker]):
         logged: names of the logged values
         is_recorded: whether the means have been computed, so that nothing can be added
         num_items: number of items averaged in a part of the loss in this step, for parts with a number of their own
-        measured: the batch of the latest step, and the number of its samples as the step returned it
+        latest_batch: the batch of the latest step, and the number of its samples as the step returned it
         unweighed: values logged before their step has returned, each with the batch and the name
     """
 
@@ -112,7 +112,7 @@ class LossTrackers(dict[str, LossTracker]):
         self.logged: set[str] = set()
         self.is_recorded = False
         self.num_items: dict[str, Count] = {}
-        self.measured: tuple[Batch | None, Count] = None, 0
+        self.latest_batch: tuple[Batch | None, Count] = None, 0
         self.unweighed: list[tuple[Batch, str, torch.Tensor | float]] = []
 
     def add(self, output: BatchOutput) -> None:
@@ -152,22 +152,22 @@ class LossTrackers(dict[str, LossTracker]):
         self.logged.add(name)
         self.of(name).update(value, weight)
 
-    def log_for(self, batch: Batch, name: str, value: torch.Tensor | float) -> None:
+    def log_per_sample(self, batch: Batch, name: str, value: torch.Tensor | float) -> None:
         """Add a value that is a mean over the samples of a batch, once the step has returned their number."""
         self.logged.add(name)
         self.unweighed.append((batch, name, value))
-        if batch is self.measured[0]:
-            self.weigh()
+        if batch is self.latest_batch[0]:
+            self.weigh_logged()
 
-    def measure(self, batch: Batch, size: Count) -> None:
+    def note_batch_size(self, batch: Batch, size: Count) -> None:
         """Note the number of samples in a batch, as its step has returned it."""
-        self.measured = batch, size
+        self.latest_batch = batch, size
         if self.unweighed:
-            self.weigh()
+            self.weigh_logged()
 
-    def weigh(self) -> None:
+    def weigh_logged(self) -> None:
         """Add the values that were logged for a batch before its size was known."""
-        batch, size = self.measured
+        batch, size = self.latest_batch
         values, self.unweighed = self.unweighed, []
         for entry in values:
             if entry[0] is batch:
@@ -199,7 +199,7 @@ class LossTrackers(dict[str, LossTracker]):
         """
         means = {}
         self.is_recorded = True
-        self.measured, self.unweighed = (None, 0), []  # frees the last batch
+        self.latest_batch, self.unweighed = (None, 0), []  # frees the last batch
         summed = self.summed(ranks)
         without_loss = summed.pop(_WITHOUT_LOSS, None)
         for key, (total, count) in summed.items():

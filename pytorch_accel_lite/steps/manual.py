@@ -98,7 +98,7 @@ class ManualStep(Step):
             output = trainer.train_step(batch.data)
         output = self._complete(output)
         complete_output(output, batch.data, batch.num_samples, "train_step", training=False)
-        run.loss_trackers.measure(batch, output["batch_size"])
+        run.loss_trackers.note_batch_size(batch, output["batch_size"])
         run.loss_trackers.num_items = self.items
         run.count_step(output, batch)
         run.window.has_gradients = True

@@ -529,7 +529,7 @@ class Probe:
                 with self._watching() as watch:
                     recorder.result = Pass({}, watch)
                     joined = batch._replace(is_last=True) if logical_processes is None else joined_shares(batch)
-                    trial.train_step(joined)
+                    trial.run_step(joined)
                 return recorder.result
 
             yield update

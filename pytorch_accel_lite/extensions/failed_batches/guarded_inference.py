@@ -163,7 +163,7 @@ def _compute_if_it_fits(trainer: TrainerLike, run: Run, compute: ComputeBatch) -
         traceback.clear_frames(error.__traceback__)  # its frames hold the tensors of the attempt
         before.close()
         return None
-    run.loss_trackers.measure(batch, output["batch_size"])
+    run.loss_trackers.note_batch_size(batch, output["batch_size"])
     return output
 
 

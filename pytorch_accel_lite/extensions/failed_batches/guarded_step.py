@@ -68,7 +68,7 @@ class GuardedStep(PlainStep):
             if outcome == DONE:
                 before.add_gradients()
                 output = merge_outputs(outputs)
-                run.loss_trackers.measure(batch, output["batch_size"])
+                run.loss_trackers.note_batch_size(batch, output["batch_size"])
                 run.count_step(output if returned[0] is outputs[0] else merge_outputs(returned), batch)
                 return output
             before.close()

@@ -288,9 +288,9 @@ class LogicalStep(PlainStep):
             names = ("loss", "batch_size", "num_items_in_batch")
             outputs = tuple({name: output[name] for name in names if name in output} for output in outputs)
         output = merge_outputs(outputs)
-        run.loss_trackers.measure(batch, output["batch_size"])  # of what was logged before the first share
+        run.loss_trackers.note_batch_size(batch, output["batch_size"])  # of what was logged before the first share
         run.batch = batch._replace(data=data)
-        run.loss_trackers.measure(run.batch, output["batch_size"])  # of what callbacks log from now on
+        run.loss_trackers.note_batch_size(run.batch, output["batch_size"])  # of what callbacks log from now on
         if not batch.is_filler:  # the loss of any share may be the one that is not finite
             loss = output["loss"]
             run.loss_trackers["loss"].loss_value = to_float(loss) if loss.is_cpu else loss

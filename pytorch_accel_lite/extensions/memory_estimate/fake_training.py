@@ -328,7 +328,7 @@ class FakeTrainer:
                     self.live.forget_peak()
                 try:
                     with counter or nullcontext():
-                        trial.train_step(fake)
+                        trial.run_step(fake)
                 except _NEEDS_VALUES as error:
                     raise NotImplementedError(
                         "estimate_memory() makes steps with tensors without values, but, in the line shown above, "

@@ -220,6 +220,6 @@ def _time_callbacks(
         return {}, dict.fromkeys(handler.callback_list, "several processes")
     with trial.keeping_attributes(*handler.callbacks), trial.epoch(handler):
         for batch in batches if handler.callbacks else ():
-            trial.train_step(batch)
+            trial.run_step(batch)
     seconds = {name: total / len(batches) for name, total in handler.seconds.items() if name not in handler.failures}
     return seconds, handler.failures

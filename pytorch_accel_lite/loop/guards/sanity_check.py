@@ -71,10 +71,10 @@ def _leaves_no_trace(trainer: TrainerLike, run: Run) -> bool:
     listeners = chain.from_iterable(trainer.callback_handler.listeners[event] for event in _EVENTS)
     if not all(is_from_this_package(type(getattr(listener, "__self__", listener))) for listener in listeners):
         return False
-    return all(map(_has_pure_first_call, _modules(trainer))) and trainer.compiled_forward is None
+    return all(map(_has_no_hooks, _modules(trainer))) and trainer.compiled_forward is None
 
 
-def _has_pure_first_call(module: nn.Module) -> bool:
+def _has_no_hooks(module: nn.Module) -> bool:
     """Whether a module is initialised, has no hooks, and is not compiled, so that a first call has no effect."""
     if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
         return False
