@@ -78,7 +78,7 @@ from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.settings import LoaderArguments, RunRequest, TrainerRunConfig
-from pytorch_accel_lite.run.state import CompiledForwardLike, Run, Step, run_to_change
+from pytorch_accel_lite.run.state import CompiledForwardLike, Run, Step, run_for_assignment
 from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.named_schedules import ScheduleArgument, resolve_names
 from pytorch_accel_lite.schedulers.placeholders import (
@@ -217,7 +217,7 @@ class Trainer:
 
     @run_config.setter
     def run_config(self, config: TrainerRunConfig | None) -> None:
-        run_to_change(self).config = config
+        run_for_assignment(self).config = config
 
     @property
     def step_metrics(self) -> dict[str, MetricValue]:
@@ -226,7 +226,7 @@ class Trainer:
 
     @step_metrics.setter
     def step_metrics(self, metrics: dict[str, MetricValue]) -> None:
-        run_to_change(self).step_metrics = metrics
+        run_for_assignment(self).step_metrics = metrics
 
     @property
     def train_dataset(self) -> Source:
@@ -235,7 +235,7 @@ class Trainer:
 
     @train_dataset.setter
     def train_dataset(self, dataset: Source) -> None:
-        run_to_change(self).data.train_dataset = dataset
+        run_for_assignment(self).data.train_dataset = dataset
 
     @property
     def eval_dataset(self) -> Source:
@@ -244,7 +244,7 @@ class Trainer:
 
     @eval_dataset.setter
     def eval_dataset(self, dataset: Source) -> None:
-        run_to_change(self).data.eval_dataset = dataset
+        run_for_assignment(self).data.eval_dataset = dataset
 
     @property
     def collate_fn(self) -> CollateFunction | None:
@@ -253,7 +253,7 @@ class Trainer:
 
     @collate_fn.setter
     def collate_fn(self, collate_fn: CollateFunction | None) -> None:
-        run_to_change(self).data.collate_fn = collate_fn
+        run_for_assignment(self).data.collate_fn = collate_fn
 
     @property
     def train_dataloader(self) -> ShardedLoader | None:
@@ -262,7 +262,7 @@ class Trainer:
 
     @train_dataloader.setter
     def train_dataloader(self, loader: Source) -> None:
-        run_to_change(self, loader_of="train").data.train_loader = loader
+        run_for_assignment(self, loader_of="train").data.train_loader = loader
 
     @property
     def eval_dataloader(self) -> ShardedLoader | None:
@@ -271,7 +271,7 @@ class Trainer:
 
     @eval_dataloader.setter
     def eval_dataloader(self, loader: Source) -> None:
-        run_to_change(self, loader_of="eval").data.eval_loader = loader
+        run_for_assignment(self, loader_of="eval").data.eval_loader = loader
 
     @property
     def eval_dataloaders(self) -> list[ShardedLoader]:
@@ -288,7 +288,7 @@ class Trainer:
 
     @_train_dl_kwargs.setter
     def _train_dl_kwargs(self, kwargs: LoaderKwargs | None) -> None:
-        run_to_change(self).data.train_loader_kwargs = kwargs
+        run_for_assignment(self).data.train_loader_kwargs = kwargs
 
     @property
     def _eval_dl_kwargs(self) -> LoaderKwargs | None:
@@ -296,7 +296,7 @@ class Trainer:
 
     @_eval_dl_kwargs.setter
     def _eval_dl_kwargs(self, kwargs: LoaderKwargs | None) -> None:
-        run_to_change(self).data.eval_loader_kwargs = kwargs
+        run_for_assignment(self).data.eval_loader_kwargs = kwargs
 
     # A subclass may use these names for its own attributes, as nothing in the package reads them.
 

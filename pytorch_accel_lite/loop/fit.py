@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 from pytorch_accel_lite.loop import custom_loops, lifecycle, run_setup, scheduling, training
 from pytorch_accel_lite.run.settings import LoaderArguments
-from pytorch_accel_lite.run.signals import ending_in_order, exit_after
+from pytorch_accel_lite.run.signals import ending_at_signals, exit_after_signal
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
 
@@ -27,9 +27,9 @@ def fit(
         run_setup.prepare_training(trainer, run, loader_arguments.batch_size)
         scheduling.begin_schedule(trainer, run)
         run_setup.begin_or_resume(trainer, run, reset_run_history)
-        with ending_in_order(run.control.request) if run.request.ends_at_signals else nullcontext():
+        with ending_at_signals(run.control.request) if run.request.ends_at_signals else nullcontext():
             training.begin_training(trainer, run)
             with custom_loops.completing_custom_loop(trainer, run):
                 trainer._run_training()  # training.train(), unless it is overridden
     if run.end.pause is not None:
-        exit_after(run.end.pause)
+        exit_after_signal(run.end.pause)

@@ -630,13 +630,13 @@ class CallbackHandler:
 
     def notify_all(self, event: str, *args: object, **kwargs: object) -> list[Exception]:
         """Call an event of the end of a run on every callback, even if some raise errors, and return the errors."""
-        return _errors_of(event, self.listeners[event], *args, **kwargs)
+        return _call_all(event, self.listeners[event], *args, **kwargs)
 
     def notify_rest(self, event: str, *args: object, **kwargs: object) -> list[Exception]:
         """After an error in this event, call the callbacks after the one that raised it, like ``notify_all()``."""
         listeners, failed, self._failed = self.listeners[event], self._failed, None
         first = listeners.index(failed) + 1 if failed in listeners else len(listeners)
-        return _errors_of(event, listeners[first:], *args, **kwargs)
+        return _call_all(event, listeners[first:], *args, **kwargs)
 
     def _find_listeners(self, event: str) -> Iterator[Listener]:
         default = getattr(TrainerCallback, event, None)
@@ -737,7 +737,7 @@ def _check_call(method: Listener, name: str, args: tuple[object, ...], kwargs: M
         ) from None
 
 
-def _errors_of(event: str, listeners: Iterable[Listener], *args: object, **kwargs: object) -> list[Exception]:
+def _call_all(event: str, listeners: Iterable[Listener], *args: object, **kwargs: object) -> list[Exception]:
     """Call all listeners to an event, even if some raise, and return their errors."""
     errors = []
     for listener in listeners:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 
-class Timed(Protocol):
+class TimedLoader(Protocol):
     """A loader that measures how long training waits for it."""
 
     seconds_waited: float
@@ -48,7 +48,7 @@ class Goodput:
         self._begin = time.monotonic()
         self._end: float | None = self._begin
         self._is_starting = True
-        self._loader: Timed | None = None  # the loader being read, during the steps of an epoch
+        self._loader: TimedLoader | None = None  # the loader being read, during the steps of an epoch
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -117,7 +117,7 @@ class Goodput:
             self._nested += seconds
 
     @contextmanager
-    def training(self, loader: Timed) -> Iterator[None]:
+    def training(self, loader: TimedLoader) -> Iterator[None]:
         """Count the steps of an epoch; everything before the first epoch counts as starting.
 
         Args:

@@ -173,7 +173,7 @@ class RunHistory(ABC):
 
     def __getitem__(self, metric_name: str) -> Sequence[MetricValue]:
         if metric_name not in self:
-            raise KeyError(_no_values_of(metric_name, self))
+            raise KeyError(_no_values_message(metric_name, self))
         return self.get_metric_values(metric_name)
 
     def __iter__(self) -> Iterator[str]:
@@ -201,7 +201,7 @@ class RunHistory(ABC):
         for column, name in enumerate(names, 1):
             best = best_of([row.get(name) for row in rows], name, panels[name], self.directions)
             bold |= set() if best is None else {(best - first, column)}
-        shown = [[row["epoch"], *(_as_cell(row.get(name)) for name in names)] for row in rows[first:]]
+        shown = [[row["epoch"], *(_format_cell(row.get(name)) for name in names)] for row in rows[first:]]
         notes = [f"{first} earlier epochs are in rows() and to_dataframe()."] if first else []
         return table("", shown, ["epoch", *names], notes, bold)
 
@@ -213,7 +213,7 @@ class RunHistory(ABC):
 _MOST_ROWS = 100  # number of rows in a notebook
 
 
-def _as_cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     return "" if value is None else format_metric(value)
 
 
@@ -277,7 +277,7 @@ class InMemoryRunHistory(RunHistory):
     def get_latest_metric(self, metric_name: str) -> MetricValue:
         values = self._metrics.get(metric_name)
         if not values:
-            raise ValueError(_no_values_of(metric_name, self))
+            raise ValueError(_no_values_message(metric_name, self))
         return values[-1]
 
     def update_metric(self, metric_name: str, metric_value: MetricValue) -> None:
@@ -399,7 +399,7 @@ class InMemoryRunHistory(RunHistory):
         return apart if len(apart) < len(self._metrics[name]) else ()
 
 
-def _no_values_of(metric_name: str, history: Iterable[str]) -> str:
+def _no_values_message(metric_name: str, history: Iterable[str]) -> str:
     recorded = list(history)
     hint = did_you_mean(metric_name, recorded)
     if "eval" in metric_name and not any("eval" in name for name in recorded):

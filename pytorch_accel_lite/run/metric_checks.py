@@ -159,7 +159,7 @@ class ExpectedMetrics:
                     for evaluated in (datasets, datasets or [""])
                 )
                 hint = _NEEDS_EVALUATION if name in possible or len(if_evaluated) > len(by_loss) else ""
-                _refuse(where, name, hint, self.directions, others + by_loss, warns)
+                _refuse_unrecorded(where, name, hint, self.directions, others + by_loss, warns)
         for watched in self.watched:
             watched.settle(possible.get(watched.name), warns)
 
@@ -222,7 +222,9 @@ def _losses_that_may_record(name: str, loss_func: LossFunction | None, datasets:
     return ["the model" if loss_func is None else short(loss_func)] if is_like_one else []
 
 
-def _refuse(where: object, name: str, reason: str, directions: Directions, others: list[str], warns: bool) -> None:
+def _refuse_unrecorded(
+    where: object, name: str, reason: str, directions: Directions, others: list[str], warns: bool
+) -> None:
     """Raise an error for a metric that is never recorded; warn instead if a user-defined class might record it.
 
     Args:

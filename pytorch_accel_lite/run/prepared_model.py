@@ -39,12 +39,12 @@ class PreparedModel:
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: TrainerOptimizer, training: bool) -> None:
-        self._originals = model, optimizer
+        self._as_passed = model, optimizer
         self.trains = False
         self._forward = vars(model).get("forward")
         # Accelerate's lists of prepared objects. free_memory() would also drop objects that other code has prepared,
         # and collect garbage, which takes longer than many runs.
-        self._held = [(held, len(held)) for held in (accelerator._models, accelerator._optimizers)]
+        self._counts_before = [(held, len(held)) for held in (accelerator._models, accelerator._optimizers)]
         self.is_sharded = is_sharded(accelerator, model)
         self.outlives_runs = accelerator.distributed_type not in PLAIN
         self.is_plain = not self.outlives_runs and accelerator.scaler is None
@@ -71,8 +71,8 @@ class PreparedModel:
         if self.optimizer is None or is_created(self.optimizer):
             self.model, self.optimizer = accelerator.prepare(model, self.optimizer)
         elif accelerator.distributed_type in _PREPARED_TOGETHER:
-            self._originals = model, self.optimizer.make(model)
-            self.model, self.optimizer = accelerator.prepare(*self._originals)
+            self._as_passed = model, self.optimizer.make(model)
+            self.model, self.optimizer = accelerator.prepare(*self._as_passed)
         elif accelerator.is_fsdp2:  # prepared together only to exchange the parameters
             self.model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
             accelerator._optimizers.pop()
@@ -84,7 +84,7 @@ class PreparedModel:
         if self.optimizer is None or is_created(self.optimizer):
             return
         optimizer = self.optimizer.make(unwrap(self.model, keep_torch_compile=False))
-        self._originals = self._originals[0], optimizer
+        self._as_passed = self._as_passed[0], optimizer
         self.optimizer = optimizer if self.is_plain else accelerator.prepare_optimizer(optimizer)
         self._name_parts()
 
@@ -102,14 +102,14 @@ class PreparedModel:
 
     def release(self, model: nn.Module) -> tuple[nn.Module, TrainerOptimizer]:
         """Return the model, which a callback may have replaced, and the optimizer as the user passed them."""
-        original, optimizer = self._originals
+        original, optimizer = self._as_passed
         for module in (original, unwrap(original, keep_torch_compile=False)):
             for mark in ("_is_accelerate_prepared", "_original_forward"):
                 vars(module).pop(mark, None)
         vars(original).pop("forward", None)
         if self._forward is not None:
             vars(original)["forward"] = self._forward
-        for held, length in self._held:
+        for held, length in self._counts_before:
             del held[length:]
         released = unwrap(model)
         if unwrap(self.model) is released and getattr(released, "_orig_mod", None) is original:

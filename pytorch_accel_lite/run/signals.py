@@ -15,7 +15,7 @@ _HANDLED = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT
 
 
 @contextmanager
-def ending_in_order(request: Callable[[Exception], None]) -> Iterator[None]:
+def ending_at_signals(request: Callable[[Exception], None]) -> Iterator[None]:
     """In a block, make SIGTERM, SIGUSR1, SIGUSR2 and SIGINT request the end of the run.
 
     If the same signal comes again, it ends the program immediately. Another signal does not, because schedulers may
@@ -40,7 +40,7 @@ def ending_in_order(request: Callable[[Exception], None]) -> Iterator[None]:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
-def exit_after(interruption: Exception) -> None:
+def exit_after_signal(interruption: Exception) -> None:
     """After a signal, exit in the usual way: ``KeyboardInterrupt`` for Ctrl-C, otherwise exit code 128 + number.
 
     A handler that the program had installed for this signal is called first: submitit's, for example, returns the job

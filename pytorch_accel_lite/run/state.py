@@ -571,7 +571,7 @@ class Run:
             history._record_means(losses.means(ranks, name), name)
 
 
-def run_to_change(trainer: TrainerLike, loader_of: Literal["train", "eval"] | None = None) -> Run:
+def run_for_assignment(trainer: TrainerLike, loader_of: Literal["train", "eval"] | None = None) -> Run:
     """Return the current run, for a program to set an attribute of it.
 
     Args:

@@ -56,7 +56,7 @@ class WatchedMetric:
     @property
     def direction(self) -> str:
         """The direction of the metric in words."""
-        return _in_words(self.greater_is_better)
+        return _direction_in_words(self.greater_is_better)
 
     def settle(self, known: bool | None, warns: bool) -> None:
         """Determine which values are better, from the user's argument or the metric itself. For losses, smaller ones
@@ -79,7 +79,7 @@ class WatchedMetric:
         elif known not in (None, self._requested):
             raise ValueError(
                 f"{self}: greater_is_better={self._requested}, but according to the metric itself "
-                f"{_in_words(known)}. {self._remedy}"
+                f"{_direction_in_words(known)}. {self._remedy}"
             )
 
     def start(self, trainer: TrainerLike) -> None:
@@ -107,10 +107,10 @@ class WatchedMetric:
         if index is None:
             if self._has_value or self._is_pending(trainer, mid_epoch):
                 return None
-            raise _missing(self, self.name, trainer)
+            raise _missing_metric_error(self, self.name, trainer)
         self.seen = count
         self._has_value = True
-        return _agreed(self, self.name, _as_number(self, values[index]), trainer)
+        return _from_first_rank(self, self.name, _as_number(self, values[index]), trainer)
 
     def _is_pending(self, trainer: TrainerLike, mid_epoch: bool) -> bool:
         is_intermediate = "intermediate_" in self.name
@@ -147,8 +147,8 @@ class WatchedMetric:
         if name != self.name or len(directions) > 1:
             warn_outside(
                 f"{type(owner).__name__} starts over: it watches {self.name!r} ({self.direction}), but its training "
-                f"state is for {name!r} ({_in_words(direction)}). Pass callbacks of the same class in the order in "
-                "which they were saved."
+                f"state is for {name!r} ({_direction_in_words(direction)}). Pass callbacks of the same class in the "
+                "order in which they were saved."
             )
             return False
         if self.greater_is_better is None:
@@ -175,11 +175,11 @@ def latest_metric(where: object, name: str, trainer: TrainerLike) -> float:
     is_evaluated = name in trainer.current_run.request.metrics.evaluated
     index = _latest_of_run(trainer, name, range(len(values))[0 if is_evaluated else -1 :])
     if index is None:
-        raise _missing(where, name, trainer)
-    return _agreed(where, name, _as_number(where, values[index]), trainer)
+        raise _missing_metric_error(where, name, trainer)
+    return _from_first_rank(where, name, _as_number(where, values[index]), trainer)
 
 
-def _agreed(where: object, name: str, value: float, trainer: TrainerLike) -> float:
+def _from_first_rank(where: object, name: str, value: float, trainer: TrainerLike) -> float:
     """Return rank 0's value, so that all processes decide alike. Warns if other ranks have other values."""
     if trainer.ranks.world_size == 1:
         return value
@@ -223,7 +223,7 @@ def _latest_of_run(trainer: TrainerLike, name: str, indices: range) -> int | Non
     return candidates[-1] if candidates else None
 
 
-def _missing(where: object, name: str, trainer: TrainerLike) -> ValueError:
+def _missing_metric_error(where: object, name: str, trainer: TrainerLike) -> ValueError:
     recorded = [metric for metric in trainer.run_history.get_metric_names() if metric != name]
     expected = trainer.current_run.request.metrics
     if name == f"{trainer.run_history.metric_name_prefix}eval_loss_epoch" and name in expected.evaluated:
@@ -241,5 +241,5 @@ def _missing(where: object, name: str, trainer: TrainerLike) -> ValueError:
     )
 
 
-def _in_words(greater_is_better: bool | None) -> str:
+def _direction_in_words(greater_is_better: bool | None) -> str:
     return "greater is better" if greater_is_better else "smaller is better"
