@@ -258,8 +258,8 @@ class Ranks:
 
     # ------------------------------------------------------------------ for jobs that outlive their processes
 
-    # Under ``launch``, processes may be lost and others may join: a subclass, see ``use_ranks()``, lets those that are
-    # left repeat an action in which one was lost. In all other jobs, what follows here is as simple as it looks.
+    # Under ``launch``, processes may be lost and others may join. A subclass, see ``use_ranks()``, then lets the
+    # remaining processes repeat the action in which one was lost. In other jobs, an action is done once.
 
     generation = 0
     allows_threads = True
@@ -274,7 +274,7 @@ class Ranks:
         """Return the result of an action in which each process has its own part.
 
         Args:
-            changes: the trainer, if the action is an evaluation, whose traces an attempt to repeat it must undo
+            changes: the trainer, if the action is an evaluation: what it has recorded is removed before a repetition
         """
         return action()
 
