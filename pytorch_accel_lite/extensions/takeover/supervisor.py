@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from pytorch_accel_lite.extensions.takeover.channel import SECONDS_BETWEEN_BEATS, Channel
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore, Key
@@ -196,15 +198,7 @@ class Supervisor:
             self._add_machine(Channel(connection), connection.getsockname()[0], is_local=False)
             return
         machine = self._machines[descriptor]
-        try:
-            messages = machine.channel.receive()
-        except OSError:
-            messages = None
-        if messages is None:
-            self._lose_machine(machine, "has left")
-            return
-        machine.heard_at = time.monotonic()
-        for message in messages:
+        for message in self._receive(machine):
             if (process := self._processes.pop(message.get("ended", -1), None)) is not None:
                 self._end(process, message["code"])
             elif "processes" in message:
@@ -215,11 +209,29 @@ class Supervisor:
                     computing.progress = computing.progress or SignsOfLife(time.monotonic())
                     computing.progress.computed = seconds
 
+    def _receive(self, machine: Machine) -> list[dict[str, Any]]:
+        """Return what a machine says, or go on without it if it has closed its connection."""
+        try:
+            messages = machine.channel.receive()
+        except ConnectionResetError:
+            messages = None
+        except OSError:  # the network is cut: the processes there compute until they are killed for want of beats
+            if self._patience and not machine.is_local:
+                self._poll.unregister(machine.channel)
+                return []
+            messages = None
+        if messages is None:
+            self._lose_machine(machine, "has left")
+            return []
+        machine.heard_at = time.monotonic()
+        return messages
+
     # -------------------------------------------------------------------------------- when processes end
 
     def _lose_machine(self, machine: Machine, how: str) -> None:
         """Go on without a machine, whose processes end, too."""
-        self._poll.unregister(machine.channel)
+        with suppress(KeyError):  # if its connection has failed
+            self._poll.unregister(machine.channel)
         del self._machines[machine.channel.fileno()]
         machine.channel.close()
         lost = [process for process in self._processes.values() if process.machine is machine]
