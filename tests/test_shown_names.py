@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from pytorch_accel_lite import callbacks
-from pytorch_accel_lite.base.text import as_cell, format_metric, from_cell, visible
+from pytorch_accel_lite.base.text import as_cell, escape_unprintable, format_metric, from_cell
 from pytorch_accel_lite.callbacks import LogMetricsCallback, ProgressTableCallback
 from tests.tasks import listener, make_trainer, train
 

@@ -16,6 +16,8 @@ from pytorch_accel_lite.run.state import TrainerLike
 class PrintProgressCallback(TrainerCallback):
     """Print a message when a run and each epoch start, and when the run ends, unless it failed or was paused."""
 
+    affects_training = False
+
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         trainer.print("Starting training run")
 
@@ -40,6 +42,8 @@ class LogMetricsCallback(TrainerCallback):
     or the evaluation. If an epoch ends with an error or a pause, its metrics are not printed. Override
     ``log_metrics()`` to send metrics elsewhere.
     """
+
+    affects_training = False
 
     @cached_property
     def _new(self) -> NewMetrics:

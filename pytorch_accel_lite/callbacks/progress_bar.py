@@ -69,6 +69,8 @@ class ProgressBarCallback(TrainerCallback):
         eval_pbar: the bar of the evaluation or prediction; ``None`` before the first one
     """
 
+    affects_training = False
+
     def __init__(
         self, show_always: bool = False, refresh_seconds: float = 0.25, *, line_every_seconds: float | None = 30.0
     ) -> None:

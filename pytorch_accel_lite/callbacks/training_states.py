@@ -107,6 +107,8 @@ class SaveTrainingStateCallback(TrainerCallback):
             resume, sharded or not.
     """
 
+    affects_training = False
+
     def __init__(
         self,
         save_dir: str | os.PathLike[str] = "training_states",

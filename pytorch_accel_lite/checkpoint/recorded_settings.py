@@ -42,12 +42,6 @@ from pytorch_accel_lite.run.parts import TrainingState
 from pytorch_accel_lite.run.state import TrainerLike
 from pytorch_accel_lite.schedulers.scheduler_base import PlannedLrScheduler
 
-#: Callbacks that only observe a run.
-_OBSERVERS = re.compile(
-    "(Advice|DeviceMemory|GradientNorm|HangWatch|LearningRateMonitor|LogMetrics|MetricsFile|MoveModulesToDevice"
-    "|NaNReport|OptunaPruning|PlotMetrics|PredictionWriter|PrintProgress|ProgressBar|ProgressTable|RayTrain|RunLog"
-    "|SaveTrainingState|ShowOutputs|TerminateOnNaN|Throughput|Timing|Tracker|WorstSamples)Callback|ExperimentRecord"
-)
 #: Settings of ``TrainerRunConfig`` that change what a run computes.
 _OF_TRAIN = (
     "train_per_device_batch_size",
@@ -167,13 +161,13 @@ def _modules(name: str, value: object) -> dict[str, str]:
     if not isinstance(value, nn.Module):
         return {name: described(value)}
     return {f"{name}.{key}" if key else name: _object(module, 1) for key, module in value.named_modules()}
+        kind = type(callback).__name__
 
 
 def _callbacks(trainer: TrainerLike) -> dict[str, str]:
     result: dict[str, str] = {}
     for callback in trainer.callback_handler:
-        kind = type(callback).__name__
-        if _OBSERVERS.fullmatch(kind):
+        if not callback.affects_training:
             continue
         count = sum(key.partition("#")[0] == f"callbacks.{kind}" for key in result)
         name = f"{kind}#{count + 1}" if count else kind

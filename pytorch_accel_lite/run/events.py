@@ -220,10 +220,13 @@ class TrainerCallback:
     Attributes:
         saves_attributes: whether training states keep the attributes of your callback
         unsaved_attributes: names of attributes that training states leave out
+        affects_training: whether a run trains differently with this callback. ``False`` in callbacks that only observe,
+            report or save, or that end a run: resumed runs and comparisons of runs do not mention them.
     """
 
     saves_attributes: ClassVar[bool] = True
     unsaved_attributes: ClassVar[Collection[str]] = ()
+    affects_training: ClassVar[bool] = True
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)

@@ -70,6 +70,8 @@ class ShowOutputsCallback(TrainerCallback):
             pictures, their paths) and, if there are pictures, the paths of ``pictures`` by name
     """
 
+    affects_training = False
+
     def __init__(
         self,
         function: Callable[[nn.Module], object],
