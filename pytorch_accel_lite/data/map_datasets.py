@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from pytorch_accel_lite.base.change_marks import Marks, marks_of
 from pytorch_accel_lite.base.inspection import find_length, nested_in
 from pytorch_accel_lite.base.randomness import draw_seed, generator_with, mix, seed_generators
 from pytorch_accel_lite.base.reachable import Marks, marks_of
@@ -218,7 +219,6 @@ class MapLoader(ShardedLoader):
 
     def __init__(self, source: DataLoader[Sample], ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         super().__init__(source, ranks, device, options)
-        self._marks: Marks = []  # marks of data in memory
         self._memory = self._find_memory()
         rows = None if self._memory is None else len(source.dataset)  # type: ignore[arg-type]
         self._shares = _EpochShares(source, ranks, options, rows)
@@ -235,12 +235,11 @@ class MapLoader(ShardedLoader):
             return None
         memory = tensors_in_memory(self.source.dataset)
         if memory is not None:
-            self._marks = marks_of([self.source.dataset])
             self._is_placed = self._device.type == "cpu" or memory.is_on(self._device)
         return memory
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Pass the epoch to the datasets, and find out what has changed since the last epoch."""
+        """Pass the epoch to the datasets, and take up what has changed in them since the last epoch."""
         source = self.source
         for dataset in nested_in(source.dataset, lambda value: isinstance(value, Dataset)):
             set_epoch = getattr(dataset, "set_epoch", None)
@@ -249,7 +248,7 @@ class MapLoader(ShardedLoader):
         if self._memory is None:
             if isinstance(self._reader, SeededReader):
                 self._reader.forget_generators()
-        elif marks_of([source.dataset]) != self._marks:
+        else:  # its tensors may have been replaced
             self._memory = self._find_memory()
             self._shares.rows = len(source.dataset)
 
