@@ -103,7 +103,8 @@ class NamedMetric:
         found = word if word in classes else initials[0] if len(initials) == 1 else None
         if found is None:
             raise ValueError(
-                f"metrics={name!r}: torchmetrics has no metric of this name.{_suggestion(word, classes)} {_listed()}"
+                f"metrics={name!r}: torchmetrics has no metric of this name.{_suggestion(word, classes)} "
+                f"{_describe_common_metrics()}"
             )
         self._kind = classes[found]
         takes_task = "task" in inspect.signature(self._kind).parameters
@@ -147,7 +148,7 @@ def _suggestion(word: str, classes: Mapping[str, type[Metric]]) -> str:
     return f" Did you mean {classes[matches[0]].__name__!r}?" if matches else ""
 
 
-def _listed() -> str:
+def _describe_common_metrics() -> str:
     """List the most common metrics."""
     classification = importlib.import_module("torchmetrics.classification")
     regression = importlib.import_module("torchmetrics.regression")

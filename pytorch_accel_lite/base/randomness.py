@@ -25,13 +25,13 @@ T = TypeVar("T")
 _MASK = (1 << 64) - 1
 
 
-def mix(*numbers: int, after: int = 0) -> int:
+def derive_seed(*numbers: int, after: int = 0) -> int:
     """Combine integers into one well-distributed 64-bit seed (the finaliser of SplitMix64, Steele et al. 2014).
 
     Torch's generators get the upper 63 bits, ``seed >> 1``.
 
     Args:
-        after: the result of ``mix`` for preceding numbers
+        after: the result of ``derive_seed`` for preceding numbers
     """
     state = after
     for number in numbers:
@@ -43,7 +43,7 @@ def mix(*numbers: int, after: int = 0) -> int:
 
 
 def generator_with(seed: int) -> torch.Generator:
-    """Return a new torch generator with a seed from ``mix()``."""
+    """Return a new torch generator with a seed from ``derive_seed()``."""
     return torch.Generator().manual_seed(seed >> 1)
 
 
@@ -86,7 +86,7 @@ def find_generators(roots: Iterable[object], in_loaders: bool = False) -> list[R
 def seed_found(generators: Iterable[RandomGenerator], seed: int) -> None:
     """Seed generators from ``find_generators()``, each differently."""
     for number, generator in enumerate(generators):
-        own = mix(number, after=seed)
+        own = derive_seed(number, after=seed)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(own >> 1)
         elif isinstance(generator, np.random.Generator):

@@ -80,7 +80,7 @@ class MetricsCallback(TrainerCallback):
             metrics = {type(metrics).__name__: metrics}
         for name, value in {"num_classes": num_classes, "num_labels": num_labels, "task": task}.items():
             arguments |= {} if value is None else {name: value}
-        named = _named(metrics, arguments)
+        named = _with_named_metrics(metrics, arguments)
         #: Metrics to create once the first outputs show the classifier's task.
         self._pending: dict[str, NamedMetric] = {}
         self._classification: Classification | None = None
@@ -306,7 +306,7 @@ class MetricsCallback(TrainerCallback):
             _load_state(copy, states)
 
 
-def _named(metrics: Tree, arguments: Mapping[str, object]) -> Tree:
+def _with_named_metrics(metrics: Tree, arguments: Mapping[str, object]) -> Tree:
     """Return metrics with ``NamedMetric`` in place of names."""
     names = [metrics] if isinstance(metrics, str) else metrics
     if isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names):

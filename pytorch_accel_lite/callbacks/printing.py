@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from pytorch_accel_lite.base.text import format_metric, visible
+from pytorch_accel_lite.base.text import escape_unprintable, format_metric
 from pytorch_accel_lite.optimizers.operations import parts_of_optimizer
 from pytorch_accel_lite.run.events import TrainerCallback, set_listening
 from pytorch_accel_lite.run.history import MetricValue, NewMetrics
@@ -84,7 +84,9 @@ class LogMetricsCallback(TrainerCallback):
         Args:
             metrics: new values by name
         """
-        trainer.print("  " + ", ".join(f"{visible(name)}: {format_metric(value)}" for name, value in metrics.items()))
+        trainer.print(
+            "  " + ", ".join(f"{escape_unprintable(name)}: {format_metric(value)}" for name, value in metrics.items())
+        )
 
 
 def epoch_of(trainer: TrainerLike) -> str:

@@ -31,7 +31,7 @@ from pytorch_accel_lite.base.origins import is_in_this_package
 from pytorch_accel_lite.base.randomness import restore_state
 from pytorch_accel_lite.base.reachable import RandomGenerator
 from pytorch_accel_lite.base.types import StateDict, Tree
-from pytorch_accel_lite.checkpoint.columns import Columns, pack_columns, unpack_columns
+from pytorch_accel_lite.checkpoint.packed_lists import Columns, pack_columns, unpack_columns
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, model_state
 
 #: A value of one of ``_SCALARS``, or a tuple of the name of its kind and its parts.

@@ -95,7 +95,7 @@ def _held_by(data: Source) -> Iterator[tuple[str, Tree]]:
         elif isinstance(item, dict) and len(item) <= _MOST_PARTS:
             left += [(f"{name}[{key!r}]", value) for key, value in item.items() if isinstance(key, str)]
         elif is_short:
-            left += [(f"{name}[{number}]", part) for number, part in enumerate(item) if not _is_plain(part)]
+            left += [(f"{name}[{number}]", part) for number, part in enumerate(item) if not _is_number_or_text(part)]
 
 
 def is_table(value: object) -> bool:
@@ -109,7 +109,7 @@ def _has_rows(item: Tree) -> bool:
     return (isinstance(item, (list, tuple)) or hasattr(item, "iloc")) and len(item) > 0
 
 
-def _is_plain(value: object) -> bool:
+def _is_number_or_text(value: object) -> bool:
     return isinstance(value, (str, bytes, int, float, complex, type(None), np.generic))
 
 
@@ -144,7 +144,7 @@ def _bytes_of(value: Tree, depth: int = 4) -> bytes:
     if isinstance(value, str):
         # Processes and machines may keep the same files in different directories.
         return value.replace("\\", "/").rpartition("/")[2].encode(errors="replace")
-    if isinstance(value, bytes) or _is_plain(value):
+    if isinstance(value, bytes) or _is_number_or_text(value):
         return value if isinstance(value, bytes) else repr(value).encode()
     if hasattr(value, "to_numpy"):  # the value is a row of a data frame
         value = value.to_numpy().tolist()

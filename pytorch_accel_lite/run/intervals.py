@@ -10,8 +10,8 @@ from typing import Protocol
 
 from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.reprs import short
-from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.run.parts import RunData
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.settings import TrainerRunConfig

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from pytorch_accel_lite.base.origins import is_from_this_package, warn_outside
 from pytorch_accel_lite.base.reprs import short
-from pytorch_accel_lite.base.text import did_you_mean
+from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.data.loss_shapes import LossFunction, is_of_torch
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.history import RunHistory

@@ -11,6 +11,7 @@ from types import FrameType
 from torch import nn
 from torch.utils.data import default_collate
 
+from pytorch_accel_lite.base.devices import is_out_of_memory
 from pytorch_accel_lite.base.origins import checked_by
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import add_note, notes_of
@@ -19,7 +20,6 @@ from pytorch_accel_lite.data import FailedRead
 from pytorch_accel_lite.data.loss_shapes import LossFunction
 from pytorch_accel_lite.data.reading import names_sample
 from pytorch_accel_lite.data.sources import Index, Source
-from pytorch_accel_lite.loop.batch_parts import is_out_of_memory
 from pytorch_accel_lite.loop.guards.held_memory import advise_on_memory, describe_memory
 from pytorch_accel_lite.run.events import NonFiniteLossError, Phase, StopTrainingError
 from pytorch_accel_lite.run.state import Run, TrainerLike

@@ -22,7 +22,7 @@ from pytorch_accel_lite.base.paths import StrPath
 from pytorch_accel_lite.base.reprs import short
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import JsonObject, Keys, StateDict, Tree
-from pytorch_accel_lite.checkpoint.background import HostMemory
+from pytorch_accel_lite.checkpoint.background_writer import HostMemory
 from pytorch_accel_lite.checkpoint.checksums import CHECKSUM, hash_files
 from pytorch_accel_lite.checkpoint.files import (
     FROZEN,

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from pytorch_accel_lite.base.randomness import find_generators, generator_with, mix, seed_found, seed_generators
+from pytorch_accel_lite.base.randomness import derive_seed, find_generators, generator_with, seed_found, seed_generators
 from pytorch_accel_lite.base.reachable import RandomGenerator
 from pytorch_accel_lite.data.reading import SampleReader, reads_batches
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
 
-#: The seed of a share, which is the seed of its first sample; the mix of seed and epoch, from which the seeds of other
-#: samples are derived; the position of the first sample; the indices of the samples.
+#: The seed of a share, which is that of its first sample; the seed of the epoch, from which those of its other samples
+#: are derived; the position of the first sample; the indices of the samples.
 SeededShare = tuple[int, int, int, list[Index]]
 #: The generators whose draws are distinguished: torch's, and those of Python and NumPy.
 _TORCH, _OTHERS = "torch", "others"
@@ -130,7 +130,7 @@ class SeededReader(SampleReader):
         _, epoch_seed, first, indices = share
         with_torch, with_others = _TORCH in generators, _OTHERS in generators
         for position, index in enumerate(indices, first):
-            seed = mix(position, after=epoch_seed)
+            seed = derive_seed(position, after=epoch_seed)
             seed_generators(seed, with_torch, with_others)
             if self._held:
                 seed_found(self._held, seed)
@@ -155,7 +155,7 @@ def as_collated(batch: BatchData) -> BatchData:
 
 def _last_seed(share: SeededShare) -> int:
     _, epoch_seed, first, indices = share
-    return mix(first + len(indices) - 1, after=epoch_seed)
+    return derive_seed(first + len(indices) - 1, after=epoch_seed)
 
 
 class _Asks:
