@@ -27,8 +27,7 @@ from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.pictures import Picture, as_picture
 from pytorch_accel_lite.base.quantised import is_quantised_by, plain_parts, quantised_entries
 from pytorch_accel_lite.base.randomness import derive_seed, preserving_generators, seed_all
-from pytorch_accel_lite.base.reprs import short
-from pytorch_accel_lite.base.reprs import table as html_table
+from pytorch_accel_lite.base.reprs import html_table, short_repr
 from pytorch_accel_lite.base.text import (
     add_note,
     align,
@@ -109,6 +108,6 @@ __all__ = [
     "without_compile", "write_bytes",
     # Terminals and notebooks.
     "Bar", "HeldOutput", "NotebookBar", "NotebookOutput", "Picture", "TerminalBar", "align", "as_number_or_text",
-    "as_picture", "as_plain", "format_duration", "html_table", "in_notebook", "is_terminal", "short", "to_number",
+    "as_picture", "as_plain", "format_duration", "html_table", "in_notebook", "is_terminal", "short_repr", "to_number",
     "escape_unprintable", "wrapped",
 ]  # fmt: skip

@@ -33,7 +33,7 @@ from pytorch_accel_lite.callbacks import (
     StopTrainingError,
     TerminateOnNaNCallback,
 )
-from pytorch_accel_lite.callbacks.limits import limit_from_environment
+from pytorch_accel_lite.callbacks.batch_limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import saving
 from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
 from pytorch_accel_lite.data import Data, NamedData, ShardedLoader

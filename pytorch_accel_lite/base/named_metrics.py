@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.base.reprs import short_repr
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -64,7 +64,8 @@ class Classification(NamedTuple):
         if shape == wanted and len(shape) == 2:  # with more dimensions, these may be pixels of one label
             return cls("multilabel", shape[1])
         raise ValueError(
-            f"the task of the metrics cannot be told from outputs {short(predictions)} and targets {short(targets)}. "
+            f"the task of the metrics cannot be told from outputs {short_repr(predictions)} and targets "
+            f"{short_repr(targets)}. "
             "Pass MetricsCallback(names, num_classes=...), num_labels=..., or task='binary'."
         )
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from pytorch_accel_lite.base.compat_names import CallbackMethodNotImplementedError
 from pytorch_accel_lite.base.validation import check_bool
 from pytorch_accel_lite.callbacks.advice import AdviceCallback
+from pytorch_accel_lite.callbacks.batch_limits import LimitBatchesCallback, LimitEvalStepsCallback
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
-from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback, LimitEvalStepsCallback
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
 from pytorch_accel_lite.callbacks.monitoring import (
@@ -20,9 +20,9 @@ from pytorch_accel_lite.callbacks.monitoring import (
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, PrintProgressCallback
 from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
+from pytorch_accel_lite.callbacks.progress_table import ProgressTableCallback
 from pytorch_accel_lite.callbacks.step_evaluation import StepBasedEvaluationCallback
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TimeLimitCallback
-from pytorch_accel_lite.callbacks.table import ProgressTableCallback
 from pytorch_accel_lite.callbacks.terminate_on_nan import TerminateOnNaNCallback
 from pytorch_accel_lite.callbacks.training_states import SaveTrainingStateCallback
 from pytorch_accel_lite.extension_names import missing_name_error

@@ -13,7 +13,7 @@ from accelerate.utils import recursively_apply
 
 from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.origins import is_overridden, warn_outside
-from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.data.batches import TARGET_KEYS, BatchOutput
@@ -251,7 +251,7 @@ class MetricsCallback(TrainerCallback):
                 try:
                     metric.update(*arguments)
                 except Exception as error:
-                    values = " and ".join(map(short, arguments))
+                    values = " and ".join(map(short_repr, arguments))
                     classes = getattr(metric, "num_classes", None)
                     kind = type(metric).__name__ + (f"(num_classes={classes})" if isinstance(classes, int) else "")
                     add_note(error, f"In the metric {name!r}, a {kind}, updated with {values}.")

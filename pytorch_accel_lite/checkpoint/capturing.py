@@ -53,7 +53,7 @@ from pytorch_accel_lite.checkpoint.weights import (
     model_state,
     without_compile,
 )
-from pytorch_accel_lite.optimizers.operations import class_names, group_names
+from pytorch_accel_lite.optimizers.operations import group_names, state_class_names
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.division import numbers_of_shares
 from pytorch_accel_lite.run.events import callbacks_with
@@ -191,7 +191,9 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
             name: None if owner is None else gather(owner.state_dict())
             for name, owner in _updated_objects(trainer).items()
         },
-        "optimizer_classes": {name: class_names(optimizer) for name, optimizer in saved_optimizers(trainer).items()},
+        "optimizer_classes": {
+            name: state_class_names(optimizer) for name, optimizer in saved_optimizers(trainer).items()
+        },
         "settings": settings_text(trainer),
         "loss_func": loss_state(trainer),
         "attributes": attribute_states(trainer, is_first),
@@ -232,7 +234,7 @@ def _check_optimizer_classes(trainer: TrainerLike, state: TrainingState) -> None
     """Raise an error if an optimizer's class differs from the class in the state, which older states do not record."""
     saved = state.shared.get("optimizer_classes", {})
     for name, optimizer in saved_optimizers(trainer).items():
-        groups = zip(group_names(optimizer), saved.get(name, ()), class_names(optimizer), strict=False)
+        groups = zip(group_names(optimizer), saved.get(name, ()), state_class_names(optimizer), strict=False)
         for group, before, now in groups:
             if before and now and not set(before) & set(now):
                 raise ValueError(

@@ -24,9 +24,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from pytorch_accel_lite.base.modules import class_of
+from pytorch_accel_lite.base.modules import class_of, unsharded_class
 from pytorch_accel_lite.base.origins import is_overridden
-from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.text import to_number
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.data.fingerprint import fingerprint_of
@@ -212,7 +212,7 @@ def describe_setting(value: object, name: str = "", depth: int = 0) -> str:
     if isinstance(value, (bool, int, float, complex, type(None), np.generic)):
         return repr(value.item() if isinstance(value, np.generic) else value)
     if isinstance(value, (str, bytes)):
-        text = short(value, name)
+        text = short_repr(value, name)
         return text if len(value) < 50 else f"{text} ({crc32(repr(value).encode()):08x})"
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return _array(value)
@@ -231,13 +231,7 @@ def describe_setting(value: object, name: str = "", depth: int = 0) -> str:
 
 def class_name(kind: type) -> str:
     """Return the name of a class, without the name of a function that defines it."""
-    return class_of_module(kind).__name__
-
-
-def class_of_module(kind: type) -> type:
-    """Return the original of a class that ``fully_shard`` has derived; any other class unchanged."""
-    is_derived = len(kind.__mro__) > 2 and kind.__mro__[1].__name__ == "FSDPModule"
-    return kind.__mro__[2] if is_derived else kind
+    return unsharded_class(kind).__name__
 
 
 def _array(value: torch.Tensor | npt.NDArray[Any]) -> str:

@@ -15,11 +15,11 @@ from torch.utils.data import Dataset, IterableDataset
 
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import (
-    find_generators,
-    preserving_found,
+    find_held_generators,
     preserving_generators,
-    seed_found,
+    preserving_held_generators,
     seed_generators,
+    seed_held_generators,
 )
 from pytorch_accel_lite.base.reachable import reachable_from
 from pytorch_accel_lite.base.types import Tree
@@ -170,14 +170,19 @@ def _read_samples(data: Source, indices: list[int]) -> dict[str, int]:
     if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
         return samples
     held = [item for item in reachable_from([data]) if not isinstance(item, torch.nn.Module)]
-    generators = find_generators([data])
+    generators = find_held_generators([data])
     end = time.perf_counter() + _SECONDS_OF_READING
-    with suppress(Exception), preserving_generators(), preserving_found(generators), _preserving_attributes(held):
+    with (
+        suppress(Exception),
+        preserving_generators(),
+        preserving_held_generators(generators),
+        _preserving_attributes(held),
+    ):
         for index in indices:
             twice = []
             for seed in (1, 2):
                 seed_generators(seed)
-                seed_found(generators, seed)
+                seed_held_generators(generators, seed)
                 twice.append(_parts_of(data[index]))
             common = sorted(name for name, part in twice[0].items() if twice[1].get(name) == part != _UNKNOWN)
             if common:

@@ -17,13 +17,13 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.randomness import (
     derive_seed,
-    drawn_with,
-    find_generators,
+    drawn_with_seeds,
+    find_held_generators,
     preserving_generators,
     seed_all,
-    seed_found,
     seed_generators,
-    state_of,
+    seed_held_generators,
+    state_of_generator,
 )
 from pytorch_accel_lite.data.batches import Batch, infer_batch_size, tensors_in
 from pytorch_accel_lite.data.consistency import checksum_of_batches
@@ -247,9 +247,9 @@ class SequentialLoader(ShardedLoader):
         Generators that were alike on all processes stay alike: the source may divide a common order.
         """
         if self._is_seeded:
-            held = find_generators([self.source], in_loaders=True)
+            held = find_held_generators([self.source], in_loaders=True)
             readers = (self._reader,) if self._draws_own else ()
-            seed_found(held, derive_seed(self.options.seed or 0, self._epoch, *readers))
+            seed_held_generators(held, derive_seed(self.options.seed or 0, self._epoch, *readers))
 
     def _start_seeded(self, first: int) -> Iterator[BatchData]:
         if not self._is_seeded:
@@ -266,7 +266,7 @@ class SequentialLoader(ShardedLoader):
         with preserving_generators():
             seed_all(seed)  # the seeds of workers follow from it
             reading = self._start_checked_reading(source)
-        return drawn_with((derive_seed(number, after=seed) for number in count(first)), reading)
+        return drawn_with_seeds((derive_seed(number, after=seed) for number in count(first)), reading)
 
     def _renew_workers(self) -> None:
         """Stop persistent workers if the data have changed since they started: workers have copies of the data."""
@@ -375,7 +375,7 @@ def _generators_differ(source: Source, ranks: Ranks) -> bool:
     """Whether the generators that a source holds differ between processes. Call it on every process."""
     if ranks.world_size == 1 or type(source) in (list, tuple):
         return False
-    local = [crc32(repr(state_of(held)).encode()) for held in find_generators([source], in_loaders=True)]
+    local = [crc32(repr(state_of_generator(held)).encode()) for held in find_held_generators([source], in_loaders=True)]
     return any(other != local for other in ranks.all_gather_object(local))
 
 

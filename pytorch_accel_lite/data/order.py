@@ -18,11 +18,11 @@ from pytorch_accel_lite.base.randomness import (
     capture_generators,
     derive_seed,
     draw_seed,
-    find_generators,
+    find_held_generators,
     preserving_generators,
     restore_generators,
-    seed_found,
     seed_generators,
+    seed_held_generators,
 )
 from pytorch_accel_lite.data.consistency import PASS_OWN_SHARD, check_same_order
 from pytorch_accel_lite.data.shares import WrongLengthError
@@ -115,7 +115,7 @@ def _seed_sampler(sampler: SamplerLike, seed: int, epoch: int, reported: int) ->
     """Pass a sampler the epoch, seed the generators that it holds itself, and return the seed for global generators."""
     set_sampler_epoch(sampler, reported)
     seed = derive_seed(seed, epoch)
-    seed_found(find_generators([sampler]), seed)
+    seed_held_generators(find_held_generators([sampler]), seed)
     generator = getattr(getattr(sampler, "sampler", sampler), "generator", None)
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed >> 1)

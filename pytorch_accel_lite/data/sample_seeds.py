@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from pytorch_accel_lite.base.randomness import derive_seed, find_generators, generator_with, seed_found, seed_generators
+from pytorch_accel_lite.base.randomness import (
+    derive_seed,
+    find_held_generators,
+    generator_with,
+    seed_generators,
+    seed_held_generators,
+)
 from pytorch_accel_lite.base.reachable import RandomGenerator
 from pytorch_accel_lite.data.reading import SampleReader, reads_batches
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
@@ -62,13 +68,13 @@ class SeededReader(SampleReader):
     def __getitems__(self, share: SeededShare) -> BatchData:  # type: ignore[override]
         """Return the batch of a share."""
         if self._held is None:
-            self._held = find_generators([self.dataset, self._collate])
+            self._held = find_held_generators([self.dataset, self._collate])
         state = torch.default_generator.get_state()
         try:
             if self._reads_batches:
                 seed_generators(share[0])
                 if self._held:
-                    seed_found(self._held, share[0])
+                    seed_held_generators(self._held, share[0])
                 return self._collate(self.dataset.__getitems__(share[3]))
             if self._by_samples is None:
                 return self._read_first(share)
@@ -133,7 +139,7 @@ class SeededReader(SampleReader):
             seed = derive_seed(position, after=epoch_seed)
             seed_generators(seed, with_torch, with_others)
             if self._held:
-                seed_found(self._held, seed)
+                seed_held_generators(self._held, seed)
             yield index
 
     def _drawn_from(self, watched: frozenset[str], state: torch.Tensor) -> frozenset[str]:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.quantised import is_quantised, keep_as_they_are
-from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.model_forms import is_of_peft
@@ -112,7 +112,7 @@ class UnmadeOptimizer:
 
     def __init__(self, factory: OptimizerFactory) -> None:
         self.factory = factory
-        self.name = short(factory)
+        self.name = short_repr(factory)
         self._state: StateDict | None = None
 
     def make(self, model: nn.Module) -> Optimizer:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.optimizers.operations import (
     CreateScheduler,
-    OfParts,
+    NamedParts,
     SchedulerLike,
     TrainerOptimizer,
     clear_gradients,
@@ -25,7 +25,7 @@ from pytorch_accel_lite.optimizers.operations import (
 from pytorch_accel_lite.optimizers.rates import ParamGroup
 
 
-class CombinedOptimizer(OfParts[Optimizer], Optimizer):
+class CombinedOptimizer(NamedParts[Optimizer], Optimizer):
     """Several named optimizers that step together, each with its own parameters.
 
     Created by a trainer from a dict of optimizers, or from a list, whose elements are numbered. It has the parameter
@@ -162,7 +162,7 @@ class AcceleratedCombinedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return part
 
 
-class CombinedScheduler(OfParts[SchedulerLike]):
+class CombinedScheduler(NamedParts[SchedulerLike]):
     """The schedulers of several optimizers, which are stepped together.
 
     Args:

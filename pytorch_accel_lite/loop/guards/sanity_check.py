@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.origins import is_from_this_package
-from pytorch_accel_lite.base.randomness import find_generators, preserving_found
+from pytorch_accel_lite.base.randomness import find_held_generators, preserving_held_generators
 from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, complete_output
 from pytorch_accel_lite.data.loader import FailedRead, ShardedLoader
@@ -116,7 +116,7 @@ def _untouched(owners: list[object]) -> Iterator[None]:
     with (
         Snapshot() as before,
         preserving_attributes(*objects),
-        preserving_found(find_generators(owners)),
+        preserving_held_generators(find_held_generators(owners)),
         preserving_modes(modules),
         warnings.catch_warnings(),
     ):

@@ -16,7 +16,7 @@ import torch
 
 from pytorch_accel_lite.base.environment import in_notebook, is_terminal
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.reprs import table as html_table
+from pytorch_accel_lite.base.reprs import html_table
 from pytorch_accel_lite.base.text import (
     escape_unprintable,
     format_duration,
