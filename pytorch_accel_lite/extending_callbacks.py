@@ -45,7 +45,7 @@ from pytorch_accel_lite.base.validation import check_choice, check_positive_numb
 from pytorch_accel_lite.callbacks.metrics import default_transform
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
 from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
-from pytorch_accel_lite.checkpoint.capturing import check_states_are_possible, refuse_engines, refuse_fsdp1
+from pytorch_accel_lite.checkpoint.capture_and_restore import check_states_are_possible, refuse_engines, refuse_fsdp1
 from pytorch_accel_lite.checkpoint.files import FROZEN, load_plain, write_bytes
 from pytorch_accel_lite.checkpoint.locations import open_store
 from pytorch_accel_lite.checkpoint.state_store import state_name

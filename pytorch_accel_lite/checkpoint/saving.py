@@ -25,7 +25,7 @@ from pytorch_accel_lite.checkpoint.attribute_states import (
     names_beside_model,
 )
 from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
-from pytorch_accel_lite.checkpoint.capturing import (
+from pytorch_accel_lite.checkpoint.capture_and_restore import (
     capture,
     check_states_are_possible,
     finish_restoring,

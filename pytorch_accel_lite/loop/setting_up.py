@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators, seed_run
-from pytorch_accel_lite.checkpoint.capturing import check_history, find_state
+from pytorch_accel_lite.checkpoint.capture_and_restore import check_history, find_state
 from pytorch_accel_lite.checkpoint.locks import lock_path
 from pytorch_accel_lite.checkpoint.recorded_settings import record_settings
 from pytorch_accel_lite.checkpoint.settings_comparison import compare_settings
