@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from pytorch_accel_lite.extensions.takeover.channel import SECONDS_BETWEEN_BEATS, Channel
@@ -198,7 +199,12 @@ class Supervisor:
         machine = self._machines[descriptor]
         try:
             messages = machine.channel.receive()
-        except OSError:
+        except ConnectionResetError:
+            messages = None
+        except OSError:  # the network is cut: the processes there compute until they are killed for want of beats
+            if self._patience and not machine.is_local:
+                self._poll.unregister(machine.channel)
+                return
             messages = None
         if messages is None:
             self._lose_machine(machine, "has left")
@@ -219,7 +225,8 @@ class Supervisor:
 
     def _lose_machine(self, machine: Machine, how: str) -> None:
         """Go on without a machine, whose processes end, too."""
-        self._poll.unregister(machine.channel)
+        with suppress(KeyError):  # if its connection has failed
+            self._poll.unregister(machine.channel)
         del self._machines[machine.channel.fileno()]
         machine.channel.close()
         lost = [process for process in self._processes.values() if process.machine is machine]
