@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from pytorch_accel_lite.extensions.takeover.channel import SECONDS_BETWEEN_BEATS, Channel
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore, Key
@@ -197,20 +198,7 @@ class Supervisor:
             self._add_machine(Channel(connection), connection.getsockname()[0], is_local=False)
             return
         machine = self._machines[descriptor]
-        try:
-            messages = machine.channel.receive()
-        except ConnectionResetError:
-            messages = None
-        except OSError:  # the network is cut: the processes there compute until they are killed for want of beats
-            if self._patience and not machine.is_local:
-                self._poll.unregister(machine.channel)
-                return
-            messages = None
-        if messages is None:
-            self._lose_machine(machine, "has left")
-            return
-        machine.heard_at = time.monotonic()
-        for message in messages:
+        for message in self._receive(machine):
             if (process := self._processes.pop(message.get("ended", -1), None)) is not None:
                 self._end(process, message["code"])
             elif "processes" in message:
@@ -220,6 +208,23 @@ class Supervisor:
                 if (computing := self._processes.get(int(number))) is not None:
                     computing.progress = computing.progress or SignsOfLife(time.monotonic())
                     computing.progress.computed = seconds
+
+    def _receive(self, machine: Machine) -> list[dict[str, Any]]:
+        """Return what a machine says, or go on without it if it has closed its connection."""
+        try:
+            messages = machine.channel.receive()
+        except ConnectionResetError:
+            messages = None
+        except OSError:  # the network is cut: the processes there compute until they are killed for want of beats
+            if self._patience and not machine.is_local:
+                self._poll.unregister(machine.channel)
+                return []
+            messages = None
+        if messages is None:
+            self._lose_machine(machine, "has left")
+            return []
+        machine.heard_at = time.monotonic()
+        return messages
 
     # -------------------------------------------------------------------------------- when processes end
 
