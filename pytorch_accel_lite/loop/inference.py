@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import complete_output
 from pytorch_accel_lite.data.sources import BatchData
-from pytorch_accel_lite.extension_names import is_not_there
+from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.loop.guards.modes import restoring_mode_between_batches
 from pytorch_accel_lite.run.attributes import evaluating_optimizers
 from pytorch_accel_lite.run.parts import SkippedBatches
@@ -42,7 +42,7 @@ def choose_inference_step(trainer: TrainerLike, run: Run, request: RunRequest) -
     run.inference_step = None
     if not INFERENCE_STEPS and (splits or skips or request.skips_failed_batches):
         wanted = "auto_microbatch=True" if splits else "Skipping batches that fail"
-        raise ValueError(f"{wanted} {is_not_there('failed_batches')}")
+        raise ValueError(f"{wanted} {missing_extension_text('failed_batches')}")
     if skips or (splits and not is_prediction):
         run.inference_step = INFERENCE_STEPS[0](trainer, run)
 

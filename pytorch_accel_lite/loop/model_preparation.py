@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pytorch_accel_lite.base.quantised import keep_as_they_are, trained_and_quantised
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.model_forms import is_of_peft
-from pytorch_accel_lite.extension_names import is_not_there
+from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.state import TrainerLike
 
@@ -72,7 +72,7 @@ def apply_block_options(trainer: TrainerLike) -> None:
         wanted["compile_model"] = trainer.compile_model
     for argument, value in wanted.items():
         if argument not in MODEL_CHANGES:
-            raise ValueError(f"{argument}={value!r} {is_not_there('blocks')}")
+            raise ValueError(f"{argument}={value!r} {missing_extension_text('blocks')}")
         trainer.print(MODEL_CHANGES[argument](trainer, value))
 
 

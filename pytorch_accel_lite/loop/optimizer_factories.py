@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.weights import load_optimizer_state
 from pytorch_accel_lite.optimizers.combined import combine
@@ -32,7 +32,7 @@ class DeferredOptimizer:
 
     def __init__(self, factory: OptimizerFactory) -> None:
         self.factory = factory
-        self.name = short(factory)
+        self.name = short_repr(factory)
         self._state: StateDict | None = None
 
     def make(self, model: nn.Module) -> Optimizer:

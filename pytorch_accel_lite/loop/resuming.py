@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.attribute_states import describe_attributes
-from pytorch_accel_lite.checkpoint.capturing import finish_restoring
-from pytorch_accel_lite.checkpoint.user_attributes import describe_unsaved, note_started
+from pytorch_accel_lite.checkpoint.capture_and_restore import finish_restoring
+from pytorch_accel_lite.checkpoint.user_attributes import describe_unsaved, note_trained_parameters
 from pytorch_accel_lite.run.events import StopTrainingError
 from pytorch_accel_lite.run.parts import TrainingState
 from pytorch_accel_lite.run.state import Run, TrainerLike
@@ -21,7 +21,7 @@ def print_state_contents(trainer: TrainerLike, run: Run) -> None:
     """
     if not (run.request.saves_training_states or run.resumed is not None):
         return
-    note_started(trainer)
+    note_trained_parameters(trainer)
     for described in (describe_attributes(trainer), describe_unsaved(trainer)):
         if described:
             trainer.print(described)

@@ -13,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.origins import overridden_methods, warn_outside
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators, seed_run
-from pytorch_accel_lite.checkpoint.capturing import check_history, find_state
+from pytorch_accel_lite.checkpoint.capture_and_restore import check_history, find_state
 from pytorch_accel_lite.checkpoint.locks import lock_path
-from pytorch_accel_lite.checkpoint.recorded_settings import compare_settings, record_settings
-from pytorch_accel_lite.checkpoint.user_attributes import note_created
+from pytorch_accel_lite.checkpoint.recorded_settings import record_settings
+from pytorch_accel_lite.checkpoint.settings_comparison import compare_settings
+from pytorch_accel_lite.checkpoint.user_attributes import note_created_attributes
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.loop.deepspeed import configure_deepspeed, uses_deepspeed
@@ -92,7 +93,7 @@ def prepare_data(
     if request.saves_training_states or resume_from is not None:
         check_history(trainer.run_history)
     if request.saves_training_states or resume_from is not None or request.paths:
-        run.created_attributes = note_created(trainer)
+        run.created_attributes = note_created_attributes(trainer)
     if resume_from is not None:
         run.resumed = find_state(trainer, request.state_sources, resume_from)
     _set_seeds(trainer, run)

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from pytorch_accel_lite.base.inspection import accepts
 from pytorch_accel_lite.base.origins import warn_outside
-from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.optimizers.combined import create_schedulers
 from pytorch_accel_lite.optimizers.operations import (
@@ -221,7 +221,7 @@ def check_scheduler(
                 what = "a class" if isinstance(part, type) else "not a scheduler: it has no step()"
                 hint = " Call this function, too." if callable(part) and not isinstance(part, type) else ""
                 raise TypeError(
-                    f"{source} returned {short(part)}, which is {what}.{hint} Return a scheduler created from the "
+                    f"{source} returned {short_repr(part)}, which is {what}.{hint} Return a scheduler created from the "
                     "optimizer."
                 )
     if scheduler is None:
