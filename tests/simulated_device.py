@@ -1,4 +1,4 @@
-"""A device that computes on its own, simulated on the CPU: for what a GPU would show, where there is none.
+"""An asynchronous device, simulated on the CPU, for tests of GPU behaviour without a GPU.
 
 Importing this module adds the device ``sim`` to torch for the rest of the process (as its own backend, in Python). Its
 tensors lie in a memory of their own: each operation on them is run on a CPU tensor behind them. As with a GPU,

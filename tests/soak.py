@@ -1,4 +1,4 @@
-"""Kill a run at random instants, start it again with the same command until it ends, and compare it to a whole one.
+"""Kill a run at random instants, restart it until it ends, and compare it with an uninterrupted run.
 
 python -m tests.soak [--kills 100] [--processes 1] [--logical 4] [--workers 0] [--asynchronous] [--sharded-remotely]
     [--held]

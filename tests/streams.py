@@ -1,4 +1,4 @@
-"""Streams that save their position, or do not; data that give each process another order."""
+"""Streams with and without a saved position, and data in a different order on each process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pytorch_accel_lite import Trainer, TrainerCallback, data
 from pytorch_accel_lite.data import OwnShard
 from tests.ranks import rank as own_rank
 from tests.ranks import world_size
-from tests.tasks import regression_data, weights
+from tests.tasks import float64_data, weights
 
 
 class Shelf(IterableDataset):
@@ -193,7 +193,7 @@ def train_on(kind: str, folder: Any = None, resume_from: Any = None, batch_size:
 
 class ShuffledSamples(IterableDataset):
     def __init__(self, size):
-        self.data = regression_data(size)
+        self.data = float64_data(size)
 
     def __iter__(self):
         order = list(range(len(self.data)))

@@ -80,7 +80,7 @@ def reads(tree: ast.AST) -> Iterator[tuple[type, list[str]]]:
 
 
 @pytest.mark.parametrize("name", CALLBACKS + OF_EXTENSIONS)
-def test_a_file_of_callbacks_holds_one(name):
+def test_each_callback_file_defines_a_callback(name):
     module = importlib.import_module(name)
     own = [value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == name]
     assert any(issubclass(value, TrainerCallback) for value in own)

@@ -93,7 +93,7 @@ def train(data, change, workers, seed=None, epochs=3):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("how", some_of(CHANGES))
-def test_kept_workers_read_what_a_callback_has_changed(how):
+def test_persistent_workers_see_data_changed_by_callbacks(how):
     column, change = CHANGES[how]
     wrap = [*WRAPPERS.values()][[*CHANGES].index(how) % len(WRAPPERS)]
     data = Samples()

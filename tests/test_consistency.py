@@ -504,7 +504,7 @@ def test_subclasses_of_torchs_samplers_keep_their_order(kind, data, seed):
     assert seen == [[5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5]]
 
 
-def test_epochs_are_counted_from_zero_as_in_loops_by_hand():
+def test_set_epoch_counts_epochs_from_zero():
     sampler = DistributedSampler(numbers(16), 1, 0, seed=4)
     by_hand = []
     for epoch in range(3):

@@ -80,7 +80,7 @@ def run_everything(trainer: Trainer) -> None:
 
 
 @pytest.mark.extension("failed_batches")
-def test_methods_that_name_all_that_is_passed_need_no_kwargs(recwarn):
+def test_event_methods_with_all_arguments_need_no_kwargs(recwarn):
     """What is refused is what would fail: methods without ``**kwargs`` are called with nothing else."""
     called: list[str] = []
 
@@ -100,7 +100,7 @@ def test_methods_that_name_all_that_is_passed_need_no_kwargs(recwarn):
     assert set(called) == set(EVENTS) - {"on_stop_training_error", "on_processes_changed"}
 
 
-def test_methods_in_the_styles_of_the_type_checker_are_called():
+def test_event_methods_of_any_typed_style_are_called():
     """That it accepts them is checked by ``make check``."""
     callbacks = [style() for style in typed_callbacks.STYLES]
     train(make_trainer(callbacks), eval_dataset=True)
@@ -262,7 +262,7 @@ class FreezesFirst(TrainerCallback):
         assert trainer.progress.epoch == 0
 
 
-def test_a_comparison_of_the_epoch_with_0_is_pointed_out_once():
+def test_comparing_the_epoch_with_0_is_warned_of_once():
     trainer = make_trainer([FreezesFirst])
     with pytest.warns(
         UserWarning, match=r"FreezesFirst\.on_train_epoch_start compares progress\.epoch with 0"

@@ -50,7 +50,7 @@ def test_metrics_are_the_same_in_the_callback_and_in_the_loop():
     assert float(re.search(r"with averaged weights: ([\d.]+)", output)[1]) >= 0.95
 
 
-def test_an_event_of_a_user_reaches_the_callback():
+def test_a_custom_event_reaches_the_callback():
     output = run_script("examples/custom_event.py")
     counts = re.search(r"Hard batches per epoch: \[([\d, ]+)\]", output)[1].split(", ")
     assert len(counts) == 5

@@ -12,7 +12,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer
 from tests.ranks import IN_ORDER, Recorder
-from tests.tasks import largest_difference, listener, quiet_trainer
+from tests.tasks import adamw_trainer, largest_difference, listener
 
 SIZES = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
@@ -113,7 +113,7 @@ def test_batches_without_any_label_count_for_nothing():
         row["labels"] = torch.full_like(row["labels"], -100)
     for size, accumulation in ((2, 1), (2, 2), (3, 4)):
         model = causal_model()
-        trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        trainer = adamw_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
         trainer.loss_func = None
         trainer.train(
             rows,

@@ -121,7 +121,7 @@ def test_without_a_scaler_there_is_no_loss_scale():
     assert "loss_scale" not in trainer.step_metrics
 
 
-def test_an_epoch_of_whose_updates_none_was_seen_has_no_norms(tmp_path):
+def test_an_epoch_without_observed_updates_has_no_norms(tmp_path):
     def run(*callbacks: Any, **kwargs: Any) -> Any:
         saving = SaveTrainingStateCallback(tmp_path, save_every_n_steps=1)
         return train(make_trainer([saving, *callbacks], seed=0), epochs=2, **kwargs)

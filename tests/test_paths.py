@@ -53,7 +53,7 @@ def some(*names: str) -> Any:
 
 @pytest.mark.parametrize("path", ["", "s3://", "file://", "file:///", "a\0b", "~nobody-of-this-name/x"])
 @some(*WRITERS)
-def test_a_path_that_names_nothing_is_refused(tmp_path, monkeypatch, name, path):
+def test_an_empty_path_is_refused(tmp_path, monkeypatch, name, path):
     monkeypatch.chdir(tmp_path)
     write, argument, _ = WRITERS[name]
     with pytest.raises(ValueError, match=rf"^{argument}=.* (names nothing to read|begins with a home)"):
@@ -62,7 +62,7 @@ def test_a_path_that_names_nothing_is_refused(tmp_path, monkeypatch, name, path)
 
 
 @some(*(name for name, (_, _, is_file) in WRITERS.items() if is_file))
-def test_a_folder_is_no_path_of_a_file(tmp_path, name):
+def test_a_folder_is_refused_as_a_file_path(tmp_path, name):
     write, argument, _ = WRITERS[name]
     for path in (tmp_path, f"{tmp_path}/new/", tmp_path / ".."):
         with pytest.raises(ValueError, match=rf"{argument}=.* is a folder, but should be a file"):

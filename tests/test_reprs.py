@@ -115,7 +115,7 @@ def test_a_callback_is_shown_as_its_constructor_with_arguments(callback_class, t
                 assert ast.literal_eval(keyword.value) == value
 
 
-def test_what_has_been_changed_since_is_shown_as_it_is_now():
+def test_a_repr_shows_changed_arguments():
     stopping = EarlyStoppingCallback(3)
     stopping.early_stopping_patience = 5
     assert repr(stopping) == "EarlyStoppingCallback(early_stopping_patience=5)"
@@ -300,7 +300,7 @@ def test_metrics_are_shown_by_name():
 
 
 @pytest.mark.extension("tuning")
-def test_what_is_found_is_shown_once(capsys):
+def test_results_of_finders_are_shown_once(capsys):
     """A console and a notebook show what is returned; a script prints it."""
     trainer = make_trainer()
     rates = trainer.find_lr(make_data(20), num_steps=10)
@@ -330,7 +330,7 @@ def test_help_is_plain_text_with_what_users_call_first():
         assert not re.search(r":(class|meth|func|attr|data|mod|doc):`|:(param|ivar|cvar|returns?|raises)\b.*:", shown)
 
 
-def test_a_trainer_lists_what_is_there_and_its_users_own_names():
+def test_dir_lists_existing_and_user_defined_names():
     class Own(Trainer):
         _scale = 2.0
 

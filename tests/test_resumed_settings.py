@@ -22,7 +22,7 @@ from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import PrintProgressCallback, SaveTrainingStateCallback, TerminateOnNaNCallback
 from tests.launching import SOAK
 from tests.ranks import rank, shared_folder
-from tests.tasks import equal, make_data
+from tests.tasks import equal_weights, make_data
 
 DIFFERS = "The settings of this program are not those of the run that it resumes."
 
@@ -129,7 +129,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("case", NAMED)
-def test_what_differs_is_said_with_what_holds(case, tmp_path, capsys, monkeypatch):
+def test_changed_settings_are_reported_with_their_values(case, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first, then, words = NAMED[case]
     message = said(tmp_path / "states", capsys, first, then)
@@ -137,7 +137,7 @@ def test_what_differs_is_said_with_what_holds(case, tmp_path, capsys, monkeypatc
     assert bool(words) == bool(message)
 
 
-def test_the_state_holds_until_options_are_set_at_the_start(tmp_path, capsys):
+def test_restored_options_hold_until_a_callback_sets_them(tmp_path, capsys):
     class SetRate(TrainerCallback):
         def on_training_run_start(self, trainer, **kwargs):
             trainer.optimizer.param_groups[0]["lr"] = 0.5
@@ -224,7 +224,7 @@ def test_reading_samples_for_comparison_leaves_no_trace(tmp_path):
     whole, rest = tmp_path / "whole", tmp_path / "rest"
     expected = run(whole, 2).model.state_dict()
     run(rest)
-    assert equal(run(rest, 2, resume=True).model.state_dict(), expected)
+    assert equal_weights(run(rest, 2, resume=True).model.state_dict(), expected)
 
 
 class Faulty(Dataset):
@@ -245,7 +245,7 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.parametrize(("data", "updates"), [(Stream, 3), (Faulty, 2)])
-def test_data_that_cannot_be_read_at_will_are_not_compared(data, updates, tmp_path, capsys):
+def test_data_without_random_access_are_not_compared(data, updates, tmp_path, capsys):
     train = {"max_num_train_steps": updates, "train_dataloader_kwargs": {"shuffle": False} if data is Faulty else None}
     run(tmp_path, None, data=data, train=train)
     run(tmp_path, None, data=data, train=train, resume=True)

@@ -279,7 +279,7 @@ class Remembers(InPlace):
 
 
 @pytest.mark.parametrize("at", [-2, 9])
-def test_what_cannot_be_repeated_is_named_and_the_run_goes_on(tmp_path, monkeypatch, at):
+def test_data_that_cannot_be_repeated_are_warned_of(tmp_path, monkeypatch, at):
     monkeypatch.setitem(SOURCES, "lost", (ShufflesInPlace, dict))
     train("lost", interrupted=(at, tmp_path / "stream"))
     with pytest.warns(UserWarning, match="The training data, a ShufflesInPlace, give other batches than when the"):

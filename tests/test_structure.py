@@ -175,6 +175,6 @@ def test_each_test_file_has_a_docstring_and_no_long_name():
         assert max(map(len, re.findall(r"def (test_\w+)", text)), default=0) <= 60, path
 
 
-def test_a_comment_for_the_documentation_begins_once():
+def test_attribute_comments_have_one_marker():
     for path in PACKAGE.rglob("*.py"):
         assert not re.search(r"#:.*#:", path.read_text()), path

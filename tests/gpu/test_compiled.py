@@ -52,7 +52,7 @@ def by_hand(task: Task, precision: str, compile_with: dict[str, Any] | None) -> 
 @pytest.mark.parametrize(
     ("kind", "precision"), [("transformer", "no"), ("transformer", "bf16"), ("resnet", "bf16")][: sized(3, 1)]
 )
-def test_a_compiled_step_trains_as_the_compiled_loop(kind, precision):
+def test_a_compiled_step_trains_like_the_compiled_loop(kind, precision):
     task = Task(kind)
     model = task.model()
     compiled = trainer_of(
@@ -65,7 +65,7 @@ def test_a_compiled_step_trains_as_the_compiled_loop(kind, precision):
 
 
 @pytest.mark.parametrize("precision", sized(["no", "bf16"], ["bf16"]))
-def test_a_compiled_model_trains_as_the_loop(precision):
+def test_a_compiled_model_trains_like_the_loop(precision):
     task = Task("transformer")
     model = task.model()
     trainer = trainer_of(

@@ -93,7 +93,7 @@ def test_one_process_on_nccl_trains_what_the_loop_trains(case):
 
 
 @CAN_SHARD
-def test_a_sharded_model_is_evaluated_as_the_whole():
+def test_a_sharded_model_is_evaluated_like_an_unsharded_one():
     (found,) = each_rank(1, "evaluation_of_a_sharded_model")
     task = Task("transformer")
     model = task.model().to(DEVICE)

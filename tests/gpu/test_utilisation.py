@@ -64,7 +64,7 @@ def seconds_by_hand() -> float:
     return begin.elapsed_time(end) / 1e3 / STEPS
 
 
-def test_the_utilisation_is_that_of_a_product_of_known_size(measured):
+def test_utilisation_is_exact_for_a_matrix_product(measured):
     """The epochs, each of one update, are many: the last of them are taken, when nothing is new any more."""
     throughput = callbacks.ThroughputCallback(count_flops=True, peak_flops=PEAK, window=STEPS)
     model = products()

@@ -50,13 +50,13 @@ from tests.scripts.resumable import CopyStates, run_to_the_end
 from tests.soak import soak
 from tests.tasks import (
     Stream,
+    adamw_trainer,
+    float64_data,
+    float64_model,
     largest_difference,
     listener,
     make_data,
     make_trainer,
-    quiet_trainer,
-    regression_data,
-    small_model,
     train,
     weights,
 )
@@ -187,10 +187,10 @@ class Tokens(Trainer):
 def tokens() -> dict[str, Any]:
     results = {}
     for fractions in (False, True):
-        data = regression_data(70, dtype=FLOATS)
+        data = float64_data(70, dtype=FLOATS)
         mask = (torch.rand(70, 1, generator=torch.Generator().manual_seed(1)) < 0.6).float()
         torch.manual_seed(0)
-        layers = {"body": small_model(dtype=FLOATS), "sometimes": nn.Linear(5, 1), "never": nn.Linear(1, 1)}
+        layers = {"body": float64_model(dtype=FLOATS), "sometimes": nn.Linear(5, 1), "never": nn.Linear(1, 1)}
         model = nn.ModuleDict(layers)
         optimizers = {
             "body": torch.optim.AdamW(model["body"].parameters(), lr=0.01),
@@ -221,17 +221,17 @@ class NoisyUpdates(TrainerCallback):
 
 def metrics() -> dict[str, Any]:
     """Metrics of training and evaluation that are sums of floats; half precision; noise between the steps."""
-    model = small_model(dtype=FLOATS)
+    model = float64_model(dtype=FLOATS)
     noise = NoisyUpdates()
     scores = {"squares": MeanSquaredError(), "mean": MeanMetric()}
     callback = MetricsCallback(scores["squares"], train=True)
     only = MetricsCallback(scores["mean"], lambda batch, output: (output["model_outputs"],))
     AcceleratorState._reset_state()
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    trainer = quiet_trainer(
+    trainer = adamw_trainer(
         model, callbacks=[callback, only, noise], seed=4, logical_processes=7, accelerator=accelerator
     )
-    data = regression_data(45, dtype=FLOATS)
+    data = float64_data(45, dtype=FLOATS)
     has_finders = hasattr(trainer, "find_lr")
     tried = trainer.find_lr(data, per_device_batch_size=2, num_steps=10).losses if has_finders else []
     trainer.train(data, 2, data, per_device_batch_size=2)
@@ -266,7 +266,7 @@ class OwnLosses(Trainer):
 
 
 def mixture() -> Any:
-    datasets = {"small": regression_data(12, dtype=FLOATS), "large": regression_data(40, dtype=FLOATS)}
+    datasets = {"small": float64_data(12, dtype=FLOATS), "large": float64_data(40, dtype=FLOATS)}
     return sources.Mixture(datasets, {"small": 1.0, "large": 2.0})
 
 
@@ -282,7 +282,7 @@ def combined() -> dict[str, Any]:
     trainer.train(
         mixture(),
         2,
-        regression_data(13, dtype=FLOATS),
+        float64_data(13, dtype=FLOATS),
         per_device_batch_size=2,
         gradient_accumulation_steps=2,
         create_scheduler_fn=schedules,
@@ -297,7 +297,7 @@ def unfreezing() -> dict[str, Any]:
     model = nn.Sequential(*layers)
     finetuning.ModelFreezer(model).freeze()
     factory = partial(torch.optim.AdamW, lr=0.01)
-    trainer = quiet_trainer(
+    trainer = adamw_trainer(
         model, optimizer=factory, callbacks=[callbacks.GradualUnfreezingCallback(1)], seed=2, logical_processes=4
     )
     trainer.train(mixture(), 3, per_device_batch_size=3)
@@ -382,12 +382,12 @@ def test_eight_logical_processes_have_the_same_bits_on_4_and_8(job, processes):
 def test_logical_processes_train_as_one_with_the_whole_batch():
     found = []
     for count, batch in ((4, 3), (None, 12)):
-        model = small_model()
-        trainer = quiet_trainer(model, seed=1, logical_processes=count, callbacks=[GradientNormCallback()])
+        model = float64_model()
+        trainer = adamw_trainer(model, seed=1, logical_processes=count, callbacks=[GradientNormCallback()])
         trainer.train(
-            regression_data(41),
+            float64_data(41),
             2,
-            regression_data(9),
+            float64_data(9),
             per_device_batch_size=batch,
             gradient_accumulation_steps=2,
             gradient_clip_norm=0.5,
@@ -584,7 +584,7 @@ def test_a_machine_that_computes_other_bits_is_reported(uninterrupted, capsys):
 # ------------------------------------------------------------------------------------------ what does not work
 
 
-def test_arguments_that_do_not_work_are_refused():
+def test_invalid_logical_processes_are_refused():
     for count in (0, -1, 2.5, True, "8"):
         with pytest.raises((TypeError, ValueError), match=f"logical_processes={count!r} must be"):
             make_trainer(seed=1, logical_processes=count)
@@ -610,7 +610,7 @@ def test_tools_that_look_at_one_batch_are_refused():
 
 
 @pytest.mark.parametrize("source", [Stream(), OwnShard([(torch.ones(1, 4), torch.ones(1, 1))])])
-def test_data_that_are_read_in_turn_are_refused(source):
+def test_sequential_data_are_refused(source):
     class Given(Trainer):
         def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
             return source if isinstance(source, OwnShard) else super().create_train_dataloader(batch_size)
@@ -622,7 +622,7 @@ def test_data_that_are_read_in_turn_are_refused(source):
 
 def too_few() -> str:
     try:
-        quiet_trainer(small_model(), seed=1, logical_processes=1)
+        adamw_trainer(float64_model(), seed=1, logical_processes=1)
     except ValueError as error:
         return str(error)
     return "accepted"

@@ -20,7 +20,7 @@ from pytorch_accel_lite import Trainer, callbacks
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, ShowOutputsCallback
 from tests.launching import CAN_SHARD
 from tests.ranks import global_batch, world_size
-from tests.tasks import equal, listener, quiet_trainer, regression_data, weights
+from tests.tasks import adamw_trainer, equal_weights, float64_data, listener, weights
 
 
 def model_with_dropout() -> nn.Module:
@@ -35,8 +35,8 @@ def first_output(model: nn.Module) -> str:
 
 
 def run(*callbacks: Any, epochs: int = 2, **kwargs: Any) -> Any:
-    trainer = quiet_trainer(model_with_dropout(), callbacks=callbacks, seed=3)
-    trainer.train(regression_data(24), epochs, per_device_batch_size=global_batch(4), **kwargs)
+    trainer = adamw_trainer(model_with_dropout(), callbacks=callbacks, seed=3)
+    trainer.train(float64_data(24), epochs, per_device_batch_size=global_batch(4), **kwargs)
     return trainer
 
 
@@ -59,14 +59,14 @@ def test_outputs_are_shown_at_intervals_and_change_no_training(every, updates, c
     collect = Collect()
     trainer = run(ShowOutputsCallback(first_output, every), collect.callback)
     assert list(collect.found) == updates
-    assert equal(weights(trainer.model), weights(run().model))
+    assert equal_weights(weights(trainer.model), weights(run().model))
     printed = capsys.readouterr().out
     for update, texts in collect.found.items():
         assert f"Update {update}\n  outputs: {texts['outputs']}\n" in printed
     assert len({texts["outputs"] for texts in collect.found.values()}) == len(updates)
 
 
-def test_a_dict_has_names_and_other_values_are_shown_as_text(capsys):
+def test_dicts_show_their_keys_and_other_values_as_text(capsys):
     shown = ShowOutputsCallback(lambda model: {"one\nline": 1, "two": "a\nb"}, name="unused")
     run(shown, ShowOutputsCallback(lambda model: [1, 2], name="numbers", show=False))
     assert shown.shown[-1] == {"update": 12, "texts": {"one\nline": "1", "two": "a\nb"}}
@@ -75,7 +75,7 @@ def test_a_dict_has_names_and_other_values_are_shown_as_text(capsys):
     assert "numbers" not in printed
 
 
-def test_a_resumed_run_shows_the_same(tmp_path):
+def test_a_resumed_run_shows_the_same_outputs(tmp_path):
     collect = Collect()
     whole = run(
         ShowOutputsCallback(first_output, "5 updates"),
@@ -90,7 +90,7 @@ def test_a_resumed_run_shows_the_same(tmp_path):
         after = int(state.name[7:])
         assert again.found == {update: texts for update, texts in collect.found.items() if update > after}
         assert [each["texts"] for each in shown.shown] == [collect.found[5], collect.found[10]]
-        assert equal(weights(trainer.model), weights(whole.model))
+        assert equal_weights(weights(trainer.model), weights(whole.model))
 
 
 @pytest.mark.extension("trackers")
@@ -156,7 +156,7 @@ def test_pictures_of_all_kinds_are_written(kind, tmp_path, capsys, recwarn):
     assert not recwarn
 
 
-def test_what_has_not_the_form_of_a_picture_is_shown_as_text(tmp_path):
+def test_arrays_without_an_image_shape_are_shown_as_text(tmp_path):
     values = {
         "integers": torch.tensor([[1, 2]]),
         "batch": torch.zeros(2, 3, 2, 2),
@@ -263,7 +263,7 @@ def test_several_processes_compute_the_same(two_ranks):
     assert first[0] == second[0] == 2
     assert first[1] == second[1]
     assert list(first[1]) == [5, 10]
-    assert equal(first[2], second[2])
+    assert equal_weights(first[2], second[2])
 
 
 @CAN_SHARD
@@ -277,7 +277,7 @@ def test_replicated_and_sharded_language_models_generate_alike(two_ranks):
     assert two_ranks.run(generating, is_sharded=True) == [first, first]
 
 
-def test_showing_outputs_refuses_what_is_no_function_or_interval():
+def test_showing_outputs_refuses_invalid_arguments():
     with pytest.raises(TypeError, match="function='text' must be a function of the model"):
         ShowOutputsCallback("text")
     with pytest.raises(ValueError, match="every='5 steps' must be a positive number and one of updates"):

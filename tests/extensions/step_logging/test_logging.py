@@ -145,7 +145,7 @@ def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, sav
 
 @pytest.mark.processes
 @OF_THE_SCRIPT
-def test_of_two_processes_one_writes_the_numbers_of_both(tmp_path, uninterrupted, job):
+def test_one_of_two_processes_writes_the_numbers_of_both(tmp_path, uninterrupted, job):
     assert job(2).run(run_with_mlflow, tmp_path) == [2, 2]
     logged, expected = whole(tmp_path), whole(uninterrupted)
     for row, other in zip(logged["updates"], expected["updates"], strict=True):
@@ -165,7 +165,7 @@ def with_step_metrics(**metrics: Any) -> list[dict[str, Any]]:
     return logger.rows
 
 
-def test_step_metrics_may_have_any_name_but_that_of_a_column():
+def test_step_metrics_may_have_any_unreserved_name():
     losses = [row["loss"] for row in with_step_metrics()]
     rows = with_step_metrics(total=3.0, count=torch.tensor([7.0]))
     assert [row["loss"] for row in rows] == losses
@@ -200,7 +200,7 @@ def test_a_step_metric_that_is_no_number_is_named(value):
         with_step_metrics(mine=value)
 
 
-def test_rows_begin_where_a_run_is_resumed_that_had_none(tmp_path):
+def test_a_logger_added_on_resuming_starts_at_that_update(tmp_path):
     def run(*callbacks: Any, **kwargs: Any) -> None:
         saving = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)
         train(make_trainer([saving, *callbacks], seed=0), epochs=2, **kwargs)
@@ -244,7 +244,7 @@ def test_no_step_waits_for_a_logger():
 
 
 @pytest.mark.parametrize("error", [ConnectionError("the server has gone"), SystemExit("quota exceeded")])
-def test_what_a_logger_fails_with_ends_the_run(error):
+def test_an_error_in_a_logger_ends_the_run(error):
     slow = Slow(error)
     slow.may_answer.set()
     with pytest.raises(type(error), match=str(error)):

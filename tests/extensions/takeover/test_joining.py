@@ -91,7 +91,7 @@ def test_a_job_is_made_larger_up_to_its_logical_processes(tmp_path):
 @CAN_SHARD
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="takes a quarter of a minute: make soak")
-def test_copies_of_shards_on_other_machines_are_enough(tmp_path, capfd):
+def test_shard_replicas_on_other_machines_suffice(tmp_path, capfd):
     """The state from which all begin again is on the disk that they share, until all have resumed from it."""
     folder = tmp_path / "job"
     options = ["--listen", "127.0.0.1:0", "--processes", "2", "--begin-with", "4"]
@@ -182,7 +182,7 @@ def send_all(number: int) -> None:
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="takes a minute: make soak")
 @pytest.mark.parametrize("how", ["link", "packets", "frozen"])
-def test_a_machine_that_is_cut_off_comes_back(tmp_path, network, how):  # noqa: F811
+def test_a_disconnected_machine_rejoins(tmp_path, network, how):  # noqa: F811
     config = {**LONG, "samples": 1603, "pause": 0.08}
     folder, log = tmp_path / "job", tmp_path / "log"
     folder.mkdir()
@@ -217,7 +217,7 @@ def test_a_machine_that_is_cut_off_comes_back(tmp_path, network, how):  # noqa: 
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="cuts networks for long")
 @pytest.mark.parametrize("first", ["a", "b"])
-def test_cut_networks_leave_no_trace(tmp_path, network, first):  # noqa: F811
+def test_network_cuts_do_not_change_the_results(tmp_path, network, first):  # noqa: F811
     """Five cuts each, or as many as FAULTS in the environment says; the first rank may be on the machine cut off."""
     config = {**ALL, "samples": 2003, "marks": True}
     whole = undisturbed(tmp_path / "whole", **config)

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.launching import CAN_SHARD, PATIENCE, SOAK, WarmPython, environment, run_module
-from tests.tasks import same
+from tests.tasks import same_bits
 
 PROGRAM = Path(__file__).with_name("program.py")
 LAUNCH = [sys.executable, "-m", "pytorch_accel_lite", "launch"]
@@ -134,7 +134,7 @@ def check_equal(outcome: Outcome, undisturbed: Outcome, survivors: int) -> None:
     assert outcome.rows == undisturbed.rows
     assert outcome.files.keys() == undisturbed.files.keys()
     for name, content in outcome.files.items():
-        assert same(content, undisturbed.files[name]), name
+        assert same_bits(content, undisturbed.files[name]), name
     for written in outcome.written:
         check_updates(written)
 
@@ -168,7 +168,7 @@ def test_kills_while_starting_and_predicting_leave_no_trace(run, undisturbed):
     check_equal(run(4, kills=kills, **ALL), undisturbed, survivors=1)
 
 
-def test_pairs_that_die_while_predicting_leave_no_trace(run, undisturbed):
+def test_losing_two_processes_in_predict_changes_no_result(run, undisturbed):
     kills = kill(rank3="prediction:1", rank1="changed:1")
     check_equal(run(4, kills=kills, **ALL), undisturbed, survivors=2)
 
@@ -207,7 +207,7 @@ def test_sigterm_ends_the_job(tmp_path):
     assert outcome.results == []
 
 
-def test_without_logical_processes_the_others_end_with_a_word(tmp_path):
+def test_without_logical_processes_a_loss_is_an_error(tmp_path):
     program = tmp_path / "plain.py"
     program.write_text(
         "import os, signal, torch\n"
@@ -237,7 +237,7 @@ def test_without_logical_processes_the_others_end_with_a_word(tmp_path):
         *[("fsdp", {"2": {"forward:13": KILLED}, "0": {"sharding again": KILLED}}, ["update-000000005"])] * SOAK,
     ],
 )
-def test_a_sharded_run_begins_again_from_its_latest_state(run, undisturbed, capfd, how, kills, begins):
+def test_a_sharded_run_restarts_from_its_latest_state(run, undisturbed, capfd, how, kills, begins):
     outcome = run(4, kills=kills, sharded=how, **ALL)
     check_equal(outcome, undisturbed, survivors=4 - len(kills))
     said = [line for line in capfd.readouterr().out.splitlines() if "All begin again from" in line]
@@ -268,7 +268,7 @@ def test_a_sharded_run_begins_again_from_its_latest_state(run, undisturbed, capf
         *[(kill(rank3="prediction:1"), 8)] * SOAK,
     ],
 )
-def test_a_sharded_run_goes_on_from_copies_of_shards(run, undisturbed, capfd, kills, update):
+def test_a_sharded_run_continues_from_shard_replicas(run, undisturbed, capfd, kills, update):
     outcome = run(4, kills=kills, sharded="hsdp", marks=True, **ALL)
     check_goes_on(outcome, undisturbed, capfd.readouterr().out, kills, update)
 
@@ -306,7 +306,7 @@ def check_marks(outcome: Outcome, output: str) -> None:
         ({}, {"1": {"forward:13": KILLED}, "0": {"sharding again": KILLED}}, 6),
     ],
 )
-def test_copies_of_shards_are_enough_wherever_processes_die(run, capfd, how, kills, update):
+def test_shard_replicas_suffice_wherever_processes_die(run, capfd, how, kills, update):
     config = {**ALL, **how}
     outcome = run(4, kills=kills, sharded="hsdp", marks=True, **config)
     check_goes_on(outcome, run(1, **config), capfd.readouterr().out, kills, update)
@@ -315,7 +315,7 @@ def test_copies_of_shards_are_enough_wherever_processes_die(run, capfd, how, kil
 @CAN_SHARD
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="takes a minute: make soak")
-def test_what_needs_a_lost_mesh_goes_back_to_the_latest_state(run, undisturbed, capfd):
+def test_using_a_lost_mesh_restarts_from_the_latest_state(run, undisturbed, capfd):
     outcome = run(4, kills=kill(rank1="exchange:7"), sharded="hsdp", gathers=True, **ALL)
     check_equal(outcome, undisturbed, survivors=3)
     assert re.search(r"All begin again from '.*update-000000005'", capfd.readouterr().out)
@@ -324,7 +324,7 @@ def test_what_needs_a_lost_mesh_goes_back_to_the_latest_state(run, undisturbed, 
 @CAN_SHARD
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="takes a minute: make soak")
-def test_a_sharded_run_of_two_trainings_ends_with_a_word(run):
+def test_a_second_sharded_training_cannot_restart(run):
     config = {"sharded": "hsdp", "trainings": 2, "epochs": 1, "samples": 107}
     outcome = run(4, kills=kill(rank1="evaluated:1"), **config)
     assert outcome.code == 0, outcome.output
@@ -384,7 +384,7 @@ Path(sys.argv[1], str(trainer.ranks.world_size)).write_text(repr(result))
 """
 
 
-def test_a_death_within_a_large_message_ends_no_survivor(tmp_path):
+def test_a_death_during_a_large_message_ends_no_survivor(tmp_path):
     """For which gloo would let it wait half an hour."""
     program = tmp_path / "program.py"
     program.write_text(DIES_WITHIN_A_MESSAGE)

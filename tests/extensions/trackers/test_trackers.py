@@ -42,7 +42,7 @@ def test_accelerate_knows_the_tracker_while_the_run_lasts(tmp_path):
     assert trainer.accelerator.trackers == []
 
 
-def test_what_was_logged_before_an_error_stays(tmp_path):
+def test_values_logged_before_an_error_are_kept(tmp_path):
     def fail(trainer: Any) -> None:
         if trainer.progress.epoch == 3:
             raise ValueError("enough of this")
@@ -134,7 +134,7 @@ def test_trackers_that_need_no_account_hold_what_was_recorded(tmp_path, name, fi
 
 
 @pytest.mark.programs
-def test_a_tracker_without_an_account_says_how_to_do_without(tmp_path):
+def test_a_tracker_without_an_account_suggests_offline_use(tmp_path):
     if find_spec("wandb") is None:
         pytest.skip("needs wandb")
     with pytest.raises(AssertionError, match=r"could not start: .* pass init_kwargs=\{'mode': 'offline'\}\."):

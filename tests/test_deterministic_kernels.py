@@ -75,7 +75,7 @@ def test_backend_settings_are_restored_after_an_error():
         train(make_trainer([listener(on_train_step_end=fail)], deterministic=True))
 
 
-def test_what_a_user_has_chosen_before_is_restored():
+def test_earlier_backend_settings_are_restored():
     torch.use_deterministic_algorithms(True, warn_only=True)
     cudnn.benchmark = True
     try:
@@ -93,7 +93,7 @@ def test_what_a_user_has_chosen_before_is_restored():
         cudnn.benchmark = False
 
 
-def test_a_missing_deterministic_kernel_fails_only_if_asked_for():
+def test_a_missing_deterministic_kernel_fails_only_on_request():
     model = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), Unpooled(), nn.Flatten(), nn.Linear(4, 1))
     train(make_trainer(model=model))
     with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
@@ -129,6 +129,6 @@ def test_settings_of_kernels_are_recorded_and_a_change_reported(tmp_path, capsys
     assert "precision of float32 products high (now highest), deterministic kernels False (now True)" in printed
 
 
-def test_deterministic_refuses_what_is_no_boolean():
+def test_deterministic_must_be_a_boolean():
     with pytest.raises(TypeError, match="deterministic='warn' must be True, False, or None"):
         make_trainer(deterministic="warn")
