@@ -1,4 +1,4 @@
-"""Saving what is trained without what is frozen, and adapters of the PEFT library."""
+"""Saving trainable weights only, and adapters of PEFT."""
 
 from __future__ import annotations
 

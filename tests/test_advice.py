@@ -1,4 +1,4 @@
-"""After the first epoch a run says what stands out, and nothing when nothing does."""
+"""Advice printed after the first epoch, and no output if nothing stands out."""
 
 from __future__ import annotations
 
@@ -124,19 +124,19 @@ def test_short_waits_are_not_reported(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_updates_that_are_nearly_all_clipped(capsys):
+def test_mostly_clipped_updates_are_reported(capsys):
     train(make_trainer([AdviceCallback]), gradient_clip_norm=1e-6, epochs=2)
     (said,) = advice(capsys.readouterr().out)
     assert said.startswith("100% of the updates were clipped: gradient_clip_norm=1e-06 is below the average")
 
 
-def test_updates_that_callbacks_skip(capsys):
+def test_updates_skipped_by_callbacks_are_reported(capsys):
     skip = listener(on_optimizer_step_start=lambda t: t.skip_update() if t.progress.update == 1 else None)
     train(make_trainer([skip, AdviceCallback]), epochs=2)
     assert advice(capsys.readouterr().out) == ["1 of 3 updates were skipped by callbacks."]
 
 
-def test_updates_that_the_scaler_skips(scaled_accelerator, capsys):
+def test_updates_skipped_by_the_scaler_are_reported(scaled_accelerator, capsys):
     train(make_trainer([AdviceCallback], trainer_class=Overflows, accelerator=scaled_accelerator), epochs=2)
     (said,) = advice(capsys.readouterr().out)
     assert said.startswith("1 of 3 updates were skipped: their gradients overflowed in fp16.")

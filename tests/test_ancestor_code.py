@@ -1,4 +1,4 @@
-"""What code that was written for pytorch-accelerated does, and subclasses with names of their own."""
+"""Code written for pytorch-accelerated, and subclasses with names of their own."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_method_may_share_a_name_of_the_package():
 
 
 @pytest.mark.parametrize("name", ["progress", "ranks", "is_running", "eval_dataloaders", "device"])
-def test_the_names_that_the_trainer_relies_on_are_taken(name):
+def test_names_that_the_trainer_needs_are_reserved(name):
     with pytest.raises(AttributeError, match=r"no setter|can't set attribute"):
         setattr(make_trainer(), name, "mine")
     with pytest.raises(TypeError, match=rf"Holding\.{name} is reserved"):
@@ -387,7 +387,7 @@ def fired(trainer_class: type[Trainer], callbacks: list[Any], **arguments: Any) 
     [{}, {"max_num_train_steps": 5}, {"gradient_accumulation_steps": 2}, {"scheduler_interval": "epoch"}],
     ids=lambda arguments: "-".join(arguments) or "epochs",
 )
-def test_a_loop_of_a_subclass_trains_like_ours(arguments, here):
+def test_an_overridden_loop_trains_like_the_default(arguments, here):
     if "scheduler_interval" in arguments:
         arguments = arguments | {"create_scheduler_fn": partial(StepLR, step_size=1)}
     (ours, expected), (own, heard) = (
@@ -399,7 +399,7 @@ def test_a_loop_of_a_subclass_trains_like_ours(arguments, here):
     assert heard == expected
 
 
-def test_a_loop_of_a_subclass_can_be_stopped():
+def test_an_overridden_loop_can_be_stopped():
     def stop(trainer: Trainer, **kwargs: Any) -> None:
         if trainer.progress.epoch == 2:
             raise StopTrainingError("Enough.")
@@ -415,7 +415,7 @@ def loops_on_ranks() -> list[bool]:
     return [equal_weights(weights(own.model), weights(ours.model)), own.progress == ours.progress, heard == expected]
 
 
-def test_a_loop_of_a_subclass_trains_like_ours_on_two_processes(two_ranks):
+def test_an_overridden_loop_trains_alike_on_two_processes(two_ranks):
     assert [*two_ranks(loops_on_ranks)] == [[True] * 3] * 2
 
 
@@ -427,7 +427,7 @@ def test_an_error_in_a_loop_of_a_subclass_reaches_the_callbacks():
     assert [type(error) for error in seen] == [ZeroDivisionError]
 
 
-def test_a_loop_of_a_subclass_cannot_be_resumed_and_says_so(tmp_path):
+def test_resuming_an_overridden_loop_is_refused(tmp_path):
     saving = SaveTrainingStateCallback(tmp_path)
     with pytest.warns(UserWarning, match=r"OwnLoop\._run_training has a loop of its own, so the run cannot be resumed"):
         train(make_trainer([saving], trainer_class=OwnLoop, seed=1), epochs=1)
@@ -566,7 +566,7 @@ def save(tmp_path: Any) -> Trainer:
     return train(trainer, epochs=2)
 
 
-def test_a_loaded_training_state_says_its_epoch(tmp_path):
+def test_loading_a_training_state_prints_its_epoch(tmp_path):
     trainer = make_trainer(seed=1)
     seen: list[Any] = []
 

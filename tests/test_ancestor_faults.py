@@ -1,4 +1,4 @@
-"""One test for each measured fault of pytorch-accelerated that may not live here, named after what is right."""
+"""One test for each measured fault of pytorch-accelerated, named after the correct behaviour."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_the_default_callbacks_read_no_device_values_in_steps(callbacks):
     assert counted.reads < 20
 
 
-def test_the_last_short_window_has_its_whole_gradient():
+def test_a_short_last_window_has_its_full_gradient():
     x, y = float64_data(6).tensors
     model = float64_model()
     recorder = Recorder()

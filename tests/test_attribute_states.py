@@ -1,4 +1,4 @@
-"""What is trained beside the model: by a loss function that learns, and by a subclass's own modules and optimizers."""
+"""States of modules and optimizers beside the model: learned loss functions, and attributes of trainer subclasses."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_the_best_model_loaded_at_the_end_has_the_best_metric(tmp_path):
     assert trainer.evaluate(DATA)["evaluation_loss"] == best.best_metric
 
 
-def test_checkpoints_hold_what_a_loss_function_has_learned(tmp_path):
+def test_checkpoints_include_a_learned_loss_function(tmp_path):
     trainer = normed_trainer()
     trainer.train(DATA, 1, per_device_batch_size=8)
     trainer.save_checkpoint(tmp_path / "model.pt")
@@ -200,7 +200,7 @@ def test_checkpoints_hold_what_a_loss_function_has_learned(tmp_path):
     assert loaded.evaluate(DATA) == trainer.evaluate(DATA)
 
 
-def test_checkpoints_leave_class_weights_of_losses_to_the_script(tmp_path):
+def test_class_weights_of_losses_are_not_in_checkpoints(tmp_path):
     model = make_model()
     trainer = adamw_trainer(model, nn.CrossEntropyLoss(weight=torch.ones(3)))
     trainer.save_checkpoint(tmp_path / "model.pt")
@@ -355,7 +355,7 @@ def test_registered_objects_are_not_saved_twice(tmp_path):
     assert list(shared["objects"]) == ["critic", "steps"]
 
 
-def test_a_state_that_lacks_an_attribute_or_does_not_fit_says_so(tmp_path):
+def test_missing_and_mismatched_attributes_are_named(tmp_path):
     trainer = Adversarial()
     trainer.save_training_state(tmp_path / "state")
     del trainer.critics, trainer.critic_optimizer, trainer.critic_scheduler
@@ -401,7 +401,7 @@ def test_the_best_model_has_modules_held_by_closures(tmp_path):
     assert same_bits(everything_optimized(trainer), found)
 
 
-def test_a_saved_model_says_what_it_leaves_out(tmp_path, capsys):
+def test_saving_a_model_prints_what_it_leaves_out(tmp_path, capsys):
     trainer = train_elsewhere(tmp_path / "states", place="a partial")
     assert (
         "include what the optimizer trains outside of the model: optimizer[0][4] (Sequential)"
@@ -419,7 +419,7 @@ class NeedsItsState(nn.Linear):
         super()._load_from_state_dict(state, *args)
 
 
-def test_a_loss_function_that_holds_the_model_is_loaded_whole(tmp_path):
+def test_a_loss_function_with_the_model_is_loaded_completely(tmp_path):
     def make(seed: int) -> Trainer:
         torch.manual_seed(seed)
         model = NeedsItsState(5, 1).double()

@@ -1,4 +1,4 @@
-"""What is refused: an error that names the argument, its value and what to do, and nothing is trained."""
+"""Invalid arguments: the error names the argument, its value and the remedy, and nothing is trained."""
 
 from __future__ import annotations
 

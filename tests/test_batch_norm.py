@@ -1,4 +1,4 @@
-"""Batch norm: the last batch of an epoch, and the statistics of several processes."""
+"""Batch norm: small last batches, and statistics on several processes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Sized(IterableDataset):
 @pytest.mark.parametrize(
     "norm", [nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.BatchNorm1d(4, track_running_stats=False).eval()]
 )
-def test_a_single_sample_in_the_last_batch_is_warned_of_at_once(norm):
+def test_a_last_batch_of_one_sample_is_warned_of_early(norm):
     assert warned_before_the_first_batch(make_trainer(model=normalised(norm)), size=7, batch_size=2)
     assert not warned_before_the_first_batch(make_trainer(model=normalised(norm)), size=8, batch_size=2)
 

@@ -1,4 +1,4 @@
-"""What batches and model outputs may look like, in training, evaluation and prediction."""
+"""The forms of batches and model outputs in training, evaluation and prediction."""
 
 from __future__ import annotations
 
@@ -464,7 +464,7 @@ class ReturnsBoth(nn.Module):
         return Both(self.inner(x), 2 * self.inner(x))
 
 
-def test_named_tuples_stay_such_in_predictions():
+def test_predictions_keep_named_tuples():
     found = Trainer(ReturnsBoth(), None, None, callbacks=[]).predict(float64_data(5), per_device_batch_size=2)
     assert type(found) is Both
     assert found.value.shape == (5, 1)
@@ -502,7 +502,7 @@ def test_a_batch_without_targets_counts_only_the_samples_in_it():
 
 
 @pytest.mark.extension("failed_batches")
-def test_split_outputs_that_cannot_be_joined_become_a_list():
+def test_split_outputs_that_cannot_be_merged_become_a_list():
     class Alike(Trainer):
         def calculate_train_batch_loss(self, batch):
             if len(batch[0]) > 3:

@@ -1,4 +1,4 @@
-"""The benchmarks run, and compare what they say they compare. No time is asserted."""
+"""The benchmarks run and compare what they claim to compare. No time is asserted."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class StandIn:
         return 1e3 * (later.at - self.at)
 
 
-def test_a_row_that_waits_for_the_gpu_says_how_often_and_where(monkeypatch):
+def test_the_gpu_table_counts_waits_by_position(monkeypatch):
     """The contender stands in for a GPU: it does what torch's debug modes do."""
     modes = ["default"]
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
@@ -311,5 +311,5 @@ def test_a_contender_that_trains_for_too_few_steps_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("question", ["resume", "window", "unequal"])
-def test_the_comparison_finds_ours_exact_where_the_readme_does(question):
+def test_the_comparison_confirms_the_exactness_in_the_readme(question):
     assert comparison.answer(question, "ours")[""] < 1e-6

@@ -1,4 +1,4 @@
-"""How many Python functions a step calls, and the feeding of a batch: budgets that cannot drift unseen."""
+"""The number of Python function calls of a step and of reading a batch stays within budgets."""
 
 from __future__ import annotations
 

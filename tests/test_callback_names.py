@@ -1,4 +1,4 @@
-"""Built-in callbacks as examples: each holds a callback, imports what is public, and reads what is documented."""
+"""Built-in callbacks as examples: they import public names only and read documented attributes only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The callbacks that are shipped: one contract for all, and what each promises."""
+"""Shipped callbacks: a contract for all of them, and the behaviour of each."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_a_stopped_run_with_a_shipped_callback_trains_further(callback_class, he
 
 
 @pytest.mark.slow
-def test_all_shipped_callbacks_work_together(here):
+def test_all_shipped_callbacks_can_be_combined(here):
     trainer = make_trainer([build(c) for c in SHIPPED])
     needs = {name: value for arguments in RUN.values() for name, value in arguments.items()}
     train(trainer, epochs=2, eval_dataset=True, **needs)
@@ -638,7 +638,7 @@ def test_the_optimizers_state_is_that_of_the_best_epoch_too(tmp_path):
 @pytest.mark.parametrize("optimizer", [True, False])
 @pytest.mark.parametrize("scheduler", [True, False])
 @pytest.mark.parametrize("script", [[1.0], [3.0, 2.0, 1.0]])
-def test_a_best_model_omits_optimizer_and_scheduler_if_asked(script, optimizer, scheduler, tmp_path):
+def test_a_best_model_may_omit_optimizer_and_scheduler(script, optimizer, scheduler, tmp_path):
     callback = SaveBestModelCallback(
         tmp_path / "best.pt", "score", save_optimizer=optimizer, save_scheduler=scheduler, load_saved_checkpoint=False
     )
@@ -735,7 +735,7 @@ def test_a_metric_that_an_earlier_callback_records_is_watched(tmp_path):
 
 
 @pytest.mark.parametrize(("last", "is_saved"), [(5.0, False), (1.0, True)])
-def test_a_resumed_run_whose_best_model_is_missing_says_so(last, is_saved, tmp_path, capsys):
+def test_a_missing_best_model_of_a_resumed_run_is_warned_of(last, is_saved, tmp_path, capsys):
     def run(epochs: int, **kwargs: Any) -> Any:
         callbacks = SaveTrainingStateCallback(tmp_path / "states"), SaveBestModelCallback(tmp_path / "best.pt", "score")
         return scripted([2.0, 3.0, last], *callbacks, epochs=epochs, **kwargs)

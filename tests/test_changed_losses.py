@@ -1,4 +1,4 @@
-"""Losses that callbacks change: before the backward pass they are trained on, after it that is an error."""
+"""Losses changed by callbacks: used before the backward pass, an error after it."""
 
 from __future__ import annotations
 

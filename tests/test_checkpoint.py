@@ -1,4 +1,4 @@
-"""Portable checkpoints: one file with weights that loads anywhere, written whole or not at all."""
+"""Checkpoints in a single file: portable, and written atomically."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ THINGS = {
 
 
 @pytest.mark.parametrize("name", THINGS)
-def test_an_entry_can_be_loaded_or_is_refused_when_saved(tmp_path, name):
+def test_unloadable_entries_are_refused_when_saved(tmp_path, name):
     trainer = trained()
     refusal = ""
     try:
@@ -269,7 +269,7 @@ PREFIXES = ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
     ("make", "prefix"), [*((make_model, prefix) for prefix in PREFIXES), (Holder, ""), (Holder, "module.")]
 )
 @pytest.mark.parametrize("wrap", [compiled, lambda model: model])
-def test_prefixes_that_wrappers_left_in_a_file_do_not_matter(tmp_path, make, prefix, wrap):
+def test_wrapper_prefixes_in_a_file_are_ignored(tmp_path, make, prefix, wrap):
     path = save_file(tmp_path / "model.pt", make(1), prefix)
     trainer = make_trainer(model=wrap(make(0)))
     trainer.load_checkpoint(path)
@@ -437,7 +437,7 @@ def file_size():
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
-def test_wherever_a_full_disk_cuts_a_file_the_old_one_stays(tmp_path, file_size, name):
+def test_a_full_disk_at_any_point_keeps_the_old_file(tmp_path, file_size, name):
     """torch reports a full disk in the middle of a file as "unexpected pos", and at the end of it as what it is."""
     trainer, path = trained(), tmp_path / name
     save = trainer.save_checkpoint if name == "model.pt" else trainer.save_model
@@ -628,7 +628,7 @@ def test_an_open_file_is_written_and_read_from_its_position(tmp_path, opened, me
         assert equal_weights(read_checkpoint(file)["model_state_dict"], weights(saved.model))
 
 
-def test_an_open_file_holds_what_a_path_does(tmp_path):
+def test_saving_to_an_open_file_equals_saving_to_a_path(tmp_path):
     trainer = trained()
     for name, save in {"model.pt": trainer.save_checkpoint, "model.safetensors": trainer.save_model}.items():
         save(tmp_path / name)

@@ -1,4 +1,4 @@
-"""Gradients that are computed again within an update: LBFGS, SAM."""
+"""Gradients recomputed within an update: LBFGS and SAM."""
 
 from __future__ import annotations
 

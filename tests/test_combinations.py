@@ -1,4 +1,4 @@
-"""Features that do not work together: an error before training, or a warning, and a page of the documentation."""
+"""Features that cannot be combined: an error before training or a warning, and a page of the documentation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The random order of very many samples is computed: it takes no memory, and is as exact as a stored one."""
+"""The computed random order of very large datasets: no memory, and as exact as a stored order."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_index_occurs_once(size):
 @pytest.mark.parametrize(
     "whole", [ComputedOrder(50_000, key=5), torch.randperm(50_000, dtype=torch.int32), range(50_000)], ids=type
 )
-def test_a_steps_indices_are_the_same_wherever_an_epoch_begins(whole):
+def test_indices_of_steps_are_the_same_from_any_starting_point(whole):
     expected = whole.at(0, 50_000) if isinstance(whole, ComputedOrder) else torch.as_tensor(whole).long()
     for step, start in ((7, 0), (1000, 333), (20_000, 1), (50_000, 0)):
         bounds = [(begin, min(begin + step, 50_000)) for begin in range(start, 50_000, step)]

@@ -1,4 +1,4 @@
-"""Data and orders that differ between processes, or from those of the run that is resumed."""
+"""Data and orders that differ between processes, or from the run that is resumed."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def distributed_samplers() -> Any:
 
 
 @pytest.mark.processes
-def test_a_nested_distributed_sampler_stands_for_its_whole_order(ranks):
+def test_a_nested_distributed_sampler_gives_the_complete_order(ranks):
     results = ranks(distributed_samplers)
     for name, found in results[0].items():
         of_all = [result[name][0] for result in results]
@@ -208,7 +208,7 @@ def other_samplers_of_parts() -> Any:
 
 
 @pytest.mark.processes
-def test_foreign_samplers_of_parts_for_each_process_are_refused(ranks):
+def test_other_samplers_that_shard_by_rank_are_refused(ranks):
     n = ranks.world_size
     for result in ranks(other_samplers_of_parts):
         for name, said in result.items():

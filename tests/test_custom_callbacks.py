@@ -1,4 +1,4 @@
-"""Callbacks that people write: how their methods may look, and subclasses of ours that leave out what ours do."""
+"""Custom callbacks: allowed signatures, and subclasses that do not call the base class."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_first_argument_of_another_name_is_fine():
     assert called == [trainer] * 4
 
 
-def test_a_custom_event_with_other_arguments_says_what_to_write():
+def test_a_custom_event_with_wrong_arguments_is_explained():
     own = callback_class(on_sample_drawn=lambda self, trainer, index: None)
     for others in ([], [callback_class(on_sample_drawn=lambda self, trainer, **kwargs: None)]):
         trainer = make_trainer([*others, own])

@@ -1,4 +1,4 @@
-"""Iterables of the user's own, which draw random numbers: compared with a loop by hand, and killed and resumed."""
+"""Users' iterables that draw random numbers: compared with a plain loop, killed and resumed."""
 
 from __future__ import annotations
 

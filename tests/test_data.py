@@ -1,4 +1,4 @@
-"""The data path: every sample once, from any position, for any number of processes, from any source."""
+"""Reading data: every sample once, from any position, on any number of processes, from any source."""
 
 from __future__ import annotations
 
@@ -472,7 +472,7 @@ def test_collating_in_a_single_batch_draws_from_its_last_sample(draw):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_collating_draws_the_same_wherever_an_epoch_begins(workers):
+def test_collating_draws_the_same_from_any_starting_point(workers):
     found = []
     for start in (0, 4, 12):
         source = DataLoader(
@@ -574,7 +574,7 @@ class Batched(Rows):
 
 
 @pytest.mark.parametrize("seed", [None, 1])
-def test_datasets_that_can_are_read_a_whole_batch_at_a_time(seed):
+def test_datasets_with_getitems_are_read_batch_by_batch(seed):
     data, model, plain = Batched(float64_data(20)), float64_model(), float64_model()
     trainer = adamw_trainer(model, seed=seed)
     trainer.train(data, 2, per_device_batch_size=4)
@@ -638,7 +638,7 @@ STACKED = {
 
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("stack", STACKED.values(), ids=STACKED)
-def test_stacked_tensors_are_read_at_once_to_the_same_batches(stack, seed):
+def test_stacked_tensors_are_read_by_batch_with_equal_results(stack, seed):
     class Slow(StackDataset):
         """Not a plain one, so it is read sample by sample."""
 
@@ -888,7 +888,7 @@ def test_a_wrong_dataset_length_is_not_skipped_as_a_batch():
         train(trainer, train_dataset=Rows(make_data()), train_dataloader_kwargs=kwargs)
 
 
-def test_a_loader_can_be_copied_and_says_where_its_batches_are():
+def test_a_loader_can_be_copied_and_knows_its_device():
     trainer = train(make_trainer())
     again = copy.copy(trainer.train_dataloader)
     assert again.device == trainer.device
@@ -1400,7 +1400,7 @@ def test_a_stream_continues_with_another_batch_size(tmp_path, batch_size):
     assert [i for batch in rest for i in batch] == [*range(16, 30)]
 
 
-def test_a_stream_that_cannot_continue_is_an_error_that_says_why(tmp_path):
+def test_resuming_an_unsuitable_stream_is_explained(tmp_path):
     seen_batches(Numbers(30), 8, callbacks=[SavesEachUpdate(tmp_path)])
     with pytest.raises(ValueError, match=r"data ended after 1 batches of this epoch, but .* already seen 2\."):
         seen_batches(Numbers(8), 8, resume_from=tmp_path / "2")

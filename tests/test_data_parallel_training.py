@@ -1,4 +1,4 @@
-"""Training on several processes gives what one process with the whole batch gives."""
+"""Data-parallel training gives the results of one process with the global batch."""
 
 from __future__ import annotations
 

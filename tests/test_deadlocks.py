@@ -1,4 +1,4 @@
-"""Processes that wait for each other in vain say where each is, and end; no two different calls are taken for one."""
+"""Processes in mismatched calls report their positions and end; different calls are never paired."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed and FSDP1 through Accelerate: as DistributedDataParallel, or refused in words."""
+"""DeepSpeed and FSDP1 through Accelerate: like DistributedDataParallel, or refused with an explanation."""
 
 from __future__ import annotations
 

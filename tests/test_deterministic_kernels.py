@@ -1,4 +1,4 @@
-"""Deterministic kernels: in runs, and nowhere else."""
+"""Deterministic kernels: within runs, and nowhere else."""
 
 from __future__ import annotations
 

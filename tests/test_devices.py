@@ -99,7 +99,7 @@ def test_a_shipped_callback_does_not_wait_for_the_device(name):
 
 
 @pytest.mark.extension("metrics_file")
-def test_rows_of_numbers_that_were_copied_late_are_right():
+def test_rows_with_asynchronous_copies_are_correct():
     rows = on_device("monitors_and_rows")["rows"]
     assert [row["update"] for row in rows] == list(range(1, 101))
     assert all(math.isfinite(row["loss"]) for row in rows)
@@ -202,7 +202,7 @@ def test_find_batch_size_and_find_lr_change_nothing():
 
 
 @pytest.mark.extension("profiling")
-def test_phases_of_a_step_are_timed_by_the_device():
+def test_phases_of_a_step_are_timed_on_the_device():
     totals = on_device("timing")
     assert totals["forward"] > 0
     assert totals["backward"] > 0

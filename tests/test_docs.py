@@ -1,4 +1,4 @@
-"""What the documentation says is true: its code runs, its commands exist, its reference is complete."""
+"""The documentation is correct: its code runs, its commands exist, its reference is complete."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_the_commands_of_the_readme_exist():
 
 
 @pytest.mark.parametrize("page", PAGES[:3], ids=lambda page: page.name)
-def test_the_targets_and_files_that_are_mentioned_exist(page):
+def test_mentioned_make_targets_and_files_exist(page):
     for target in re.findall(r"`make ([\w-]+)", page.read_text()):
         check_target(target)
     for file in re.findall(r"`((?:pytorch_accel_lite|tests|docs|examples|benchmarks|\.ci)/[\w/.]*)`", page.read_text()):
@@ -195,7 +195,7 @@ def test_issue_forms_are_valid(form):
         assert bool(field["attributes"].get("options")) == (field["type"] != "textarea")
 
 
-def test_dependabot_moves_a_bound_only_when_it_must():
+def test_dependabot_changes_bounds_only_if_necessary():
     updates = yaml.safe_load((ROOT / ".github" / "dependabot.yml").read_text())["updates"]
     strategies = {update["package-ecosystem"]: update.get("versioning-strategy") for update in updates}
     assert strategies == {"pip": "increase-if-necessary", "github-actions": None}

@@ -1,4 +1,4 @@
-"""Runs that are resumed with another number of updates in an epoch: the schedule continues where the run is."""
+"""Resuming with another number of updates per epoch: the schedule continues at the position of the run."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_a_run_resumed_on_other_processes_resumes_again(tmp_path):
         assert back.rates[-10:] == pytest.approx(first.rates[-10:], rel=1e-12)
 
 
-def test_as_many_updates_in_an_epoch_restore_the_schedules_state(tmp_path, capsys):
+def test_equal_epoch_lengths_restore_the_schedules_state(tmp_path, capsys):
     first = trained_with(TORCH["one cycle"], 4, 1, tmp_path / "first", save_every=17)
     resumed = trained_with(TORCH["one cycle"], 2, 2, tmp_path / "again", resume=first.states / "update-000000017")
     assert resumed.rates == first.rates[17:]

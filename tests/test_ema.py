@@ -372,7 +372,7 @@ def test_averages_refuse_bad_decays_and_prefixes(kwargs, message):
         ModelEmaCallback(**kwargs)
 
 
-def test_two_averages_are_told_apart_by_their_prefixes(tmp_path):
+def test_two_averages_are_distinguished_by_their_prefixes(tmp_path):
     slow = ModelEmaCallback(0.99, save_path=tmp_path / "slow.pt", prefix="slow_")
     fast = ModelEmaCallback(0.5, save_path=tmp_path / "fast.pt")
     trainer = adamw_trainer(float64_model(), callbacks=[slow, fast])
@@ -430,7 +430,7 @@ def test_an_average_added_to_a_resumed_run_starts_at_its_weights(tmp_path):
     assert equal_weights(ema.ema.module.state_dict(), before)
 
 
-def test_lazy_layers_are_an_error_that_says_what_to_do(tmp_path):
+def test_uninitialised_lazy_layers_are_an_error_with_advice(tmp_path):
     model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Linear(8, 1)).double()
     ema = ModelEmaCallback(save_path=tmp_path / "ema.pt")
     with pytest.raises(

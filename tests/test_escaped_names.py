@@ -1,4 +1,4 @@
-"""Names and texts of the user's, whatever they hold, where they are drawn, written, printed or sent."""
+"""Any names and texts of users are escaped in plots, files, output and messages."""
 
 from __future__ import annotations
 

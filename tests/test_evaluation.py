@@ -1,4 +1,4 @@
-"""Evaluating within a run changes nothing of the training."""
+"""Evaluations within a run do not change the training."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_several_datasets_are_evaluated_by_name():
     assert {"a_intermediate_eval_loss", "b_intermediate_eval_loss", "a_eval_loss_epoch"} <= set(names)
 
 
-def test_an_evaluation_within_an_epoch_is_printed_at_once(capsys):
+def test_an_evaluation_within_an_epoch_is_printed_immediately(capsys):
     trainer = adamw_trainer(float64_model(), callbacks=[LogMetricsCallback, StepBasedEvaluationCallback(2)])
     trainer.train(float64_data(32), 1, float64_data(9))
     lines = capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""What fires when, who hears it, and how a run ends."""
+"""Events: their order, their listeners, and how a run ends."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ def test_a_custom_event_of_an_overridden_step_is_called():
     assert heard == [1, 2]
 
 
-def test_a_custom_event_that_nobody_defines_is_no_error():
+def test_a_custom_event_without_listeners_is_no_error():
     callback: Any = recording_callback()
     trainer = make_trainer([callback])
     before = fired(callback)
@@ -437,7 +437,7 @@ def test_the_handler_prints_each_event_with_its_listeners():
     assert lines == ["on_training_run_start: First", "on_train_step_end: Second, First, Second"]
 
 
-def test_a_handler_without_listeners_says_so():
+def test_a_handler_without_listeners_prints_none():
     assert "no callback" in repr(CallbackHandler())
 
 
@@ -1029,7 +1029,7 @@ def noting(name: str, result: Any = None) -> tuple[type[Trainer], list[Any]]:
         "evaluation_run_end": 1,
     }.items(),
 )
-def test_each_overridable_method_is_called_as_its_name_says(name, count):
+def test_each_overridable_method_has_its_number_of_calls(name, count):
     trainer_class, calls = noting(name)
     trainer = make_trainer(trainer_class=trainer_class)
     train(

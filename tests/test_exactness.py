@@ -1,4 +1,4 @@
-"""A run equals the loop that one would write by hand."""
+"""A run equals a hand-written loop bit for bit."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_the_reported_loss_does_not_depend_on_accumulation():
     assert losses == pytest.approx([expected] * 3, abs=1e-12)
 
 
-def test_updates_and_schedule_have_the_length_asked_for():
+def test_updates_and_schedule_have_the_requested_length():
     for (accumulation, limit), run in schedule().items():
         steps_per_epoch = -(-37 // 6)
         expected = limit or 2 * -(-steps_per_epoch // accumulation)

@@ -1,4 +1,4 @@
-"""The examples run, and show what they promise."""
+"""The examples run and give the promised results."""
 
 from __future__ import annotations
 

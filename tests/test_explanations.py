@@ -1,4 +1,4 @@
-"""An error of a step says where it happened, with what, and what to do; a loss that trains something else is one."""
+"""Notes on errors of a step: where it happened, the inputs, and advice."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ SPLITS, OF_FAILED_BATCHES = {"auto_microbatch": True}, pytest.mark.extension("fa
         pytest.param("calculate_eval_batch_loss", SPLITS, "not even a single sample fits", marks=OF_FAILED_BATCHES),
     ],
 )
-def test_an_error_of_memory_says_what_holds_it_and_what_to_do(method, kwargs, what, error):
+def test_an_out_of_memory_error_names_holders_and_remedies(method, kwargs, what, error):
     error.__dict__.clear()
     model = make_model()
     model.register_buffer("mean", torch.zeros(100))
@@ -633,7 +633,7 @@ def test_outputs_and_targets_that_would_broadcast_are_an_error(loss_func, start)
     assert trainer.progress.update == 1
 
 
-def test_targets_of_a_dict_are_looked_at_too():
+def test_targets_in_a_dict_are_checked_too():
     class Named(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x)

@@ -1,4 +1,4 @@
-"""The page that lists what five other trainers have and how it is written here: each of its rows is tried."""
+"""The page that compares features with five other trainers: each of its rows is tested."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ HELD = {
     "test_loaders_have_the_sizes_that_those_of_accelerate_have",
     "equal batches on all processes, samples repeated": "test_dataloaders.py::"
     "test_a_sampler_may_repeat_samples_to_fill_batches",
-    "saving into a buffer in memory": "test_checkpoint.py::test_an_open_file_holds_what_a_path_does",
+    "saving into a buffer in memory": "test_checkpoint.py::test_saving_to_an_open_file_equals_saving_to_a_path",
     "loading from a buffer in memory": "test_checkpoint.py::test_an_open_file_is_written_and_read_from_its_position",
     "a word when their lengths differ": "test_data.py::test_training_datasets_by_name_give_batches_by_name",
     "a batch that fails is skipped in a validation": "test_failures.py::"
@@ -137,7 +137,7 @@ HELD = {
     "arguments of your own": "test_experiments.py::test_functions_without_types_make_parts_of_an_experiment",
     "unknown options are named": "test_experiments.py::test_errors_name_the_location_and_the_remedy",
     "a folder for results, named like the file": "test_run_folders.py::test_each_new_run_has_its_own_folder",
-    "commands to train and to test": "test_testing.py::test_the_command_tests_as_the_file_says",
+    "commands to train and to test": "test_testing.py::test_the_test_command_follows_the_file",
     "the settings are kept beside the results": "test_experiments.py::test_the_resolved_file_is_the_same_experiment",
     "mixed precision by an option": "test_experiments.py::test_an_accelerator_is_described_by_its_arguments",
     "backend and address of the processes": "test_machines.py::test_two_machines_have_the_bits_of_two_processes_on_one",
@@ -187,7 +187,7 @@ def test_each_row_says_how_the_package_does_it():
     assert all(how for _, _, how in cells())
 
 
-def test_the_tests_that_hold_rows_exist():
+def test_the_tests_named_for_rows_exist():
     files: dict[str, str] = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
         files[path.name] = files.get(path.name, "") + path.read_text()
@@ -790,7 +790,7 @@ def test_loaders_have_default_arguments():
 
 
 @row("the twelve arguments of `train`, in order", "batches of 8 by default", "accumulation of gradients")
-def test_train_takes_its_arguments_in_order():
+def test_train_accepts_positional_arguments():
     def create(optimizer: Any) -> Any:
         return StepLR(optimizer, 1)
 
@@ -1648,7 +1648,7 @@ class Unreadable(torch.utils.data.Dataset[Any]):
 
 @row("a batch that fails is skipped in training", "callbacks are told what has failed", "an empty batch")
 @pytest.mark.extension("failed_batches")
-def test_a_batch_that_fails_is_skipped_if_asked():
+def test_a_failing_batch_is_skipped_on_request():
     heard: list[Any] = []
     note = listener(on_train_batch_skipped=lambda trainer, failures, error, **kwargs: heard.append((failures, error)))
     skips = [callbacks.SkipFailedBatchesCallback(), note]

@@ -1,4 +1,4 @@
-"""What is said of the first batch of a run: losses that are sums, targets that nothing uses."""
+"""Checks of the first batch: losses that are sums, and unused targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the time of a job is spent, over its restarts, and states that are saved as often as a budget allows."""
+"""Goodput: how a job's time is spent over its restarts, and saving states within a time budget."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def results(**changes: Any) -> dict[str, Any]:
     return found | {"tests": [TEST, failed], "benchmarks": rows} | changes
 
 
-def test_the_page_of_the_documentation_says_what_has_run():
+def test_the_gpu_page_lists_what_has_run():
     text = (ROOT / "docs" / "results" / "gpu.md").read_text()
     assert text == NOTHING or text.startswith("Measured on one ")
 

@@ -1,4 +1,4 @@
-"""A number of accumulation steps that changes during the run: its gradients, its counts, and how it resumes."""
+"""Accumulation steps that change during a run: gradients, counts and resuming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Importing: the names that users write, and what it does to the rest of the program, which is nothing."""
+"""Imports: public names, and no side effects."""
 
 from __future__ import annotations
 

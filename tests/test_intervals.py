@@ -1,4 +1,4 @@
-"""Intervals of updates, epochs, samples or minutes: when evaluations, saves and rows are due."""
+"""Intervals of updates, epochs, samples or minutes for evaluations, saves and rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of Hugging Face whose loss is a mean over labels: each label that is not ignored weighs the same."""
+"""Hugging Face models with a loss averaged over labels: every label that is not ignored has the same weight."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def causal() -> dict[str, Any]:
     }
 
 
-def test_the_gradient_is_the_whole_batchs_for_unequal_labels():
+def test_unequal_label_counts_give_the_global_batchs_gradient():
     found = causal()
     assert largest_difference(found["gradient"], whole()) < TOLERANCE
 
@@ -147,7 +147,7 @@ GPT2 = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 20, "bos_token_id"
     ],
     ids=["GPT-2", "Llama", "BERT for masked tokens", "BERT for tokens", "T5"],
 )
-def test_the_first_label_counts_where_nothing_is_shifted(make, labels):
+def test_the_first_label_counts_if_labels_are_not_shifted(make, labels):
     ids = torch.randint(20, (2, 4), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids.clone()}
     batch["labels"][:, 2] = -100
@@ -168,7 +168,7 @@ def test_a_loss_that_is_no_mean_over_labels_counts_by_samples():
     assert items_of(own, {"input_ids": ids, "labels": ids}) is None
 
 
-def test_a_custom_loss_function_is_weighed_as_its_step_says():
+def test_a_custom_loss_function_is_weighted_by_samples():
     rows = token_rows(4)
     batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 

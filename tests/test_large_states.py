@@ -1,4 +1,4 @@
-"""Training states with tensors large enough for files of their own: their bits, their damage, and older formats."""
+"""Training states with tensors in files of their own: exactness, damage and older formats."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Kept:
         self.state = state
 
 
-def test_tensors_of_every_kind_come_back_as_they_were(tmp_path):
+def test_tensors_of_every_kind_are_restored_exactly(tmp_path):
     flat = torch.randn(40_000)
     kept = {
         "plain": torch.randn(200, 200),
@@ -181,7 +181,7 @@ def test_weights_of_any_size_are_checked():
 
 
 @pytest.mark.parametrize("save", [Trainer.save_model, Trainer.save_checkpoint])
-def test_weights_that_are_not_finite_are_saved_with_a_warning(save, tmp_path):
+def test_non_finite_weights_are_saved_with_a_warning(save, tmp_path):
     trainer = adamw_trainer(nn.Linear(2, 2))
     save(trainer, tmp_path / "finite.safetensors")
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Numbers that steps and callbacks log: means over an epoch, recorded with the losses; evaluations without a loss."""
+"""Values logged by steps and callbacks: means over an epoch; evaluations without a loss."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_numbers_of_a_custom_batch_are_weighed_by_the_step():
     assert trainer.run_history.get_latest_metric("train_length_epoch") == (1 * 1 + 3 * 3) / 4
 
 
-def test_a_logged_number_is_as_it_was_when_logged():
+def test_a_logged_number_keeps_its_value():
     class Counts(Trainer):
         def calculate_train_batch_loss(self, batch):
             count = torch.ones(())
@@ -279,7 +279,7 @@ def test_rows_of_a_resumed_run_have_values_from_before(tmp_path):
 
 
 @pytest.mark.extension("metrics_file")
-def test_the_latest_value_reaches_what_logs_by_updates(tmp_path):
+def test_the_latest_value_reaches_loggers_by_update(tmp_path):
     logs = listener(on_backward_start=lambda t, step, **_: t.log("noise", float(step)))
     files = callbacks.MetricsFileCallback(tmp_path / "metrics.jsonl", every_n_updates=1)
     train(make_trainer([logs, files]))

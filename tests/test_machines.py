@@ -1,4 +1,4 @@
-"""Two machines, as network namespaces of this one, which share nothing but an object store."""
+"""Two machines, simulated by network namespaces, that share only an object store."""
 
 from __future__ import annotations
 

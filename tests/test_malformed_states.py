@@ -1,4 +1,4 @@
-"""Training states whose checksums fit but whose content is odd: the file is named, and an older state used."""
+"""Training states with valid checksums but malformed content: the file is named, and an older state used."""
 
 from __future__ import annotations
 

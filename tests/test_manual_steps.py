@@ -468,7 +468,7 @@ def test_losses_over_the_same_outputs_are_explained():
     assert "change the order of the updates" in changed.value.__notes__[0]
 
 
-def test_gradients_of_a_backward_pass_of_its_own_are_refused():
+def test_calling_backward_directly_is_refused():
     class Goes(GAN):
         def train_step(self, batch):
             super().train_step(batch)
@@ -582,7 +582,7 @@ def test_a_wrong_step_is_reported(step, optimizer, error, message):
         step_of(step, optimizer)
 
 
-def test_a_loss_returned_without_an_update_is_pointed_out():
+def test_a_manual_step_without_an_update_is_warned_of():
     def forgets(trainer, batch):
         return {"loss": trainer.loss_func(trainer.model(batch[0]), batch[1])}
 

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics: every sample once, every evaluation recorded once, on any number of processes."""
+"""Metrics of torchmetrics: each sample once, one record per evaluation, on any number of processes."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _largest_output(batch: Any, batch_output: Any) -> Any:
     return (batch_output["model_outputs"].max(),)
 
 
-def test_metrics_of_an_evaluation_are_of_the_whole_set():
+def test_metrics_of_an_evaluation_cover_the_complete_dataset():
     data, model = classification(), classifier()
     metrics = {"accuracy": MulticlassAccuracy(3), "auroc": MulticlassAUROC(3)}
     trainer = class_trainer(MetricsCallback(metrics), model=model)
@@ -349,7 +349,7 @@ def test_training_metrics_restart_with_fewer_processes(tmp_path, two_ranks):
 
 
 @pytest.mark.processes
-def test_metrics_of_several_processes_are_those_of_the_whole_set(ranks):
+def test_metrics_of_several_processes_cover_the_complete_dataset(ranks):
     for found in ranks(metrics):
         assert found["few"] == pytest.approx(found["expected_few"], abs=1e-6)
         assert found["many"] == pytest.approx(found["expected_many"], abs=1e-6)
@@ -442,7 +442,7 @@ def test_arguments_that_no_metric_takes_are_refused():
         MetricsCallback(MulticlassAccuracy(3), num_classes=3)
 
 
-def test_metrics_of_the_trainer_come_beside_those_of_a_callback():
+def test_metrics_of_the_trainer_and_of_a_callback_combine():
     data = classification()
     second = MetricsCallback({"auroc": MulticlassAUROC(3)})
     trainer = class_trainer(second, metrics={"accuracy": MulticlassAccuracy(3)})

@@ -1,4 +1,4 @@
-"""A program like minGPT: a small transformer, decayed and other weights in groups of their own, clipped gradients."""
+"""A program like minGPT: a small transformer with weight decay groups and clipped gradients."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def by_trainer(folder: Path | None = None, killed_at: int | None = None) -> dict
     return weights(model)
 
 
-def test_clipped_and_decayed_it_equals_its_hand_written_loop():
+def test_a_clipped_and_decayed_run_equals_the_loop():
     assert equal_weights(by_trainer(), by_hand())
 
 

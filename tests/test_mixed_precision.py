@@ -1,4 +1,4 @@
-"""Mixed precision: the whole step is computed in autocast, also what it calls beside the model."""
+"""Mixed precision: autocast covers the whole step, including modules beside the model."""
 
 from __future__ import annotations
 

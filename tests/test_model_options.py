@@ -1,4 +1,4 @@
-"""compile_model and channels_last: the model is prepared in place, and learns what it would have learned."""
+"""compile_model and channels_last: the model is prepared in place and trains to the same results."""
 
 from __future__ import annotations
 

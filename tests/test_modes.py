@@ -1,4 +1,4 @@
-"""Modes that callbacks and overridden steps leave changed: of the model, and of torch as a whole."""
+"""Modes of the model and of torch that callbacks and overridden steps leave changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What monitoring callbacks record is what can be computed by hand, and costs no read in a step."""
+"""Monitoring callbacks: values equal those computed by hand, and steps read no device values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a callback runs within a run, an evaluation or a prediction, leaves no trace on it."""
+"""Evaluations and predictions within a run do not change it."""
 
 from __future__ import annotations
 

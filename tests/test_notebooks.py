@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom and show what they are kept with; runs and bars do not flood them."""
+"""The notebooks run and show their stored outputs; runs and bars print little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers that the trainer makes itself, once the model's parameters are in their final form."""
+"""Optimizers created by the trainer, once the model's parameters are final."""
 
 from __future__ import annotations
 

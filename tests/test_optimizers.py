@@ -1,4 +1,4 @@
-"""Several optimizers in a trainer, with schedulers by their names, and optimizers with modes."""
+"""Several optimizers in a trainer, schedulers by optimizer name, and optimizers with modes."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_without_windows_the_bits_are_those_of_the_loop():
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_hooks_profiles_and_a_replaced_step_see_every_update(several):
+def test_optimizer_hooks_and_profilers_see_every_update(several):
     seen: list[str] = []
     model = float64_model()
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
@@ -469,7 +469,7 @@ def test_schedule_free_optimizers_resume_to_the_same_bits(tmp_path):
         assert equal_weights(weights(train_schedule_free(2, [again], resume_from=folder).model), weights(whole.model))
 
 
-def test_the_best_weights_loaded_at_the_end_stay_as_they_were(tmp_path):
+def test_the_best_weights_loaded_at_the_end_stay_unchanged(tmp_path):
     best = SaveBestModelCallback(tmp_path / "best.pt")
 
     def spoil(trainer: Trainer, **kwargs: Any) -> None:

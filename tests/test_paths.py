@@ -1,4 +1,4 @@
-"""Paths that users pass: what names nothing is refused at once, and no two runs write to one place."""
+"""Paths passed by users: invalid ones are refused early, and no two runs write to the same place."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_closed_copy_of_a_lock_does_not_free_it(tmp_path):
 
 
 @pytest.mark.parametrize("plant", [os.symlink, os.link])
-def test_a_lock_does_not_touch_what_others_have_put_in_its_place(tmp_path, plant):
+def test_a_lock_keeps_files_that_others_put_in_its_place(tmp_path, plant):
     (tmp_path / "states").mkdir()
     (tmp_path / "precious").write_text("mine")
     plant(tmp_path / "precious", tmp_path / "states" / ".lock")

@@ -1,4 +1,4 @@
-"""Values of a run in the arguments of a scheduler factory, before they are known."""
+"""Placeholders for values of a run in the arguments of a scheduler factory."""
 
 from __future__ import annotations
 
@@ -373,7 +373,7 @@ def test_using_a_placeholder_too_early_is_an_error_naming_it(name, use):
 
 @pytest.mark.parametrize("other", ["7", None, [1], 1j, torch.tensor(2)], ids=repr)
 @pytest.mark.parametrize("symbol", OPERATORS)
-def test_arithmetic_with_what_is_no_number_is_an_error_at_once(symbol, other):
+def test_placeholder_arithmetic_with_non_numbers_is_an_error(symbol, other):
     with pytest.raises(TypeError):
         OPERATORS[symbol](P.NUM_EPOCHS, other)
     with pytest.raises(TypeError):
@@ -515,6 +515,6 @@ def test_a_placeholder_has_its_computed_value(name, make, trainer):
     assert eval(expression.value, {"trainer": trainer}) == value_in(trainer, expression)
 
 
-def test_an_object_with_the_ancestors_names_has_values():
+def test_placeholders_work_with_names_of_the_ancestor():
     like = SimpleNamespace(run_config=SimpleNamespace(), _train_dataloader=[1, 2, 3], _eval_dataloader=[1])
     assert value_in(like, P.TRAIN_DATALOADER_LEN * 2 + P.EVAL_DATALOADER_LEN) == 7

@@ -1,4 +1,4 @@
-"""Predictions: of any kind, in order, of one process and of several."""
+"""Predictions of any structure, in order, on one or several processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs of several processes: they give what one process gives, they stop together, they end in order."""
+"""Jobs of several processes: the results of one process, stopping together, clean shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs as people write them, against the loops that they come from: the same bits, also after being killed."""
+"""Complete programs against the loops they come from: bit for bit, also after being killed."""
 
 from __future__ import annotations
 

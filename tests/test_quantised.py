@@ -1,4 +1,4 @@
-"""Adapters on a base that bitsandbytes or torchao has quantised, whose weights are never trained nor written."""
+"""Adapters on a base quantised by bitsandbytes or torchao, which is neither trained nor saved."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def base_numbers(trainer: Trainer) -> dict[str, int]:
 
 
 @pytest.mark.extension("checking")
-def test_neither_evaluation_nor_a_check_changes_the_base(kind, tmp_path):
+def test_evaluations_and_checks_do_not_change_the_base(kind, tmp_path):
     model = with_lora(kind, save_base(tmp_path / "base"))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     trainer = Trainer(model, None, optimizer, callbacks=[], seed=3)

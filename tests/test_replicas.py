@@ -1,4 +1,4 @@
-"""Processes that train one model hold the same weights, or the run says that they do not."""
+"""Replicas hold the same weights, or the run reports that they differ."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_weights_may_differ_between_processes_on_purpose(found):
     assert not any(equal_weights(first, other) for other in others)
 
 
-def test_parameters_that_are_unused_may_be_looked_for(found):
+def test_find_unused_parameters_may_be_requested(found):
     first, *others = (result["unused, as said"] for result in found)
     assert all(equal_weights(first, other) for other in others)
 

@@ -1,4 +1,4 @@
-"""What the things that people print are shown as."""
+"""The reprs of public objects."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_the_settings_of_a_run_are_shown_without_the_defaults():
     assert repr(trainer.current_run) == f"Run(training, {trainer.progress})"
 
 
-def test_losses_are_shown_where_that_reads_no_device():
+def test_losses_are_shown_if_that_needs_no_device_read():
     tracker = LossTracker()
     tracker.update(0.5, 2)
     assert repr(tracker) == "LossTracker(average=0.5, running_count=2)"

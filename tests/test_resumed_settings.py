@@ -1,4 +1,4 @@
-"""Resuming with other settings: one line says what differs and which holds; settings that do not matter are silent."""
+"""Resuming with changed settings: a line says what differs and which value holds."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def another(folder: Path) -> Trainer:
     return Trainer(model, nn.MSELoss(), torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.0), callbacks=[])
 
 
-def test_a_checkpoint_says_what_it_sets_and_leaves_out(tmp_path, capsys):
+def test_loading_a_checkpoint_prints_what_it_restores(tmp_path, capsys):
     trainer, path = another(tmp_path), tmp_path / "checkpoint.pt"
     capsys.readouterr()
     trainer.load_checkpoint(path)
@@ -178,7 +178,7 @@ def test_a_checkpoint_says_what_it_sets_and_leaves_out(tmp_path, capsys):
 
 
 @pytest.mark.filterwarnings("ignore:The training state holds the state of callback")
-def test_a_state_that_is_loaded_says_which_options_it_sets(tmp_path, capsys):
+def test_loading_a_state_prints_changed_options(tmp_path, capsys):
     another(tmp_path).load_training_state(tmp_path / "state")
     assert (
         f"'{tmp_path}/state' has set options of the optimizer: optimizer.lr=0.01 (not 0.5)." in capsys.readouterr().out
@@ -266,7 +266,7 @@ def resumed_on_several() -> list[str]:
         return on_several(folder)
 
 
-def test_the_main_process_alone_says_what_differs(two_ranks, tmp_path, capsys):
+def test_only_the_main_process_reports_differences(two_ranks, tmp_path, capsys):
     first, second = two_ranks(resumed_on_several)
     assert len(first) == 1
     assert "optimizer.lr=0.01 (not 0.5)" in first[0]

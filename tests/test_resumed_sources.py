@@ -1,4 +1,4 @@
-"""Samplers and streams with generators or a state of their own, resumed at the end and in the middle of epochs."""
+"""Samplers and streams with generators or states of their own, resumed at and within epochs."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ def test_data_that_cannot_be_repeated_are_warned_of(tmp_path, monkeypatch, at):
         assert train("lost", resume_from=tmp_path / "sampler") is not None
 
 
-def test_batches_that_come_once_are_named_before_training(tmp_path, monkeypatch, capsys):
+def test_one_shot_iterators_are_warned_of_before_training(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(SOURCES, "once", (lambda: OwnShard(iter([X] * 9)), None))
     train("once", interrupted=(2, tmp_path / "state"), epochs=1)
     said = capsys.readouterr().out

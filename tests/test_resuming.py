@@ -240,7 +240,7 @@ def test_resuming_a_finished_run_says_that_nothing_is_left(tmp_path, capsys):
     assert "Nothing left to do: the run had finished" in capsys.readouterr().out
 
 
-def test_a_long_history_is_resumed_as_it_was(tmp_path):
+def test_a_long_history_is_resumed_unchanged(tmp_path):
     odd = [1.5, 2, True, False, 2**70, float("nan"), "text"]
 
     def record(trainer: Any) -> None:
@@ -380,7 +380,7 @@ def on_two_processes(folder: Path) -> Any:
 
 @CAN_SHARD
 @pytest.mark.processes
-def test_sharded_weights_are_saved_whole_and_resumed(tmp_path, job):
+def test_sharded_weights_are_saved_unsharded_and_resumed(tmp_path, job):
     expected, history = job(2).run(on_two_processes, tmp_path)[0]
     assert equal_weights(safetensors.torch.load_file(tmp_path / "model.safetensors"), expected)
     model = large_model()

@@ -1,4 +1,4 @@
-"""How long a run is, how it ends, and what may be called within it."""
+"""Runs: their length, their end, and calls that are allowed within them."""
 
 from __future__ import annotations
 
@@ -335,14 +335,14 @@ def test_a_stop_is_saved_even_if_its_moment_was_saved_already(here):
     assert again.stop_reason == "enough"
 
 
-def test_a_stop_within_a_window_says_that_nothing_is_saved(here, capsys):
+def test_a_stop_within_a_window_reports_that_nothing_is_saved(here, capsys):
     stop = listener(on_train_step_end=lambda t, step, **_: raises(StopTrainingError("enough"))() if step == 2 else None)
     train(make_trainer([SaveTrainingStateCallback("states"), stop]), size=20, gradient_accumulation_steps=4)
     assert list(Path("states").glob("update-*")) == []
     assert "No training state was saved: the run was stopped within an accumulation window" in capsys.readouterr().out
 
 
-def test_weights_that_are_not_finite_never_replace_good_ones(here):
+def test_non_finite_weights_never_replace_good_ones(here):
     x, y = make_data(20).tensors
     y[8] = float("nan")
     trainer = make_trainer([SaveTrainingStateCallback("states", save_every_n_steps=1, max_checkpoints=2)], seed=0)

@@ -1,4 +1,4 @@
-"""The evaluation is tried before training: what it finds, and that it leaves nothing behind."""
+"""The sanity check, an evaluation before training: what it finds, and that it has no side effects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving a model in a directory: its weights, what is written beside them, and what cannot be saved."""
+"""Saving a model to a directory: weights, additional files, and refused paths."""
 
 from __future__ import annotations
 

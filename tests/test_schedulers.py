@@ -1,4 +1,4 @@
-"""The schedules that are shipped: their rates, their states, and runs that go on from before or after a decay."""
+"""Shipped schedules: rates, states, and runs continued before or after a decay."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_cosine_applies_the_factors_of_layer_decay_as_timm_does():
         assert ours.get_last_lr() == pytest.approx(rates_of_timm)
 
 
-def test_rates_that_follow_their_factors_are_not_scaled_again():
+def test_layer_decay_factors_are_applied_only_once():
     groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": 0.1 * s, "lr_scale": s} for s in (0.3, 1.0)]
     optimizer = torch.optim.SGD(groups)
     before = [group["lr"] for group in optimizer.param_groups]
@@ -531,7 +531,7 @@ def test_a_custom_schedule_is_stepped_and_kept_in_states(tmp_path):
     assert scheduler.get_last_lr() == [0.1 / 16]
 
 
-def test_values_may_be_one_for_all_one_each_or_none():
+def test_scheduler_values_may_be_single_per_group_or_none():
     class Chosen(SchedulerBase):
         values: Any = None
 

@@ -1,4 +1,4 @@
-"""What the pages on training schemes say about several processes and about resuming, with the code of these pages."""
+"""The pages on training schemes: their claims about several processes and resuming, with their code."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_preferences_are_learned_with_the_bits_of_a_loop():
     assert min(accuracies) > 0.7
 
 
-def test_the_reference_stays_as_it_was_and_gets_no_gradients():
+def test_the_reference_model_is_unchanged_without_gradients():
     trainer = train()
     assert equal_weights(weights(trainer.reference), weights(make(0)[0]))
     assert all(parameter.grad is None for parameter in trainer.reference.parameters())

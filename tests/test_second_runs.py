@@ -1,4 +1,4 @@
-"""A second run with the same trainer: at which rates it trains, and how its epochs follow those of the first."""
+"""A second run with the same trainer: its learning rates and its epochs."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def alone():
     return result_of(fit(sharded_trainer("whole"), "whole", update=12))
 
 
-def test_shards_or_a_whole_state_resume_on_any_process_count(tmp_path, job):
+def test_sharded_and_plain_states_resume_on_any_process_count(tmp_path, job):
     expected = alone()
     job(2).run(saved, "fsdp", tmp_path, sharded="auto")
     saved("whole", tmp_path, sharded="auto")

@@ -1,4 +1,4 @@
-"""Models that come sharded: who reads which data, gradients, and what is refused."""
+"""Sharded models: which process reads which data, gradients, and refused combinations."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def in_single_precision(how: str) -> dict[str, list[float]]:
     return trainer.run_history.to_dict()
 
 
-def test_losses_in_single_precision_are_those_of_replicas(two_ranks):
+def test_single_precision_losses_equal_those_of_replicas(two_ranks):
     replicas = two_ranks.run(in_single_precision, "whole")[0]
     for found in two_ranks.run(in_single_precision, "fsdp"):
         for name, values in replicas.items():
@@ -415,7 +415,7 @@ def random_data_alike(how: str) -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize(("how", "processes"), [("tp", 2), ("tp_fsdp", 4)])
-def test_processes_that_divide_a_model_also_share_random_numbers(job, how, processes):
+def test_tensor_parallel_processes_share_random_numbers(job, how, processes):
     by_rank = job(processes).run(random_data_alike, how)
     for first, second in zip(by_rank[::2], by_rank[1::2], strict=True):
         for (batches, dropped), (others, dropped_there) in zip(first, second, strict=True):

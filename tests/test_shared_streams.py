@@ -1,4 +1,4 @@
-"""Streams on several processes: dealt out by the first, or divided into parts."""
+"""Streams on several processes: dealt out by rank 0, or divided into parts."""
 
 from __future__ import annotations
 
@@ -517,7 +517,7 @@ def test_a_stream_is_divided_once_into_equal_update_counts(ranks):
         assert len({result["updates", size] for result in results}) == 1
 
 
-def test_own_shards_of_unequal_length_are_used_up_without_a_hang(ranks):
+def test_unequal_own_shards_are_read_without_a_hang(ranks):
     own = [result["own"] for result in ranks(read_streams)]
     first = len(range(0, 20, ranks.world_size))
     assert [len(result["inputs"]) for result in own] == [2 * first, *[2] * (ranks.world_size - 1)]

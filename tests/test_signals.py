@@ -103,7 +103,7 @@ train(trainer, 9, train_dataset=Rows(make_data()), train_dataloader_kwargs={"num
     ("number", "saves", "code"),
     some_of([(signal.SIGINT, False, -2), (signal.SIGINT, True, -2), (signal.SIGTERM, True, 143)]),
 )
-def test_a_program_ended_by_a_signal_says_last_how_to_resume(tmp_path, number, saves, code):
+def test_the_last_line_after_a_signal_says_how_to_resume(tmp_path, number, saves, code):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, number.name, *([str(tmp_path)] if saves else [])],
         env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PATIENCE,
@@ -156,7 +156,7 @@ def test_workers_of_streams_leave_signals_to_the_run_too(tmp_path):
 
 
 @pytest.mark.programs
-def test_a_second_signal_ends_the_program_at_once(tmp_path):
+def test_a_second_signal_ends_the_program_immediately(tmp_path):
     code = (
         "import sys, time; from pathlib import Path; from pytorch_accel_lite import TrainerCallback\n"
         "from tests.scripts.resumable import run\n"

@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds without a warning, its search finds, and its lines fit their columns."""
+"""The documentation site: no warnings, a working search, and lines that fit their columns."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("resume_from", [None, "latest"])
-def test_a_run_that_fails_before_it_begins_frees_the_directory(tmp_path, resume_from):
+def test_a_run_that_fails_early_releases_its_directory(tmp_path, resume_from):
     """A notebook keeps the error, and with it the trainer and its callbacks."""
 
     def fail(optimizer: torch.optim.Optimizer) -> None:
@@ -193,7 +193,7 @@ def test_a_run_that_fails_before_it_begins_frees_the_directory(tmp_path, resume_
 
 
 @pytest.mark.parametrize("is_other_first", [True, False])
-def test_a_run_whose_directory_is_removed_locks_it_again(tmp_path, is_other_first):
+def test_a_run_locks_a_removed_directory_again(tmp_path, is_other_first):
     """Otherwise a second run gets in, and both save in one directory."""
     code = (
         "import sys; from pathlib import Path; from pytorch_accel_lite.checkpoint.store import DirectoryStore\n"
@@ -263,7 +263,7 @@ def test_rotation_removes_links_to_states_but_not_their_targets(tmp_path):
     assert len(os.listdir(tmp_path / "elsewhere")) == 4
 
 
-def test_a_run_that_could_not_begin_leaves_its_directory_free(tmp_path):
+def test_a_run_that_cannot_begin_releases_its_directory(tmp_path):
     run(tmp_path, max_checkpoints=1)
     (state,) = saved_states(tmp_path)
     DAMAGES["truncated"](state / "trainer.pt")
@@ -387,7 +387,7 @@ class FillsDisk(TrainerCallback):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_leaves_the_last_state_whole_and_names_it(tmp_path, asynchronous, capsys):
+def test_a_full_disk_keeps_and_names_the_last_state(tmp_path, asynchronous, capsys):
     fills = FillsDisk(9)  # where the next thing to be written is a state
     try:
         with pytest.raises(OSError, match="File too large") as caught:

@@ -1,4 +1,4 @@
-"""Sources that report where they are: a resumed run reads nothing that it has already seen."""
+"""Sources that report their position: a resumed run does not read samples again."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_an_evaluation_of_the_resumed_stream_counts_all_samples(tmp_path):
         pytest.param("mixture", marks=pytest.mark.extension("mixtures")),
     ],
 )
-def test_streams_that_have_become_shorter_are_reported(kind):
+def test_streams_that_became_shorter_are_reported(kind):
     def make(size: int) -> Any:
         stream = Forgetful(range(size))
         return shuffled(stream, 3) if kind == "blocks" else mixed({"all": stream}, repeat=False)
@@ -235,7 +235,7 @@ def test_states_are_taken_only_if_a_run_may_keep_them(seed, states):
     assert asked == [train] * states
 
 
-def test_a_position_that_does_not_fit_is_an_error_that_says_so(tmp_path):
+def test_a_mismatched_position_is_explained(tmp_path):
     pytest.importorskip("torchdata.stateful_dataloader")
     train_on("shelf", tmp_path)
     with pytest.raises(ValueError, match=r"does not fit the training data, a StatefulDataLoader .* as it was when"):

@@ -1,4 +1,4 @@
-"""Runs that are stopped, end or fail: at the same update on every process."""
+"""Stopped, finished and failed runs: all processes end at the same update."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def states_with_nan() -> Any:
 
 
 @two_are_enough
-def test_no_state_of_weights_that_are_not_finite_is_written(ranks):
+def test_states_with_non_finite_weights_are_not_written(ranks):
     for result in ranks(states_with_nan):
         assert result["failed"] is not None
         assert len(result["finite"]) == 2
@@ -260,7 +260,7 @@ class Sqrt(Trainer):
 
 
 @pytest.mark.parametrize("listed", [[], [TerminateOnNaNCallback]])
-def test_weights_that_the_last_update_made_nan_are_pointed_out(listed):
+def test_nan_weights_of_the_last_update_are_reported(listed):
     trainer = make_trainer(listed, trainer_class=Sqrt)
     with pytest.warns(UserWarning, match="ended, after update 3, with weights that are infinite or NaN") as said:
         train(trainer)

@@ -150,7 +150,7 @@ def test_the_public_interface_is_what_is_written_down():
     assert list(interface.lines()) == interface.FILE.read_text().splitlines()
 
 
-def test_the_map_names_files_that_exist():
+def test_internals_names_existing_files():
     named = re.findall(r"`((?:\w+/)+\w+\.py)`", (ROOT / "docs" / "internals.md").read_text())
     assert len(named) > 50
     deleted = tuple(f"extensions/{name}/" for name in OFFERED if not (PACKAGE / "extensions" / name).exists())

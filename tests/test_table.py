@@ -1,4 +1,4 @@
-"""The table of a run, its summary, and the bar below it."""
+"""The table of a run, its summary, and the progress bar below it."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_a_column_widens_once_when_a_loss_grows(capsys):
     assert {len(line) for line in body} == {len(head)}
 
 
-def test_a_metric_that_comes_later_is_a_column_at_the_right(capsys):
+def test_a_metric_recorded_later_is_a_new_last_column(capsys):
     def record(trainer: Trainer, **kwargs: Any) -> None:
         if trainer.progress.epoch > 1:
             trainer.run_history.update_metric("late", 0.25)
@@ -276,7 +276,7 @@ def test_rows_within_an_epoch_can_be_requested(capsys):
 
 
 @pytest.mark.extension("profiling")
-def test_a_table_fits_its_terminal_and_says_where_the_rest_is(capsys, monkeypatch):
+def test_a_wide_table_is_cut_and_names_the_hidden_columns(capsys, monkeypatch):
     def follow(trainer: Trainer) -> None:
         monkeypatch.setenv("COLUMNS", {1: "45", 2: "160"}.get(trainer.progress.epoch, "80"))
 
@@ -513,7 +513,7 @@ def test_printing_in_a_terminal_does_not_break_the_table(monkeypatch):
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
-def test_the_first_numbers_that_fit_are_whole_beside_the_bar(columns, monkeypatch):
+def test_numbers_that_fit_beside_the_bar_are_not_cut(columns, monkeypatch):
     terminal = Terminal(columns, monkeypatch)
     with terminal.streams():
         bar = ProgressBarCallback(refresh_seconds=0)

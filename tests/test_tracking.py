@@ -1,4 +1,4 @@
-"""What is remembered of a run: metrics, running means, progress, and what was asked for."""
+"""The records of a run: metrics, running means, progress and settings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_new_history_is_empty_and_at_epoch_one():
     assert history.to_dict() == {}
 
 
-def test_values_come_back_in_the_order_of_recording():
+def test_values_are_returned_in_the_order_of_recording():
     history = InMemoryRunHistory()
     for value in (3, 1, 2):
         history.update_metric("score", value)
@@ -54,7 +54,7 @@ def test_values_come_back_in_the_order_of_recording():
     assert list(history.get_metric_names()) == ["score", "other"]
 
 
-def test_any_value_can_be_recorded_and_comes_back_as_it_was():
+def test_any_value_can_be_recorded_and_is_returned_unchanged():
     history = InMemoryRunHistory()
     matrix = torch.eye(2)
     for value in (math.nan, {"a": 1}, matrix):
@@ -503,7 +503,7 @@ def test_later_evaluations_do_not_change_a_runs_values(is_reloaded):
     assert history.current_epoch == 3
 
 
-def test_nested_evaluations_after_a_run_have_its_last_epoch():
+def test_nested_evaluations_after_a_run_use_its_last_epoch():
     x = torch.ones(4, 1)
     data = TensorDataset(x, x)
     inner = []

@@ -1,4 +1,4 @@
-"""The programs of the first pages pass strict type checkers, as their readers' own code does."""
+"""The programs of the first pages pass strict type checkers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people write who come from other libraries is answered with ours, in one line."""
+"""Names of other libraries, and misspelled ones: the error suggests the name to use."""
 
 from __future__ import annotations
 

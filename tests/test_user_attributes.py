@@ -1,4 +1,4 @@
-"""What users hold in attributes of their trainers and callbacks: kept by training states, or said not to be."""
+"""Users' attributes of trainers and callbacks: saved in training states, or reported."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_user_attributes_resume_bit_for_bit(train, result):
 
 @two_are_enough
 @pytest.mark.parametrize(("train", "result"), HELD.values(), ids=HELD)
-def test_processes_resume_what_each_holds_to_the_same_bits(ranks, train, result):
+def test_attributes_of_each_process_resume_bit_for_bit(ranks, train, result):
     for whole, *resumed in ranks.run(run_and_resume, train, result):
         assert len(resumed) >= 2
         assert all(same_bits(whole, run) for run in resumed)

@@ -1,4 +1,4 @@
-"""The small helpers of utils, and those of the trainer, on one process; several: tests/test_processes.py."""
+"""Helpers of utils and of the trainer on one process; for several, see tests/test_processes.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The oldest versions on which the suite is run are the lower bounds that pyproject.toml states."""
+"""The oldest tested versions equal the lower bounds in pyproject.toml."""
 
 from __future__ import annotations
 

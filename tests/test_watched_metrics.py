@@ -1,4 +1,4 @@
-"""What a run is known to record before it begins, which values of a metric are better, and trying the evaluation."""
+"""Watched metrics: checks before a run that they will be recorded, and which values are better."""
 
 from __future__ import annotations
 
@@ -326,7 +326,7 @@ def test_one_process_warns_of_watched_metrics_on_behalf_of_all(ranks):
 
 
 @pytest.mark.parametrize("where", WATCHERS)
-def test_a_metric_that_nothing_records_is_named_at_once(where, here):
+def test_an_unrecorded_metric_is_named_before_training(where, here):
     trainer = make_trainer([scores([1.0]), WATCHERS[where]("scroe", True)])
     expected = f"{where}'scroe'): the run will not record it. Did you mean 'score'? It records: train_loss_epoch, score"
     with pytest.raises(ValueError, match=r"watch_metric='scroe'.: the run will not record it") as caught:

@@ -1,4 +1,4 @@
-"""What all tests on a GPU share. They run alone, without the fixtures of the other tests, which fork this process."""
+"""Fixtures of the GPU tests, which run without those of the other tests, as these fork the process."""
 
 from __future__ import annotations
 

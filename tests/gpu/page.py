@@ -1,4 +1,4 @@
-"""The page of what was measured on a GPU, and the table that the command prints last, from the same results."""
+"""The page of GPU results, and the table that the command prints at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run gives the bits of the loop that one would write, in each precision, with deterministic kernels."""
+"""A run equals a hand-written loop bit for bit in each precision, with deterministic kernels."""
 
 from __future__ import annotations
 

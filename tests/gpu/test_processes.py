@@ -1,4 +1,4 @@
-"""One process on NCCL, sharded; and two processes on the one GPU, by gloo: what they train is what the loop trains."""
+"""One process on NCCL, sharded, and two processes on one GPU by gloo train like the loop."""
 
 from __future__ import annotations
 

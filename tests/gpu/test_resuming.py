@@ -1,4 +1,4 @@
-"""A run that is killed by SIGKILL resumes to the same bits: workers, pinned memory, augmentation, fp16, compiled."""
+"""A run killed by SIGKILL resumes to the same bits: workers, pinned memory, augmentation, fp16, compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States of a model of 1 GB: how long training waits for them, and that memory stays flat."""
+"""Training states of a model of 1 GB: how long training waits for them, and constant memory."""
 
 from __future__ import annotations
 

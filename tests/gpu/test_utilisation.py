@@ -1,4 +1,4 @@
-"""The utilisation that is recorded is that of a product of known size, by its own timing."""
+"""The recorded utilisation of a matrix product equals that of its own timing."""
 
 from __future__ import annotations
 

@@ -373,7 +373,7 @@ def case_saved_in_the_background() -> Any:
 
 
 class Scaled(nn.Module):
-    """A loss with a scale that is learned and a mean that is kept."""
+    """A loss with a learned scale and a running mean."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ EPOCHS = 3
 
 
 class Shuffles:
-    """Ready batches, in another order each time."""
+    """Ready batches, shuffled for each pass."""
 
     def __init__(self, batches: list[Any]) -> None:
         self.batches = batches

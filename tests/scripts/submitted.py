@@ -1,4 +1,4 @@
-"""A run that is interrupted once it trains, and then started again with the same arguments."""
+"""A submitit job that is interrupted during training and requeued with the same arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def train(folder: Path, **saver: Any) -> None:
 
 
 class Submitted:
-    """What submitit is given: it calls it again with the same arguments."""
+    """The callable for submitit, which calls it again with the same arguments."""
 
     def __call__(self, folder: Path) -> None:
         train(folder)

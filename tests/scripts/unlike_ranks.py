@@ -1,4 +1,4 @@
-"""Two ranks that do not do the same; the argument says what."""
+"""Two ranks that make different calls; the argument selects them."""
 
 import os
 import sys

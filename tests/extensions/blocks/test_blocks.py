@@ -1,4 +1,4 @@
-"""Activation checkpointing and compilation of the blocks of a model: the same bits and names, in any kind of run."""
+"""Activation checkpointing and compilation of a model's blocks: the same bits and names in any kind of run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""check(): mistakes that people make are found by the check that should find them; right programs raise no alarm."""
+"""check(): each mistake is found by its check, and correct programs pass."""
 
 from __future__ import annotations
 

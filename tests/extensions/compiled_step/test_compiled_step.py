@@ -223,7 +223,7 @@ def test_a_run_with_a_compiled_step_repeats_and_resumes_its_bits(tmp_path):
 
 
 @pytest.mark.slow
-def test_sizes_that_vary_are_compiled_once_more_for_all_of_them():
+def test_varying_sizes_are_recompiled_once():
     lengths = [3, 5, 4, 7, 6, 2, 8, 9, 5, 3]
 
     def run(compile_step: Any) -> Trainer:

@@ -1,4 +1,4 @@
-"""What the experiments of the tests name by its path: a model, data, optimizers, callbacks, trainers."""
+"""Parts that the tests' experiments name by path: a model, data, optimizers, callbacks, trainers."""
 
 from __future__ import annotations
 

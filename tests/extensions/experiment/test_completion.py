@@ -1,4 +1,4 @@
-"""Completion in shells: the script, sourced by a shell, which is asked as a TAB asks it."""
+"""Completion in shells: the generated script, tested in a real shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experiments from files: what they make, what overrides what, and what is refused."""
+"""Experiments from files: the objects they create, overrides, and errors."""
 
 from __future__ import annotations
 
@@ -418,7 +418,7 @@ def test_unserializable_defaults_are_left_out(file, capsys, recwarn):
         ("MultiplicativeLR", {"lr_lambda": "tests.extensions.experiment.parts.half"}, 0.01 / 2**21),
     ],
 )
-def test_schedulers_with_types_for_type_checkers_only_work(file, scheduler, arguments, rate):
+def test_schedulers_with_type_checking_imports_work(file, scheduler, arguments, rate):
     overrides = {"scheduler": scheduler} | {f"scheduler.{name}": value for name, value in arguments.items()}
     experiment = Experiment.from_file(file, overrides)
     assert experiment.train().optimizer.param_groups[0]["lr"] == pytest.approx(rate)
@@ -584,7 +584,7 @@ def test_the_class_of_a_part_is_checked_before_it_is_created(file, capsys, key):
     assert not Path("made").exists()
 
 
-def test_a_list_that_is_none_is_named(file, capsys):
+def test_a_string_in_place_of_a_list_is_named(file, capsys):
     assert "test.checkpoints='best' must be Sequence." in run("test", file, "--test.checkpoints=best", capsys=capsys)[2]
 
 
@@ -625,7 +625,7 @@ def test_a_disk_without_locks_is_warned_of(file, monkeypatch):
 # ---------------------------------------------------------------------------------------- the command line
 
 
-def test_an_interrupt_says_last_how_to_resume(file, capsys):
+def test_the_last_line_after_an_interrupt_says_how_to_resume(file, capsys):
     arguments = [*STATES, "--callbacks+", "tests.extensions.experiment.parts.InterruptAt", "--callbacks.update", "2"]
     code, printed, errors = run("train", file, *arguments, "--output_dir=run", capsys=capsys)
     assert code == 130
@@ -877,7 +877,7 @@ print(main(["train", {str(file)!r}]))
 
 @pytest.mark.slow
 @pytest.mark.programs
-def test_the_commands_of_the_page_run_as_it_says(tmp_path, monkeypatch, capsys):
+def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     page = ROOT / "docs" / "experiments.md"

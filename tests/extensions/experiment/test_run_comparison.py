@@ -1,4 +1,4 @@
-"""Comparing runs: found by what they have written, from files and from scripts."""
+"""Comparing runs by their files, from experiments and from scripts."""
 
 from __future__ import annotations
 

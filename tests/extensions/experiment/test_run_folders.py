@@ -1,4 +1,4 @@
-"""The folders of runs: which one a run gets, which one a command means, and what is in them."""
+"""The folders of runs: their names, the folder of a command, and their contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two settings under the same seeds: what is paired, the intervals, the verdict, and continuing."""
+"""Comparing two settings under the same seeds: pairing, intervals, the verdict, and continuing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Testing: every checkpoint by every setting by every dataset, on disk, resumable."""
+"""Testing every checkpoint with every setting on every dataset, with results on disk, resumable."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ class ScaledError(nn.Module):
         return ((outputs * self.scale - targets) ** 2).mean()
 
 
-def test_averages_contain_what_is_learned_beside_the_model(tmp_path, monkeypatch):
+def test_averages_include_modules_beside_the_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = parts.load_data()
     callbacks = SaveBestModelCallback(keep=2), SaveTrainingStateCallback(save_every_n_epochs=1)
@@ -439,7 +439,7 @@ def test_a_test_repeats_shards_that_one_process_had_not_written(trained):
 
 
 @pytest.mark.slow
-def test_the_command_tests_as_the_file_says(tmp_path, monkeypatch, capsys):
+def test_the_test_command_follows_the_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sections = "test:\n  checkpoints: [best]\n  worst: 2\n  inference:\n    a: {scale: 1.0}\n    b: {scale: 3.0}\n"
     trainer = "trainer:\n  class_path: tests.extensions.experiment.parts.ScaledTrainer\n  init_args: {seed: 3}\n"

@@ -1,4 +1,4 @@
-"""Batches that fail are left out, batches that do not fit are split; nothing else changes."""
+"""Failing batches are skipped, and batches out of memory are split; nothing else changes."""
 
 from __future__ import annotations
 
@@ -718,7 +718,7 @@ def test_an_evaluation_without_a_loss_is_split(capsys):
     assert "split into 4 parts" in capsys.readouterr().out
 
 
-def test_an_evaluation_batch_is_not_split_unless_asked_for():
+def test_an_evaluation_batch_is_split_only_on_request():
     trainer = adamw_trainer(FullInEvaluation())
     with pytest.raises(torch.OutOfMemoryError):
         trainer.evaluate(float64_data(), per_device_batch_size=4)

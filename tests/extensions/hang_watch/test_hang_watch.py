@@ -1,4 +1,4 @@
-"""Processes that hang, or are slower than the others, are named."""
+"""HangWatchCallback: hanging and slow processes are named."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_job_that_hangs_ends_itself_and_resumes_its_bits(tmp_path, two_ranks, 
 
 
 @pytest.mark.slow
-def test_the_program_ends_at_once_when_asked(tmp_path):
+def test_a_hanging_program_ends_itself_if_requested(tmp_path):
     output = tmp_path / "output"
     process = EarlyFork(partial(stuck_while_reading, end=True), output)
     assert process.wait() == 75

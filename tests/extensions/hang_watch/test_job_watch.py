@@ -1,4 +1,4 @@
-"""Calls in which processes wait for others are reported, and end the job; who has left it is named by the others."""
+"""JobWatch: calls in which processes wait for others are reported, and a stuck job ends."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ HANGS: dict[str, Callable[[], None]] = {
 @pytest.mark.processes
 @pytest.mark.soak
 @pytest.mark.parametrize("case", some_of(HANGS))
-def test_processes_in_different_calls_say_where_they_are_and_end(tmp_path, monkeypatch, case):
+def test_processes_in_different_calls_report_and_end(tmp_path, monkeypatch, case):
     monkeypatch.setenv("PT_ACC_HANG_SECONDS", "1")
     output = tmp_path / "output"
     codes = in_forks(lambda rank: HANGS[case](), output, 2)

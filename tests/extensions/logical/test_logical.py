@@ -562,7 +562,7 @@ def test_resuming_with_other_logical_processes_loses_no_sample(uninterrupted, ca
         assert found["progress"]["samples"] == whole["progress"]["samples"]
 
 
-def test_a_state_says_what_computed_it(uninterrupted, capsys):
+def test_a_state_records_its_environment(uninterrupted, capsys):
     _, states = uninterrupted
     print_contents(states[0])
     shown = capsys.readouterr().out

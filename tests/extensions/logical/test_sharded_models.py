@@ -83,7 +83,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("how", "processes"), [("fsdp", 3), ("hsdp", 4), *[("fsdp", 2), ("fsdp", 4), ("layers", 3)] * SOAK]
 )
-def test_sharded_models_have_the_bits_of_whole_ones(job, how, processes):
+def test_sharded_models_have_the_bits_of_unsharded_ones(job, how, processes):
     for found in job(processes).run(train, how):
         assert_same(found, whole())
 

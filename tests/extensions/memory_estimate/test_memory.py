@@ -1,4 +1,4 @@
-"""estimate_memory(): the memory of real runs is found without them, and nothing is changed by it."""
+"""estimate_memory(): it predicts the memory of real runs and changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MetricsFileCallback: its rows, what they hold, and the files of others that it leaves alone."""
+"""MetricsFileCallback: its rows and values, and files of other programs that it does not touch."""
 
 from __future__ import annotations
 

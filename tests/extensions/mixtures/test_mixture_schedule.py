@@ -62,7 +62,7 @@ def test_the_shares_change_and_are_recorded(schedule, linear, hard):
     assert [sum(index >= 6 for index in epoch) / 8 for epoch in by_epoch] == hard
 
 
-def test_each_dataset_is_read_on_from_where_it_was():
+def test_each_dataset_of_a_mixture_resumes_at_its_position():
     hard = [index for index in trained().seen if index >= 6]  # 2 + 2 + 6 + 6 of 10
     assert set(hard[:10]) == set(range(6, 16))
     assert len(set(hard[10:])) == 6

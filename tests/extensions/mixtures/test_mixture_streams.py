@@ -16,7 +16,7 @@ def given(stream, count=None):
     return [int(sample[0]) for sample, _ in zip(reader, range(count or 1000), strict=False)]
 
 
-def test_streams_are_mixed_evenly_and_begin_again():
+def test_streams_are_mixed_evenly_and_repeated():
     mixed = MixtureStream({"a": Shelf(range(3)), "b": Shelf(range(10, 30))}, {"a": 0.5, "b": 1.5})
     assert given(mixed, 16) == [10, 0, 11, 12, 13, 1, 14, 15, 16, 2, 17, 18, 19, 0, 20, 21]
     assert given(mixed, 4) == [10, 0, 11, 12]

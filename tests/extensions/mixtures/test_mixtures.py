@@ -1,4 +1,4 @@
-"""Mixtures: shares of several datasets, the same order from any position, for any number of processes and workers."""
+"""Mixtures: shares of several datasets, in the same order from any position on any processes and workers."""
 
 from __future__ import annotations
 

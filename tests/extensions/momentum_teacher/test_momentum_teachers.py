@@ -1,4 +1,4 @@
-"""Momentum teachers and target networks: the formula, schedules, exact resuming, several processes, shards."""
+"""Momentum teachers: the formula, schedules, exact resuming, several processes, shards."""
 
 from __future__ import annotations
 
@@ -185,6 +185,6 @@ def test_a_schedule_needs_the_length_of_the_run():
     taught(MomentumTeacherCallback(0.9)).train(OrderedStream(DATA), 1, per_device_batch_size=4)
 
 
-def test_a_teacher_without_a_trainer_says_what_it_lacks():
+def test_a_teacher_without_a_trainer_is_explained():
     with pytest.raises(RuntimeError, match="Pass it to the callbacks of a trainer before you call it"):
         MomentumTeacherCallback()(DATA.tensors[0])

@@ -1,4 +1,4 @@
-"""Muon for matrices with AdamW for the rest: which parameters are which, and training with both."""
+"""Muon for matrices with AdamW for the rest: the division of parameters, and training with both."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_a_non_finite_gradient_is_reported_before_the_update(tmp_path):
     assert quiet.report is None
 
 
-def test_weights_that_are_not_finite_are_named(tmp_path):
+def test_non_finite_weights_are_named(tmp_path):
     model = make_model()
     with torch.no_grad():
         model[5].bias.fill_(math.inf)
@@ -251,7 +251,7 @@ def test_a_repeated_step_names_the_non_finite_gradients_origin(tmp_path):
     assert operation.endswith("of test_nan_report.py: return x.sqrt().")
 
 
-def test_a_repeated_step_that_is_finite_ends_the_run_and_says_so(tmp_path, capsys):
+def test_a_finite_repetition_of_a_step_ends_the_run(tmp_path, capsys):
     arguments = {"per_device_batch_size": 5, "train_dataloader_kwargs": WITHOUT_WORKERS}
     with pytest.raises(NonFiniteLossError):
         fit(failing_run(tmp_path, []), spoilt())

@@ -1,4 +1,4 @@
-"""Trials of Optuna that are pruned in order, on one process and several."""
+"""Pruned Optuna trials end cleanly, on one process and several."""
 
 from __future__ import annotations
 

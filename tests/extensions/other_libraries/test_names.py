@@ -1,4 +1,4 @@
-"""Names of other libraries are answered with those to use here."""
+"""Names of other libraries: the error suggests the name to use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences packed in a row: gradients are those of padded batches, and runs are exact."""
+"""Packed sequences: gradients equal those of padded batches, and runs are exact."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_samples_that_cannot_be_packed_are_named(sample, words):
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_samples_that_do_not_have_the_same_are_named(order):
+def test_samples_with_different_contents_are_named(order):
     samples = [{"input_ids": [1, 2]}, {"input_ids": [3], "labels": [4]}]
     with pytest.raises(ValueError, match=r"The samples of a batch to pack have \['input_ids'.* and \['input_ids'"):
         PackSequences(causal=False)(samples[::order])

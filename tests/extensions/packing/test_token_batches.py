@@ -1,4 +1,4 @@
-"""Batches by a budget of tokens: what is in them, that every token weighs the same, and that runs resume exactly."""
+"""Batches by a token budget: their contents, equal weights of tokens, and exact resuming."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_several_processes_resume_to_the_same_bits(ranks):
 
 
 @pytest.mark.processes
-def test_several_processes_take_the_batches_of_one_in_turn(ranks):
+def test_several_processes_take_turns_with_the_batches_of_one(ranks):
     alone = [step[0] for step in order()["seen"]]
     for result in ranks(order):
         assert result["processes"] == ranks.world_size

@@ -1,4 +1,4 @@
-"""Plots show what there is, and change nothing."""
+"""Plots show the recorded values and have no side effects."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_ticks_are_at_whole_epochs(epochs):
     assert all(tick == int(tick) for tick in ticks)
 
 
-def test_evaluations_within_an_epoch_lie_in_its_course():
+def test_evaluations_within_an_epoch_are_plotted_within_it():
     (axis,) = recorded(intermediate_eval_loss=[[4, 3], [2, 1]], eval_loss_epoch=[2, 1]).plot().axes
     places = {line.get_label(): list(line.get_xdata()) for line in axis.lines}
     assert places == {"intermediate": [0.5, 1, 1.5, 2], "eval": [1, 2]}

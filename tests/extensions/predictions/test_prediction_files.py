@@ -1,4 +1,4 @@
-"""Predictions in shards: those of predict(), of all processes, also after a kill."""
+"""Predictions in files: equal to predict(), from all processes, also after a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that are saved in the form of their own library, for its functions that load them."""
+"""Models saved in their own library's format, for its loading functions."""
 
 from __future__ import annotations
 

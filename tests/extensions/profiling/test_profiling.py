@@ -1,4 +1,4 @@
-"""Where the time goes is found: in data, passes, updates, evaluations and callbacks by name."""
+"""TimingCallback finds where the time goes: data, passes, updates, evaluations and callbacks by name."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_run_that_is_interrupted_has_its_table_too(capsys):
     assert "Where the time went:" in capsys.readouterr().out
 
 
-def test_the_handler_is_as_it_was_after_the_run_however_it_ends():
+def test_the_handler_is_restored_however_the_run_ends():
     def fail(trainer: Any, **kwargs: Any) -> None:
         raise ValueError("enough of this")
 
@@ -140,7 +140,7 @@ def test_a_second_timing_callback_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler")
-def test_traces_are_written_for_the_steps_that_were_asked_for(tmp_path):
+def test_traces_are_written_for_the_requested_steps(tmp_path):
     profiler = ProfilerCallback(tmp_path / "profiles", wait=1, warmup=1, active=2, repeat=2)
     train(make_trainer([profiler]), epochs=4)
     traces = sorted((tmp_path / "profiles").glob("rank0.*.pt.trace.json"))
@@ -152,7 +152,7 @@ def test_traces_are_written_for_the_steps_that_were_asked_for(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler")
-def test_a_run_that_ends_before_the_first_trace_says_so(tmp_path, capsys):
+def test_a_run_too_short_for_a_trace_warns(tmp_path, capsys):
     train(make_trainer([ProfilerCallback(tmp_path)]))
     assert "no trace: the run had 3 steps, and the first 7 are not recorded" in capsys.readouterr().out
     train(make_trainer([ProfilerCallback(tmp_path, wait=1, warmup=1)]))

@@ -1,4 +1,4 @@
-"""Ray Train: what is reported to it, and runs that it starts again."""
+"""Ray Train: reported metrics and states, and restarted runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models and training states on the Hugging Face Hub, as a store that has its ways."""
+"""Models and training states on the Hugging Face Hub, with its peculiarities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training states in a remote store: as exact and as safe as those on disk, whatever the store does."""
+"""Training states in a remote store: as exact and safe as on disk, even if the store fails."""
 
 from __future__ import annotations
 

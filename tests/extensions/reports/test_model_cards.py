@@ -1,4 +1,4 @@
-"""The card of a saved model, and what reads it."""
+"""Model cards, and the libraries that read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plot of the metrics that a run keeps up to date."""
+"""PlotMetricsCallback: the plot that a run keeps up to date."""
 
 from __future__ import annotations
 

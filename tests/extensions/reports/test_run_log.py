@@ -1,4 +1,4 @@
-"""The folder of a run: what it was, how it went, and how to resume it."""
+"""RunLogCallback: settings, progress and resuming in the folder of a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.ranks import shared_folder
 from tests.tasks import adamw_trainer, float64_data, float64_model, listener, make_data, make_trainer, train
 
 
-def test_the_folder_of_a_run_says_how_it_went(tmp_path):
+def test_the_folder_of_a_run_records_its_course(tmp_path):
     log = RunLogCallback(tmp_path / "log", {"idea": "wider <layers>"})
     train(make_trainer([log]), epochs=2, eval_dataset=True)
     record = json.loads((tmp_path / "log" / "run.json").read_text())
@@ -84,7 +84,7 @@ def command_to_repeat() -> list[str]:
     return command
 
 
-def test_a_repeated_command_starts_as_many_processes_on_the_cpu(two_ranks):
+def test_a_repeated_command_keeps_its_number_of_cpu_processes(two_ranks):
     for command in two_ranks(command_to_repeat):
         how, program = command[:5], command[5:]
         assert how == ["ACCELERATE_USE_CPU=true", "torchrun", "--standalone", "--nproc_per_node", "2"]
@@ -174,7 +174,7 @@ def test_a_lost_or_damaged_record_restarts_when_resumed(tmp_path, content):
         assert run(resume_from=state) == [2]
 
 
-def test_the_error_of_a_run_is_in_its_folder(tmp_path):
+def test_an_error_is_recorded_in_the_run_folder(tmp_path):
     def fail(trainer: Any, **kwargs: Any) -> None:
         raise ValueError("nothing works")
 

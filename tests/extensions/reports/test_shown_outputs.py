@@ -1,4 +1,4 @@
-"""Outputs of a model that are shown while it is trained: when, where, and that training does not notice."""
+"""ShowOutputsCallback: when and where outputs are shown, without an effect on the training."""
 
 from __future__ import annotations
 

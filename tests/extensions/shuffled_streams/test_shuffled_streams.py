@@ -1,4 +1,4 @@
-"""A stream that is shuffled block by block resumes within a block, whatever its inner stream reports."""
+"""Streams shuffled in blocks resume within a block, with and without a state of the inner stream."""
 
 from __future__ import annotations
 

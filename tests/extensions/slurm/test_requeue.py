@@ -1,4 +1,4 @@
-"""Jobs that Slurm warns, and starts again."""
+"""Jobs that Slurm signals and requeues."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_settings_that_make_a_job_start_over_are_an_error(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("passed_on", ["SIGTERM,SIGUSR1", "SIGTERM"])
-def test_torchrun_must_pass_on_the_warning(tmp_path, monkeypatch, passed_on):
+def test_torchrun_must_forward_the_signal(tmp_path, monkeypatch, passed_on):
     install_scontrol(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "17")
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", passed_on)

@@ -1,4 +1,4 @@
-"""What is logged is there once, in files, trackers and the folder of a run: also after kills, and of all processes."""
+"""Logged values are written once to files, trackers and run folders, also after kills and on several processes."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_step_metrics_may_have_any_unreserved_name():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [2, 4, 7])
-def test_a_row_has_the_mean_of_all_updates_since_the_last_row(tmp_path, every):
+def test_rows_average_all_updates_since_the_last_row(tmp_path, every):
     def rows(**kwargs: Any) -> list[list[dict[str, Any]]]:
         loggers = [Rows(), Rows(every)]
         saving = SaveTrainingStateCallback(tmp_path, save_every_n_steps=1)

@@ -1,4 +1,4 @@
-"""Batch norm that is synchronised: the same parameters, buffers and results, and what cannot be converted."""
+"""Synchronised batch norm: the same parameters and results, and unsupported modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program whose processes are killed: it trains, evaluates and saves, and writes down what has come out."""
+"""A program whose processes are killed: it trains, evaluates and saves, and writes its results to files."""
 
 from __future__ import annotations
 

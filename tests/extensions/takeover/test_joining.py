@@ -1,4 +1,4 @@
-"""Jobs of several machines, and such that are made larger: what has come by ``launch --join``."""
+"""Jobs on several machines, and processes that join by ``launch --join``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last exchange of an update carries the gradients and what each process keeps, also to one that has missed it."""
+"""The last exchange of an update: gradients with piggybacked states, also for a process that has missed it."""
 
 from __future__ import annotations
 

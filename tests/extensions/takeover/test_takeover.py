@@ -1,4 +1,4 @@
-"""Jobs whose processes are killed at any instant, and end in the bits of one that was not disturbed."""
+"""Jobs whose processes are killed at any instant end in the bits of an undisturbed job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples, items and FLOPs per second: counted, compared with a peak, and of each process."""
+"""Samples, items and FLOPs per second: counted, compared with a peak, by process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TrackerCallback: what trackers show, in which thread they are used, and those without an account."""
+"""TrackerCallback: logged values, its thread, and trackers without an account."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_pictures_are_logged_with_the_tracker_of_accelerate(tmp_path):
     assert [(e.step, e.width, e.height) for e in events.Images("sample")] == [(3, 5, 4), (6, 5, 4)]
 
 
-def test_accelerate_knows_the_tracker_while_the_run_lasts(tmp_path):
+def test_accelerate_knows_the_tracker_during_the_run(tmp_path):
     names: list[list[str]] = []
     look = listener(on_epoch_checkpoint=lambda t: names.append([x.name for x in t.accelerator.trackers]))
     trainer = train(make_trainer([TrackerCallback("tensorboard", "run", tmp_path), look]))

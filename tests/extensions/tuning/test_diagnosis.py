@@ -1,4 +1,4 @@
-"""diagnose(): what limits the speed is found and said, and nothing is changed by it."""
+"""diagnose(): it finds the bottleneck and changes nothing."""
 
 from __future__ import annotations
 

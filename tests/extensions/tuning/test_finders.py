@@ -1,4 +1,4 @@
-"""find_lr() and find_batch_size(): they find what there is to find, and leave everything as it was."""
+"""find_lr() and find_batch_size(): their results, and that they restore everything."""
 
 from __future__ import annotations
 

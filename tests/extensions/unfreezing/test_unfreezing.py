@@ -1,4 +1,4 @@
-"""Gradual unfreezing: what is trained in which epoch, by which optimizer, on any number of processes."""
+"""Gradual unfreezing: the layers trained in each epoch, optimizers, and several processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The samples with the largest losses are found, on any number of processes, and drawn."""
+"""The samples with the largest losses, on any number of processes, and their pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints before and after each decay, and runs that begin from them."""
+"""Checkpoints before and after each decay, and runs that continue from them."""
 
 from __future__ import annotations
 
