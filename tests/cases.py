@@ -160,7 +160,7 @@ def nan_on_one_rank() -> Any:
 
 
 class StopsAt(TrainerCallback):
-    """Asks for the end of the run at an event, after a number of updates if given, on the last rank only."""
+    """Stops the run at an event, after a number of updates if given, on the last rank only."""
 
     def __init__(self, event: str, update: int | None = None) -> None:
         self.update = update

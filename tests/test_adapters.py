@@ -132,7 +132,7 @@ def test_a_state_without_frozen_weights_resumes_to_the_same_bits(tmp_path, capsy
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_weights_frozen_later_stay_in_every_state(tmp_path, asynchronous):
-    """In those of resumed runs too, to which it was frozen from the start."""
+    """Also in states of resumed runs, in which the layer is frozen from the start."""
 
     def freeze(trainer: Trainer) -> None:
         trainer.get_model().first.requires_grad_(trainer.progress.epoch < 2)
@@ -163,7 +163,7 @@ def test_adapters_are_saved_like_any_trained_weights(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("trainable_only", [False, True])
 def test_with_adapters_a_run_resumes_to_the_same_bits(tmp_path, trainable_only):
-    """Even if adapters and head are created with other random numbers."""
+    """Also if adapters and head are initialised with other random numbers."""
     pytest.importorskip("peft")
     whole = run(tmp_path / "whole", with_lora(bert()), trainable_only=trainable_only)
     states = sorted((tmp_path / "whole").glob("update-*"))

@@ -40,7 +40,7 @@ class SlowRows(Rows):
 
 
 def advice(text: str) -> list[str]:
-    """The lines of advice in what a run has printed."""
+    """The lines of advice in the output of a run."""
     return [line[2:] for line in text.splitlines() if line.startswith("- ")]
 
 
@@ -194,7 +194,7 @@ class NoRate(torch.optim.Optimizer):
 
 
 class Constant:
-    """A schedule of something else."""
+    """A schedule that sets no learning rate."""
 
     def step(self) -> None: ...
 

@@ -57,7 +57,7 @@ def test_the_default_step_uses_the_first_two_elements_of_a_batch():
 
 
 class Shaped(Trainer):
-    """Returns its losses with other shapes."""
+    """Returns losses of several shapes."""
 
     in_training: Any = staticmethod(lambda loss: loss)
     in_evaluation: Any = in_training
@@ -112,7 +112,7 @@ FREE = {
 
 
 def test_a_subclass_may_define_most_names_itself(tmp_path):
-    """All that looks at the trainer still sees the run."""
+    """Everything that reads the trainer still finds the run."""
 
     class Named(Trainer):
         def __init__(self, *args, **kwargs):
@@ -189,7 +189,7 @@ def test_a_callback_may_replace_the_loader_of_the_run():
 
 
 def test_a_callback_may_replace_the_loss_tracker_for_a_while():
-    """As the ancestor's own callback for evaluations within an epoch does."""
+    """As pytorch-accelerated's callback for evaluations within an epoch does."""
     seen: list[float] = []
 
     def evaluate(trainer: Trainer, step: int, **kwargs: Any) -> None:
@@ -345,7 +345,7 @@ def test_methods_that_the_ancestors_users_override_are_called():
 
 
 class OwnLoop(Trainer):
-    """Replaces the loop of the run, as a tutorial of the ancestor does."""
+    """Replaces the loop of the run, as a tutorial of pytorch-accelerated does."""
 
     def _run_training(self):
         self.training_run_start()

@@ -67,7 +67,7 @@ class Adversarial(Trainer):
         self.critic_scheduler.optimizer.zero_grad()
 
     def everything(self) -> dict[str, Any]:
-        """All that is trained, as one dict."""
+        """All trained weights in a dict."""
         return {
             "model": copy.deepcopy(self.model.state_dict()),
             "head": copy.deepcopy(self.head.state_dict()),
@@ -78,7 +78,7 @@ class Adversarial(Trainer):
 
 
 class Normed(nn.Module):
-    """A loss with running statistics, a scale that is learned, and a part that is not to be trained."""
+    """A loss with running statistics, a learned scale and a frozen part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def normed_trainer(callbacks: Any = (), **kwargs: Any) -> Trainer:
 
 
 class Elsewhere:
-    """A head with running statistics and a bare parameter, which only a function knows."""
+    """A head with running statistics and a bare parameter, held only by a function."""
 
     def __init__(self) -> None:
         self.head = nn.Sequential(nn.BatchNorm1d(1, affine=False), nn.Linear(1, 1)).double()
@@ -137,7 +137,7 @@ def everything_optimized(trainer: Trainer) -> list[torch.Tensor]:
 
 
 class Alone(Adversarial):
-    """Trains its critic on each process alone."""
+    """Trains its critic separately on each process."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -47,7 +47,7 @@ from tests.tasks import (
 
 
 def returning(change: Any) -> type[Trainer]:
-    """A trainer whose steps return ``change(output)`` of what they should."""
+    """A trainer whose steps return ``change(output)`` in place of their output."""
 
     class Returning(Trainer):
         def calculate_train_batch_loss(self, batch):
@@ -992,7 +992,7 @@ def test_compile_step_without_its_extension_names_it(monkeypatch):
 
 
 class Skips(TrainerCallback):
-    """Asks for batches that fail to be skipped."""
+    """Requests that failing batches are skipped."""
 
     def __init__(self, phase: str) -> None:
         self.phase = phase

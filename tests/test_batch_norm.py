@@ -53,7 +53,7 @@ def normalised(norm: nn.Module) -> nn.Module:
 
 
 def warned_before_the_first_batch(trainer: Trainer, **kwargs: object) -> bool:
-    """Whether a run is told of a last batch with a single sample."""
+    """Whether a run warns of a last batch with a single sample."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="The last batch of an epoch has a single sample")
         try:
@@ -105,7 +105,7 @@ def test_a_batch_norm_kept_in_evaluation_mode_is_not_warned_of():
 
 
 def tails_with_batch_norm() -> Any:
-    """For each size the samples of every step of this process, and the rows that it computed; what was warned of."""
+    """For each size, the samples of every step of this process, the rows that it computed, and the warnings."""
     results = {}
     for size in (38, 40, 43, 47, 4 * world_size() * 3 + 1):
         for name, model in (("norm", NormalisedRows()), ("none", float64_model())):
@@ -159,7 +159,7 @@ def test_a_samplers_batches_are_redivided_for_batch_norm(ranks):
 
 
 def batch_norm() -> Any:
-    """Running statistics are the same on all ranks when it matters: in evaluations, and at the end."""
+    """Running statistics are the same on all ranks in evaluations and at the end."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)).double()
     trainer = adamw_trainer(model)

@@ -303,7 +303,7 @@ def test_batches_with_lists_of_unequal_tensors_split_by_samples(collate):
 
 
 class OwnBatch:
-    """A batch of which only its own step knows what it holds."""
+    """A batch whose contents only the step knows."""
 
     def __init__(self, samples: Any) -> None:
         self.x, self.y = map(torch.stack, zip(*samples, strict=True))
@@ -349,7 +349,7 @@ def test_predictions_that_are_a_list_of_samples_stay_one(size):
 
 
 def boxes_of(index: int, number: int) -> dict[str, torch.Tensor]:
-    """What a detector finds in an image, or is to find."""
+    """The boxes and labels of an image, predicted or true."""
     return {"boxes": torch.full((number, 4), float(index)), "labels": torch.full((number,), index)}
 
 

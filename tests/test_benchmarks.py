@@ -25,12 +25,12 @@ pytestmark = pytest.mark.programs
 
 
 def of_a_soak(test: Callable[..., None]) -> Callable[..., None]:
-    """For benchmarks that start many interpreters, and have a like that is tried each time."""
+    """For benchmarks that start many interpreters; a similar one is always tested."""
     return pytest.mark.soak(pytest.mark.skipif(not SOAK, reason="starts many interpreters: make soak")(test))
 
 
 def printed_rows(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
-    """Return the cells of the tables that a program printed, without their heads, below which it named its machine."""
+    """Return the cells of the tables that a program printed, without their heads."""
     assert done.returncode == 0, done.stdout + (done.stderr or "")
     output = done.stdout
     assert f"Python {platform.python_version()}" in output
@@ -41,7 +41,7 @@ def printed_rows(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
 
 
 def run_worker(module: str, *arguments: str) -> dict[str, float]:
-    """As the benchmarks' own, but in a fork: a fresh process matters for figures only."""
+    """Like the benchmarks' own function, but in a fork, as a fresh process matters only for the figures."""
     done = run_module(module, *arguments)
     assert done.returncode == 0, done.stdout
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -73,7 +73,7 @@ def test_a_benchmark_writes_a_table_and_its_figures(tmp_path, monkeypatch, workl
 
 
 class StandIn:
-    """An event of a GPU that there is not."""
+    """A stand-in for a CUDA event."""
 
     def __init__(self, enable_timing):
         assert enable_timing
@@ -86,7 +86,7 @@ class StandIn:
 
 
 def test_the_gpu_table_counts_waits_by_position(monkeypatch):
-    """The contender stands in for a GPU: it does what torch's debug modes do."""
+    """The contender simulates torch's debug modes for waits."""
     modes = ["default"]
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(modes[-1]))

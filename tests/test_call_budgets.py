@@ -71,7 +71,7 @@ class Whole(Dataset[Any]):
 def calls_per_step(
     trainer_class: type[Trainer], data: Any, callbacks: Any, everywhere: bool = False, train: Any = None, **kwargs: Any
 ) -> tuple[float, Counter[str]]:
-    """Return the calls of a step: what a longer epoch makes more of them.
+    """Return the calls per step: the difference between a longer and a shorter epoch.
 
     Args:
         train: further arguments of ``train``

@@ -67,7 +67,7 @@ def type_of(kind: type, attribute: str) -> type | None:
 
 
 def reads(tree: ast.AST) -> Iterator[tuple[type, list[str]]]:
-    """Yield the attributes that are read of trainers and runs, one after another, such as ``data``, ``seed``."""
+    """Yield the chains of attributes that are read from trainers and runs, such as ``data``, ``seed``."""
     for node in ast.walk(tree):
         names: list[str] = []
         part: ast.expr | None = node if isinstance(node, ast.Attribute) else None

@@ -416,7 +416,7 @@ def test_a_progress_bar_with_a_negative_refresh_is_refused(value):
 
 
 class Collecting(LogMetricsCallback):
-    """Keeps what it is given to log."""
+    """Collects the values that it has to log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -844,7 +844,7 @@ def test_watching_the_evaluation_loss_without_one_is_an_error(callback_class, he
 
 
 def resumed(folder: Path, *stages: TrainerCallback) -> None:
-    """Train an epoch with the first callback, and go on from its state for three with the second."""
+    """Train an epoch with the first callback, and resume from its state for three with the second."""
     accuracies = [0.5, 0.6, 0.7, 0.8]
     for epochs, callback in zip((1, 4), stages, strict=True):
         record = listener(
@@ -1076,7 +1076,7 @@ def test_early_stopping_refuses_invalid_arguments(arguments, error, match):
 
 
 class OnMeta(Trainer):
-    """A trainer whose device is the meta device, to see what is moved there without a GPU."""
+    """A trainer on the meta device, to see what is moved to a device."""
 
     @property
     def device(self) -> torch.device:
@@ -1135,7 +1135,7 @@ def test_a_shipped_callback_serves_several_processes(ranks, name):
 
 
 def default_callbacks() -> Any:
-    """Everything on: what is printed is looked at by the test, through the output of the launch."""
+    """Train with the default callbacks; the test checks the output of the launch."""
     with shared_folder() as folder:
         model = float64_model()
         best = SaveBestModelCallback(folder / "best.pt")

@@ -108,7 +108,7 @@ def saved() -> str | None:
 
 
 def by_hand() -> dict[str, torch.Tensor]:
-    """The loop that one would write."""
+    """The hand-written loop."""
     model, optimizer = make()
     for _ in range(2):
         hidden = None

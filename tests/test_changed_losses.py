@@ -37,7 +37,7 @@ class Penalised(Trainer):
 
 
 class Manual(Trainer):
-    """Updates by itself."""
+    """Makes its own updates."""
 
     def train_step(self, batch):
         self.update(self.loss(batch))

@@ -280,7 +280,7 @@ def test_wrapper_prefixes_in_a_file_are_ignored(tmp_path, make, prefix, wrap):
 
 
 def refuse_file(path: Path, error: type[Exception], match: str, trainer: Trainer | None = None, **kwargs: Any) -> str:
-    """Expect a file to be refused with an error that names it, and the trainer to be left as it was."""
+    """Expect an error that names the file, and an unchanged trainer."""
     trainer = trainer or trained()
     before = weights(trainer.model), copy.deepcopy(trainer.optimizer.state_dict()) if trainer.optimizer else None
     with pytest.raises(error, match=match) as caught:
@@ -417,7 +417,7 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path):
 
 
 class FileSize:
-    """Lets no file of this process grow beyond a limit, as a full disk would, until it is freed."""
+    """Limits the size of files of this process, to simulate a full disk."""
 
     def __init__(self) -> None:
         self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -438,7 +438,7 @@ def file_size():
 
 @pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
 def test_a_full_disk_at_any_point_keeps_the_old_file(tmp_path, file_size, name):
-    """torch reports a full disk in the middle of a file as "unexpected pos", and at the end of it as what it is."""
+    """Torch reports a full disk within a file as "unexpected pos"."""
     trainer, path = trained(), tmp_path / name
     save = trainer.save_checkpoint if name == "model.pt" else trainer.save_model
     save(path)
@@ -542,7 +542,7 @@ second.save_checkpoint(f"{folder}/ours_saved_by_the_ancestor.pt")
 
 @pytest.fixture(scope="module")
 def exchange(tmp_path_factory):
-    """A folder in which the ancestor has saved a file, and loaded and saved again one of ours."""
+    """A folder with a file saved by the ancestor, and one of ours that it loaded and saved again."""
     ancestor.skip_without_it()
     folder = tmp_path_factory.mktemp("exchange")
     trained().save_checkpoint(folder / "ours.pt", checkpoint_kwargs={"note": "ours"})
@@ -602,7 +602,7 @@ def test_no_flipped_byte_of_a_checkpoint_is_used(tmp_path, name):
 
 
 class InPieces(io.FileIO):
-    """A file without a buffer that takes a few bytes at a time, as such a file may."""
+    """An unbuffered file that writes only a few bytes at a time."""
 
     def write(self, data: Any) -> int:
         return super().write(memoryview(data)[:1000])

@@ -98,7 +98,7 @@ def test_features_unsupported_by_a_scaler_are_refused(settings, scaled_accelerat
 
 
 def closure_with_shards() -> str:
-    """Return what is said of LBFGS with a model that Accelerate shards."""
+    """Return the error of LBFGS with a model that Accelerate shards."""
     model = float64_model()
     optimizer = torch.optim.LBFGS(model.parameters())
     trainer = adamw_trainer(model, optimizer=optimizer, accelerator=sharding_accelerator())
@@ -108,7 +108,7 @@ def closure_with_shards() -> str:
 
 
 def logical_with_shards() -> str:
-    """What is said of a model in tensor parallelism."""
+    """The error for a model in tensor parallelism."""
     accelerator = Accelerator(cpu=True)
     model = shard(create_model(), "tp")
     trainer = adamw_trainer(model, seed=1, logical_processes=8, accelerator=accelerator)

@@ -81,7 +81,7 @@ def run_everything(trainer: Trainer) -> None:
 
 @pytest.mark.extension("failed_batches")
 def test_event_methods_with_all_arguments_need_no_kwargs(recwarn):
-    """What is refused is what would fail: methods without ``**kwargs`` are called with nothing else."""
+    """Methods without ``**kwargs`` are called with the arguments that they declare."""
     called: list[str] = []
 
     def naming(event: str, *names: str) -> Any:
@@ -101,7 +101,7 @@ def test_event_methods_with_all_arguments_need_no_kwargs(recwarn):
 
 
 def test_event_methods_of_any_typed_style_are_called():
-    """That it accepts them is checked by ``make check``."""
+    """``make check`` runs the type checker over them."""
     callbacks = [style() for style in typed_callbacks.STYLES]
     train(make_trainer(callbacks), eval_dataset=True)
     assert [callback.steps for callback in callbacks] == [3] * len(callbacks)
@@ -252,7 +252,7 @@ def test_a_custom_callback_may_stop_listening():
 
 
 class FreezesFirst(TrainerCallback):
-    """Means the first epoch, which is number 1."""
+    """Expects the first epoch to have number 1."""
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if trainer.progress.epoch == 0:

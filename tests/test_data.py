@@ -124,7 +124,7 @@ def read(
     min_share: int = 1,
     **kwargs: Any,
 ) -> list[list[Any]]:
-    """The steps of all ranks: for each step, what each rank was given."""
+    """The batches of all ranks, by step."""
 
     def make_source(rank: int) -> Any:
         return DataLoader(numbers(size), batch, shuffle=training, **kwargs)
@@ -362,7 +362,7 @@ def test_a_dataset_that_draws_rarely_draws_the_same_numbers():
 
 
 class Restores(Rarely):
-    """Leaves no trace of its draws, as blocks do that restore the states of the generators."""
+    """Restores the states of the generators after its draws."""
 
     def __getitem__(self, index):
         if index < self.chosen:
@@ -640,7 +640,7 @@ STACKED = {
 @pytest.mark.parametrize("stack", STACKED.values(), ids=STACKED)
 def test_stacked_tensors_are_read_by_batch_with_equal_results(stack, seed):
     class Slow(StackDataset):
-        """Not a plain one, so it is read sample by sample."""
+        """Not a plain TensorDataset, so it is read sample by sample."""
 
     data = stack(*float64_data(9).tensors)
     slow = copy.deepcopy(data)
@@ -777,7 +777,7 @@ class Endless(IterableDataset):
 
 
 class EndlessOrder(Sampler):
-    """Draws without an end, from the generators of torch, numpy and python and one of its own."""
+    """An endless order, drawn from the generators of torch, numpy and python and its own."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -807,7 +807,7 @@ def test_an_endless_sampler_is_limited_by_updates(seed, batched, workers):
 
 
 class Visits:
-    """An order without a length, which has an end."""
+    """A finite order without a length."""
 
     def __iter__(self):
         yield from (3, 1, 4, 1, 5)
@@ -1284,7 +1284,7 @@ def test_errors_while_reading_reach_the_user(dataset, kwargs, error, message):
 
 
 def sampler_without_an_end() -> Any:
-    """Without a seed all take their share of what the first draws."""
+    """Without a seed, all processes read their shares of rank 0's draws."""
     random.seed(own_rank())
     seen = []
 
@@ -1308,7 +1308,7 @@ def test_processes_share_what_the_first_draws_from_its_sampler(ranks):
 
 
 class Counting(Trainer):
-    """Sees numbers; counts as samples what it is told to."""
+    """Records numbers, and reports a given number of samples."""
 
     count = staticmethod(len)
     saves_attributes = False
@@ -1360,7 +1360,7 @@ def test_an_epoch_continues_after_its_steps_however_counted(tmp_path, source, kw
 
 
 class Bare:
-    """A batch whose size only the step that uses it can tell."""
+    """A batch whose size only the step knows."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
@@ -1471,7 +1471,7 @@ def test_streams_and_own_batches_continue_on_several_processes(ranks):
 
 
 class CollectsGarbage(IterableDataset):
-    """Collects garbage before each sample, where it is read."""
+    """Runs the garbage collector before each sample, in the process that reads it."""
 
     def __iter__(self):
         for sample in float64_data(8):

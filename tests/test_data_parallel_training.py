@@ -68,7 +68,7 @@ class OfFirstRank(nn.Module):
 
 
 class OwnRows(Trainer):
-    """The same loss, of which each process computes the part of its own samples."""
+    """The same loss, computed by each process for its own samples."""
 
     def calculate_train_batch_loss(self, batch):
         x, y = batch
@@ -167,7 +167,7 @@ def test_losses_over_all_samples_equal_those_of_one_process(ranks):
 
 
 def losses_of_what_has_no_gradients() -> Any:
-    """What is said of a loss over gathered constants, and of gathering in a step that may fail; metrics are fine."""
+    """The errors for a loss of gathered constants, and for gathering in a guarded step; metrics are allowed."""
     said = []
     for trainer_class, auto_microbatch in ((GathersConstants, False), (Contrastive, True)):
         model = float64_model()
@@ -277,7 +277,7 @@ def test_ranks_have_the_same_parameters_of_the_loss_function(ranks):
 
 
 def sparse_gradients() -> Any:
-    """The same with a guard, which averages gradients itself, and without."""
+    """The results with a guarded step, which averages gradients itself, and without."""
     results = {}
     for guarded in (False, True):
         torch.manual_seed(0)

@@ -47,7 +47,7 @@ def numbers(size: int = 24) -> TensorDataset:
 
 
 def everything(loads: bool, rows: bool, seed: int | None, logical: int | None) -> Any:
-    """What training, evaluations and a prediction give with datasets, or with loaders of them."""
+    """The results of training, evaluation and prediction with datasets, or with loaders of them."""
     data, other = (Rows(DATA), Rows(OTHER)) if rows else (DATA, OTHER)
     torch.manual_seed(5)
     trainer = adamw_trainer(float64_model(), seed=seed, logical_processes=logical)
@@ -229,7 +229,7 @@ class ReadsAhead(DataLoader[Any]):
 
 
 def sizes_of_loaders() -> Any:
-    """What the loaders of a run and those of Accelerate say of their sizes, for the same data."""
+    """The sizes of the loaders of a run and of Accelerate, for the same data."""
     data = numbers(23)
     loaders = {
         "shuffled": DataLoader(data, 3, shuffle=True),

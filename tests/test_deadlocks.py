@@ -48,7 +48,7 @@ CALLS: dict[str, Callable[[Any, Path], Any]] = {
 
 
 def said_if_only_one_calls() -> dict[tuple[str, str], str]:
-    """What is said where rank 1 makes a call of which rank 0 knows nothing, at the end of an epoch or in evaluation."""
+    """The errors when only rank 1 makes a call, at the end of an epoch or in an evaluation."""
     said = {}
     with shared_folder() as folder:
         for name, call in CALLS.items():
@@ -76,7 +76,7 @@ def test_a_call_that_one_rank_makes_is_never_paired_with_another(two_ranks):
 
 
 def saved_by_one_then_trained() -> list[str]:
-    """What is said where only rank 0 saves a checkpoint, and then all train; where one trains, and one evaluates."""
+    """The errors when only rank 0 saves a checkpoint before training, and when one rank trains and one evaluates."""
     said = []
     trainer = adamw_trainer(float64_model(), callbacks=[])
     with shared_folder() as folder:
@@ -115,7 +115,7 @@ def fails_on_rank_1(trainer: Any) -> None:
 
 @pytest.mark.processes
 def test_the_others_report_that_a_process_has_left(tmp_path):
-    """Who has left, and why, is for observers of the job to find out: here are none."""
+    """Without observers of the job, nobody knows who has left, and why."""
 
     def unobserved(rank: int) -> None:
         OBSERVERS.clear()
@@ -132,7 +132,7 @@ def test_the_others_report_that_a_process_has_left(tmp_path):
 
 
 def with_numbers_of_their_own() -> Any:
-    """What is trained where each rank records a metric of its own, on which a model, a stop and a schedule depend."""
+    """The results when each rank records its own metric for the best model, early stopping and a schedule."""
     numbers = {0: [3.0, 2.0, 1.0, 2.0, 3.0, 4.0], 1: [1.0, 2.0, 3.0, 2.0, 1.0, 0.0]}[rank()]
 
     def record(trainer: Any, **kwargs: Any) -> None:
@@ -168,7 +168,7 @@ def test_all_processes_decide_by_the_number_of_rank_0(two_ranks):
 
 
 def arguments_of_their_own() -> list[str]:
-    """What is said where the ranks give a callback or the optimizer other arguments."""
+    """The errors when ranks pass different arguments to a callback or the optimizer."""
     said = []
     with shared_folder() as folder:
         for callback, rate in (

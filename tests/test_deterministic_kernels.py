@@ -18,7 +18,7 @@ cudnn = torch.backends.cudnn
 
 
 def settings() -> dict[str, Any]:
-    """What torch's own functions say, and what programs of the GPU's libraries read."""
+    """The settings of torch, and the environment variables of GPU libraries."""
     return {
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warns only": torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -101,7 +101,7 @@ def test_a_missing_deterministic_kernel_fails_only_on_request():
 
 
 class Unpooled(nn.Module):
-    """Has an operation for which torch knows no deterministic kernel, on any device."""
+    """Has an operation without a deterministic kernel on any device."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         pooled, places = nn.functional.max_pool2d(x, 2, return_indices=True)

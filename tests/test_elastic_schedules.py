@@ -34,7 +34,7 @@ EPOCHS = 4
 
 
 class Rates(TrainerCallback):
-    """Notes the rate that each update is made with, and the fraction of the run at which it is made."""
+    """Records the learning rate and the position in the run of each update."""
 
     saves_attributes = False  # those of a run alone
 
@@ -49,7 +49,7 @@ class Rates(TrainerCallback):
 
 @dataclass
 class Trained:
-    """A run with a schedule. Places in its curve are in epochs, of samples."""
+    """A run with a schedule. Positions are in epochs of samples."""
 
     trainer: Trainer
     states: Path

@@ -336,7 +336,7 @@ def test_a_custom_averaging_rule_may_call_the_default():
 
 
 def averaged() -> Any:
-    """The average with its buffers, and what its evaluation gave; the expected loss is that of the whole set."""
+    """The average with its buffers and its evaluation loss, and the expected loss over the dataset."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).double()
     ema = ModelEmaCallback(0.5, save_path=None)

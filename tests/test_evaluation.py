@@ -52,7 +52,7 @@ def _classes(size: int) -> TensorDataset:
 
 
 class AccuracyTrainer(Trainer):
-    """Metrics in the loop, as the ancestor's users write them."""
+    """Metrics in the loop, as users of pytorch-accelerated write them."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -76,7 +76,7 @@ def _classifier() -> nn.Module:
 
 
 class GathersEveryBatch(TrainerCallback):
-    """As the ancestor's users do: every rank has as many evaluation batches where there are samples for all."""
+    """As users of pytorch-accelerated do: every rank has as many evaluation batches if there are enough samples."""
 
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
@@ -413,7 +413,7 @@ def test_gathering_evaluation_batches_gives_the_data_in_order(ranks):
 
 
 def gather_for_metrics() -> Any:
-    """What Accelerate's method gathers from 37 samples by batch size, of map data and of a stream."""
+    """The result of Accelerate's method for 37 samples by batch size, of map data and of a stream."""
     results = {}
     for batch_size in (1, 3, 5):
         for kind in ("map", "stream"):
@@ -442,7 +442,7 @@ def test_gather_for_metrics_gives_every_evaluated_sample_once(ranks):
 
 
 def gather_for_metrics_in_training() -> Any:
-    """What it gathers in training, whose last step has fewer samples than ranks."""
+    """Its result in training, when the last step has fewer samples than ranks."""
     data = float64_data(4 * world_size() + 1)
     trainer = GathersForMetrics()
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)

@@ -403,7 +403,7 @@ def test_a_hook_with_two_matching_events_names_both():
 
 
 def warnings_of_unknown_events() -> list[str]:
-    """What this rank says of a misspelt event."""
+    """The warnings of this rank about a misspelt event."""
     misspelt = type("Misspelt", (TrainerCallback,), {"on_train_step" + "_ends": lambda self, trainer, **kwargs: None})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -551,7 +551,7 @@ def test_a_stop_during_evaluate_ends_it_cleanly(event):
 
 
 class CustomError(Exception):
-    """An error that is no one else's."""
+    """An error that nothing else raises."""
 
 
 ERRORS = [CustomError("boom"), KeyboardInterrupt(), AttributeError("no such thing"), SystemExit(3), TypeError("odd")]
@@ -771,7 +771,7 @@ class UpdatesOne(Trainer):
 
 
 class Recomputes(Trainer):
-    """Computes the gradients of each update once more."""
+    """Recomputes the gradients of each update."""
 
     def optimizer_step(self):
         self.recompute_gradients()
@@ -859,7 +859,7 @@ def declared(blocks: Iterable[Line]) -> list[Line]:
 
 
 def check_calls(recorder: Any, name: str, documented: str = "") -> set[str]:
-    """Check what was recorded against a block of the docstring, forget it, and return the names of the events."""
+    """Check the recorded calls against a block of the docstring, clear them, and return the names of the events."""
     calls, recorder.calls = recorder.calls, []
     block = with_step(BLOCKS[name], BLOCKS[documented]) if documented else BLOCKS[name]
     events = [event for event, _ in calls]
@@ -993,7 +993,7 @@ def test_evaluate_without_arguments_uses_the_last_runs_eval_data():
 
 
 def noting(name: str, result: Any = None) -> tuple[type[Trainer], list[Any]]:
-    """A trainer whose method does what it did, and notes its arguments."""
+    """A trainer whose method also records its arguments."""
     calls: list[Any] = []
 
     def method(self: Trainer, *args: Any) -> Any:

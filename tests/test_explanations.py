@@ -404,7 +404,7 @@ def test_checks_of_shipped_callbacks_have_complete_messages():
 
 
 def note_of_an_unreadable_stream() -> str:
-    """What is said of a stream that the first process reads for all, and that fails."""
+    """The notes on a failing stream that rank 0 reads for all."""
     trainer = adamw_trainer(float64_model(features=4, dtype=torch.float32))
     with pytest.raises((OSError, RuntimeError)) as caught:
         trainer.train(ScanStream(), 1, per_device_batch_size=1, train_dataloader_kwargs={"num_workers": 0})
@@ -421,7 +421,7 @@ def test_an_unreadable_batch_is_named_on_all_processes(two_ranks):
 
 
 def note_of_an_unreadable_sample() -> list[str]:
-    """What is said of samples that cannot be read in the same step of both processes."""
+    """The notes on unreadable samples in the same step of both processes."""
     kwargs = {"num_workers": 0, **IN_ORDER}
     trainer = adamw_trainer(float64_model(features=4, dtype=torch.float32))
     with pytest.raises(OSError, match="is damaged") as caught:
@@ -440,7 +440,7 @@ def test_each_process_names_its_own_samples(two_ranks):
 
 
 def note_of_an_error() -> str:
-    """What is said of an error that all ranks have in their first step."""
+    """The notes on an error of all ranks in their first step."""
     trainer = adamw_trainer(float64_model(features=4))
     try:
         trainer.train(float64_data(12), 1, per_device_batch_size=2)
@@ -466,7 +466,7 @@ def one_layer(outputs: int = 1) -> nn.Module:
 
 
 class Gives(nn.Module):
-    """A model that returns something else than a tensor."""
+    """A model that returns a given object."""
 
     def __init__(self, change: Any) -> None:
         super().__init__()
@@ -597,7 +597,7 @@ def test_a_placeholder_inside_a_function_is_an_error(rate):
 
 @pytest.mark.parametrize("argument", ["step_size", "gamma"])
 def test_a_placeholder_that_a_scheduler_keeps_is_an_error(argument):
-    """It would never be equal to an update's number, and the rate would stay as it is."""
+    """It would never equal the number of an update, so the rate would never change."""
     per_epoch = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
     trainer = make_trainer()
     with pytest.raises(TypeError, match=rf"StepLR has {argument}=.*UPDATE_STEPS.*functools\.partial"):

@@ -63,7 +63,7 @@ TRIED: list[str] = []
 
 
 def row(*names: str) -> Callable[[Test], Test]:
-    """Say which rows of the page a test tries, in its order."""
+    """Declare the rows of the page that a test tests."""
     TRIED.extend(names)
     return lambda test: test
 
@@ -208,7 +208,7 @@ def test_the_sections_that_are_linked_exist():
 
 
 class Noted(Trainer):
-    """Notes which of its methods are called, and what a few of them see."""
+    """Records the calls of its methods, and some of their arguments."""
 
     calls: Any = None
     seen: Any = None

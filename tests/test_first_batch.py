@@ -74,7 +74,7 @@ def test_a_mean_loss_is_not_warned_of(loss_func, batch_size):
 
 
 class Custom(Trainer):
-    """Makes a mean of a loss that is a sum, or not."""
+    """Divides a summed loss by the batch size if ``divides``."""
 
     divides = True
 
@@ -91,7 +91,7 @@ def test_an_own_step_that_divides_its_loss_is_not_warned_of(divides):
 
 
 def warnings_of_a_sum() -> list[str]:
-    """What a process says of a loss that is a sum."""
+    """The warnings of a process about a loss that is a sum."""
     return warnings_of(make_trainer(loss_func=nn.MSELoss(reduction="sum")), make_data(8))
 
 

@@ -20,7 +20,7 @@ from tests.tasks import Rows, adamw_trainer, equal_weights, float64_data, float6
 
 
 class Clock:
-    """A clock on which time passes only where a test says so."""
+    """A fake clock that tests advance."""
 
     def __init__(self) -> None:
         self.now = 1000.0

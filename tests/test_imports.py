@@ -88,7 +88,7 @@ def test_imports_of_the_ancestor_work_with_the_package_renamed():
 
 @pytest.mark.programs
 def test_the_imports_also_work_with_the_ancestor():
-    """So that the list above is not of names that the ancestor never had."""
+    """Verifies the list above."""
     ancestor.skip_without_it()
     run_code(ANCESTORS_IMPORTS.replace("pytorch_accel_lite", "pytorch_accelerated"))
 

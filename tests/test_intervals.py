@@ -41,7 +41,7 @@ def run(evaluate_every: Any = None, callbacks: Any = (), epochs: int | None = 3,
 
 
 def due_after(every: str) -> list[int]:
-    """The updates after which an interval is due in three epochs, and the last, by another way of counting."""
+    """The updates at which an interval is due in three epochs, computed independently."""
     number, unit = every.split()
     per_update = {"updates": 1, "samples": 4, "epochs": Fraction(1, UPDATES_PER_EPOCH)}[unit]
     passed = [update * per_update // Fraction(number) for update in range(19)]
@@ -105,7 +105,7 @@ def test_resumed_runs_keep_to_the_intervals_of_saved_states(every, tmp_path):
 
 
 class Clock(TrainerCallback):
-    """Lets every update take a second."""
+    """A clock on which every update takes a second."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0

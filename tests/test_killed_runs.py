@@ -92,7 +92,7 @@ def test_a_killed_sharded_run_resumes_remote_states_bit_for_bit(tmp_path, job):
 
 
 def is_running(pid: str) -> bool:
-    """Whether a process is there and has not ended; it may end while it is looked at."""
+    """Whether a process is running; it may end in between."""
     with suppress(OSError):
         return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
     return False
@@ -138,7 +138,7 @@ def test_a_fresh_run_keeps_a_state_killed_while_being_replaced(tmp_path):
 
 
 class DiesAtFileOperation(TrainerCallback):
-    """Once the ranks have met: before that, it is the launcher that ends a rank whose peer does not come."""
+    """Dies at a file operation, counted once the ranks have connected; before, the launcher would end the others."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -151,7 +151,7 @@ class DiesAtFileOperation(TrainerCallback):
 @pytest.mark.programs
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_sigkill_at_any_file_operation_leads_to_the_same_bits(tmp_path, asynchronous):
-    """Half-written files, syncs, renames, removals: from the first file to the end of the second rotation.
+    """Kills at file operations, from the first file to the end of the second rotation.
 
     At every seventeenth; ``make soak`` kills at each.
     """
@@ -176,7 +176,7 @@ def test_sigkill_at_any_file_operation_leads_to_the_same_bits(tmp_path, asynchro
 @pytest.mark.processes
 @pytest.mark.timeout(7200 if SOAK else 1800)
 def test_sigkill_of_rank_0_at_any_file_operation_changes_no_bits(tmp_path):
-    """At every nineteenth; ``make soak`` kills at each."""
+    """Kills at every nineteenth operation; ``make soak`` at each."""
     kwargs: dict[str, Any] = {"max_checkpoints": 1, "save_every_n_steps": 3, "epochs": 2}
 
     def complete(folder: Path) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def test_a_job_restarts_by_itself_after_a_rank_was_killed(tmp_path, two_ranks, m
 
 
 class OwnQueue:
-    """A queue of a cluster that is unlike others."""
+    """A job queue of the user's own."""
 
     def __init__(self) -> None:
         self.asked: list[BaseException] = []

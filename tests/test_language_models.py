@@ -26,7 +26,7 @@ def causal_model() -> nn.Module:
 
 
 def token_rows(size: int = 12, length: int = 6) -> list[dict[str, torch.Tensor]]:
-    """Rows of which between one and all labels count."""
+    """Rows in which between one and all labels are not ignored."""
     ids = torch.randint(20, (size, length), generator=torch.Generator().manual_seed(0))
     rows = []
     for number, row in enumerate(ids):
@@ -127,7 +127,7 @@ def test_batches_without_any_label_count_for_nothing():
 
 
 def items_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
-    """What a step says that the loss of a batch is a mean over."""
+    """The number of items that a step returns for the loss of a batch."""
     output = Trainer(model, None, None, callbacks=[]).calculate_eval_batch_loss(batch)
     return output.get("num_items_in_batch")
 

@@ -192,7 +192,7 @@ def test_non_finite_weights_are_saved_with_a_warning(save, tmp_path):
 
 
 def calls_while_resuming(folder: Path, length: int) -> int:
-    """The number of functions that are called while a run with a long history is resumed."""
+    """The number of function calls while a run with a long history is resumed."""
     trainer = large_trainer(5)
     trainer.train(float64_data(8, dtype=torch.float32), 1)
     for number in range(length):

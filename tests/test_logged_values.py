@@ -63,7 +63,7 @@ class EvaluatesByError(Trainer):
 
 
 def logged_numbers() -> dict[str, Any]:
-    """What is recorded of 11 samples, in batches of 4."""
+    """The recorded values of 11 samples in batches of 4."""
     x = torch.arange(11.0, dtype=torch.float64)[:, None]
     data = TensorDataset(x, x)
     model = float64_model(features=1)
@@ -335,7 +335,7 @@ def test_numbers_of_a_batch_that_was_split_are_averaged():
 
 
 def evaluations_without_loss() -> dict[str, Any]:
-    """What is recorded, and what ``evaluate`` returns, with and without numbers that are logged."""
+    """The recorded and returned values of evaluations with and without logged numbers."""
     x = torch.arange(11.0, dtype=torch.float64)[:, None]
     data = TensorDataset(x, x)
     model = float64_model(features=1)

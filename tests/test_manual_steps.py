@@ -95,7 +95,7 @@ COUNTS = [1.0, 4.0, 2.0, 2.0, 7.0, 1.0, 3.0, 5.0, 1.0, 1.0, 2.0]
 
 
 class OverItems(Trainer):
-    """The loss is a mean over the items of all samples: that of a sample with n of them is n."""
+    """A loss averaged over items; a sample with n items has a loss of n."""
 
     returns = False
 
@@ -110,7 +110,7 @@ class OverItems(Trainer):
 
 
 def by_hand(accumulation: int = 1, clip: float | None = None) -> dict[str, torch.Tensor]:
-    """The loop that one would write."""
+    """The hand-written loop."""
     generator, critic = make_networks()
     optimizers = make_optimizers(generator, critic)
     models = {"generator": generator, "critic": critic}
@@ -163,7 +163,7 @@ def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
 
 
 class Weighed(Trainer):
-    """Losses that are means over some of the elements of a batch."""
+    """Losses averaged over some elements of a batch."""
 
     def train_step(self, batch):
         x, y = batch

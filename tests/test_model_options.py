@@ -41,7 +41,7 @@ def train(model: nn.Module, callbacks: Any = (), channels_last: bool = False, re
 
 @pytest.fixture(autouse=True)
 def forget_other_models():
-    """Torch compiles a few models in a process, and then no more: those of other tests count."""
+    """Reset torch's compiler, which compiles only a few models per process."""
     torch.compiler.reset()
 
 

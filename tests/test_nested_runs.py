@@ -108,7 +108,7 @@ class Nested(TrainerCallback):
 
 
 class Witness(TrainerCallback):
-    """Writes down what comes after another callback at the same event can see of the run."""
+    """Records what a later callback sees of the run at the same event."""
 
     def __init__(self, event: str) -> None:
         self.seen: list[dict[str, Any]] = []

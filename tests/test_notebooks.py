@@ -104,7 +104,7 @@ def test_both_notebooks_exist():
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_shows_its_stored_outputs(ran, path):
-    """Where it does not: ``make notebooks``."""
+    """If this fails, run ``make notebooks``."""
     kept = nbformat.read(path, as_version=4)
     for cell, old in zip(ran[0][path.stem], kept.cells, strict=True):
         assert shown_by(cell) == shown_by(old), cell.source

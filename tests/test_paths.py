@@ -38,7 +38,7 @@ WRITERS: dict[str, tuple[Callable[[Any], Any], str, bool]] = {
 
 
 def some(*names: str) -> Any:
-    """Let a test try some of them, without those of an extension that has been deleted."""
+    """Parametrize a test, without cases of deleted extensions."""
     owners = {
         "plot": "reports",
         "log": "reports",
@@ -116,7 +116,7 @@ def test_names_of_data_lead_to_no_other_folder(name, expected):
 
 
 def try_to_lock(*files: Path) -> str:
-    """What another process finds when it locks some files."""
+    """The results of another process that locks the files."""
     code = (
         "import fcntl, sys\n"
         "for path in sys.argv[1:]:\n"

@@ -52,7 +52,7 @@ VALUES = {
 
 
 def value_in(trainer: Trainer, expression: Any) -> Any:
-    """What a factory is given in place of an expression."""
+    """The value that a factory receives in place of an expression."""
     return replace_trainer_placeholder_values(trainer, partial(lambda value: value, expression))()
 
 

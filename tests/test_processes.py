@@ -69,7 +69,7 @@ def _threads_and_descriptors() -> tuple[int, int]:
 
 
 class AddedOnOne(TrainerCallback):
-    """Would be left alone in its barrier."""
+    """A callback added on one rank only, whose barrier would hang."""
 
     def on_training_run_start(self, trainer, **kwargs):
         trainer.barrier()
@@ -110,7 +110,7 @@ def test_gather_takes_tensors_of_unequal_length(ranks):
 
 
 def gather_unlike() -> dict[str, str]:
-    """What is said of tensors that differ in more than their length between the first process and the others."""
+    """The errors for tensors that differ between processes in more than their length."""
     trainer, said = Trainer(float64_model(), None, None, callbacks=[]), {}
     ones, is_first = torch.ones(2, 3), own_rank() == 0
     for name, mine in {
@@ -282,7 +282,7 @@ def test_buffers_of_any_kind_are_copied_from_the_first_process(ranks):
 
 
 def objects_of_any_length() -> list[tuple[Any, Any]]:
-    """What all processes give, and what each gets: short, long on one process or another, long on all, and neither."""
+    """The objects sent and received: short, long on some or all processes, or missing."""
     trainer = Trainer(float64_model(), None, None, callbacks=[])
     found = []
     for lengths in ((0, 1, 2), (3000, 0, 5), (0, 70_000, 0), (5000, 9000, 1012), (1010, 1011, 1013)):
@@ -376,7 +376,7 @@ EXITS = [("caught", "0")]  # each way, and each rank, with SOAK
 @pytest.mark.soak
 @pytest.mark.parametrize(("how", "rank"), [(a, b) for a in ("caught", "exits") for b in "01"] if SOAK else EXITS)
 def test_a_rank_that_leaves_a_run_by_sys_exit_ends_the_job(how, rank):
-    """Also if it has caught the error before, so that the interpreter prints none."""
+    """Also if it has caught its error, so that no traceback is printed."""
     done = launch([*TORCHRUN, "2", "tests/scripts/failing_rank.py", how, rank], warm="launcher")
     assert done.returncode != 0
     assert done.stdout.count("has caught: sample") >= (how == "caught")
@@ -391,7 +391,7 @@ def test_the_signal_that_killed_a_rank_is_the_root_cause():
 
 
 def unlike_calls() -> dict[str, str]:
-    """What is said if the last rank has other datasets or callbacks than the others, or makes another call."""
+    """The errors if the last rank has other datasets or callbacks, or makes another call."""
     data = float64_data(12)
     is_last = own_rank() == world_size() - 1
 

@@ -128,7 +128,7 @@ class Compares(TrainerCallback):
 
 
 def drifting() -> dict[str, Any]:
-    """How far each run came, and what it said, or the weights at its end."""
+    """The number of updates and the error of each run, or its final weights."""
     return {
         "bare model": _train(BareModel),
         "bare sometimes": _train(BareSometimes),
@@ -207,7 +207,7 @@ def test_weights_that_agree_are_left_unchanged(ranks):
 
 
 def asked_for_other_things() -> list[str]:
-    """What is said where the ranks are given different arguments."""
+    """The errors if ranks get different arguments."""
     said = []
     for seed, arguments in ((rank(), {}), (0, {"per_device_batch_size": 2 + rank()}), (0, {"num_epochs": 1 + rank()})):
         trainer = adamw_trainer(copy.deepcopy(float64_model()), seed=seed)

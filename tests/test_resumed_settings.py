@@ -66,7 +66,7 @@ def run(folder: Path, epochs: int = 1, resume: bool = False, **changes: Any) -> 
 
 
 def said(folder: Path, capsys: Any, first: dict[str, Any], then: dict[str, Any]) -> str:
-    """What is said about settings by a run that resumes another one."""
+    """The message about settings of a run that resumes another one."""
     run(folder, **first)
     capsys.readouterr()
     run(folder, 2, resume=True, **(first | then))
@@ -186,7 +186,7 @@ def test_loading_a_state_prints_changed_options(tmp_path, capsys):
 
 
 class Augmented(Dataset):
-    """Samples with noise from every kind of generator, from one of its own and from one that no seed reaches.
+    """Samples with noise from all generators, its own, and one that cannot be seeded.
 
     It counts what is read, and opens its file when it is first read.
     """

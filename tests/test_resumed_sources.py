@@ -35,7 +35,7 @@ class Rows(Dataset[Any]):
 
 
 class OwnStream(IterableDataset[Any]):
-    """Draws its order and noise from a generator that nobody else seeds."""
+    """Draws its order and noise from its own generator."""
 
     def __init__(self):
         self.rng = np.random.default_rng(5)
@@ -78,7 +78,7 @@ class OwnBatches:
 
 
 class InPlace(Sampler[int]):
-    """Shuffles what the last epoch has shuffled, as samplers of buckets and of pairs do."""
+    """Shuffles the order of the previous epoch, as bucket samplers do."""
 
     def __init__(self):
         self.order = np.arange(SIZE)
@@ -92,7 +92,7 @@ class InPlace(Sampler[int]):
 
 
 class Counts(InPlace):
-    """Depends on how often it has been asked, and has a state or not."""
+    """Depends on how often it was read, with or without a state."""
 
     def __init__(self):
         self.times = 0

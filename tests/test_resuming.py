@@ -74,7 +74,7 @@ class OfThree(Trainer):
 
 
 def _train(folder: Path, size: int, batch: int, accumulation: int, stop: int, resume: Path | None) -> list[int]:
-    """Train one epoch, or what is left of it, and return the samples of all steps of all ranks."""
+    """Train one epoch, or the rest of it, and return the samples of all steps and ranks."""
     torch.manual_seed(0)
     model, order = nn.Linear(5, 1).double(), OrderCallback()
     saving = SaveTrainingStateCallback(folder, save_every_n_steps=1, save_at_end=False, max_checkpoints=1)
@@ -144,7 +144,7 @@ class OwnBatches(Trainer):
 @pytest.mark.parametrize("kind", ["in memory", "stream", "own"])
 @pytest.mark.parametrize("limit", [None, 3])
 def test_a_run_with_dropout_resumes_its_bits_from_any_data(tmp_path, kind, limit):
-    """The generators are where they were, also after what came before was read again and dropped."""
+    """The generators are restored, also after earlier samples were read again and dropped."""
 
     class Stream(IterableDataset):
         def __iter__(self):
@@ -284,7 +284,7 @@ class RefinedAdam(torch.optim.Adam):
 
 
 class OtherName(RefinedAdam):
-    """The same class, as a decorator that derives another would have it."""
+    """The same class under another name, as a decorator may derive it."""
 
 
 def train_with(make: Any, folder: Path, epochs: int, resume_from: Any = "latest", several: bool = False) -> Trainer:
@@ -415,7 +415,7 @@ def test_a_filler_sample_of_sharded_ranks_counts_zero(two_ranks):
 
 
 def refusals() -> dict[str, str]:
-    """What cannot be done with sharded weights, and what is said of it."""
+    """The errors for features that sharded weights do not support."""
     accelerator, said = sharding_accelerator(), {}
     for name, callback in {
         "rewrap": listener(on_train_epoch_start=Trainer.rewrap_model),

@@ -140,7 +140,7 @@ def check_trained_further(outcome: Any, change: str) -> None:
 
 
 def trained_further(folder: Path, event: str, change: str) -> Any:
-    """What a run is at its end that was stopped and trained further, and one that never was; what they print."""
+    """The results and output of a run that was stopped and trained further, and of an uninterrupted one."""
 
     def run(epochs: int, *callbacks: TrainerCallback) -> Any:
         trainer = make_trainer([*callbacks, SaveTrainingStateCallback(folder)], seed=3)
@@ -412,7 +412,7 @@ def test_clipping_covers_exactly_what_the_optimizer_trains():
 
 
 class Holding(nn.Linear):
-    """A model with entries that safetensors has no place for."""
+    """A model with entries that safetensors cannot store."""
 
     def __init__(self) -> None:
         super().__init__(4, 1)
@@ -443,7 +443,7 @@ def test_a_run_of_a_model_with_lazy_layers_can_be_resumed(here):
 
 
 class Own(RunHistory):
-    """A history as users of the ancestor wrote them."""
+    """A history as users of pytorch-accelerated wrote them."""
 
     def __init__(self) -> None:
         self.inner = InMemoryRunHistory()

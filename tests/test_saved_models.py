@@ -98,7 +98,7 @@ def test_without_any_writer_the_error_names_the_extension(tmp_path, monkeypatch)
 
 
 class Pickled(ModelForm):
-    """Saves small models as their fans want them, and loads them again."""
+    """A model form that saves the weights of ``nn.Sequential`` with ``torch.save``."""
 
     def writer_of(self, trainer: Any, model: Any) -> Any:
         if not isinstance(model, torch.nn.Sequential):

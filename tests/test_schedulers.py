@@ -53,7 +53,7 @@ def rates(scheduler: SchedulerBase, updates: int = 50) -> list[Any]:
 
 
 class Noting(TrainerCallback):
-    """Notes the rate that each update is made with, and the weights after it, by the number of updates made."""
+    """Records the learning rate of each update, and the weights after it."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
@@ -585,7 +585,7 @@ def saved_run(folder: Path, factory: Any, *callbacks: Any, resume_from: Any = No
 
 
 def test_a_state_from_before_the_decay_continues_to_a_longer_run(tmp_path):
-    """WSD with a training state: the same bits as if the longer run had been wanted from the start."""
+    """The same bits as a run of the longer length from the start."""
     create = WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0, decay_phase_ratio=0.5)
     short = saved_run(tmp_path, create, epochs=4)
     assert short.noting.rates[-1] < 0.05

@@ -81,7 +81,7 @@ def train(folder: Path | None = None, dropout: float = 0.2, seed: int | None = 0
 
 
 def by_hand() -> dict[str, torch.Tensor]:
-    """The loop that one would write."""
+    """The hand-written loop."""
     model, optimizer = make(0.2)
     reference = copy.deepcopy(model).eval()
 

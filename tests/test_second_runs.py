@@ -33,7 +33,7 @@ COSINE = partial(CosineAnnealingLR, T_max=TOTAL)
 
 
 class Rates(TrainerCallback):
-    """Notes the rate and the momentum that each update is made with."""
+    """Records the learning rate and momentum of each update."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []

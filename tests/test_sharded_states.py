@@ -130,7 +130,7 @@ def resumed_by_itself(folder: Path | str, epochs: int = 2) -> dict[str, Any]:
 @pytest.mark.soak
 @pytest.mark.timeout(7200 if SOAK else 1800)
 def test_sigkill_at_each_file_operation_leads_to_the_same_bits(tmp_path):
-    """Of one process, at every twenty-third; ``make soak`` kills at each."""
+    """Kills one process at every twenty-third operation; ``make soak`` at each."""
 
     def run(folder, number=0):
         def fork(rank):
@@ -210,7 +210,7 @@ def test_sharded_states_without_shards_are_an_error(tmp_path):
 
 
 def loaded(how: str, folder: Path) -> dict[str, Any]:
-    """The weights that a sharded model loads from a directory, and those of the file that it is saved as."""
+    """The weights that a sharded model loads from a directory, and those of its saved file."""
     model = create_model()
     nn.init.zeros_(model[0].weight)
     trainer = Trainer(shard(model, how), nn.MSELoss(), None, [], accelerator=Accelerator(cpu=True))

@@ -73,7 +73,7 @@ pytestmark = [pytest.mark.processes, CAN_SHARD]
 
 
 def trained(how: str) -> dict[str, Any]:
-    """Everything that a run counts, sums and gathers."""
+    """Train, and return all counts, sums and gathered values."""
     seen: list[list[int]] = []
     norms: list[float] = []
     counting = listener(
@@ -92,7 +92,7 @@ def trained(how: str) -> dict[str, Any]:
 
 @functools.cache
 def alone():
-    """What one process gives, with the same updates."""
+    """The result of one process with the same updates."""
     return trained("whole")
 
 
@@ -131,7 +131,7 @@ def test_gradients_in_shards_are_clipped_by_value(two_ranks):
 
 
 def source_that_fails(how: str) -> tuple[str, int]:
-    """What ends a run in which one process cannot read its data, and after how many updates."""
+    """The error, and the number of updates, of a run in which one process cannot read its data."""
     trainer = sharded_trainer(how, [], 0.0, Breaking)
     try:
         trainer.train(DATA, 1, per_device_batch_size=2)

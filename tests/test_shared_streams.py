@@ -320,7 +320,7 @@ def test_a_process_with_an_empty_part_waits_for_the_others(ranks, size):
 
 
 def dealt_batches() -> Any:
-    """What each process is dealt in an epoch of training and one of evaluation, of each kind of batches."""
+    """The batches dealt to each process in training and in evaluation, by kind of batch."""
     found = {}
     loader = DataLoader(Mixed(), None)
     for training in (True, False):
@@ -360,7 +360,7 @@ def test_batches_of_any_kind_are_dealt(ranks):
 
 
 def failing_streams() -> dict[str, Any]:
-    """How many steps there are, and what is said, when one process cannot read."""
+    """The number of steps, and the error, when one process cannot read."""
     found = {}
     all_numbers = [*range(24)]
     streams = {
@@ -587,7 +587,7 @@ def test_streams_split_by_hugging_face_are_read_by_each_process(ranks, kind):
 
 
 def hugging_face_tables() -> dict[str, str]:
-    """What is said of tables that were split, or shuffled otherwise, on each process; and of the same on all."""
+    """The errors for tables that were split or shuffled differently on each process, and the result of equal ones."""
     from datasets import Dataset
     from datasets.distributed import split_dataset_by_node
 
@@ -617,7 +617,7 @@ def test_a_table_that_each_process_has_a_part_of_is_refused(two_ranks):
 
 
 def streams_shared_out_wrongly() -> Any:
-    """What is said of parts that are not those of the processes."""
+    """The errors for parts that do not match the processes."""
     data, said = list(float64_data(24)), {}
     for name, stream in {
         "the same on all": SplitStream(data, Part(0, job_size())),

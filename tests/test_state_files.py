@@ -178,7 +178,7 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
 
 @pytest.mark.parametrize("resume_from", [None, "latest"])
 def test_a_run_that_fails_early_releases_its_directory(tmp_path, resume_from):
-    """A notebook keeps the error, and with it the trainer and its callbacks."""
+    """In a notebook, the error keeps the trainer and its callbacks alive."""
 
     def fail(optimizer: torch.optim.Optimizer) -> None:
         raise RuntimeError("no schedule")
@@ -194,7 +194,7 @@ def test_a_run_that_fails_early_releases_its_directory(tmp_path, resume_from):
 
 @pytest.mark.parametrize("is_other_first", [True, False])
 def test_a_run_locks_a_removed_directory_again(tmp_path, is_other_first):
-    """Otherwise a second run gets in, and both save in one directory."""
+    """Otherwise two runs could save in one directory."""
     code = (
         "import sys; from pathlib import Path; from pytorch_accel_lite.checkpoint.store import DirectoryStore\n"
         "store = DirectoryStore(sys.argv[1]); store.lock(); print('locked', flush=True); sys.stdin.readline()"
@@ -295,7 +295,7 @@ def test_loading_runs_no_code(tmp_path):
 
 
 def saving_in_local_folders() -> list[str]:
-    """What is said of relative folders for states, where each process works in a folder of its own."""
+    """The errors for relative folders if each process has its own working directory."""
     with shared_folder() as folder, contextlib.chdir(folder):
         os.mkdir(str(own_rank()))
         with contextlib.chdir(str(own_rank())):
@@ -367,7 +367,7 @@ def test_states_can_be_saved_by_the_clock(tmp_path):
 
 
 class FillsDisk(TrainerCallback):
-    """No file may grow beyond a limit, as on a disk that is full, between two updates."""
+    """Limits the size of files between two updates, to simulate a full disk."""
 
     def __init__(self, first: int, last: int = 10**9, size: int = 1000) -> None:
         self.first, self.last, self.size = first, last, size
@@ -410,7 +410,7 @@ def test_a_full_disk_keeps_and_names_the_last_state(tmp_path, asynchronous, caps
 
 
 def fail_while_a_state_is_written(folder: Path) -> str:
-    """What is told when both processes fail in the update after a state that is not yet complete."""
+    """The notes when both processes fail while a state is being written."""
     assert world_size() == 2
     may_end, sync, output = threading.Event(), os.fsync, io.StringIO()
 
@@ -469,7 +469,7 @@ def test_a_run_may_continue_wherever_a_state_fills_the_disk(tmp_path, capsys, si
 
 
 def test_training_continues_while_a_state_is_written(tmp_path, monkeypatch):
-    """The first sync to the disk waits for a later update: were training to wait for it, neither would come."""
+    """The first sync waits for a later update, so the test would hang if training waited for the sync."""
     later, sync = threading.Event(), os.fsync
 
     def waiting_sync(descriptor: int) -> None:
@@ -561,7 +561,7 @@ def test_without_any_store_the_error_names_the_extension(monkeypatch):
 
 
 class OwnSteps(Trainer):
-    """Makes its updates itself."""
+    """Makes its own updates."""
 
     def train_step(self, batch):
         self.update((self.model(batch[0]) - batch[1]).square().mean())

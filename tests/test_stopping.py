@@ -91,7 +91,7 @@ def test_a_stop_requested_by_one_rank_stops_all_at_one_update(ranks):
 
 
 def time_limit() -> Any:
-    """A run that pauses again and again, and one that does not."""
+    """The results of a run that pauses repeatedly, and of an uninterrupted one."""
     outcomes = []
     with shared_folder() as folder:
         for limit in (1e-9, 3600):
@@ -118,7 +118,7 @@ def test_a_time_limit_pauses_all_ranks_at_the_same_update(ranks):
 
 
 def stop_before_communicating_callbacks() -> Any:
-    """The others of the event still run on the rank that asks for a stop: they talk to the other ranks."""
+    """After a stop on one rank, later callbacks of the event still run there, as they may communicate."""
     timing = callbacks.TimingCallback(show=False)
     trainer = adamw_trainer(
         float64_model(), callbacks=[StopsAt("on_train_epoch_end"), callbacks.ThroughputCallback(), timing]
@@ -137,7 +137,7 @@ def test_a_stop_in_an_event_leaves_no_rank_waiting_for_another(ranks):
 
 
 def nan_with_logger() -> Any:
-    """All ranks end together: the rows until then are written."""
+    """All ranks end together, and all rows until then are written."""
     with shared_folder() as folder:
         log = callbacks.MetricsFileCallback(folder / "m.jsonl", every_n_updates=1)
         model = float64_model()
@@ -159,7 +159,7 @@ def test_rows_are_written_until_all_ranks_end_together(ranks):
 
 
 def error_with_logger() -> Any:
-    """Nobody knows that the other ranks fail too: what was averaged with them is written."""
+    """If all ranks fail, the rows that were already averaged are written."""
     with shared_folder() as folder:
         log, model = callbacks.MetricsFileCallback(folder / "m.jsonl", every_n_updates=1), float64_model()
         trainer = Fails(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), callbacks=[log])
@@ -234,7 +234,7 @@ def test_states_with_non_finite_weights_are_not_written(ranks):
 
 
 def stop_before_others() -> Any:
-    """What a callback after the one that stops the run has heard."""
+    """The events of a callback after the one that stops the run."""
     heard: list[int] = []
     callbacks = [StopsAtEpochTwo(), Hears(heard)]
     adamw_trainer(float64_model(), callbacks=callbacks).train(float64_data(12), 3, float64_data(6))
@@ -269,7 +269,7 @@ def test_nan_weights_of_the_last_update_are_reported(listed):
 
 
 def warnings_of_weights() -> list[str]:
-    """What a process says of weights that are NaN at the end, on the last process alone."""
+    """The warnings about weights that are NaN at the end on the last process only."""
 
     def spoil(trainer: Trainer) -> None:
         if trainer.ranks.rank == trainer.ranks.world_size - 1:

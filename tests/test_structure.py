@@ -146,7 +146,7 @@ def test_extensions_use_only_what_users_can_import():
 
 @pytest.mark.extension(*OFFERED)
 def test_the_public_interface_is_what_is_written_down():
-    """A change is meant, or a mistake: ``python -m tests.interface`` writes it down again."""
+    """After an intended change, run ``python -m tests.interface``."""
     assert list(interface.lines()) == interface.FILE.read_text().splitlines()
 
 

@@ -246,7 +246,7 @@ def test_a_stream_has_rows_within_its_epoch_with_running_means(updates, every, c
 
 
 def rows_of_a_stream() -> list[float]:
-    """Train where only the first process shows a table; return the losses of this process."""
+    """Train with a table on the first process, and return the losses of this process."""
     seen: list[float] = []
     gather = listener(on_train_step_end=lambda t, batch_output, **_: seen.append(batch_output["loss"].item()))
     callbacks = [ProgressTableCallback(show_always=rank() == 0), gather]

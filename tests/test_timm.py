@@ -23,7 +23,7 @@ def rates_of(optimizer: Any) -> list[float]:
 
 
 class Noting(TrainerWithTimmScheduler):
-    """Notes the learning rates that each update is made with."""
+    """Records the learning rates of each update."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.rates: list[list[float]] = []

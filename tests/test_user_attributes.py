@@ -51,7 +51,7 @@ class Phase(enum.Enum):
 
 
 def plain(value: Any) -> Any:
-    """A value as what ``same`` compares."""
+    """Convert a value to types that ``same_bits`` compares."""
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple, deque)):
@@ -515,7 +515,7 @@ def test_the_best_model_has_the_teacher_that_it_was_trained_with(tmp_path):
 
 @pytest.mark.parametrize("kind", shipped.SHIPPED, ids=lambda kind: kind.__name__)
 def test_a_shipped_callback_has_no_attributes_like_a_users(kind, tmp_path, monkeypatch):
-    """Its constructor creates all of them, so those of a user's subclass can be told from ours."""
+    """Its constructor creates all attributes, so that those of a user's subclass can be distinguished."""
     monkeypatch.chdir(tmp_path)
     callback = shipped.build(type(kind.__name__, (kind,), {}))
     callback.of_the_user = 1

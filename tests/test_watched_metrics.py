@@ -69,7 +69,7 @@ class Script(Metric):
 
 
 def scores(values: list[float], higher: bool | None = True) -> MetricsCallback:
-    """Record them as ``score``, a metric that says so of itself."""
+    """Records given values as ``score``, with a declared direction."""
     return MetricsCallback({"score": type("Said", (Script,), {"higher_is_better": higher})(values)})
 
 
@@ -299,7 +299,7 @@ def test_messages_name_the_direction_after_the_epochs_metrics(here, capsys):
 
 
 def warnings_of_watched_metrics() -> list[str]:
-    """What this rank says of a metric of unknown direction, and of another that may not be recorded."""
+    """The warnings of this rank about a metric of unknown direction, and one that may not be recorded."""
     with shared_folder() as folder, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         best = SaveBestModelCallback(folder / "best.pt", watch_metric="mae")

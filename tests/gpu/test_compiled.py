@@ -77,7 +77,7 @@ def test_a_compiled_model_trains_like_the_loop(precision):
 
 @pytest.mark.parametrize("accumulation", sized([1, 3], [3]))
 def test_cuda_graphs_train_as_the_loop_also_over_windows(accumulation):
-    """Graphs overwrite what they returned: neither losses, gradients of a window nor logged means may be lost."""
+    """Graphs overwrite their outputs; losses, gradients of a window and logged means must survive."""
     task = Task("transformer")
     histories, models = [], []
     for options in (False, GRAPHS or True):

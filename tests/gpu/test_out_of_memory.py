@@ -44,7 +44,7 @@ class Wide(nn.Module):
 
 @contextmanager
 def little_memory(model: Wide, spare: int = 400 * MIB) -> Iterator[None]:
-    """Let torch have only this many bytes more than it holds now."""
+    """Limit torch's memory to this many bytes more than it holds now."""
     model.most = FITS
     if ON_GPU:
         free_memory()
@@ -124,7 +124,7 @@ def readable_by_the_viewer(path: Path) -> None:
 
 
 def test_a_run_continues_after_running_out_of_memory():
-    """What the failed attempt held is free again."""
+    """The memory of the failed attempt is freed."""
     model = Wide()
     trainer = wide_trainer(model)
     with little_memory(model):

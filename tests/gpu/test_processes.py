@@ -34,7 +34,7 @@ def free_port() -> int:
 
 @functools.cache
 def results(processes: int) -> list[dict[str, tuple[Any, str | None]]]:
-    """What each rank of a job returns for each case; of a job that hangs, what it has done before."""
+    """The results of each rank by case; for a job that hangs, those of its completed cases."""
     cases = ALONE if processes == 1 else TOGETHER
     changes = {} if ON_GPU else {"ACCELERATE_USE_CPU": "1"}
     launcher = [*TORCHRUN, str(processes), "-m"]

@@ -32,7 +32,7 @@ def rows(steps: int) -> TensorDataset:
 
 
 class Pauses(TrainerCallback):
-    """Measures how long the device computes nothing because of a state, and the memory of both sides after it."""
+    """Measures how long the device idles because of a state, and the memory of device and host after it."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

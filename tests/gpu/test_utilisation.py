@@ -65,7 +65,7 @@ def seconds_by_hand() -> float:
 
 
 def test_utilisation_is_exact_for_a_matrix_product(measured):
-    """The epochs, each of one update, are many: the last of them are taken, when nothing is new any more."""
+    """Uses the last of many epochs of one update each, after all warm-up."""
     throughput = callbacks.ThroughputCallback(count_flops=True, peak_flops=PEAK, window=STEPS)
     model = products()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)

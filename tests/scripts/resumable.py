@@ -132,7 +132,7 @@ class Holding(SlowTrainer):
 
 
 class Teaches(TrainerCallback):
-    """Pulls the weights to those of a teacher that follows them, and trains the first layer from the second epoch."""
+    """Pulls the weights towards those of a momentum teacher, and unfreezes the first layer in the second epoch."""
 
     def on_training_run_start(self, trainer, **kwargs):
         self.teacher = copy.deepcopy(trainer.get_model())

@@ -25,7 +25,7 @@ class SaysThatItTrains(TrainerCallback):
 
 
 def train(folder: Path, **saver: Any) -> None:
-    """Train slowly at first; nothing but the training states tells the runs apart."""
+    """Train slowly in the first run; only training states distinguish the runs."""
     torch.set_num_threads(1)
     delay = 0.0 if any(folder.glob("states/update-*")) else 0.5
     run_to_the_end(folder, delay=delay, extra=(SaysThatItTrains(folder),), save_every_n_steps=None, **saver)

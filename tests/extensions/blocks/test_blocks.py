@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 
 class Block(nn.Module):
-    """What computes something else each time, and keeps something of each time."""
+    """A block with dropout and a buffer that changes in each pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class RandomBlock(Block):
-    """What uses the generators of python and numpy, too."""
+    """A block that also uses the generators of python and numpy."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = random.random() + np.random.random() if self.training else 1.0
@@ -97,7 +97,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def forget_other_models():
-    """Torch compiles a few models in a process, and then no more: those of other tests count."""
+    """Reset torch's compiler, which compiles only a few models per process."""
     torch.compiler.reset()
 
 

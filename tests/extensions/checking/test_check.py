@@ -271,7 +271,7 @@ class TargetsOfBefore(Trainer):
 
 
 class EvaluatesItself(Trainer):
-    """Compares the predictions with themselves in evaluations."""
+    """In evaluations, compares the predictions with themselves."""
 
     def calculate_eval_batch_loss(self, batch):
         outputs = self.model(batch[0])

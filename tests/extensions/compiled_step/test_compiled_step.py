@@ -59,7 +59,7 @@ AS_PLAIN = {"backend": "eager"}  # torch's graph, computed by the usual kernels:
 
 @pytest.fixture(autouse=True)
 def forget_other_models():
-    """The code of modules, unlike that of steps, is shared by all tests."""
+    """Reset torch's compiler, as compiled modules are shared by all tests."""
     torch.compiler.reset()
 
 
@@ -458,7 +458,7 @@ def test_processes_compile_the_model_inside_their_wrapper(two_ranks):
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="compiles for a minute; SOAK=1, and make gpu compiles, too")
 def test_inductor_gives_the_same_results_within_rounding_errors():
-    """In a process of its own, as it loads inductor."""
+    """Runs in its own process, as it loads inductor."""
     printed = run_code(f"from {__name__} import inductor; inductor()")
     found = json.loads(printed.splitlines()[-1])
     assert found["repeated"]

@@ -89,7 +89,7 @@ def convolution() -> nn.Module:
 
 
 def result_of(trainer: Trainer, **more: Any) -> dict[str, Any]:
-    """What has to be the same, to the last bit."""
+    """The results that have to be equal bit for bit."""
     return {
         "weights": weights(trainer.model),
         "optimizer": trainer.optimizer.state_dict(),
@@ -204,7 +204,7 @@ def tokens() -> dict[str, Any]:
 
 
 class NoisyUpdates(TrainerCallback):
-    """Uses random numbers between the steps, as Langevin dynamics do, and gathers what is in a step."""
+    """Draws random numbers between the steps, as in Langevin dynamics, and gathers the batches of a step."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -310,12 +310,12 @@ NEEDED: dict[Callable[[], Any], tuple[str, ...]] = {combined: ("mixtures",), unf
 
 @functools.cache
 def alone(case):
-    """What one process gives."""
+    """The result of one process."""
     return case()
 
 
 def differences(first: Any, second: Any, path: str = "") -> list[str]:
-    """The paths to what is not the same, to the last bit."""
+    """The paths of nested values that are not equal bit for bit."""
     if isinstance(first, torch.Tensor):
         same = first.dtype == second.dtype and torch.equal(first, second)
         return [] if same else [path]
@@ -479,7 +479,7 @@ def uninterrupted(tmp_path_factory):
 
 
 def resumed(state: Path, options: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What is left of it. Until then, the random numbers are others."""
+    """The result of a resumed run; generators are changed before it resumes."""
     torch.manual_seed(99)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The training state holds the state of callback 'SaveTrainingStateCallback'")
@@ -487,7 +487,7 @@ def resumed(state: Path, options: dict[str, Any] | None = None) -> dict[str, Any
 
 
 def test_a_run_resumes_the_same_bits_on_any_number_of_processes(uninterrupted, job):
-    """In the middle of an epoch and at its end."""
+    """Resumes within an epoch and at its end."""
     whole, states = uninterrupted
     assert len(states) == whole["progress"]["update"] + 2
     for processes, state in zip((1, 3, 2), states[1::2], strict=False):

@@ -294,7 +294,7 @@ def test_every_model_has_one_hash(job, processes, is_sharded):
 
 
 def test_the_norm_of_complex_gradients_is_that_of_torch():
-    """As the rows of a sum of squares, which for complex numbers are not those of ``square()``."""
+    """For complex numbers, ``square()`` is not the squared absolute value."""
     gradients = [torch.randn(3, 4, dtype=torch.complex64), torch.randn(5), torch.randn(2, dtype=torch.complex64)]
     norm = norm_by_rows(gradients, Ranks(Accelerator(cpu=True)))
     torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(gradients))

@@ -40,7 +40,7 @@ DATA, OTHERS = float64_data(53, dtype=torch.float32), float64_data(19, dtype=tor
 
 
 def train(how: str, folder: Path | None = None, resume_from: Path | None = None, **kwargs: Any) -> dict[str, Any]:
-    """What a run of four logical processes ends with; it averages weights, and has steps of 12 samples and of 5.
+    """The result of a run of four logical processes with averaged weights and steps of 12 and 5 samples.
 
     Args:
         how: how its model is sharded, if at all
@@ -68,7 +68,7 @@ def result_of(trainer: Trainer) -> dict[str, Any]:
 
 @cache
 def whole() -> dict[str, Any]:
-    """What one process with the whole model ends with."""
+    """The result of one process with an unsharded model."""
     return train("none")
 
 

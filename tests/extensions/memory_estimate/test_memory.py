@@ -60,7 +60,7 @@ def rows(size: int = 4 * BATCH) -> TensorDataset:
 
 
 def squared(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The mean squared error. That of torch leaves a number in a storage as large as the outputs."""
+    """The mean squared error; torch's returns a number in a storage as large as the outputs."""
     return (outputs - targets).square().mean()
 
 
@@ -247,7 +247,7 @@ def test_a_compiled_step_does_not_change_the_estimate():
 
 
 def test_memory_is_estimated_as_on_a_gpu():
-    """Attention with dropout keeps no weights there."""
+    """On a GPU, attention with dropout keeps no attention weights."""
 
     class Attention(nn.Module):
         def __init__(self):

@@ -27,7 +27,7 @@ def mixture() -> Mixture:
 
 
 def of_metrics(epoch: int, metrics: dict[str, float]) -> dict[str, float]:
-    """More of what is hard, the smaller the last loss."""
+    """A larger share of hard samples for a smaller last loss."""
     loss = metrics.get("eval_loss_epoch", 1.0)
     return {"easy": 1.0, "hard": 1.0 if epoch == 1 else min(2.0 + epoch / (1 + loss), 5.0)}
 
@@ -136,7 +136,7 @@ def by_updates(
 
 
 def of_the_loss(update: int, metrics: dict[str, float]) -> dict[str, float]:
-    """More of what is hard after each update, and the smaller the last loss."""
+    """A larger share of hard samples after each update, and for a smaller last loss."""
     return {"easy": 1.0, "hard": update + 1 / (1 + metrics.get("eval_loss_epoch", 0.0))}
 
 
@@ -237,7 +237,7 @@ def test_streams_give_the_shares_of_their_updates():
 
 
 def read_and_resumed(**kinds: Any) -> list[dict[str, torch.Tensor]]:
-    """What a process has read of streams; with "seen" of the whole run for those that were resumed."""
+    """The samples that a process has read; for resumed runs, those of the complete run."""
 
     def train(folder: Path, resume_from: Path | None = None) -> dict[str, torch.Tensor]:
         return train_on_streams(folder, kinds, resume_from=resume_from)

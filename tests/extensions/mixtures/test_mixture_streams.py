@@ -54,7 +54,7 @@ def test_each_pass_over_a_stream_calls_set_epoch():
 
 
 def test_a_mixture_of_streams_resumes_to_the_same_bits(tmp_path):
-    """A stream with a state is not read again, one without is as far as its pass has come."""
+    """A stream with a state is not read again; one without is reread up to its position."""
     whole = train_on("mixture", tmp_path)
     for update in (1, 7, 13):
         resumed = train_on("mixture", resume_from=tmp_path / f"{update}")

@@ -28,7 +28,7 @@ def cosine(update: int, num_updates: int) -> float:
 
 
 class Taught(Trainer):
-    """Learns what its teacher says, and a little of the truth."""
+    """Learns the outputs of its teacher and, with a small weight, the targets."""
 
     teacher: MomentumTeacherCallback
 
@@ -58,7 +58,7 @@ def train(trainer: Trainer, **kwargs: Any) -> Trainer:
 
 
 def by_hand(momentum: Any, every: int = 1) -> tuple[nn.Module, nn.Module]:
-    """The loop that one would write."""
+    """The hand-written loop."""
     model = float64_model()
     teacher = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -163,7 +163,7 @@ class Halved(nn.Module):
 
 
 def failing_run(folder: Any, seen: list[Any], model: Any = None, saves: int | None = 1, **kwargs: Any) -> Trainer:
-    """A trainer whose third step of the second epoch fails by its data, which only that epoch reads as they are."""
+    """A trainer whose third step of the second epoch fails because of its data."""
     saving = [SaveTrainingStateCallback(folder / "states", save_every_n_steps=saves)] if saves else []
 
     def note(trainer: Trainer, output: dict[str, Any]) -> None:
@@ -306,7 +306,7 @@ def test_parts_of_undone_attempts_are_not_in_the_report(tmp_path):
 
 
 def nan_report() -> Any:
-    """One rank meets a batch that is not finite: it alone writes a report, all end together, and repeat the step."""
+    """One rank has a non-finite batch: only it writes a report, and all repeat the step and end together."""
     with shared_folder() as folder:
         data = float64_data(60)
         data.tensors[0][17, 0] = float("nan")

@@ -114,7 +114,7 @@ def test_predictions_of_other_weights_are_replaced(begin, tmp_path, capsys):
 
 
 def test_predictions_without_a_record_of_weights_are_replaced(tmp_path, capsys):
-    """As version 0.2 has written them."""
+    """Predictions of version 0.2 have no such record."""
     data = float64_data(21)
     break_off(tmp_path, data)
     (tmp_path / "predictions.json").write_text('{"length": 21}')
@@ -331,7 +331,7 @@ def test_one_process_knows_the_predictions_of_sharded_weights(tmp_path, two_rank
 
 
 def write_into_local_folders() -> str:
-    """What is said of a relative folder, where each process works in a folder of its own."""
+    """The errors for a relative folder if each process has its own working directory."""
     with shared_folder() as folder, contextlib.chdir(folder):
         os.mkdir(str(own_rank()))
         with contextlib.chdir(str(own_rank())), pytest.raises(OSError, match="predictions") as error:

@@ -141,7 +141,7 @@ def test_processes_that_ray_has_not_started_are_an_error(tmp_path):
 
 
 def without_shared_disk() -> str:
-    """What is said if the first worker's directory is not there on the others."""
+    """The error if the first worker's directory does not exist on the others."""
     with shared_folder() as folder:
         os.environ["TMPDIR"] = str(folder)
         is_dir = Path.is_dir
@@ -178,7 +178,7 @@ def example_without_ray(epochs: int) -> str:
 @pytest.mark.programs
 @pytest.mark.timeout(1500)
 def test_the_example_ends_in_the_same_bits_after_kills(tmp_path, two_ranks):
-    """On a real cluster, which takes seconds to start, and minutes on a busy machine."""
+    """Runs on a real Ray cluster, which takes seconds to start."""
     pytest.importorskip("ray", reason="ray is not installed (extra ray)")
     script = [sys.executable, "examples/ray_train.py", "--epochs", "2", "--kill-in-epoch", "2"]
     env = environment(RAY_AUTH_MODE="disabled")

@@ -149,7 +149,7 @@ def test_states_at_urls_can_be_loaded_and_inspected(folder, capsys):
 
 @pytest.mark.parametrize("name", ["../elsewhere.txt", "/elsewhere.txt", "inner/elsewhere.txt"])
 def test_a_state_from_a_store_writes_nothing_outside_its_folder(folder, name):
-    """Whoever can write to the store could otherwise overwrite any file of those who resume from it."""
+    """Otherwise, whoever can write to the store could overwrite files of those who resume from it."""
     saving(folder)
     with changed_manifest(folder / "states" / "update-000000003") as manifest:
         manifest["files"][name] = manifest["files"]["trainer.pt"]
@@ -161,7 +161,7 @@ def test_a_state_from_a_store_writes_nothing_outside_its_folder(folder, name):
 @pytest.mark.soak
 @pytest.mark.slow
 def test_sigkill_at_each_operation_leads_to_the_same_bits(folder):
-    """At every fifth; ``make soak`` kills at each."""
+    """Kills at every fifth operation; ``make soak`` at each."""
     kwargs: dict[str, Any] = {"max_checkpoints": 1, "save_every_n_steps": 3, "epochs": 2}
     whole = run(folder / "whole", **kwargs)
     for number in range(1, 100, 1 if SOAK else 5):

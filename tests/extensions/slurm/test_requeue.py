@@ -87,7 +87,7 @@ def test_other_runs_are_left_out_of_the_queue(tmp_path, numbers, requeue):
 
 
 def warned_on_the_last_rank() -> tuple[str, list[str]]:
-    """What Slurm was asked, and the states that are there."""
+    """The calls of scontrol, and the saved states."""
     with shared_folder() as folder:
         if rank() == 0:
             install_scontrol(folder)

@@ -216,7 +216,7 @@ def test_a_logger_added_on_resuming_starts_at_that_update(tmp_path):
 
 
 class Slow(StepLogger):
-    """A logger whose disk does not answer until it may, and then perhaps with an error."""
+    """A logger whose disk blocks until released, and may then fail."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         super().__init__(every_n_updates=1)
@@ -265,7 +265,7 @@ def test_a_state_waits_for_the_rows_before_it(tmp_path):
 
 
 def test_no_state_is_saved_without_its_rows(tmp_path):
-    """Also where states that cannot be written are passed over."""
+    """Also if states that cannot be written are skipped."""
     slow = Slow(OSError(28, "No space left on device"))
     slow.may_answer.set()
     saver = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1, continue_on_error=True)

@@ -31,7 +31,7 @@ PARTS = "optimizer", "scheduler", "history", "evaluations"  # of states
 
 @dataclass
 class Outcome:
-    """What has come out of a job: the exit code, its output, what each process that has ended wrote down, and files.
+    """The outcome of a job: exit code, output, results of the processes that ended, and files.
 
     Attributes:
         files: what the best model, the average and the latest states have in them
@@ -87,7 +87,7 @@ def collect(code: int, output: str, folder: Path) -> Outcome:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What the file of a training state has that does not depend on the processes.
+    """The contents of a training state that do not depend on the processes.
 
     The losses of an epoch that is over have been recorded, and nothing reads them any more.
     """
@@ -116,7 +116,7 @@ ALL = {"saves": True, "metrics": True, "accumulation": 2, "samples": 107, "two_o
 
 @pytest.fixture(scope="module")
 def undisturbed(run: Callable[..., Outcome]) -> Outcome:
-    """The job with all of it, on one process."""
+    """The result of an undisturbed job with all options on one process."""
     outcome = run(1, **ALL)
     assert outcome.code == 0, outcome.output
     return outcome
@@ -140,7 +140,7 @@ def check_equal(outcome: Outcome, undisturbed: Outcome, survivors: int) -> None:
 
 
 def check_updates(written: dict[str, Any]) -> None:
-    """No update that a process has committed is lost, and each takeover repeats one at most."""
+    """Check that no committed update is lost, and that each takeover repeats at most one."""
     for training in {training for training, _ in written["committed"]}:
         updates = [update for number, update in written["committed"] if number == training]
         assert updates == [*range(updates[0], updates[-1] + 1)]
@@ -338,7 +338,7 @@ def test_a_second_sharded_training_cannot_restart(run):
 @pytest.mark.skipif(not SOAK, reason="takes a minute: make soak")
 @pytest.mark.parametrize(("how", "processes", "lost"), [("fsdp", 3, "rank0"), ("hsdp", 4, "rank2")])
 def test_a_sharded_run_takes_a_new_process_and_loses_nothing(run, how, processes, lost):
-    """The ranks of the others change, and so do their places in meshes of the same form."""
+    """The ranks of the others change, and with them their positions in the meshes."""
     config = {"samples": 803, "saves": True, "pause": 0.01}
     outcome = run(processes, "--replace", kills=kill(**{lost: "forward:9"}), sharded=how, **config)
     assert outcome.code == 0, outcome.output
@@ -385,7 +385,7 @@ Path(sys.argv[1], str(trainer.ranks.world_size)).write_text(repr(result))
 
 
 def test_a_death_during_a_large_message_ends_no_survivor(tmp_path):
-    """For which gloo would let it wait half an hour."""
+    """Otherwise, gloo would block for half an hour."""
     program = tmp_path / "program.py"
     program.write_text(DIES_WITHIN_A_MESSAGE)
     for processes in (1, 2):
@@ -462,7 +462,7 @@ FAULTS = {
 @pytest.mark.skipif(not SOAK, reason="kills for long")
 @pytest.mark.parametrize("kind", FAULTS)
 def test_faults_of_all_kinds_leave_no_trace(tmp_path, undisturbed, kind):
-    """FAULTS in the environment is how many there are of each kind, instead of hundreds in all."""
+    """The environment variable FAULTS sets the number of faults of each kind."""
     fault = FAULTS[kind]
     faults = number = 0
     while faults < int(os.environ.get("FAULTS", fault.count)):
@@ -509,7 +509,7 @@ PLACES |= {"exchange": 8, "epoch": 2, "evaluation": 8, "evaluated": 2, "saving":
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="kills for long")
 def test_faults_in_a_sharded_run_lose_no_update(tmp_path, capfd, undisturbed):
-    """Of a pair, the second one dies in the takeover, and has other shards than the first: 0 and 2 have the same."""
+    """Of two lost processes, the second dies in the takeover, with other shards than the first."""
     faults = number = 0
     while faults < int(os.environ.get("FAULTS", 40)):
         drawn = random.Random(f"sharded{number}")
@@ -527,7 +527,7 @@ def test_faults_in_a_sharded_run_lose_no_update(tmp_path, capfd, undisturbed):
 
 
 def report(text: str) -> None:
-    """Say how far a long test has got, also while its output is captured."""
+    """Print the progress of a long test, bypassing the capture of its output."""
     print(text, file=sys.__stderr__, flush=True)
 
 

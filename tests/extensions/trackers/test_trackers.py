@@ -56,7 +56,7 @@ def test_values_logged_before_an_error_are_kept(tmp_path):
 
 
 class OfOneThread(GeneralTracker):
-    """A tracker that is used in the thread it was started in, as a database would ask for."""
+    """A tracker that may only be used in the thread that started it, such as a database."""
 
     name = "own"
     requires_logging_directory = False

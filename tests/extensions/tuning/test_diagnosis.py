@@ -31,7 +31,7 @@ from tests.tasks import (
 
 
 class SlowOnTheLast(nn.Module):
-    """Takes long on the last rank alone, by a clock that stands still otherwise."""
+    """Takes long on the last rank only, on the fake clock."""
 
     def __init__(self, pass_time: Callable[[float], None]) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class SlowOnTheLast(nn.Module):
 
 
 class Speaks(TrainerCallback):
-    """Communicates, which a process whose callback fails no longer does."""
+    """Communicates, which would hang if a process with a failing callback stopped doing so."""
 
     def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         trainer.barrier()

@@ -43,7 +43,7 @@ class NotOnTheLast(nn.Module):
 
 
 def everything(trainer: Trainer) -> dict[str, Any]:
-    """What a trial must leave alone."""
+    """Everything that a trial must not change."""
     return copy.deepcopy(
         {
             "weights": weights(trainer.model),
@@ -66,7 +66,7 @@ def make_model() -> nn.Module:
 
 
 def trained() -> Trainer:
-    """A trainer that has a past, so that there is something to disturb."""
+    """A trainer after a run, with state that a trial could change."""
     trainer = adamw_trainer(make_model())
     trainer.train(float64_data(24), 1, per_device_batch_size=6)
     trainer.model[0].weight.grad = torch.ones_like(trainer.model[0].weight)

@@ -41,7 +41,7 @@ def three_groups() -> nn.Module:
 
 
 def log_of(model: nn.Module) -> tuple[list[Any], TrainerCallback]:
-    """What is trained in each epoch, and what has changed in it, by the number of the layer group."""
+    """The layer groups trained in each epoch, and those that changed."""
     log: list[Any] = []
     before: dict[str, torch.Tensor] = {}
 

@@ -169,7 +169,7 @@ LEVELS = {"left": 0.25, "right_side": 0.75}
 
 
 def worst_samples() -> Any:
-    """Twice, with fewer samples than ranks too; by hand on the whole set."""
+    """The worst samples, also with fewer samples than ranks, and those computed by hand."""
     found, expected = [], []
     for size in (23, 2):
         data, model, worst = float64_data(size), float64_model(), WorstSamplesCallback(6)
