@@ -50,9 +50,9 @@ PROCESSES = int(os.environ.get("PROCESSES", 4))
 LAUNCH = ("pytorch_accel_lite", "launch", "--processes", str(PROCESSES))
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES))
 _POLLING = 0.005
-_LATEST = 500  # updates of each process that are looked at
-_SECONDS_OF_TURN = 0.5
-_LEFT_OUT = 3  # updates after a job has been stopped
+_LATEST = 2000  # updates of each process that are looked at
+_SECONDS_OF_TURN = 2.0
+_LEFT_OUT = 0.5  # seconds after a job has been stopped, in which all timers have expired and caches are cold
 
 
 class Update(NamedTuple):
@@ -102,6 +102,7 @@ class Job:
 
     def end(self) -> None:
         """End all processes."""
+        self.signal_all(signal.SIGCONT)
         self._process.send_signal(signal.SIGTERM)
         self._process.wait()
 
@@ -155,15 +156,16 @@ class Job:
 
     def take_turn(self) -> Turn:
         """Let a job that is stopped continue for a moment."""
-        begin, of_cores = time.time(), self._seconds_of_cores()
         self.signal_all(signal.SIGCONT)
+        time.sleep(_LEFT_OUT)
+        begin, of_cores = time.time(), self._seconds_of_cores()
         time.sleep(_SECONDS_OF_TURN)
+        end, of_cores = time.time(), self._seconds_of_cores() - of_cores
         self.signal_all(signal.SIGSTOP)
-        of_cores = self._seconds_of_cores() - of_cores
         latest = next(iter(self.updates().values()))
-        made = [update for update in latest if update.at > begin]
-        first, *_, last = made[_LEFT_OUT:]
-        return Turn((last.at - first.at) / (last.number - first.number), of_cores / len(made))
+        first, *_, last = (update for update in latest if begin < update.at < end)
+        updates = last.number - first.number
+        return Turn((last.at - first.at) / updates, of_cores / (end - begin) * (last.at - first.at) / updates)
 
     def _seconds_of_cores(self) -> float:
         found = 0
@@ -237,8 +239,6 @@ def undisturbed(width: int, turns: int) -> None:
         with running(width, *TORCHRUN) as torchs:
             torchs.signal_all(signal.SIGSTOP)
             pairs = [(ours.take_turn(), torchs.take_turn()) for _ in range(turns)]
-            torchs.signal_all(signal.SIGCONT)
-        ours.signal_all(signal.SIGCONT)
     print(f"Medians of {turns} turns each:")
     _print_ratio("an update", [(own.seconds, other.seconds) for own, other in pairs])
     _print_ratio("time of all cores for an update", [(own.of_cores, other.of_cores) for own, other in pairs])

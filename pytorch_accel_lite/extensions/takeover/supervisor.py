@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from pytorch_accel_lite.extensions.takeover.channel import SECONDS_BETWEEN_BEATS, Channel
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore, Key
@@ -202,28 +204,38 @@ class Supervisor:
         machine = self._machines[descriptor]
         try:
             messages = machine.channel.receive()
-        except OSError:
+        except ConnectionResetError:
+            messages = None
+        except OSError:  # the network is cut: its processes run until they are killed for lack of heartbeats
+            if self._patience and not machine.is_local:
+                self._poll.unregister(machine.channel)
+                return
             messages = None
         if messages is None:
             self._lose_machine(machine, "has left")
             return
         machine.heard_at = time.monotonic()
         for message in messages:
-            if (process := self._processes.pop(message.get("ended", -1), None)) is not None:
-                self._end(process, message["code"])
-            elif "processes" in message:
-                machine.name = str(message["name"])
-                self._start(machine, int(message["processes"]))
-            for number, seconds in message.get("computed", {}).items():
-                if (computing := self._processes.get(int(number))) is not None:
-                    computing.progress = computing.progress or Liveness(time.monotonic())
-                    computing.progress.computed = seconds
+            self._read(machine, message)
+
+    def _read(self, machine: Machine, message: dict[str, Any]) -> None:
+        """Handle a message of a fork server."""
+        if (process := self._processes.pop(message.get("ended", -1), None)) is not None:
+            self._end(process, message["code"])
+        elif "processes" in message:
+            machine.name = str(message["name"])
+            self._start(machine, int(message["processes"]))
+        for number, seconds in message.get("computed", {}).items():
+            if (computing := self._processes.get(int(number))) is not None:
+                computing.progress = computing.progress or Liveness(time.monotonic())
+                computing.progress.computed = seconds
 
     # -------------------------------------------------------------------------------- when processes end
 
     def _lose_machine(self, machine: Machine, how: str) -> None:
         """Continue without a machine and its processes."""
-        self._poll.unregister(machine.channel)
+        with suppress(KeyError):  # unregistered already if its connection has failed
+            self._poll.unregister(machine.channel)
         del self._machines[machine.channel.fileno()]
         machine.channel.close()
         lost = [process for process in self._processes.values() if process.machine is machine]

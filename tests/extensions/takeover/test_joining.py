@@ -74,7 +74,7 @@ LONG = {"samples": 803, "pause": 0.03, "marks": True, "metrics": True}
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="takes most of a minute: make soak")
 def test_a_job_is_made_larger_up_to_its_logical_processes(tmp_path):
-    config = {**LONG, "trainings": 2, "epochs": 1}
+    config = {**LONG, "pause": 0.2, "trainings": 2, "epochs": 1}  # long enough for others to start
     job = begin(tmp_path / "job", 2, "--listen", "127.0.0.1:0", **config)
     address = address_of(job)
     wait_for(lambda: any(training == "2" for training, *_ in updates(tmp_path / "job")))
