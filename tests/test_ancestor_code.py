@@ -670,7 +670,7 @@ def test_names_that_the_ancestors_users_import():
     assert all(equal_weights(weights(run.model), weights(runs[0].model)) for run in runs)
 
 
-def test_a_run_config_is_made_of_the_ancestors_arguments():
+def test_a_run_config_accepts_the_ancestors_arguments():
     numbers = "num_epochs train_per_device_batch_size eval_per_device_batch_size gradient_accumulation_steps"
     numbers += " train_total_batch_size eval_total_batch_size num_update_steps_per_epoch max_num_train_steps"
     numbers += " num_local_update_steps_per_epoch num_processes"

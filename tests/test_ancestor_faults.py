@@ -147,7 +147,7 @@ def test_two_callbacks_of_one_class_are_allowed(tmp_path):
     assert (tmp_path / "b.pt").exists()
 
 
-def test_an_accelerator_is_passed_or_made_by_an_override():
+def test_an_accelerator_is_passed_or_created_by_an_override():
     accelerator = Accelerator()
     assert adamw_trainer(float64_model(), accelerator=accelerator).accelerator is accelerator
 

@@ -307,7 +307,7 @@ def test_attributes_created_at_the_start_are_restored_too():
 INCLUDED = "include these attributes of the trainer: head, critics.0, critic_optimizer, critic_scheduler."
 
 
-def test_a_run_that_saves_states_says_what_they_include(tmp_path, capsys):
+def test_a_run_that_saves_states_prints_their_contents(tmp_path, capsys):
     saving = SaveTrainingStateCallback(tmp_path / "states", save_every_n_epochs=1)
     Adversarial(callbacks=[saving]).train(DATA, 1)
     said = capsys.readouterr().out

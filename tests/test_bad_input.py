@@ -903,7 +903,7 @@ def test_a_model_with_its_own_loss_may_train_on_another():
     assert run(Smooth) < run(Trainer)
 
 
-def test_a_model_may_change_its_mode_in_its_own_way():
+def test_a_model_may_override_how_its_mode_changes():
     class Freezes(nn.Linear):
         def train(self, mode=True):
             return super().train(False)

@@ -122,7 +122,7 @@ def test_gpu_workloads_can_be_compiled_ahead():
     assert '{"workload"' not in done.stdout
 
 
-def test_other_errors_of_a_contender_are_no_synchronisations():
+def test_other_errors_of_a_contender_are_not_counted_as_waits():
     def train(batches):
         raise RuntimeError(f"{next(batches)} is wrong")
 

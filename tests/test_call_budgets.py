@@ -117,7 +117,7 @@ def test_a_step_keeps_its_call_budget(trainer_class, data, callbacks, kwargs, bu
     assert total <= budget, found.most_common()
 
 
-def test_training_states_cost_a_step_what_a_seed_does(tmp_path):
+def test_training_states_cost_a_step_no_more_than_a_seed(tmp_path):
     callbacks = [SaveTrainingStateCallback(tmp_path, save_at_end=False)]
     calls_per_step(Trainer, lambda steps: Whole(8 * steps), callbacks)  # a folder is locked in another way from then on
     total, found = calls_per_step(Trainer, lambda steps: Whole(8 * steps), callbacks)

@@ -155,7 +155,7 @@ def test_a_shipped_callback_survives_a_run_that_fails_or_stops(callback_class, h
 @pytest.mark.parametrize(
     "callback_class", [c for c in SHIPPED if hasattr(c, "state_dict") and c.__name__ not in STATELESS | NEEDS_A_SCALER]
 )
-def test_the_state_of_a_shipped_callback_makes_the_round_trip(callback_class, here):
+def test_states_of_shipped_callbacks_survive_a_round_trip(callback_class, here):
     callback = callback_class(**STATEFUL.get(callback_class.__name__, {}))
     before = callback.state_dict()
     train(make_trainer([callback]), epochs=2, eval_dataset=make_data(), **EVENTFUL.get(callback_class.__name__, {}))

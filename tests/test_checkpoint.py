@@ -75,7 +75,7 @@ def test_training_continues_from_a_checkpoint_in_the_same_bits(tmp_path):
     assert equal_weights(weights(saved.model), weights(loaded.model))
 
 
-def test_a_checkpoint_loads_after_the_run_made_its_scheduler(tmp_path):
+def test_a_checkpoint_loads_after_the_scheduler_was_created(tmp_path):
     saved = trained()
     saved.save_checkpoint(tmp_path / "model.pt")
     model = make_model(1)
@@ -803,7 +803,7 @@ def test_files_of_others_have_no_checksum_and_are_loaded(tmp_path):
         assert equal_weights(weights(other.model), weights(model))
 
 
-def test_others_read_what_carries_a_checksum(tmp_path):
+def test_other_libraries_read_files_with_a_checksum(tmp_path):
     trainer = trained()
     trainer.save_model(tmp_path / "model.safetensors")
     trainer.save_checkpoint(tmp_path / "model.pt")

@@ -953,7 +953,7 @@ def tagged(size: int, offset: int) -> TensorDataset:
 
 @pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize("wrong", [[True, False] * 5, np.arange(10) % 2 == 0, torch.ones(10) > 0, [0.0, 2.5], (0.5,)])
-def test_indices_that_are_no_integers_are_refused_in_memory(seed, wrong):
+def test_non_integer_indices_are_refused_in_memory(seed, wrong):
     data = float64_data(10)
     trainer = adamw_trainer(float64_model(), seed=seed)
     with pytest.raises(TypeError, match=r"must be integers, not torch\.(bool|float64|float32) as in \["):
@@ -1301,7 +1301,7 @@ def sampler_without_an_end() -> Any:
 
 
 @pytest.mark.processes
-def test_processes_share_what_the_first_draws_from_its_sampler(ranks):
+def test_processes_share_the_draws_of_rank_0s_sampler(ranks):
     results = ranks(sampler_without_an_end)
     steps = zip(*(result["seen"] for result in results), strict=True)
     assert [index for step in steps for indices in step for index in indices] == results[0]["drawn"]
@@ -1517,7 +1517,7 @@ def test_a_forked_worker_that_does_not_begin_is_replaced(tmp_path, kind, samples
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize(("kind", "seed"), some_of(product(["rows", "stream", "own"], [None, 0])))
-def test_workers_do_not_finalise_what_their_parent_has_discarded(tmp_path, kind, seed):
+def test_workers_do_not_finalise_objects_of_their_parent(tmp_path, kind, seed):
     """A process group or an iterator finalised in a fork waits forever for threads that it does not have."""
     dataset = CollectsGarbageRows(float64_data(8)) if kind == "rows" else CollectsGarbage()
     finalised = tmp_path / "finalised"

@@ -169,7 +169,7 @@ def test_mentioned_make_targets_and_files_exist(page):
         assert (ROOT / file).exists(), file
 
 
-def test_the_jobs_of_continuous_integration_run_what_exists():
+def test_ci_jobs_run_existing_targets():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     assert workflow[True].keys() >= {"push", "pull_request", "schedule"}  # YAML 1.1 reads "on" as true
     commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]

@@ -172,7 +172,7 @@ def test_a_compiled_or_channels_last_models_average_is_the_same(option, tmp_path
 
 @pytest.mark.parametrize("order", ["average first", "average last"])
 @pytest.mark.parametrize("change", ["compile", "channels last", "synchronised batch norm"])
-def test_averages_work_made_before_or_after_model_preparation(order, change):
+def test_averages_may_be_created_before_or_after_preparation(order, change):
     model = image_model()
     prepare = {
         "compile": lambda: model.compile(backend="eager") or model,

@@ -149,7 +149,7 @@ def test_evaluate_and_predict_fire_a_steps_events_per_batch():
         assert names.count(event) == 3
 
 
-def test_step_events_carry_the_batch_and_what_the_step_returned():
+def test_step_events_carry_the_batch_and_the_output():
     recorder = recording_callback()
     data = make_data(4)
     train(make_trainer([recorder]), train_dataset=data)
@@ -378,7 +378,7 @@ UNKNOWN = {
 
 
 @pytest.mark.extension("other_libraries")
-def test_an_unknown_event_is_warned_of_with_the_one_meant():
+def test_an_unknown_event_is_warned_of_with_a_suggestion():
     methods = {name: lambda self, trainer, **kwargs: None for name in [*UNKNOWN, "on_checkpoint_uploaded"]}
     trainer = make_trainer([type("Listens", (TrainerCallback,), {"on_gpu": False, **methods})])
     with pytest.warns(UserWarning, match="is not an event") as caught:
@@ -1099,7 +1099,7 @@ def test_an_overridden_train_loss_is_minimised_and_recorded():
     assert losses[0] == pytest.approx(2 * losses[1], rel=1e-6)
 
 
-def test_an_overridden_eval_loss_is_what_is_recorded():
+def test_an_overridden_eval_loss_is_recorded():
     class Constant(Trainer):
         def calculate_eval_batch_loss(self, batch):
             return {"loss": torch.tensor(4.0), "model_outputs": None, "batch_size": len(batch[0])}
@@ -1109,7 +1109,7 @@ def test_an_overridden_eval_loss_is_what_is_recorded():
     assert trainer.evaluate(make_data())["evaluation_loss"] == 4.0
 
 
-def test_an_overridden_backward_step_makes_the_gradients():
+def test_an_overridden_backward_step_computes_the_gradients():
     class Nothing(Trainer):
         def backward_step(self, loss):
             (loss * 0).backward()
@@ -1183,7 +1183,7 @@ def test_metrics_recorded_in_end_methods_precede_callbacks():
     assert metrics.keys() == {"in_eval_epoch_end", "evaluation_loss", "in_evaluation_run_end"}
 
 
-def test_an_overridden_prediction_step_is_what_predict_returns():
+def test_predict_returns_the_result_of_an_overridden_step():
     class Signs(Trainer):
         def calculate_predict_batch_output(self, batch):
             return {"sign": super().calculate_predict_batch_output(batch).sign()}

@@ -108,7 +108,7 @@ def test_mixup_trains_on_mixed_images_and_evaluates_on_real_ones():
     assert float(re.search(r"Test accuracy of the averaged weights: ([\d.]+)% of 360 digits", output)[1]) >= 96
 
 
-def test_a_search_tries_settings_and_draws_what_it_found(tmp_path):
+def test_a_search_tries_settings_and_plots_its_results(tmp_path):
     pytest.importorskip("optuna")
     pytest.importorskip("jsonargparse")
     output = run_script("examples/search.py", "--trials", "2", "--output", str(tmp_path))

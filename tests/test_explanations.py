@@ -384,7 +384,7 @@ def test_ranges_of_samples_are_named_by_their_ends(sampler, listed):
     assert f"samples {listed} of the dataset" in note_of(caught.value)
 
 
-def test_an_error_in_a_metric_names_it_and_what_it_was_given():
+def test_an_error_in_a_metric_names_it_and_its_inputs():
     metrics = MetricsCallback({"accuracy": MulticlassAccuracy(3), "error": MeanSquaredError()})
     error = failure(make_trainer([metrics]), make_data(), eval_dataset=True, sanity_check=False)
     assert error.__notes__[0] == (
@@ -533,7 +533,7 @@ def test_unhelpful_error_messages_are_explained(model, loss_func, data, answer):
         ("accuracy", 1, TARGETS, "a metric for regression, such as 'r2score'"),
     ],
 )
-def test_metrics_that_do_not_fit_the_targets_say_what_to_do(metrics, outputs, targets, answer):
+def test_metrics_unfit_for_the_targets_are_explained(metrics, outputs, targets, answer):
     trainer = make_trainer(model=one_layer(outputs), loss_func=CE if outputs > 1 else MSE, metrics=metrics)
     data = TensorDataset(INPUTS, targets)
     _, mark, advice = "".join(notes_of(failure(trainer, data, eval_dataset=data))).partition("What to do: ")

@@ -134,7 +134,7 @@ HELD = {
     "one file describes a run": "test_experiments.py::test_a_run_from_a_file_ends_in_the_bits_of_the_script",
     "the command line wins over the file": "test_experiments.py::"
     "test_another_class_drops_the_arguments_it_does_not_take",
-    "arguments of your own": "test_experiments.py::test_functions_without_types_make_parts_of_an_experiment",
+    "arguments of your own": "test_experiments.py::test_functions_without_types_may_create_parts",
     "unknown options are named": "test_experiments.py::test_errors_name_the_location_and_the_remedy",
     "a folder for results, named like the file": "test_run_folders.py::test_each_new_run_has_its_own_folder",
     "commands to train and to test": "test_testing.py::test_the_test_command_follows_the_file",
@@ -583,7 +583,7 @@ def test_methods_and_events_of_an_evaluation_are_in_order(evaluated):
     "a hook that gets outputs, labels and loss",
     "a method that computes the loss of a batch",
 )
-def test_events_carry_the_batch_and_what_the_step_returned(ran):
+def test_events_carry_the_batch_and_the_output_of_the_step(ran):
     carried = ran.seen["on_train_step_end"]
     inputs, targets = carried["batch"]
     output = carried["batch_output"]

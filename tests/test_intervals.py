@@ -315,7 +315,7 @@ def test_an_invalid_interval_is_refused(every, error, words):
         run(every)
 
 
-def test_callbacks_name_the_argument_that_is_no_interval():
+def test_callbacks_name_the_argument_with_an_invalid_interval():
     with pytest.raises(ValueError, match=r"^save_every='often' must be"):
         SaveTrainingStateCallback(save_every="often")
 

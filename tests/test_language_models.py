@@ -159,7 +159,7 @@ def test_the_first_label_counts_if_labels_are_not_shifted(make, labels):
     assert torch.allclose(model(**batch).loss, mean)
 
 
-def test_a_loss_that_is_no_mean_over_labels_counts_by_samples():
+def test_a_loss_not_averaged_over_labels_is_weighted_by_samples():
     ids = torch.randint(20, (2, 4))
     classifier = transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES))
     assert items_of(classifier, {"input_ids": ids, "labels": torch.tensor([0, 1])}) is None

@@ -569,7 +569,7 @@ def of_task(task: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_first_outputs_show_what_a_classifier_does(task):
+def test_the_first_outputs_show_the_kind_of_classifier(task):
     found, given = of_task(task)
     assert found == given
     assert all(len(values) == 2 for values in found.values())
@@ -580,7 +580,7 @@ def all_tasks() -> list[Any]:
 
 
 @pytest.mark.processes
-def test_processes_agree_on_what_a_classifier_does(ranks):
+def test_processes_agree_on_the_kind_of_classifier(ranks):
     for by_task in ranks(all_tasks):
         assert all(found == given for found, given in by_task)
 
@@ -638,7 +638,7 @@ def test_pixel_targets_are_not_used_as_labels(shape):
         trainer.evaluate(data)
 
 
-def test_outputs_that_are_none_of_a_classifier_say_what_to_pass():
+def test_outputs_not_of_a_classifier_are_an_error_with_advice():
     trainer = make_trainer(
         metrics="accuracy", model=nn.Sequential(nn.Linear(4, 2)), loss_func=lambda *args: args[0].sum()
     )

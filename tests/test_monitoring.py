@@ -23,7 +23,7 @@ from pytorch_accel_lite.callbacks import (
 from tests.tasks import Overflows, listener, make_model, make_trainer, train
 
 
-def test_learning_rates_are_those_the_updates_were_made_with():
+def test_recorded_learning_rates_are_those_of_the_updates():
     seen: list[Any] = []
     look = listener(on_optimizer_step_end=lambda t: seen.append(t.step_metrics["lr"]))
     trainer = make_trainer([LearningRateMonitorCallback, look])
@@ -145,7 +145,7 @@ def test_the_largest_norm_remembers_one_that_was_no_number():
 
 
 @pytest.mark.parametrize("defaults", [{}, {"lr": None}])
-def test_optimizers_without_a_rate_train_with_what_shows_rates(defaults):
+def test_optimizers_without_a_rate_train_with_rate_displays(defaults):
     class FindsItsOwn(torch.optim.Optimizer):
         def __init__(self, params):
             super().__init__(params, defaults)

@@ -124,7 +124,7 @@ def test_a_sharded_model_is_sharded_first(two_ranks, case):
         assert equal_weights(with_factory, with_optimizer)
 
 
-def test_a_gradient_scaler_works_with_what_a_factory_makes(scaled_accelerator):
+def test_a_gradient_scaler_works_with_a_factorys_optimizer(scaled_accelerator):
     found = []
     for make in (lambda model: two_optimizers, two_optimizers):
         model = float64_model()
@@ -240,7 +240,7 @@ def test_rates_are_recorded_and_watched_for_any_groups():
 
 @pytest.mark.parametrize("tool", ["find_lr", "find_batch_size", "diagnose"])
 @pytest.mark.extension("tuning")
-def test_tools_make_the_optimizer_and_leave_it_fresh(tool):
+def test_tools_create_the_optimizer_and_leave_it_unused(tool):
     model, count = float64_model(), Counted()
     trainer = adamw_trainer(model, optimizer=count)
     getattr(trainer, tool)(DATA)

@@ -32,7 +32,7 @@ from tests.tasks import make_data, make_trainer, train
 # ------------------------------------------------------------------------------------------------ trainers
 
 
-def test_a_trainer_shows_what_it_trains_and_what_listens():
+def test_a_trainers_repr_shows_its_model_and_callbacks():
     trainer = make_trainer([EarlyStoppingCallback(2)])
     assert repr(trainer) == (
         "Trainer(\n"
@@ -321,7 +321,7 @@ def test_help_shows_a_trainers_methods_and_none_of_their_makers():
     assert not re.search(r" object( at 0x\w+)?>", text)
 
 
-def test_help_is_plain_text_with_what_users_call_first():
+def test_help_is_plain_text_with_the_main_methods_first():
     text = pydoc.plain(pydoc.render_doc(Trainer))
     methods = re.findall(r"^ \|  ([a-z]\w*)\(self", text, re.MULTILINE)
     assert methods[:4] == ["train", "evaluate", "predict", "predict_iter"]

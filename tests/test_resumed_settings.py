@@ -207,7 +207,7 @@ class Augmented(Dataset):
         return torch.full((4,), index + noise), torch.tensor([unseeded])
 
 
-def test_random_augmentation_is_no_difference_and_stays_as_it_is(tmp_path, capsys):
+def test_random_augmentation_does_not_count_as_a_difference(tmp_path, capsys):
     assert said(tmp_path, capsys, {"data": Augmented}, {}) == ""
 
 
@@ -279,7 +279,7 @@ def saved_on_several() -> str | None:
         return shutil.copytree(folder / "states", tempfile.mkdtemp(), dirs_exist_ok=True) if rank() == 0 else None
 
 
-def test_another_number_of_processes_is_no_difference(two_ranks, capsys):
+def test_the_number_of_processes_does_not_count_as_a_difference(two_ranks, capsys):
     folder = Path(next(filter(None, two_ranks(saved_on_several))))
     run(folder, 2, resume=True)
     shutil.rmtree(folder)

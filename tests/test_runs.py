@@ -389,7 +389,7 @@ def test_a_trial_restores_parameters_of_the_loss_function(here):
     assert trainer.loss_func.scale == 1
 
 
-def test_clipping_covers_exactly_what_the_optimizer_trains():
+def test_clipping_covers_exactly_the_optimizers_parameters():
     trainer = weighted_trainer([listener(on_optimizer_step_start=lambda t: seen.append(t.loss_func.scale.grad))])
     seen: list[torch.Tensor] = []
     train(trainer, gradient_clip_value=1e-3)
@@ -517,7 +517,7 @@ def test_a_run_with_an_unsaved_history_resumes_at_the_next_epoch(here):
     assert stopping.early_stopping_patience_counter == 1
 
 
-def test_states_hold_only_what_a_loss_function_has_learned(here):
+def test_states_hold_only_learned_parts_of_a_loss_function(here):
     class Distilling(nn.Module):
         def __init__(self, student: nn.Module) -> None:
             super().__init__()

@@ -201,5 +201,5 @@ def failures_of_ranks() -> list[Any]:
     return []
 
 
-def test_all_processes_make_the_sanity_check(two_ranks):
+def test_all_processes_run_the_sanity_check(two_ranks):
     assert two_ranks(failures_of_ranks) == [[0, "The evaluation was tried on on"]] * 2

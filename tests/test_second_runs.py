@@ -250,7 +250,7 @@ def test_an_overridden_create_scheduler_may_use_the_function():
 
 
 @pytest.mark.parametrize("function", [None, partial(ExponentialLR, gamma=0.1)])
-def test_an_overridden_create_scheduler_may_make_its_own_or_none(function):
+def test_create_scheduler_may_return_its_own_scheduler_or_none(function):
     assert type(train(make_trainer(trainer_class=MakesItsOwn), create_scheduler_fn=function).scheduler) is ExponentialLR
     trainer = train(make_trainer(trainer_class=MakesNone), create_scheduler_fn=function)
     assert trainer.scheduler is None

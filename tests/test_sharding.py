@@ -110,7 +110,7 @@ def check_same_as_alone(found, tolerance=1e-12):
 
 
 @pytest.mark.parametrize(("how", "processes"), [("fsdp", 2), ("layers", 2), ("hsdp", 4)])
-def test_sharded_models_learn_what_one_process_learns(job, how, processes):
+def test_sharded_models_train_like_one_process(job, how, processes):
     for found in job(processes).run(trained, how):
         check_same_as_alone(found)
 

@@ -145,7 +145,7 @@ def test_extensions_use_only_what_users_can_import():
 
 
 @pytest.mark.extension(*OFFERED)
-def test_the_public_interface_is_what_is_written_down():
+def test_the_public_interface_equals_interface_txt():
     """After an intended change, run ``python -m tests.interface``."""
     assert list(interface.lines()) == interface.FILE.read_text().splitlines()
 

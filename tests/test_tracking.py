@@ -132,7 +132,7 @@ def test_to_dict_of_a_history_returns_a_copy():
     }
 
 
-def test_asking_for_an_unknown_metric_does_not_make_it_known():
+def test_asking_for_an_unknown_metric_does_not_create_it():
     history = InMemoryRunHistory()
     assert list(history.get_metric_values("mine")) == []
     assert list(history.get_metric_names()) == []
@@ -375,7 +375,7 @@ def test_progress_restarts_in_every_run():
     assert (trainer.progress.epoch, trainer.progress.update, trainer.progress.samples) == (1, 2, 4)
 
 
-def test_progress_makes_the_round_trip_through_its_state():
+def test_progress_survives_a_state_round_trip():
     progress = Progress(epoch=3, epochs_completed=2, step=5, update=17, samples_in_epoch=40, samples=200)
     state = progress.state_dict()
     restored = Progress()

@@ -194,7 +194,7 @@ def test_inputs_and_targets_in_place_of_a_dataset():
 
 @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
 @pytest.mark.parametrize(("data", "answer"), DATA.values(), ids=DATA.keys())
-def test_arguments_that_are_no_dataset_are_named(name, data, answer):
+def test_arguments_that_are_not_a_dataset_are_named(name, data, answer):
     trainer = make_trainer()
     text = message(TypeError, lambda: trainer.train(**({"train_dataset": make_data(), "num_epochs": 1} | {name: data})))
     assert text.startswith(name)

@@ -84,7 +84,7 @@ def far(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> floa
 
 
 @pytest.mark.parametrize("case", ["plain", "fsdp2", "tensor_parallel"])
-def test_one_process_on_nccl_trains_what_the_loop_trains(case):
+def test_one_process_on_nccl_trains_like_the_loop(case):
     if not (ON_GPU or hasattr(torch.cpu.Stream, "record_event")):
         pytest.skip("sharding on a CPU needs a newer torch")
     (found,) = each_rank(1, case)
@@ -102,7 +102,7 @@ def test_a_sharded_model_is_evaluated_like_an_unsharded_one():
     assert found == pytest.approx(float(torch.stack(losses).mean()), rel=1e-4)
 
 
-def test_two_processes_train_what_the_loop_trains():
+def test_two_processes_on_one_gpu_train_like_the_loop():
     first, second = each_rank(2, "ddp")
     assert far(first["weights"], second["weights"]) == 0
     assert far(first["weights"], by_hand()) < NEAR

@@ -274,7 +274,7 @@ def test_an_out_of_memory_error_says_what_it_would_save():
     assert said in " ".join("".join(caught.value.__notes__).split())
 
 
-def test_the_memory_estimate_knows_what_it_saves():
+def test_the_memory_estimate_includes_checkpointing():
     def estimate(checkpointing: Any, **limit: Any) -> Any:
         trainer = adamw_trainer(Repeats(StatelessBlock), activation_checkpointing=checkpointing)
         data = torch.utils.data.TensorDataset(torch.randn(8, 512, 5), torch.randn(8, 512, 1))

@@ -1122,7 +1122,7 @@ def test_custom_generators_are_restored():
     assert all(map(torch.equal, after, torch_before))
 
 
-def test_a_report_shows_what_was_found_and_what_to_change():
+def test_a_check_report_shows_findings_and_advice():
     program = WRONG["softmax before cross entropy"][1]()
     report = check(program, only=["initial_loss", "precision", "schedule", "broadcast"])
     assert [result.name for result in report.results] == ["broadcast", "initial_loss", "schedule", "precision"]

@@ -162,7 +162,7 @@ def test_errors_of_libraries_name_the_entry_of_the_file(file, capsys, arguments,
     assert "Traceback" not in error
 
 
-def test_functions_without_types_make_parts_of_an_experiment(file):
+def test_functions_without_types_may_create_parts(file):
     arguments = [
         "--model",
         "tests.extensions.experiment.parts.create_model",
@@ -224,7 +224,7 @@ def test_modules_beside_the_file_are_found(file, tmp_path, monkeypatch):
     assert isinstance(read(tmp_path / "folder" / "x.yaml").trainer.model, nn.Identity)
 
 
-def test_a_custom_trainer_may_make_its_model_and_optimizer(file):
+def test_a_custom_trainer_may_create_its_model_and_optimizer(file):
     file.write_text(
         "trainer:\n  class_path: tests.extensions.experiment.parts.OwnTrainer\n  init_args: {width: 6, seed: 1}\n"
     )
@@ -563,7 +563,7 @@ def test_errors_name_the_location_and_the_remedy(file, capsys, text, arguments, 
         ),
     ],
 )
-def test_commands_name_what_the_file_lacks(file, capsys, command, text, error):
+def test_commands_name_the_missing_parts_of_a_file(file, capsys, command, text, error):
     file.write_text(text)
     code, _, errors = run(command, file, capsys=capsys)
     assert code == 2

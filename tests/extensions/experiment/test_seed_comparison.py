@@ -225,7 +225,7 @@ def test_a_seed_comparison_has_a_table_and_rows(result):
 # ----------------------------------------------------------------------------------------------- continuing
 
 
-def test_more_seeds_and_other_metrics_train_only_what_is_missing(tmp_path, capsys):
+def test_more_seeds_and_other_metrics_train_only_missing_runs(tmp_path, capsys):
     first = compare_seeds(slow, fast, seeds=2, save_dir=tmp_path)
     capsys.readouterr()
     other = compare_seeds(slow, fast, seeds=2, metric="error", save_dir=tmp_path)

@@ -931,7 +931,7 @@ def left_out_on_the_last_process() -> Any:
     return results
 
 
-def test_each_process_leaves_out_its_own_batches_and_all_say_it(ranks):
+def test_each_process_skips_its_own_batches_and_all_report_it(ranks):
     last = ranks.world_size - 1
     inputs = poisoned(26).tensors[0][:, 0]
     for results in ranks(left_out_on_the_last_process):

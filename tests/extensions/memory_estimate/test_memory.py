@@ -122,7 +122,7 @@ def test_the_peak_is_that_of_a_real_run(steps):
     assert sum(found.parts.values()) == found.peak
 
 
-def test_a_growing_batch_takes_what_its_largest_windows_take():
+def test_a_growing_batch_needs_the_memory_of_its_largest_window():
     one, two, growing = (
         trainer_of_blocks().estimate_memory(rows(), BATCH, gradient_accumulation_steps=steps, **quick).peak
         for steps in (1, 2, {0: 1, 5: 3})
@@ -130,7 +130,7 @@ def test_a_growing_batch_takes_what_its_largest_windows_take():
     assert growing == two != one
 
 
-def test_the_peak_is_what_the_allocator_sees():
+def test_the_estimated_peak_is_the_allocators():
     trainer, data = trainer_of_blocks(), rows()
     found = trainer.estimate_memory(data, BATCH, **quick)
     trainer.train(data, 1, per_device_batch_size=BATCH)

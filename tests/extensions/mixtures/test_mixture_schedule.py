@@ -153,7 +153,7 @@ def test_stages_of_a_mixture_start_after_their_update():
     assert shares(trainer)[:3] == [0, 0.25, 0.5]  # of two updates each
 
 
-def test_linear_weights_change_gradually_and_give_what_is_due():
+def test_linear_weights_change_gradually_with_exact_shares():
     hard = hard_by_update(by_updates(schedule=LINEAR, linear=True, every_n_updates=2).seen)
     due = [6 * (0.1 + 0.1 * min(update - update % 2, 8)) for update in range(12)]
     for count in range(1, 6):

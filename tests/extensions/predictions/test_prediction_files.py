@@ -228,7 +228,7 @@ def test_damaged_predictions_are_not_read(tmp_path):
         read_predictions(tmp_path)
 
 
-def test_damaged_predictions_are_made_again(tmp_path):
+def test_damaged_predictions_are_repeated(tmp_path):
     data = float64_data(9)
     predict(tmp_path, data, shard_size=4)
     before = read_predictions(tmp_path)

@@ -97,7 +97,7 @@ class Wide(nn.Linear):
     """A class that can."""
 
 
-def test_the_code_of_a_card_imports_what_can_be_imported(tmp_path):
+def test_the_code_of_a_card_has_working_imports(tmp_path):
     class Local(nn.Linear):
         pass
 

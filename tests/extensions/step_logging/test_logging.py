@@ -195,7 +195,7 @@ def test_rows_average_all_updates_since_the_last_row(tmp_path, every):
 
 
 @pytest.mark.parametrize("value", [None, "x", [1.0], torch.ones(2), torch.ones(2, device="meta")])
-def test_a_step_metric_that_is_no_number_is_named(value):
+def test_a_non_numeric_step_metric_is_named(value):
     with pytest.raises(TypeError, match=r"step_metrics\['mine'\]=.* must be a number"):
         with_step_metrics(mine=value)
 
@@ -287,6 +287,6 @@ def test_all_rows_are_written_when_another_callback_fails(event):
 
 
 @OF_THE_SCRIPT
-def test_the_script_makes_the_epochs_that_the_tests_count(tmp_path):
+def test_the_script_has_the_expected_number_of_epochs(tmp_path):
     trainer = run(tmp_path, mlflow=False)
     assert (trainer.progress.epochs_completed, trainer.progress.update) == (EPOCHS, UPDATES)

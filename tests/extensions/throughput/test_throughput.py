@@ -186,7 +186,7 @@ def test_an_unknown_peak_is_reported_before_training():
         ({"peak_flops": 1e12}, "pass count_flops=True or flops_per_sample, too"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(arguments, message):
+def test_senseless_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         ThroughputCallback(**arguments)
 

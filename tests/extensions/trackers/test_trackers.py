@@ -119,7 +119,7 @@ print(*trainer.run_history["train_loss_epoch"], *trainer.run_history["eval_loss_
 
 @pytest.mark.programs
 @pytest.mark.parametrize(("name", "files"), [("wandb", "wandb/**/*.wandb"), ("trackio", "trackio/*.db")])
-def test_trackers_that_need_no_account_hold_what_was_recorded(tmp_path, name, files):
+def test_trackers_without_an_account_store_the_recorded_values(tmp_path, name, files):
     if find_spec(name) is None or name not in LOGGER_TYPE_TO_CLASS:
         pytest.skip(f"needs {name}, and a version of accelerate that knows it")
     output = run_code(LOGGED, name, str(tmp_path))
