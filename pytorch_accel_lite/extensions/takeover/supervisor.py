@@ -202,6 +202,19 @@ class Supervisor:
             self._add_machine(Channel(connection), connection.getsockname()[0], is_local=False)
             return
         machine = self._machines[descriptor]
+        for message in self._receive(machine):
+            if (process := self._processes.pop(message.get("ended", -1), None)) is not None:
+                self._end(process, message["code"])
+            elif "processes" in message:
+                machine.name = str(message["name"])
+                self._start(machine, int(message["processes"]))
+            for number, seconds in message.get("computed", {}).items():
+                if (computing := self._processes.get(int(number))) is not None:
+                    computing.progress = computing.progress or Liveness(time.monotonic())
+                    computing.progress.computed = seconds
+
+    def _receive(self, machine: Machine) -> list[dict[str, Any]]:
+        """Return the messages of a machine, or continue without it if it has closed its connection."""
         try:
             messages = machine.channel.receive()
         except ConnectionResetError:
@@ -209,26 +222,13 @@ class Supervisor:
         except OSError:  # the network is cut: its processes run until they are killed for lack of heartbeats
             if self._patience and not machine.is_local:
                 self._poll.unregister(machine.channel)
-                return
+                return []
             messages = None
         if messages is None:
             self._lose_machine(machine, "has left")
-            return
+            return []
         machine.heard_at = time.monotonic()
-        for message in messages:
-            self._read(machine, message)
-
-    def _read(self, machine: Machine, message: dict[str, Any]) -> None:
-        """Handle a message of a fork server."""
-        if (process := self._processes.pop(message.get("ended", -1), None)) is not None:
-            self._end(process, message["code"])
-        elif "processes" in message:
-            machine.name = str(message["name"])
-            self._start(machine, int(message["processes"]))
-        for number, seconds in message.get("computed", {}).items():
-            if (computing := self._processes.get(int(number))) is not None:
-                computing.progress = computing.progress or Liveness(time.monotonic())
-                computing.progress.computed = seconds
+        return messages
 
     # -------------------------------------------------------------------------------- when processes end
 
