@@ -238,7 +238,11 @@ def undisturbed(width: int, turns: int) -> None:
         ours.signal_all(signal.SIGSTOP)
         with running(width, *TORCHRUN) as torchs:
             torchs.signal_all(signal.SIGSTOP)
-            pairs = [(ours.take_turn(), torchs.take_turn()) for _ in range(turns)]
+            pairs = []
+            for number in range(turns):
+                jobs = [ours, torchs][:: -1 if number % 2 else 1]  # neither always comes first
+                taken = {job: job.take_turn() for job in jobs}
+                pairs.append((taken[ours], taken[torchs]))
     print(f"Medians of {turns} turns each:")
     _print_ratio("an update", [(own.seconds, other.seconds) for own, other in pairs])
     _print_ratio("time of all cores for an update", [(own.of_cores, other.of_cores) for own, other in pairs])

@@ -10,7 +10,7 @@ from pytorch_accel_lite.callbacks import (
     get_default_callbacks,
 )
 from pytorch_accel_lite.distributed.launch import notebook_launcher
-from pytorch_accel_lite.extension_names import missing
+from pytorch_accel_lite.extension_names import missing_name_error
 from pytorch_accel_lite.extensions import other_libraries as other_libraries  # fills OTHER_LIBRARIES
 from pytorch_accel_lite.extensions import plots as plots  # adds to PLOTS
 from pytorch_accel_lite.extensions import pretrained as pretrained  # adds to MODEL_FORMS
@@ -50,4 +50,4 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker would take any name for one that is there
 
     def __getattr__(name: str) -> object:
-        raise missing(name)
+        raise missing_name_error(name)

@@ -5,15 +5,16 @@ trainer besides its model; the parts of batches; and the form of results and err
 """
 
 from pytorch_accel_lite.base.backends import deterministic_kernels
+from pytorch_accel_lite.base.devices import is_out_of_memory
 from pytorch_accel_lite.base.environment import install_command
 from pytorch_accel_lite.base.inspection import nested_in
 from pytorch_accel_lite.base.modules import local_shard
 from pytorch_accel_lite.base.origins import is_overridden, warn_outside
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.reachable import reachable_from
-from pytorch_accel_lite.base.reports import Report
 from pytorch_accel_lite.base.templates import Column, render
 from pytorch_accel_lite.base.text import describe_error, listed
+from pytorch_accel_lite.base.tool_reports import Report
 from pytorch_accel_lite.base.types import ChosenModules, JsonObject
 from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
@@ -32,8 +33,8 @@ from pytorch_accel_lite.checkpoint.model_forms import (
 )
 from pytorch_accel_lite.checkpoint.model_writers import MODEL_WRITERS, ModelWriter, SavedModel
 from pytorch_accel_lite.checkpoint.shards import every_part_is_held
-from pytorch_accel_lite.checkpoint.store import StateStore
-from pytorch_accel_lite.checkpoint.training_state import CapturedState, read_model, read_verified, write_files
+from pytorch_accel_lite.checkpoint.state_directory import CapturedState, read_model, read_verified, write_files
+from pytorch_accel_lite.checkpoint.state_store import StateStore
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import (
     TARGET_KEYS,
@@ -47,16 +48,17 @@ from pytorch_accel_lite.data.batches import (
     tensors_in,
 )
 from pytorch_accel_lite.data.loss_shapes import LossFunction, LossShapeError, shapes_are_known
-from pytorch_accel_lite.data.shares import Shares, split
+from pytorch_accel_lite.data.shares import Shares, share_bounds
 from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, concatenate_if_possible, select_samples
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.distributed.exchange import ControlGroup, OtherCallError
-from pytorch_accel_lite.distributed.layout import mesh_infos, shard_dim
+from pytorch_accel_lite.distributed.control_group import ControlGroup, OtherCallError
+from pytorch_accel_lite.distributed.data_ranks import mesh_infos, shard_dim
 from pytorch_accel_lite.distributed.lost_processes import ProcessLostError, is_about_lost_process
 from pytorch_accel_lite.distributed.meshes import Holders, use_holders
 from pytorch_accel_lite.distributed.observers import OBSERVERS, JobObserver
-from pytorch_accel_lite.distributed.participant import Participant
-from pytorch_accel_lite.distributed.positions import (
+from pytorch_accel_lite.distributed.ranks import set_timeout, timeout_of, use_ranks
+from pytorch_accel_lite.distributed.shutdown import open_trainers
+from pytorch_accel_lite.distributed.stack_frames import (
     MACHINERY,
     Stack,
     describe_call,
@@ -65,9 +67,8 @@ from pytorch_accel_lite.distributed.positions import (
     is_in_backward,
     is_library_frame,
 )
-from pytorch_accel_lite.distributed.ranks import set_timeout, timeout_of, use_ranks
-from pytorch_accel_lite.distributed.shutdown import open_trainers
-from pytorch_accel_lite.loop.batch_parts import is_out_of_memory, merge_outputs, split_into_parts
+from pytorch_accel_lite.distributed.trainer_protocol import OpenTrainer
+from pytorch_accel_lite.loop.batch_parts import merge_outputs, split_into_parts
 from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.guards.explanations import explain, list_samples
 from pytorch_accel_lite.loop.guards.held_memory import MEMORY_ADVICE
@@ -77,7 +78,7 @@ from pytorch_accel_lite.loop.own_callbacks import OwnCallbacks
 from pytorch_accel_lite.loop.preparing import MODEL_CHANGES
 from pytorch_accel_lite.loop.sharded_models import shard_model
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
-from pytorch_accel_lite.loop.speed_advice import faster_data, unfused_class
+from pytorch_accel_lite.loop.speed_advice import faster_data
 from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward, loss_of
 from pytorch_accel_lite.loop.trial import Trial
 from pytorch_accel_lite.optimizers.operations import CreateScheduler, optimized_parameters
@@ -129,9 +130,9 @@ __all__ = [
     "OtherCallError", "ProcessLostError", "SKIPPED", "SkippedBatches", "SkippedStep", "explain", "list_samples",
     # Steps that are divided into a fixed number of shares.
     "LossTracker", "LossTrackers", "Share", "Shares", "concatenate_if_possible", "deterministic_kernels", "mesh_infos",
-    "shard_dim", "split",
+    "shard_dim", "share_bounds",
     # The processes of a job.
-    "MACHINERY", "ControlGroup", "Holders", "Participant", "Stack", "capture_generators", "describe_call",
+    "MACHINERY", "ControlGroup", "Holders", "OpenTrainer", "Stack", "capture_generators", "describe_call",
     "describe_frame", "every_part_is_held", "innermost_function", "is_about_lost_process", "is_in_backward",
     "is_library_frame", "open_trainers", "restore_generators", "set_timeout", "timeout_of", "use_holders", "use_ranks",
     # For stores, and for other files of several processes.
@@ -143,7 +144,7 @@ __all__ = [
     # Trials.
     "OwnCallbacks", "Snapshot", "StepSnapshot", "Trial", "check_dataset", "faster_data", "inference_run",
     "is_out_of_memory", "loss_of", "preserving_attributes", "replaced", "shard_model", "split_into_parts",
-    "unfused_class", "unwrapped_model",
+    "unwrapped_model",
     # The parts of trainers and batches.
     "TARGET_KEYS", "Batch", "BatchAdapter", "BatchOutput", "ListOfSamples", "LossFunction", "LossShapeError",
     "all_optimized_parameters", "concatenate", "infer_batch_size", "is_as_long", "is_overridden", "is_single_sample",

@@ -3,7 +3,6 @@
 Each callback is an example to copy: it reads ``trainer.run`` and imports only names that are public somewhere.
 """
 
-from pytorch_accel_lite.base.bars import Bar, HeldOutput, NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.base.devices import (
     AsyncCopy,
     DeviceTimer,
@@ -27,30 +26,29 @@ from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.pictures import Picture, as_picture
 from pytorch_accel_lite.base.quantised import is_quantised_by, plain_parts, quantised_entries
-from pytorch_accel_lite.base.randomness import mix, preserving_generators, seed_all
-from pytorch_accel_lite.base.reprs import short
-from pytorch_accel_lite.base.reprs import table as html_table
+from pytorch_accel_lite.base.randomness import derive_seed, preserving_generators, seed_all
+from pytorch_accel_lite.base.reprs import html_table, short_repr
 from pytorch_accel_lite.base.text import (
     add_note,
     align,
     as_number_or_text,
     as_plain,
-    did_you_mean,
+    escape_unprintable,
     format_duration,
     to_number,
-    visible,
     wrapped,
 )
+from pytorch_accel_lite.base.tqdm_bars import Bar, HeldOutput, NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
-from pytorch_accel_lite.base.unknown_names import suggest_arguments
+from pytorch_accel_lite.base.unknown_names import did_you_mean, suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_positive_number, optional
 from pytorch_accel_lite.callbacks.metrics import default_transform
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
-from pytorch_accel_lite.checkpoint.background import BackgroundWriter
-from pytorch_accel_lite.checkpoint.capturing import check_states_are_possible, refuse_engines, refuse_fsdp1
+from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
+from pytorch_accel_lite.checkpoint.capture_and_restore import check_states_are_possible, refuse_engines, refuse_fsdp1
 from pytorch_accel_lite.checkpoint.files import FROZEN, load_plain, write_bytes
 from pytorch_accel_lite.checkpoint.locations import open_store
-from pytorch_accel_lite.checkpoint.store import state_name
+from pytorch_accel_lite.checkpoint.state_store import state_name
 from pytorch_accel_lite.checkpoint.weights import (
     check_has_trainable,
     leave_out_frozen,
@@ -65,7 +63,7 @@ from pytorch_accel_lite.data.sources import BatchData, Index
 from pytorch_accel_lite.data.splitting import is_list_of_samples, slice_batch, to_cpu
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.extension_names import is_not_there
+from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.loop.clipping import total_norm
 from pytorch_accel_lite.loop.inference import inference
 from pytorch_accel_lite.optimizers.moving_averages import ShardedEma
@@ -93,12 +91,12 @@ __all__ = [
     "CountedRun", "ExpectedMetrics", "Interval", "ModelEmaCallback", "NewMetrics", "Ranks", "TimeBudget",
     "describe_fractions", "parse_interval", "set_listening", "sync_ddp_buffers",
     # Checks of arguments.
-    "add_note", "check_choice", "check_positive_number", "did_you_mean", "is_not_there", "optional",
+    "add_note", "check_choice", "check_positive_number", "did_you_mean", "missing_extension_text", "optional",
     "suggest_arguments",
     # Models, their outputs and gradients.
     "Classification", "NamedMetric", "ParamGroup", "ShardedEma", "TrainerOptimizer", "are_sharded", "class_of",
     "dataset_of", "default_transform", "evaluating_optimizers", "find_length", "group_names", "inference",
-    "is_created", "is_list_of_samples", "is_number", "keep_in_eval", "mix", "parts_of_optimizer",
+    "is_created", "is_list_of_samples", "is_number", "keep_in_eval", "derive_seed", "parts_of_optimizer",
     "preserving_generators", "preserving_modes", "release_from_eval", "schedulers_in", "seed_all", "slice_batch",
     "to_cpu", "total_norm", "unwrap",
     # Devices without waiting.
@@ -110,6 +108,6 @@ __all__ = [
     "without_compile", "write_bytes",
     # Terminals and notebooks.
     "Bar", "HeldOutput", "NotebookBar", "NotebookOutput", "Picture", "TerminalBar", "align", "as_number_or_text",
-    "as_picture", "as_plain", "format_duration", "html_table", "in_notebook", "is_terminal", "short", "to_number",
-    "visible", "wrapped",
+    "as_picture", "as_plain", "format_duration", "html_table", "in_notebook", "is_terminal", "short_repr", "to_number",
+    "escape_unprintable", "wrapped",
 ]  # fmt: skip

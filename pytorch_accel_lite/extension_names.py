@@ -96,7 +96,7 @@ NEEDED = {
 }
 
 
-def missing(name: str, prefix: str = "") -> Exception:
+def missing_name_error(name: str, prefix: str = "") -> Exception:
     """Return the error about a missing name in the package, or in ``prefix`` in it.
 
     If a missing extension has the name of a module, it is an ``ImportError``: ``from ... import`` would replace the
@@ -106,13 +106,13 @@ def missing(name: str, prefix: str = "") -> Exception:
     qualified = f"{prefix}.{name}" if prefix else name
     for extension, names in OFFERED.items():
         if qualified in names:
-            return kind(f"{qualified} {is_not_there(extension)}")
+            return kind(f"{qualified} {missing_extension_text(extension)}")
     folder = Path(__file__).parent.name
     owner = f"{prefix!r} object" if prefix[:1].isupper() else f"module {f'{folder}.{prefix}'.rstrip('.')!r}"
     return AttributeError(f"{owner} has no attribute {name!r}")
 
 
-class _Missing:
+class _MissingMethod:
     """Stands for a method from a missing extension."""
 
     def __init__(self, error: Exception) -> None:
@@ -122,7 +122,7 @@ class _Missing:
         raise AttributeError(str(self._error))
 
 
-def with_missing(cls: C) -> C:
+def add_missing_method_errors(cls: C) -> C:
     """Give a class errors for the methods that it lacks because an extension is missing.
 
     A ``__getattr__`` would make each attribute of each instance slower to read, and hide the errors of properties.
@@ -130,11 +130,11 @@ def with_missing(cls: C) -> C:
     for name in [name for names in OFFERED.values() for name in names]:
         prefix, _, method = name.rpartition(".")
         if prefix == cls.__name__ and not hasattr(cls, method):
-            setattr(cls, method, _Missing(missing(method, prefix)))
+            setattr(cls, method, _MissingMethod(missing_name_error(method, prefix)))
     return cls
 
 
-def is_not_there(extension: str) -> str:
+def missing_extension_text(extension: str) -> str:
     """Return the end of an error about a missing extension, which begins with the name that needs it."""
     folder = Path(__file__).parent.name
     return (

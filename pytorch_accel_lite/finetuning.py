@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.base.modules import stay_in_eval, stays_in_eval
-from pytorch_accel_lite.extension_names import missing
+from pytorch_accel_lite.extension_names import missing_name_error
 from pytorch_accel_lite.extensions.finetuning import BN_MODULES as BN_MODULES
 from pytorch_accel_lite.extensions.finetuning import (
     Layer,
@@ -29,4 +29,4 @@ _stay_in_eval = stay_in_eval  # models with frozen layers that version 0.2 pickl
 if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
 
     def __getattr__(name: str) -> object:
-        raise missing(name, "finetuning")
+        raise missing_name_error(name, "finetuning")

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.extension_names import missing
+from pytorch_accel_lite.extension_names import missing_name_error
 from pytorch_accel_lite.extensions.optuna import OptunaPruningCallback
 from pytorch_accel_lite.extensions.ray import RayReportCallback
 
@@ -11,4 +11,4 @@ __all__ = ["OptunaPruningCallback", "RayReportCallback"]
 if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
 
     def __getattr__(name: str) -> object:
-        raise missing(name, "integrations")
+        raise missing_name_error(name, "integrations")

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.base.templates import Column, render
-from pytorch_accel_lite.extension_names import missing
+from pytorch_accel_lite.extension_names import missing_name_error
 from pytorch_accel_lite.extensions.plots import (
     NothingToPlotError,
     new_figure,
@@ -39,4 +39,4 @@ __all__ = [
 if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
 
     def __getattr__(name: str) -> object:
-        raise missing(name, "plotting")
+        raise missing_name_error(name, "plotting")

@@ -33,9 +33,9 @@ from pytorch_accel_lite.callbacks import (
     StopTrainingError,
     TerminateOnNaNCallback,
 )
-from pytorch_accel_lite.callbacks.limits import limit_from_environment
+from pytorch_accel_lite.callbacks.batch_limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import saving
-from pytorch_accel_lite.checkpoint.background import BackgroundWriter
+from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
 from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, total_loss
 from pytorch_accel_lite.data.defaults import default_loader_kwargs, loader_for
@@ -44,7 +44,7 @@ from pytorch_accel_lite.data.loss_shapes import LossFunction
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
 from pytorch_accel_lite.distributed import Ranks, accelerators, launch, shutdown
 from pytorch_accel_lite.distributed.ranks import find_ranks
-from pytorch_accel_lite.extension_names import with_missing
+from pytorch_accel_lite.extension_names import add_missing_method_errors
 from pytorch_accel_lite.extensions import blocks as blocks  # adds to MODEL_CHANGES
 from pytorch_accel_lite.extensions import compiled_step as compiled_step  # adds to STEP_COMPILERS
 from pytorch_accel_lite.extensions.checking import program_check
@@ -70,7 +70,16 @@ from pytorch_accel_lite.loop.guards.arguments import check_parallelism
 from pytorch_accel_lite.loop.preparing import combine_or_defer
 from pytorch_accel_lite.loop.scheduling import check_scheduler
 from pytorch_accel_lite.loop.setting_up import LoaderArguments
-from pytorch_accel_lite.optimizers import operations as optimizers
+from pytorch_accel_lite.optimizers.operations import (
+    OptimizerFactory,
+    Optimizers,
+    SchedulerFactory,
+    TrainerOptimizer,
+    TrainerScheduler,
+    clear_gradients,
+    is_created,
+    take_step,
+)
 from pytorch_accel_lite.run.division import create_division
 from pytorch_accel_lite.run.events import EVENTS, CallbackHandler, RunPausedError, TrainerCallback
 from pytorch_accel_lite.run.goodput import Goodput
@@ -123,7 +132,7 @@ _CALLED_FIRST = (
 )
 
 
-@with_missing
+@add_missing_method_errors
 @suggest_arguments
 class Trainer:
     """Trains and evaluates a model, and predicts with it, on any hardware that Accelerate supports.
@@ -375,7 +384,7 @@ class Trainer:
         self,
         model: nn.Module,
         loss_func: LossFunction | None,
-        optimizer: optimizers.Optimizers | optimizers.OptimizerFactory | None,
+        optimizer: Optimizers | OptimizerFactory | None,
         callbacks: Iterable[TrainerCallback | type[TrainerCallback] | None] = DEFAULT_CALLBACKS,
         run_history: RunHistory | None = None,
         *,
@@ -404,7 +413,7 @@ class Trainer:
         arguments.check_constructor(loss_func, optimizer, seed)
         self.model = model
         self.loss_func = loss_func
-        self.optimizer: optimizers.TrainerOptimizer = combine_or_defer(optimizer)
+        self.optimizer: TrainerOptimizer = combine_or_defer(optimizer)
         self._callbacks = callbacks
         self.callback_handler = self._create_callback_handler()
         if metrics is not None:
@@ -418,8 +427,8 @@ class Trainer:
         self.compile_model: bool | Literal["blocks"] | dict[str, Any] = compile_model
         self.activation_checkpointing = activation_checkpointing
         self.channels_last, self.check_replicas, self.deterministic = channels_last, check_replicas, deterministic
-        self.scheduler: optimizers.TrainerScheduler = None
-        self.create_scheduler_fn: optimizers.SchedulerFactory | None = None
+        self.scheduler: TrainerScheduler = None
+        self.create_scheduler_fn: SchedulerFactory | None = None
         self.registered_objects: dict[str, HasStateDict] = {}
         self.prepared_model: PreparedModel | None = None
         self.open_runs: list[Run] = []
@@ -528,20 +537,19 @@ class Trainer:
                 "train() cannot be called within a run, nor while predict_iter() is being iterated over. End the run "
                 "first by raising StopTrainingError, or close the iterator."
             )
-        size = per_device_batch_size
-        of_train, of_eval = train_dataloader_kwargs, eval_dataloader_kwargs
-        arguments.check_dataset(self, "train_dataset", train_dataset, size, of_train, collate_fn, eval_dataset)
+        size, train_kwargs, eval_kwargs = per_device_batch_size, train_dataloader_kwargs, eval_dataloader_kwargs
+        arguments.check_dataset(self, "train_dataset", train_dataset, size, train_kwargs, collate_fn, eval_dataset)
         arguments.check_training(self.optimizer, self.accelerator, request)
         arguments.check_resume_from(resume_from)
         has_schedule = create_scheduler_fn is not None or warmup_steps
         schedule = resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval) if has_schedule else None
         arguments.check_optimizers(self)
         if eval_dataset is not None:
-            arguments.check_dataset(self, "eval_dataset", eval_dataset, size, of_eval, collate_fn, train_dataset)
+            arguments.check_dataset(self, "eval_dataset", eval_dataset, size, eval_kwargs, collate_fn, train_dataset)
         self._latest_eval_dataset = eval_dataset
         self.create_scheduler_fn = schedule
         run = Run.create(self, request, train_dataset, eval_dataset, collate_fn)
-        loaders = LoaderArguments(int(size), of_train, of_eval)  # the size may be an integer of numpy
+        loaders = LoaderArguments(int(size), train_kwargs, eval_kwargs)  # the size may be an integer of numpy
         fit(self, run, loaders, resume_from, reset_run_history)
 
     def evaluate(
@@ -653,6 +661,7 @@ class Trainer:
             self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first=only_first
         )
 
+    # Tools of extensions are bound as they are: an extension is deleted with its lines here.
     find_lr = finders.find_lr
     find_batch_size = finders.find_batch_size
     check = program_check.check
@@ -735,7 +744,38 @@ class Trainer:
         """
         return saving.load_checkpoint(self, checkpoint_path, load_optimizer, load_scheduler, strict=strict)
 
-    save_model = saving.save_model
+    def save_model(
+        self, path: PathOrFile, *, trainable_only: bool = False, card_data: Mapping[str, object] | None = None
+    ) -> None:
+        """Save the model for use in other programs: its weights as safetensors, and a model card.
+
+        In a directory, models of transformers, PEFT, diffusers and timm are saved in the format of their library, with
+        configuration and tokenizer; see "Save and load" in the docs.
+
+        A directory gets ``model.safetensors``, ``README.md`` and, with matplotlib, ``curves.png``, each written
+        atomically. The card says how the model was trained, how good it is, and how to load it with PyTorch alone. The
+        Hugging Face Hub shows it as the model's page, and ``huggingface_hub.ModelCard`` reads it. A ``README.md`` that
+        somebody else wrote is kept, with a warning.
+
+        Call it on every process. Sharded weights are gathered in the host memory of the first process, which writes the
+        files.
+
+        Args:
+            path: path of the directory, or its URL in a remote store, such as ``"hf://name/repository"``; missing
+                folders are created. A path that ends in ``.safetensors`` is a single file with the weights alone. So is
+                an open binary file or ``io.BytesIO``, which the main process writes from its position, flushes and
+                leaves open; the other processes may pass anything.
+            trainable_only: whether to leave out frozen parameters, which ``load_checkpoint()`` then does not change.
+            card_data: further metadata of the card, such as ``{"license": "mit", "datasets": ["mnist"], "pipeline_tag":
+                "image-classification"}``; see ``huggingface_hub.ModelCardData``
+
+        Raises:
+            ValueError: if ``trainable_only`` would leave out everything, if ``path`` is a file and should be a
+                directory, or if it is a URL of an unknown kind
+            TypeError: if ``card_data`` is not a dict of texts, numbers, and lists and dicts of them
+            OSError: if a file cannot be written
+        """
+        saving.save_model(self, path, trainable_only=trainable_only, card_data=card_data)
 
     def save_training_state(
         self,
@@ -911,7 +951,7 @@ class Trainer:
         """Return the default arguments of the evaluation dataloader: in order, with workers if they are worthwhile."""
         return default_loader_kwargs(self.eval_dataset, batch_size, False, self.accelerator)
 
-    def create_scheduler(self) -> optimizers.TrainerScheduler:
+    def create_scheduler(self) -> TrainerScheduler:
         """Return the scheduler of a run, or ``None``. Calls ``create_scheduler_fn(optimizer)`` by default."""
         if self.create_scheduler_fn is None:
             return None
@@ -988,7 +1028,7 @@ class Trainer:
 
     def optimizer_step(self) -> None:
         """Update the weights."""
-        optimizers.take_step(self.optimizer, *self.current_run.stepper.closure)
+        take_step(self.optimizer, *self.current_run.stepper.closure)
 
     def scheduler_step(self) -> None:
         """Step the scheduler. Called once per update, unless a gradient scaler skipped it, or once per epoch."""
@@ -1023,7 +1063,7 @@ class Trainer:
 
     def optimizer_zero_grad(self) -> None:
         """Clear the gradients after an update."""
-        optimizers.clear_gradients(self.optimizer)
+        clear_gradients(self.optimizer)
 
     def train_epoch_end(self) -> None:
         """Called when a training epoch ends, before its losses are recorded."""
@@ -1226,7 +1266,7 @@ class Trainer:
         parts: dict[str, object] = {
             "model": type(model).__name__,
             "parameters": f"{sum(sizes):,}{lazy}",
-            "optimizer": type(optimizer).__name__ if optimizers.is_created(optimizer) else repr(optimizer),
+            "optimizer": type(optimizer).__name__ if is_created(optimizer) else repr(optimizer),
             "device": self.device,
         }
         if self.ranks.world_size > 1:

@@ -2,18 +2,18 @@
 
 from typing import TYPE_CHECKING
 
+from pytorch_accel_lite.base.compat_names import DataLoaderSlice, worker_init_fn
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_ENV_VAR, import_extra
 from pytorch_accel_lite.base.text import as_cell, as_json, format_bytes, format_metric, format_value, from_cell, listed
 from pytorch_accel_lite.base.unknown_names import suggest
-from pytorch_accel_lite.callbacks.limits import DataLoaderSlice, LimitBatches
-from pytorch_accel_lite.data.workers import worker_init_fn
+from pytorch_accel_lite.callbacks.batch_limits import LimitBatches
 from pytorch_accel_lite.distributed.launch import record_error
 from pytorch_accel_lite.distributed.process_zero import (
     local_process_zero_first,
     local_process_zero_only,
     world_process_zero_only,
 )
-from pytorch_accel_lite.extension_names import missing
+from pytorch_accel_lite.extension_names import missing_name_error
 from pytorch_accel_lite.extensions.idle_gpus import use_idle_gpus
 from pytorch_accel_lite.loop.collectives import remove_padding, result_of_first
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma
@@ -45,4 +45,4 @@ __all__ = [
 if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
 
     def __getattr__(name: str) -> object:
-        raise missing(name, "utils")
+        raise missing_name_error(name, "utils")

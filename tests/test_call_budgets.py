@@ -138,7 +138,7 @@ def test_samples_without_random_draws_are_not_seeded():
     workers = {"train_dataloader_kwargs": {"num_workers": 0}}
     total, found = calls_per_step(Trainer, Single, (), train=workers, seed=1)
     assert found["seed_generators"] <= 2  # before the first sample, to notice draws, and before the step
-    assert total - found["__getitem__"] - found["mix"] <= 34, found.most_common()
+    assert total - found["__getitem__"] - found["derive_seed"] <= 34, found.most_common()
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ from pytorch_accel_lite.callbacks import (
 from pytorch_accel_lite.data import NamedDatasets, OwnShard, shard
 from pytorch_accel_lite.data.defaults import default_num_workers
 from pytorch_accel_lite.data.reading import tensors_in_memory
-from pytorch_accel_lite.data.shares import count_global_batches, global_batches, split
+from pytorch_accel_lite.data.shares import count_global_batches, global_batches, share_bounds
 from pytorch_accel_lite.utils import LimitBatches
 from tests.launching import run_code, some_of, two_are_enough
 from tests.loaders import numbers, rank_of, samples
@@ -151,7 +151,7 @@ def read_from(
 
 @given(sizes, processes)
 def test_shares_are_even_and_contiguous(size, world_size):
-    parts = [split(size, rank, world_size) for rank in range(world_size)]
+    parts = [share_bounds(size, rank, world_size) for rank in range(world_size)]
     assert [i for start, stop in parts for i in range(start, stop)] == list(range(size))
     lengths = [stop - start for start, stop in parts]
     assert max(lengths) - min(lengths) <= 1
@@ -1487,7 +1487,7 @@ class CollectsGarbageRows(Rows):
 
 WORKERS_THAT_DO_NOT_BEGIN = """
 import os, pathlib, sys, time, warnings
-from pytorch_accel_lite.data import workers
+from pytorch_accel_lite.data import worker_startup
 from tests.launching import run_code
 from tests.tasks import Rows, Stream, make_data, make_trainer, train
 
@@ -1500,7 +1500,7 @@ def hang_at_first():
         time.sleep(1000)
 
 os.register_at_fork(after_in_child=hang_at_first)
-workers.SECONDS_TO_BEGIN = 0.5
+worker_startup.SECONDS_TO_BEGIN = 0.5
 warnings.filterwarnings("ignore", "Stream gives the same batch to two workers")
 trainer = train(make_trainer(), train_dataset=Stream() if sys.argv[2] == "stream" else Rows(make_data()),
                 train_dataloader_kwargs={"num_workers": 2, "batch_size": 2})

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from pytorch_accel_lite import callbacks
-from pytorch_accel_lite.base.text import as_cell, format_metric, from_cell, visible
+from pytorch_accel_lite.base.text import as_cell, escape_unprintable, format_metric, from_cell
 from pytorch_accel_lite.callbacks import LogMetricsCallback, ProgressTableCallback
 from tests.tasks import listener, make_trainer, train
 
@@ -48,7 +48,7 @@ def test_any_metric_name_is_printed_on_one_line(capsys, callback):
 def test_tables_of_metrics_contain_no_formulas(tmp_path):
     run(*(callbacks.MetricsFileCallback(tmp_path / f"metrics.{suffix}") for suffix in ("csv", "jsonl")), epochs=2)
     head, *rows = csv.reader((tmp_path / "metrics.csv").read_text().splitlines())
-    assert head[2:] == ["cost_$x^{$", "'=1+1", *map(visible, NAMES[2:]), "note"]
+    assert head[2:] == ["cost_$x^{$", "'=1+1", *map(escape_unprintable, NAMES[2:]), "note"]
     assert [row[-1] for row in rows] == [r"'=cmd()\n\x1b[31m"] * 2
     assert [float(row[3]) for row in rows] == [2, 3]
     exact = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

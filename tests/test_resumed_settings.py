@@ -19,7 +19,12 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import PrintProgressCallback, SaveTrainingStateCallback, TerminateOnNaNCallback
+from pytorch_accel_lite.callbacks import (
+    DeviceMemoryCallback,
+    PrintProgressCallback,
+    SaveTrainingStateCallback,
+    TerminateOnNaNCallback,
+)
 from tests.launching import SOAK
 from tests.ranks import rank, shared_folder
 from tests.tasks import equal_weights, make_data
@@ -33,6 +38,10 @@ class Scaled(TrainerCallback):
     def __init__(self, factor: float = 1.0, save_path: str = "here") -> None:
         self.factor = factor
         self.save_path = save_path
+
+
+class Observer(TrainerCallback):
+    affects_training = False
 
 
 def absolute(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -123,7 +132,7 @@ NAMED = {
     "nothing": ({}, {}, ""),
     "workers": ({}, {"train": {"train_dataloader_kwargs": {"num_workers": 1}}}, ""),
     "path": ({"callbacks": lambda: [Scaled()]}, {"callbacks": lambda: [Scaled(save_path="there")]}, ""),
-    "observer": ({}, {"callbacks": lambda: [TerminateOnNaNCallback()]}, ""),
+    "observer": ({}, {"callbacks": lambda: [TerminateOnNaNCallback(), DeviceMemoryCallback(), Observer()]}, ""),
     "same schedule": ({"train": {"create_scheduler_fn": "cosine"}}, {}, ""),
 }
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.extension_names import NEEDED, OFFERED
+from pytorch_accel_lite.run.state import TrainerLike
 from tests import interface
 from tests.launching import ROOT
 
@@ -142,6 +145,25 @@ def test_extensions_use_only_what_users_can_import():
                 assert module.count(".") == 2, (path, module)
             elif extension(module) != extension(name):
                 assert (module, node.names[0].name) == (f"{PACKAGE.name}.trainer", "Trainer"), path
+
+
+def leading_parameters(method: Callable[..., object]) -> list[tuple[str, object, object, object]]:
+    """The parameters after ``self``, without ``*args`` and ``**kwargs``: name, kind, default and annotation."""
+    _, *parameters = inspect.signature(method).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return [(p.name, p.kind, p.default, p.annotation) for p in named]
+
+
+def test_trainer_like_has_the_signatures_of_trainer():
+    """It may leave out the last parameters; the others have the names, defaults and types of ``Trainer``."""
+    for name, method in vars(TrainerLike).items():
+        if inspect.isfunction(method) and not name.startswith("__"):
+            known = leading_parameters(method)
+            assert known == leading_parameters(getattr(Trainer, name))[: len(known)], name
+            returned = inspect.signature(method).return_annotation
+            assert returned == inspect.signature(getattr(Trainer, name)).return_annotation, name
+        elif isinstance(method, property):
+            assert isinstance(vars(Trainer)[name], property), name
 
 
 @pytest.mark.extension(*OFFERED)

@@ -56,8 +56,8 @@ def _eighty_columns(monkeypatch):
 
 
 def test_a_notebook_shows_the_last_of_many_epochs_and_the_best(capsys, monkeypatch):
-    monkeypatch.setattr("pytorch_accel_lite.callbacks.table.in_notebook", lambda: True)
-    monkeypatch.setattr("pytorch_accel_lite.callbacks.table._NOTEBOOK_ROWS", 3)
+    monkeypatch.setattr("pytorch_accel_lite.callbacks.progress_table.in_notebook", lambda: True)
+    monkeypatch.setattr("pytorch_accel_lite.callbacks.progress_table._NOTEBOOK_ROWS", 3)
     worse = listener(on_train_epoch_end=lambda t: t.model[2].bias.data.fill_(10.0 * t.progress.epoch))
     model = make_model()
     frozen = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -71,7 +71,7 @@ def test_a_notebook_shows_the_last_of_many_epochs_and_the_best(capsys, monkeypat
 
 
 def test_a_run_that_fails_early_shows_no_empty_table(capsys, monkeypatch):
-    monkeypatch.setattr("pytorch_accel_lite.callbacks.table.in_notebook", lambda: True)
+    monkeypatch.setattr("pytorch_accel_lite.callbacks.progress_table.in_notebook", lambda: True)
 
     def fail(*_: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no loss")

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils.memory import should_reduce_batch_size
 
 
 def module_of(device: torch.device) -> ModuleType | None:
@@ -23,6 +24,11 @@ def capacity_of(device: torch.device) -> int | None:
     """Return the size of a device's memory in bytes; ``None`` if torch does not know it, as for a CPU."""
     properties = getattr(module_of(device), "get_device_properties", None)
     return None if properties is None else getattr(properties(device), "total_memory", None)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error means that the device or the host ran out of memory."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or should_reduce_batch_size(error)
 
 
 def launched_on_cpus() -> bool:

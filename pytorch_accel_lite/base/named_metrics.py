@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.base.reprs import short_repr
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -64,7 +64,8 @@ class Classification(NamedTuple):
         if shape == wanted and len(shape) == 2:  # with more dimensions, these may be pixels of one label
             return cls("multilabel", shape[1])
         raise ValueError(
-            f"the task of the metrics cannot be told from outputs {short(predictions)} and targets {short(targets)}. "
+            f"the task of the metrics cannot be told from outputs {short_repr(predictions)} and targets "
+            f"{short_repr(targets)}. "
             "Pass MetricsCallback(names, num_classes=...), num_labels=..., or task='binary'."
         )
 
@@ -103,7 +104,8 @@ class NamedMetric:
         found = word if word in classes else initials[0] if len(initials) == 1 else None
         if found is None:
             raise ValueError(
-                f"metrics={name!r}: torchmetrics has no metric of this name.{_suggestion(word, classes)} {_listed()}"
+                f"metrics={name!r}: torchmetrics has no metric of this name.{_suggestion(word, classes)} "
+                f"{_describe_common_metrics()}"
             )
         self._kind = classes[found]
         takes_task = "task" in inspect.signature(self._kind).parameters
@@ -147,7 +149,7 @@ def _suggestion(word: str, classes: Mapping[str, type[Metric]]) -> str:
     return f" Did you mean {classes[matches[0]].__name__!r}?" if matches else ""
 
 
-def _listed() -> str:
+def _describe_common_metrics() -> str:
     """List the most common metrics."""
     classification = importlib.import_module("torchmetrics.classification")
     regression = importlib.import_module("torchmetrics.regression")

@@ -25,13 +25,13 @@ T = TypeVar("T")
 _MASK = (1 << 64) - 1
 
 
-def mix(*numbers: int, after: int = 0) -> int:
+def derive_seed(*numbers: int, after: int = 0) -> int:
     """Combine integers into one well-distributed 64-bit seed (the finaliser of SplitMix64, Steele et al. 2014).
 
     Torch's generators get the upper 63 bits, ``seed >> 1``.
 
     Args:
-        after: the result of ``mix`` for preceding numbers
+        after: the result of ``derive_seed`` for preceding numbers
     """
     state = after
     for number in numbers:
@@ -43,7 +43,7 @@ def mix(*numbers: int, after: int = 0) -> int:
 
 
 def generator_with(seed: int) -> torch.Generator:
-    """Return a new torch generator with a seed from ``mix()``."""
+    """Return a new torch generator with a seed from ``derive_seed()``."""
     return torch.Generator().manual_seed(seed >> 1)
 
 
@@ -72,7 +72,7 @@ def seed_generators(seed: int, with_torch: bool = True, with_others: bool = True
         random.seed(seed)
 
 
-def find_generators(roots: Iterable[object], in_loaders: bool = False) -> list[RandomGenerator]:
+def find_held_generators(roots: Iterable[object], in_loaders: bool = False) -> list[RandomGenerator]:
     """Return the random generators that objects hold, see ``reachable_from()``, except the global generators.
 
     Examples are the generators of albumentations' and MONAI's transforms, and generators that functions enclose or use
@@ -83,10 +83,10 @@ def find_generators(roots: Iterable[object], in_loaders: bool = False) -> list[R
     return [item for item in reachable_from(roots, in_loaders) if is_generator(item) and id(item) not in excluded]
 
 
-def seed_found(generators: Iterable[RandomGenerator], seed: int) -> None:
-    """Seed generators from ``find_generators()``, each differently."""
+def seed_held_generators(generators: Iterable[RandomGenerator], seed: int) -> None:
+    """Seed generators from ``find_held_generators()``, each differently."""
     for number, generator in enumerate(generators):
-        own = mix(number, after=seed)
+        own = derive_seed(number, after=seed)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(own >> 1)
         elif isinstance(generator, np.random.Generator):
@@ -96,25 +96,25 @@ def seed_found(generators: Iterable[RandomGenerator], seed: int) -> None:
 
 
 @contextmanager
-def preserving_found(generators: Iterable[RandomGenerator]) -> Iterator[None]:
-    """Restore the states of generators from ``find_generators()`` after a block."""
-    states = [(generator, state_of(generator)) for generator in generators]
+def preserving_held_generators(generators: Iterable[RandomGenerator]) -> Iterator[None]:
+    """Restore the states of generators from ``find_held_generators()`` after a block."""
+    states = [(generator, state_of_generator(generator)) for generator in generators]
     try:
         yield
     finally:
         for generator, state in states:
-            restore_state(generator, state)
+            restore_generator(generator, state)
 
 
-def state_of(generator: RandomGenerator) -> object:
+def state_of_generator(generator: RandomGenerator) -> object:
     """Return the state of a generator of any kind."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
-def restore_state(generator: RandomGenerator, state: Any) -> None:
-    """Restore a state from ``state_of()``."""
+def restore_generator(generator: RandomGenerator, state: Any) -> None:
+    """Restore a state from ``state_of_generator()``."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):
@@ -173,7 +173,7 @@ def preserving_generators(*only: str) -> Iterator[None]:
         restore_generators({name: states[name] for name in only or states})
 
 
-def drawn_with(seeds: Iterable[int], items: Iterator[T]) -> Iterator[T]:
+def drawn_with_seeds(seeds: Iterable[int], items: Iterator[T]) -> Iterator[T]:
     """Yield items, each drawn with all generators set to a seed, and restore torch's generators."""
     default = torch.default_generator
     devices = [module for name, module in _modules_of_torch().items() if name != "torch"]

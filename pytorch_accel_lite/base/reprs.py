@@ -74,7 +74,7 @@ class _Short(reprlib.Repr):
 _short_repr = _Short()
 
 
-def short(value: object, name: str = "") -> str:
+def short_repr(value: object, name: str = "") -> str:
     """Represent a value in one short line, abbreviating long values and hiding secrets.
 
     Args:
@@ -83,9 +83,9 @@ def short(value: object, name: str = "") -> str:
     return _short_repr.named(name, value, _short_repr.maxlevel)
 
 
-def call(name: str, arguments: Mapping[str, object]) -> str:
+def call_repr(name: str, arguments: Mapping[str, object]) -> str:
     """Represent a call with these arguments, each abbreviated."""
-    return join_wrapped(f"{name}(", [f"{key}={short(value, key)}" for key, value in arguments.items()], ")")
+    return join_wrapped(f"{name}(", [f"{key}={short_repr(value, key)}" for key, value in arguments.items()], ")")
 
 
 def join_wrapped(opening: str, parts: Iterable[str], closing: str) -> str:
@@ -122,15 +122,15 @@ def constructor_call(
         bound = signature.bind_partial(instance, *args, **kwargs).arguments
         for name, value in islice(bound.items(), 1, None):
             named |= value if kinds[name] is inspect.Parameter.VAR_KEYWORD else {name: value}
-    parts = [short(value) for value in positional]
+    parts = [short_repr(value) for value in positional]
     for name, value in named.items():
         current = vars(instance).get(name)
         shown = current if is_current and type(current) is type(value) else value
-        parts.append(f"{name}={short(shown, name)}")
+        parts.append(f"{name}={short_repr(shown, name)}")
     return join_wrapped(f"{type(instance).__name__}(", parts, ")")
 
 
-def table(
+def html_table(
     title: str,
     rows: Iterable[Sequence[object]],
     columns: Sequence[str] = (),

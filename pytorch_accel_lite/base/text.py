@@ -1,8 +1,7 @@
-"""Text output: formatted values, wrapped lines, suggestions."""
+"""Text output: formatted values, wrapped lines."""
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import shutil
@@ -27,7 +26,7 @@ def to_number(value: object) -> Any:
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
-def visible(text: object, keeps: str = "") -> str:
+def escape_unprintable(text: object, keeps: str = "") -> str:
     """Return a user's text for display in a line, with unprintable characters escaped as by ``repr``.
 
     Line breaks would break a table, terminal codes would move the cursor, and lone surrogates fit into no file.
@@ -45,7 +44,7 @@ def as_cell(value: object) -> object:
     """Return a value for a CSV file. Texts that spreadsheets would compute as formulas get a quote."""
     if not isinstance(value, str):
         return value
-    text = visible(value)
+    text = escape_unprintable(value)
     return f"'{text}" if _FORMULA.match(text) and not is_number_text(text) else text
 
 
@@ -92,7 +91,7 @@ def is_number_text(text: str) -> bool:
 def format_metric(value: object) -> str:
     """Format a value for display: floats, including those of numpy and in scalar tensors, with six digits."""
     value = to_number(value)
-    return f"{value:.6g}" if isinstance(value, float) else visible(value)
+    return f"{value:.6g}" if isinstance(value, float) else escape_unprintable(value)
 
 
 def format_value(value: object, scientific: bool = False) -> str:
@@ -177,9 +176,3 @@ def align(rows: Sequence[Sequence[str]], num_left: int = 0) -> list[str]:
         cells[:num_left] = [cell.ljust(width) for cell, width in zip(row[:num_left], widths, strict=False)]
         lines.append("  ".join(cells).rstrip())
     return lines
-
-
-def did_you_mean(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return ``" Did you mean 'x'?"`` for the closest of some names, or an empty string if none is close."""
-    matches = difflib.get_close_matches(word, list(names), n=1, cutoff=cutoff)
-    return f" Did you mean {matches[0]!r}?" if matches else ""

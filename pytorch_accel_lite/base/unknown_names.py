@@ -1,15 +1,15 @@
-"""Names from other libraries, and suggestions of the corresponding names in this one."""
+"""``Did you mean``: suggestions for unknown names, some of which are those of other libraries."""
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import TypeVar
 
 from pytorch_accel_lite.base.origins import hide_frames, is_from_this_package, leave_out_libraries, warn_outside
-from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.validation import check_booleans
 
 C = TypeVar("C", bound=type)
@@ -53,6 +53,12 @@ OTHER_LIBRARIES = OtherLibraries(
     },
     gone={"_check_eval_batch_size": "Remove it: nothing needs it."},
 )
+
+
+def did_you_mean(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return ``" Did you mean 'x'?"`` for the closest of some names, or an empty string if none is close."""
+    matches = difflib.get_close_matches(word, list(names), n=1, cutoff=cutoff)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
 def suggest(word: str, existing: Collection[str], cutoff: float = 0.6) -> str:

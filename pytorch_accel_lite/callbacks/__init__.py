@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytorch_accel_lite.base.compat_names import CallbackMethodNotImplementedError
 from pytorch_accel_lite.base.validation import check_bool
 from pytorch_accel_lite.callbacks.advice import AdviceCallback
+from pytorch_accel_lite.callbacks.batch_limits import LimitBatchesCallback, LimitEvalStepsCallback
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
-from pytorch_accel_lite.callbacks.limits import LimitBatchesCallback, LimitEvalStepsCallback
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
 from pytorch_accel_lite.callbacks.monitoring import (
@@ -19,12 +20,12 @@ from pytorch_accel_lite.callbacks.monitoring import (
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, PrintProgressCallback
 from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
+from pytorch_accel_lite.callbacks.progress_table import ProgressTableCallback
 from pytorch_accel_lite.callbacks.step_evaluation import StepBasedEvaluationCallback
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TimeLimitCallback
-from pytorch_accel_lite.callbacks.table import ProgressTableCallback
 from pytorch_accel_lite.callbacks.terminate_on_nan import TerminateOnNaNCallback
 from pytorch_accel_lite.callbacks.training_states import SaveTrainingStateCallback
-from pytorch_accel_lite.extension_names import missing
+from pytorch_accel_lite.extension_names import missing_name_error
 from pytorch_accel_lite.extensions import slurm as slurm  # adds to JOB_QUEUES
 from pytorch_accel_lite.extensions.energy import EnergyCallback
 from pytorch_accel_lite.extensions.failed_batches import SkipFailedBatchesCallback
@@ -47,7 +48,6 @@ from pytorch_accel_lite.extensions.wsd_checkpoints import WSDCheckpointCallback
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma as ModelEma  # as in pytorch-accelerated
 from pytorch_accel_lite.run.events import (
     CallbackHandler,
-    CallbackMethodNotImplementedError,
     NonFiniteLossError,
     RunInterruptedError,
     RunPausedError,
@@ -144,4 +144,4 @@ DEFAULT_CALLBACKS = get_default_callbacks()
 if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
 
     def __getattr__(name: str) -> object:
-        raise missing(name, "callbacks")
+        raise missing_name_error(name, "callbacks")

@@ -54,6 +54,8 @@ class AdviceCallback(TrainerCallback):
         min_seconds: shortest waiting time in seconds to report
     """
 
+    affects_training = False
+
     def __init__(self, min_seconds: float = 1.0) -> None:
         self.min_seconds = check_range("min_seconds", min_seconds)
         self._watches = False

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import file_path
-from pytorch_accel_lite.base.text import visible
+from pytorch_accel_lite.base.text import escape_unprintable
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
-from pytorch_accel_lite.checkpoint.capturing import refuse_engines, refuse_fsdp1
+from pytorch_accel_lite.checkpoint.capture_and_restore import refuse_engines, refuse_fsdp1
 from pytorch_accel_lite.checkpoint.files import load_plain, read_checkpoint
 from pytorch_accel_lite.checkpoint.weights import check_has_trainable
 from pytorch_accel_lite.run.settings import RunRequest
@@ -155,7 +155,9 @@ class SaveBestModelCallback(MetricWatcher):
 
     def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self.best_metric is None and trainer.progress.epochs_completed:
-            trainer.print(f"No best model was saved: {visible(self.watch_metric)} never had a numeric value.")
+            trainer.print(
+                f"No best model was saved: {escape_unprintable(self.watch_metric)} never had a numeric value."
+            )
         if not self.load_saved_checkpoint or self.best_metric is None:
             return
         best = self._describe_best(trainer)
@@ -184,7 +186,7 @@ class SaveBestModelCallback(MetricWatcher):
 
     def _describe_best(self, trainer: TrainerLike | None = None) -> str:
         """Describe the best value, with its epoch in the run, although the history counts epochs over several runs."""
-        value = f"{visible(self.watch_metric)}: {self.best_metric:.6g} ({self._watched.direction})"
+        value = f"{escape_unprintable(self.watch_metric)}: {self.best_metric:.6g} ({self._watched.direction})"
         assert self.best_metric_epoch is not None
         earlier = 0 if trainer is None else trainer.run_history.current_epoch - 1 - trainer.progress.epochs_completed
         if self._is_of_earlier_run or self.best_metric_epoch <= earlier:

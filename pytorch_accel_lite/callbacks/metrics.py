@@ -13,7 +13,7 @@ from accelerate.utils import recursively_apply
 
 from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.origins import is_overridden, warn_outside
-from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.data.batches import TARGET_KEYS, BatchOutput
@@ -80,7 +80,7 @@ class MetricsCallback(TrainerCallback):
             metrics = {type(metrics).__name__: metrics}
         for name, value in {"num_classes": num_classes, "num_labels": num_labels, "task": task}.items():
             arguments |= {} if value is None else {name: value}
-        named = _named(metrics, arguments)
+        named = _with_named_metrics(metrics, arguments)
         #: Metrics to create once the first outputs show the classifier's task.
         self._pending: dict[str, NamedMetric] = {}
         self._classification: Classification | None = None
@@ -251,7 +251,7 @@ class MetricsCallback(TrainerCallback):
                 try:
                     metric.update(*arguments)
                 except Exception as error:
-                    values = " and ".join(map(short, arguments))
+                    values = " and ".join(map(short_repr, arguments))
                     classes = getattr(metric, "num_classes", None)
                     kind = type(metric).__name__ + (f"(num_classes={classes})" if isinstance(classes, int) else "")
                     add_note(error, f"In the metric {name!r}, a {kind}, updated with {values}.")
@@ -306,7 +306,7 @@ class MetricsCallback(TrainerCallback):
             _load_state(copy, states)
 
 
-def _named(metrics: Tree, arguments: Mapping[str, object]) -> Tree:
+def _with_named_metrics(metrics: Tree, arguments: Mapping[str, object]) -> Tree:
     """Return metrics with ``NamedMetric`` in place of names."""
     names = [metrics] if isinstance(metrics, str) else metrics
     if isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names):

@@ -31,6 +31,8 @@ class LearningRateMonitorCallback(TrainerCallback):
     optimizers. Groups of optimizers that choose their rate themselves, such as Adafactor, have no such metric.
     """
 
+    affects_training = False
+
     def __init__(self) -> None:
         self._latest: dict[str, float | torch.Tensor] = {}
 
@@ -74,6 +76,8 @@ class GradientNormCallback(TrainerCallback):
     updates several optimizers one by one: each has its own ``gradient_norm_<name>_mean``, ``gradient_norm_<name>_max``
     and ``clipped_updates_<name>``. Optimizers that step together are clipped together, so they have one norm.
     """
+
+    affects_training = False
 
     def __init__(self) -> None:
         #: The norms by name of the optimizer; "" for a single optimizer, or for several that step together.
@@ -155,6 +159,8 @@ class LossScaleCallback(TrainerCallback):
     The scale is read from the device after each update, for which a scaler waits anyway.
     """
 
+    affects_training = False
+
     def __init__(self) -> None:
         self._skipped = 0
 
@@ -191,6 +197,8 @@ class DeviceMemoryCallback(TrainerCallback):
     On a GPU: ``memory_allocated_mib`` and ``memory_reserved_mib``, the peaks of the epoch. Elsewhere:
     ``memory_resident_mib``, the peak resident size since the process started.
     """
+
+    affects_training = False
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         request.metrics.record(self, [f"memory_{kind}_mib" for kind in ("allocated", "reserved", "resident")])

@@ -13,6 +13,8 @@ class MoveModulesToDeviceCallback(TrainerCallback):
     The model is excluded: Accelerate places it.
     """
 
+    affects_training = False
+
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         for module in other_modules(trainer).values():
             module.to(trainer.device)

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from pytorch_accel_lite.base.text import format_metric, visible
+from pytorch_accel_lite.base.text import escape_unprintable, format_metric
 from pytorch_accel_lite.optimizers.operations import parts_of_optimizer
 from pytorch_accel_lite.run.events import TrainerCallback, set_listening
 from pytorch_accel_lite.run.history import MetricValue, NewMetrics
@@ -15,6 +15,8 @@ from pytorch_accel_lite.run.state import TrainerLike
 
 class PrintProgressCallback(TrainerCallback):
     """Print a message when a run and each epoch start, and when the run ends, unless it failed or was paused."""
+
+    affects_training = False
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         trainer.print("Starting training run")
@@ -40,6 +42,8 @@ class LogMetricsCallback(TrainerCallback):
     or the evaluation. If an epoch ends with an error or a pause, its metrics are not printed. Override
     ``log_metrics()`` to send metrics elsewhere.
     """
+
+    affects_training = False
 
     @cached_property
     def _new(self) -> NewMetrics:
@@ -80,7 +84,9 @@ class LogMetricsCallback(TrainerCallback):
         Args:
             metrics: new values by name
         """
-        trainer.print("  " + ", ".join(f"{visible(name)}: {format_metric(value)}" for name, value in metrics.items()))
+        trainer.print(
+            "  " + ", ".join(f"{escape_unprintable(name)}: {format_metric(value)}" for name, value in metrics.items())
+        )
 
 
 def epoch_of(trainer: TrainerLike) -> str:

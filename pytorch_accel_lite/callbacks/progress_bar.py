@@ -9,11 +9,11 @@ import time
 import torch
 from tqdm import tqdm
 
-from pytorch_accel_lite.base.bars import Bar, NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.base.environment import in_notebook, is_terminal
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.text import visible
+from pytorch_accel_lite.base.text import escape_unprintable
+from pytorch_accel_lite.base.tqdm_bars import Bar, NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.base.validation import check_positive_number, check_range
 from pytorch_accel_lite.callbacks.printing import changes_in_each_update, epoch_of, rates_of
 from pytorch_accel_lite.data import ShardedLoader
@@ -68,6 +68,8 @@ class ProgressBarCallback(TrainerCallback):
         pbar: the bar of the training epoch; ``None`` before the first epoch
         eval_pbar: the bar of the evaluation or prediction; ``None`` before the first one
     """
+
+    affects_training = False
 
     def __init__(
         self, show_always: bool = False, refresh_seconds: float = 0.25, *, line_every_seconds: float | None = 30.0
@@ -188,7 +190,7 @@ class ProgressBarCallback(TrainerCallback):
 
     def on_eval_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         name = trainer.run.data.eval_dataset_name
-        self._begin_inference(trainer, "Evaluating" if name is None else f"Evaluating {visible(name)}")
+        self._begin_inference(trainer, "Evaluating" if name is None else f"Evaluating {escape_unprintable(name)}")
 
     def _begin_inference(self, trainer: TrainerLike, description: str) -> None:
         self.eval_pbar = self._new_bar(trainer, trainer.eval_dataloader, description, self.eval_pbar)

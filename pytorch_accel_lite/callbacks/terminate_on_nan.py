@@ -28,6 +28,7 @@ class TerminateOnNaNCallback(TrainerCallback):
         triggered: whether a non-finite loss has been seen
     """
 
+    affects_training = False
     #: Steps between checks of losses on a GPU.
     LOOK_EVERY = 8
 

@@ -16,12 +16,12 @@ from pytorch_accel_lite.base.text import add_note, wrapped
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number, check_range, optional
-from pytorch_accel_lite.checkpoint.background import BackgroundWriter
-from pytorch_accel_lite.checkpoint.capturing import check_states_are_possible
+from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
+from pytorch_accel_lite.checkpoint.capture_and_restore import check_states_are_possible
 from pytorch_accel_lite.checkpoint.locations import open_store
-from pytorch_accel_lite.checkpoint.store import state_name
+from pytorch_accel_lite.checkpoint.state_store import state_name
 from pytorch_accel_lite.checkpoint.weights import model_checksums
-from pytorch_accel_lite.extension_names import is_not_there
+from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.events import RunInterruptedError, RunPausedError, TrainerCallback, set_listening
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
 from pytorch_accel_lite.run.job_queues import JOB_QUEUES
@@ -107,6 +107,8 @@ class SaveTrainingStateCallback(TrainerCallback):
             resume, sharded or not.
     """
 
+    affects_training = False
+
     def __init__(
         self,
         save_dir: str | os.PathLike[str] = "training_states",
@@ -128,7 +130,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         if requeue and not save_on_signal:
             raise ValueError("requeue=True resumes what save_on_signal=True saves: pass both, or neither.")
         if requeue and not JOB_QUEUES:
-            raise ValueError(f"requeue=True {is_not_there('slurm')}")
+            raise ValueError(f"requeue=True {missing_extension_text('slurm')}")
         if not isinstance(sharded, bool) and sharded != "auto":
             raise ValueError(f"sharded={sharded!r} must be True, False or 'auto'.")
         self.save_dir = parse_location(save_dir, "save_dir")

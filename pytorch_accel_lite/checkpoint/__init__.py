@@ -10,8 +10,8 @@ from pytorch_accel_lite.checkpoint.files import (
     write_text,
 )
 from pytorch_accel_lite.checkpoint.manifest import DamagedStateError, verify_state
-from pytorch_accel_lite.checkpoint.summary import print_contents
-from pytorch_accel_lite.checkpoint.training_state import read_learned
+from pytorch_accel_lite.checkpoint.state_contents import print_contents
+from pytorch_accel_lite.checkpoint.state_directory import read_learned
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, model_state
 
 __all__ = [

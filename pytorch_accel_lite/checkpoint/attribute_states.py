@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter, is_lazy
 from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import StrPath
 from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
-from pytorch_accel_lite.checkpoint.trainability import lacks_groups
+from pytorch_accel_lite.checkpoint.trained_parameters import lacks_groups
 from pytorch_accel_lite.checkpoint.weights import (
     fit_model_state,
     full_state_dict,
@@ -42,7 +42,7 @@ def buffers_beside_model(trainer: TrainerLike) -> list[tuple[nn.Module, str]]:
 
     Each buffer is given by its module and name, because a forward pass may assign another tensor.
     """
-    owners = [*attributes.trained(trainer).values(), *attributes.hidden(trainer).values()]
+    owners = [*attributes.saved_attributes(trainer).values(), *attributes.parameters_outside_modules(trainer).values()]
     modules = [owner for owner in owners if isinstance(owner, nn.Module)]
     loss_buffers = attributes.buffers_in([trainer.loss_func]) if isinstance(trainer.loss_func, nn.Module) else []
     learned = set(map(id, _learned_by_loss(trainer).values()))
@@ -94,16 +94,18 @@ def load_loss_state(trainer: TrainerLike, state: StateDict, source: StrPath) -> 
 
 def names_beside_model(trainer: TrainerLike) -> list[str]:
     """Return the names of all that is trained besides the model: the loss function, attributes, other places."""
-    parts = [name for name, owner in attributes.trained(trainer).items() if isinstance(owner, nn.Module)]
+    parts = [name for name, owner in attributes.saved_attributes(trainer).items() if isinstance(owner, nn.Module)]
     learned = ["the loss function"] if loss_state(trainer) else []
-    return [*learned, *parts, *attributes.hidden(trainer)]
+    return [*learned, *parts, *attributes.parameters_outside_modules(trainer)]
 
 
 def _included(trainer: TrainerLike, optimizers: bool, schedulers: bool) -> dict[str, Owner]:
     """Return the attributes that are saved with a trainer, by name, with or without optimizers and schedulers."""
     return {
         name: owner
-        for name, owner in (attributes.trained(trainer) | attributes.hidden(trainer)).items()
+        for name, owner in (
+            attributes.saved_attributes(trainer) | attributes.parameters_outside_modules(trainer)
+        ).items()
         if isinstance(owner, (nn.Module, torch.Tensor))
         or (optimizers if isinstance(owner, torch.optim.Optimizer) else schedulers)
     }
@@ -214,15 +216,15 @@ def load_each(
 
 def describe_attributes(trainer: TrainerLike) -> str:
     """Return a description of what training states hold besides the model; an empty text if that is nothing."""
-    named, hidden = ", ".join(attributes.trained(trainer)), attributes.hidden(trainer)
+    named, hidden = ", ".join(attributes.saved_attributes(trainer)), attributes.parameters_outside_modules(trainer)
     parts = [f"Training states include these attributes of the trainer: {named}."] if named else []
     if hidden:
         parts.append(
             f"{'They also' if named else 'Training states'} include what the optimizer trains outside of the model: "
-            f"{', '.join(f'{name} ({_shown(owner)})' for name, owner in hidden.items())}."
+            f"{', '.join(f'{name} ({_describe_owner(owner)})' for name, owner in hidden.items())}."
         )
     return " ".join(parts)
 
 
-def _shown(owner: nn.Module | torch.Tensor) -> str:
+def _describe_owner(owner: nn.Module | torch.Tensor) -> str:
     return type(owner).__name__ if isinstance(owner, nn.Module) else f"shape {tuple(owner.shape)}"

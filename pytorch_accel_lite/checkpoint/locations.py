@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
-from pytorch_accel_lite.checkpoint.store import DirectoryStore, StateStore
-from pytorch_accel_lite.checkpoint.training_state import CapturedState, read_directory, write_directory
+from pytorch_accel_lite.checkpoint.state_directory import CapturedState, read_directory, write_directory
+from pytorch_accel_lite.checkpoint.state_store import DirectoryStore, StateStore
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.extension_names import is_not_there
+from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.parts import TrainingState
 
 
@@ -68,7 +68,7 @@ def store_of(url: str) -> Store:
     scheme = url.partition("://")[0]
     store = STORES.get(scheme, STORES.get("*"))
     if store is None:
-        raise ValueError(f"The store of {url!r} {is_not_there('remote')}")
+        raise ValueError(f"The store of {url!r} {missing_extension_text('remote')}")
     return store
 
 

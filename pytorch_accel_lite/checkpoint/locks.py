@@ -16,7 +16,7 @@ from pytorch_accel_lite.checkpoint.files import hidden_name, no_link, try_lock
 _OF_A_LOCK = re.compile(rb"[\d\s\0]{0,64}")
 _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
-# A system lock belongs to a process. A second run of the same process would also get the lock, and would free it for #
+# A system lock belongs to a process. A second run of the same process would also get the lock, and would free it for
 # both by closing the file. So this process remembers the files that it has locked, by device and inode, and never opens
 # one of them a second time.
 _held: dict[tuple[int, int], int] = {}

@@ -14,7 +14,7 @@ import accelerate
 import torch
 
 from pytorch_accel_lite.base.paths import StrPath
-from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.checksums import CHECKSUM, checksum, hash_files
 from pytorch_accel_lite.checkpoint.files import hidden_name
@@ -164,7 +164,7 @@ def _find_odd_field(manifest: JsonObject) -> str:
         if PurePosixPath(name).name != name:
             return f"it lists {name!r}, which is not the name of a file"
         if not (isinstance(entry, dict) and _is_integer(entry.get("size")) and _has_checksum(entry)):
-            return f"its entry of the file {name!r} is {short(entry)}"
+            return f"its entry of the file {name!r} is {short_repr(entry)}"
     return ""
 
 
@@ -173,7 +173,7 @@ def _has_checksum(entry: JsonObject) -> bool:
 
 
 def _odd(name: str, manifest: JsonObject) -> str:
-    return f"its {name!r} is {short(manifest[name])}" if name in manifest else f"it has no {name!r}"
+    return f"its {name!r} is {short_repr(manifest[name])}" if name in manifest else f"it has no {name!r}"
 
 
 def _no_manifest(directory: Path) -> ValueError:

@@ -18,7 +18,7 @@ from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal
 from pytorch_accel_lite.checkpoint.files import naming_file, open_tensors, replacing, write_tensors
-from pytorch_accel_lite.extension_names import is_not_there
+from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.state import TrainerLike
 
 #: The file of PEFT's adapters in a directory.
@@ -59,7 +59,9 @@ def find_writer(trainer: TrainerLike, model: nn.Module) -> WriteModel | None:
             return write
     packages = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
     for library in sorted(_LIBRARIES & packages - MODEL_FORMS.keys()):
-        warn_outside(f"Saving a model as {library} does {is_not_there('pretrained')} All weights are saved instead.")
+        warn_outside(
+            f"Saving a model as {library} does {missing_extension_text('pretrained')} All weights are saved instead."
+        )
     return None
 
 
@@ -95,7 +97,7 @@ def read_in_form(directory: Path, model: nn.Module) -> StateDict | None:
         if (content := form.read(directory, model)) is not None:
             return content
     if (directory / ADAPTERS).is_file() and is_of_peft(model):
-        raise ValueError(f"Loading {os.fspath(directory / ADAPTERS)!r} {is_not_there('pretrained')}")
+        raise ValueError(f"Loading {os.fspath(directory / ADAPTERS)!r} {missing_extension_text('pretrained')}")
     return None
 
 

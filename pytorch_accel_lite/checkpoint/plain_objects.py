@@ -28,10 +28,10 @@ from torch import nn
 
 from pytorch_accel_lite.base.inspection import sums_by_position
 from pytorch_accel_lite.base.origins import is_in_this_package
-from pytorch_accel_lite.base.randomness import restore_state
+from pytorch_accel_lite.base.randomness import restore_generator
 from pytorch_accel_lite.base.reachable import RandomGenerator
 from pytorch_accel_lite.base.types import StateDict, Tree
-from pytorch_accel_lite.checkpoint.columns import Columns, pack_columns, unpack_columns
+from pytorch_accel_lite.checkpoint.packed_lists import Columns, pack_columns, unpack_columns
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, model_state
 
 #: A value of one of ``_SCALARS``, or a tuple of the name of its kind and its parts.
@@ -342,7 +342,7 @@ class Decoder:
         state = self.decode(node, NoPlaceError)
         fits = current is not NoPlaceError and (_generator_state(current) or ("",))[0] == kind
         target = self._target(number, current, fits, lambda: _create_generator(kind))
-        restore_state(target, state)
+        restore_generator(target, state)
         return target
 
     def _state(self, current: Current, number: int, node: Node) -> object:

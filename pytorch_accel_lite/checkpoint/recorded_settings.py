@@ -1,4 +1,4 @@
-"""The settings of a run, recorded in its training states and compared with those of a resumed run.
+"""The settings of a run, as training states record them; ``settings_comparison.py`` compares them.
 
 Settings are recorded if they change what a run computes. Settings that only change its speed, its paths or its output
 are left out. So are its length and its number of processes, which a resumed run may change.
@@ -12,9 +12,8 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache, partial
-from itertools import takewhile
 from types import CodeType
 from typing import Any
 from zlib import crc32
@@ -24,30 +23,21 @@ import numpy.typing as npt
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR
 
-from pytorch_accel_lite.base.modules import class_of
+from pytorch_accel_lite.base.modules import class_of, unsharded_class
 from pytorch_accel_lite.base.origins import is_overridden
-from pytorch_accel_lite.base.reprs import short
-from pytorch_accel_lite.base.text import listed, to_number
+from pytorch_accel_lite.base.reprs import short_repr
+from pytorch_accel_lite.base.text import to_number
 from pytorch_accel_lite.base.types import JsonObject
-from pytorch_accel_lite.data.fingerprint import difference, fingerprint_of
+from pytorch_accel_lite.data.fingerprint import fingerprint_of
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.data.sources import Source
-from pytorch_accel_lite.optimizers.operations import TrainerScheduler, is_created, parts_of_optimizer, schedulers_in
+from pytorch_accel_lite.optimizers.operations import is_created, parts_of_optimizer
 from pytorch_accel_lite.optimizers.rates import Options, initial_options
 from pytorch_accel_lite.run import attributes
-from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.parts import TrainingState
+from pytorch_accel_lite.run.events import TrainerCallback, arguments_of
 from pytorch_accel_lite.run.state import TrainerLike
-from pytorch_accel_lite.schedulers.scheduler_base import PlannedLrScheduler
 
-#: Callbacks that only observe a run.
-_OBSERVERS = re.compile(
-    "(Advice|DeviceMemory|GradientNorm|HangWatch|LearningRateMonitor|LogMetrics|MetricsFile|MoveModulesToDevice"
-    "|NaNReport|OptunaPruning|PlotMetrics|PredictionWriter|PrintProgress|ProgressBar|ProgressTable|RayTrain|RunLog"
-    "|SaveTrainingState|ShowOutputs|TerminateOnNaN|Throughput|Timing|Tracker|WorstSamples)Callback|ExperimentRecord"
-)
 #: Settings of ``TrainerRunConfig`` that change what a run computes.
 _OF_TRAIN = (
     "train_per_device_batch_size",
@@ -66,26 +56,21 @@ _ELSEWHERE = re.compile(
     r"|data_source|dataset|mixture|generator"
 )
 #: Marks the code of a function: the Python version of the bytecode, and a checksum.
-_CODE = re.compile(r" #(\d+\.\d+)-[0-9a-f]{8}")
+CODE = re.compile(r" #(\d+\.\d+)-[0-9a-f]{8}")
 _LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")})
-_OF_SIZE = ("train_per_device_batch_size", "gradient_accumulation_steps")
-#: Settings that may be absent. Other settings are missing only in states of other versions of torch or this package.
-_PARTS = ("callbacks.", "model.", "loss_func.", "eval_dataset")
 _DEEPEST = 4
-_MOST_SHOWN = 8  # number of differing settings in a message
-_LONGEST = 100  # maximum characters of a value in a message
-_ABSENT = ""
-_DATA = "data"
+#: The key of the fingerprints of the data.
+DATA = "data"
 
 
-def tells_where(name: str) -> bool:
+def is_place(name: str) -> bool:
     """Return whether a setting, by its name, is a place or a device, which may differ in a resumed run."""
     return _ELSEWHERE.fullmatch(name) is not None
 
 
 def saved_optimizers(trainer: TrainerLike) -> dict[str, Optimizer]:
     """Return the optimizers in training states by name: the trainer's ``optimizer``, and optimizers in attributes."""
-    named = {"optimizer": trainer.optimizer, **attributes.trained(trainer)}
+    named = {"optimizer": trainer.optimizer, **attributes.saved_attributes(trainer)}
     return {name: owner for name, owner in named.items() if isinstance(owner, torch.optim.Optimizer)}
 
 
@@ -110,7 +95,7 @@ def record_settings(trainer: TrainerLike, reads_data: bool = True) -> JsonObject
         **_modules("model", trainer.get_model(keep_torch_compile=False)),
         **_callbacks(trainer),
         **_order(trainer),
-        _DATA: {name: fingerprint_of(data) for name, data in _datasets(trainer).items()} if reads_data else {},
+        DATA: {name: fingerprint_of(data) for name, data in datasets_of_run(trainer).items()} if reads_data else {},
     }
 
 
@@ -124,7 +109,7 @@ def settings_text(trainer: TrainerLike) -> str:
 
 def _of_train(trainer: TrainerLike) -> dict[str, str]:
     config = trainer.run_config
-    return {name: described(getattr(config, name, None)) for name in _OF_TRAIN}
+    return {name: describe_setting(getattr(config, name, None)) for name in _OF_TRAIN}
 
 
 def describe_optimizers(trainer: TrainerLike, initial: Options | None = None) -> dict[str, str]:
@@ -144,7 +129,7 @@ def describe_optimizers(trainer: TrainerLike, initial: Options | None = None) ->
             for option, value in {**group, **rates}.items():
                 is_initial = option.startswith("initial_")
                 if not (is_initial or option in running or option in ("params", "param_names")):
-                    result[f"{label}.{option}"] = described(to_number(value), option)
+                    result[f"{label}.{option}"] = describe_setting(to_number(value), option)
     return result
 
 
@@ -159,50 +144,54 @@ def _schedule(trainer: TrainerLike) -> dict[str, str]:
     if scheduler is None:  # warn_of_other_schedule reports a missing schedule
         return {}
     own = is_overridden(trainer, "create_scheduler")
-    return {"create_scheduler_fn": class_name(type(scheduler)) if own else described(trainer.create_scheduler_fn)}
+    return {
+        "create_scheduler_fn": class_name(type(scheduler)) if own else describe_setting(trainer.create_scheduler_fn)
+    }
 
 
 def _modules(name: str, value: object) -> dict[str, str]:
     """Return the class and the arguments of each module in a module, or the arguments of a function."""
     if not isinstance(value, nn.Module):
-        return {name: described(value)}
+        return {name: describe_setting(value)}
     return {f"{name}.{key}" if key else name: _object(module, 1) for key, module in value.named_modules()}
 
 
 def _callbacks(trainer: TrainerLike) -> dict[str, str]:
     result: dict[str, str] = {}
     for callback in trainer.callback_handler:
-        kind = type(callback).__name__
-        if _OBSERVERS.fullmatch(kind):
+        if not callback.affects_training:
             continue
+        kind = type(callback).__name__
         count = sum(key.partition("#")[0] == f"callbacks.{kind}" for key in result)
         name = f"{kind}#{count + 1}" if count else kind
         result[f"callbacks.{name}"] = "stateful" if hasattr(callback, "state_dict") else "used"
-        result |= {f"callbacks.{name}.{key}": described(value, key) for key, value in _arguments(callback)}
+        result |= {
+            f"callbacks.{name}.{key}": describe_setting(value, key)
+            for key, value in _arguments_but_places(callback).items()
+        }
     return result
 
 
-def _arguments(callback: TrainerCallback) -> Iterator[tuple[str, object]]:
-    """Yield the arguments with which a callback was created, and the defaults of other arguments."""
-    args, kwargs = vars(callback).get("_constructor_arguments", ((), {}))
+def _arguments_but_places(callback: TrainerCallback) -> dict[str, object]:
+    """Return the arguments with which a callback was created, and the defaults of others, without places."""
     try:
-        bound = inspect.signature(type(callback)).bind_partial(*args, **kwargs)
+        arguments = arguments_of(callback, with_defaults=True)
     except (TypeError, ValueError):
-        return
-    bound.apply_defaults()
-    for name, value in bound.arguments.items():
-        if not tells_where(name) and not isinstance(value, os.PathLike):
-            yield name, value
+        return {}
+    return {
+        name: value for name, value in arguments.items() if not is_place(name) and not isinstance(value, os.PathLike)
+    }
 
 
 def _order(trainer: TrainerLike) -> dict[str, str]:
     """Return the settings for the order of the training samples and for making batches of them."""
     source = getattr(trainer.current_run.data.train_loader, "source", None)
     names = ("sampler", "drop_last", "collate_fn")
-    return {f"the loader's {name}": described(getattr(source, name)) for name in names if hasattr(source, name)}
+    return {f"the loader's {name}": describe_setting(getattr(source, name)) for name in names if hasattr(source, name)}
 
 
-def _datasets(trainer: TrainerLike) -> dict[str, Source]:
+def datasets_of_run(trainer: TrainerLike) -> dict[str, Source]:
+    """Return the datasets of the current run, by the name of their setting."""
     data = trainer.current_run.data
     loaders = {"train_dataset": data.train_loader}
     loaders |= {f"eval_dataset[{name!r}]": loader for name, loader in data.eval_loaders.items()}
@@ -214,7 +203,7 @@ def _datasets(trainer: TrainerLike) -> dict[str, Source]:
 # ---------------------------------------------------------------------------------------- describing a value
 
 
-def described(value: object, name: str = "", depth: int = 0) -> str:
+def describe_setting(value: object, name: str = "", depth: int = 0) -> str:
     """Return a text that is equal for equal settings, in any process; secrets are hidden.
 
     Args:
@@ -223,7 +212,7 @@ def described(value: object, name: str = "", depth: int = 0) -> str:
     if isinstance(value, (bool, int, float, complex, type(None), np.generic)):
         return repr(value.item() if isinstance(value, np.generic) else value)
     if isinstance(value, (str, bytes)):
-        text = short(value, name)
+        text = short_repr(value, name)
         return text if len(value) < 50 else f"{text} ({crc32(repr(value).encode()):08x})"
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return _array(value)
@@ -234,21 +223,15 @@ def described(value: object, name: str = "", depth: int = 0) -> str:
     if isinstance(value, (Mapping, list, tuple, set, frozenset, range)):
         return _container(value, depth + 1)
     if isinstance(value, partial):
-        args = [described(item, "", depth + 1) for item in value.args]
-        args += [f"{key}={described(item, key, depth + 1)}" for key, item in value.keywords.items()]
-        return f"{described(value.func, '', depth + 1)}({', '.join(args)})"
+        args = [describe_setting(item, "", depth + 1) for item in value.args]
+        args += [f"{key}={describe_setting(item, key, depth + 1)}" for key, item in value.keywords.items()]
+        return f"{describe_setting(value.func, '', depth + 1)}({', '.join(args)})"
     return _function(value, depth + 1) if inspect.isroutine(value) else _object(value, depth + 1)
 
 
 def class_name(kind: type) -> str:
     """Return the name of a class, without the name of a function that defines it."""
-    return class_of_module(kind).__name__
-
-
-def class_of_module(kind: type) -> type:
-    """Return the original of a class that ``fully_shard`` has derived; any other class unchanged."""
-    is_derived = len(kind.__mro__) > 2 and kind.__mro__[1].__name__ == "FSDPModule"
-    return kind.__mro__[2] if is_derived else kind
+    return unsharded_class(kind).__name__
 
 
 def _array(value: torch.Tensor | npt.NDArray[Any]) -> str:
@@ -265,8 +248,8 @@ def _container(value: Collection[object], depth: int) -> str:
     if isinstance(value, range):
         return repr(value)
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key!r}: {described(item, str(key), depth)}' for key, item in value.items())}}}"
-    items = [described(item, "", depth) for item in [*value][:1000]]
+        return f"{{{', '.join(f'{key!r}: {describe_setting(item, str(key), depth)}' for key, item in value.items())}}}"
+    items = [describe_setting(item, "", depth) for item in [*value][:1000]]
     items = sorted(items) if isinstance(value, (set, frozenset)) else items
     text = ", ".join(items)
     return f"[{text}]" if len(value) < 20 else f"[{len(value)} items] ({crc32(text.encode()):08x})"
@@ -283,8 +266,8 @@ def _object(value: object, depth: int) -> str:
             return text
         own = getattr(value, "__dict__", {})
     taken = _parameters(kind)  # type: ignore[arg-type]
-    names = [name for name in own if name in taken and not tells_where(name)]
-    parts = [f"{name}={described(own[name], name, depth)}" for name in sorted(names)]
+    names = [name for name in own if name in taken and not is_place(name)]
+    parts = [f"{name}={describe_setting(own[name], name, depth)}" for name in sorted(names)]
     return f"{kind.__name__}({', '.join(parts)})"
 
 
@@ -306,10 +289,10 @@ def _function(value: Callable[..., object], depth: int) -> str:
     around = []
     for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
         try:
-            around.append(f"{variable}={described(cell.cell_contents, variable, depth)}")
+            around.append(f"{variable}={describe_setting(cell.cell_contents, variable, depth)}")
         except ValueError:  # the variable is not assigned yet
             continue
-    defaults = [described(item, "", depth) for item in function.__defaults__ or ()]
+    defaults = [describe_setting(item, "", depth) for item in function.__defaults__ or ()]
     number = crc32(repr([_code(code), defaults]).encode())
     version = ".".join(map(str, sys.version_info[:2]))
     arguments = f"({', '.join(around)})" if around else ""
@@ -319,146 +302,3 @@ def _function(value: Callable[..., object], depth: int) -> str:
 def _code(code: CodeType) -> list[object]:
     constants = [_code(item) if isinstance(item, CodeType) else repr(item) for item in code.co_consts]
     return [code.co_code, constants, code.co_names]
-
-
-# ----------------------------------------------------------------------------------------------- comparing
-
-
-def compare_settings(trainer: TrainerLike, state: TrainingState) -> str:
-    """Return how the settings of a state differ from those of the run that has loaded it, and which of both hold.
-
-    The run then records the settings that hold. The text is empty if nothing differs, or if the state is from an
-    earlier version.
-
-    Args:
-        state: the state that the run has loaded
-    """
-    run = trainer.current_run
-    now: JsonObject = run.recorded_settings or {}
-    before: JsonObject = json.loads(state.shared.get("settings") or "{}")
-    if not before or not now:
-        return ""
-    changed = _changed(before, now, is_elastic=state.metadata["world_size"] != trainer.ranks.world_size)
-    run.created_attributes.compared |= {argument for key in changed if (argument := _argument_of_callback(key))}
-    held = _held(state)
-    loaded = describe_optimizers(trainer)
-    restored: list[str] = []
-    new: list[str] = []
-    for key in changed:
-        was, this = before.get(key, _ABSENT), now.get(key, _ABSENT)
-        if _argument_of_callback(key) not in held and not _is_restored(trainer, key):
-            new.append(_change(key, was, this))
-        elif this != loaded.get(key):
-            now[key] = was
-            restored.append(_change(key, this, was, "not"))
-    new += _changed_data(trainer, before[_DATA], now[_DATA])
-    return _message(_together(restored), _together(new), os.fspath(state.directory))
-
-
-def describe_loaded(trainer: TrainerLike, before: Mapping[str, str], source: str) -> str:
-    """Return the options of optimizers that a file or a state has changed; an empty text if there are none.
-
-    Args:
-        before: the result of ``describe_optimizers()`` before loading
-    """
-    now = describe_optimizers(trainer)
-    changes = [_change(key, before[key], now[key], "not") for key in now if before.get(key, now[key]) != now[key]]
-    shown = listed(_together(changes), _MOST_SHOWN)
-    return f"{source!r} has set options of the optimizer: {shown}." if changes else ""
-
-
-def _changed(before: JsonObject, now: JsonObject, is_elastic: bool) -> list[str]:
-    """Return the names of settings that differ; if a part was added or removed, only the name of the whole part."""
-    names = [key for key in {**before, **now} if key != _DATA and not _is_same(before.get(key), now.get(key))]
-    heads = tuple(f"{key}." for key in names)
-    return [
-        key
-        for key in names
-        if not (is_elastic and key in _OF_SIZE)  # jobs of another size keep the size of an update if they can
-        and ((key in before and key in now) or (key.startswith(_PARTS) and not key.startswith(heads)))
-        and "stateful" not in (before.get(key), now.get(key))  # stateful callbacks have a warning of their own
-    ]
-
-
-def _is_same(before: str | None, now: str | None) -> bool:
-    if before == now:
-        return True
-    if before is None or now is None or _CODE.sub("", before) != _CODE.sub("", now):
-        return False
-    versions = [match for text in (before, now) for match in _CODE.findall(text)]
-    return len(set(versions)) > 1  # bytecode of different Python versions cannot be compared
-
-
-def _argument_of_callback(key: str) -> tuple[str, str] | None:
-    """Return the callback and the argument to which a setting belongs."""
-    part, _, rest = key.partition(".")
-    owner, _, name = rest.partition(".")
-    return (owner, name) if part == "callbacks" and name else None
-
-
-def _held(state: TrainingState) -> set[tuple[str, str]]:
-    """Return the attributes in a state, by owner and name, that the saved run had changed."""
-    saved = state.shared.get("user_attributes", {})
-    return {(owner, name) for part in ("kept", "own") for owner, of in saved.get(part, {}).items() for name in of}
-
-
-def _is_restored(trainer: TrainerLike, key: str) -> bool:
-    """Whether a state restores a setting even if the program has another value."""
-    if key == "create_scheduler_fn":
-        return not trainer.current_run.schedule.is_recreated and _restores_arguments(trainer.scheduler)
-    return key == "seed" or key.startswith(tuple(f"{name}." for name in saved_optimizers(trainer)))
-
-
-def _restores_arguments(scheduler: TrainerScheduler) -> bool:
-    """Whether the state of a scheduler has its arguments, as with torch's, rather than only its position."""
-    kinds = (PlannedLrScheduler, LambdaLR, MultiplicativeLR)  # the last two without their functions
-    return not all(isinstance(part, kinds) for part in schedulers_in(scheduler).values())
-
-
-def _shown(this: str, other: str) -> str:
-    """Shorten a description for a message. If both are long, it begins where they differ."""
-    this, other = _CODE.sub("", this), _CODE.sub("", other)
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(this, other, strict=False)))
-    begin = max(same - 30, 0) if max(len(this), len(other)) > _LONGEST else 0
-    return f"{'...' if begin else ''}{this[begin : begin + _LONGEST]}{'...' if len(this) > begin + _LONGEST else ''}"
-
-
-def _change(key: str, other: str, holds: str, word: str = "was") -> str:
-    """Return a text on a setting: the value that holds and the other value, or that a part is new or missing."""
-    if _ABSENT in (other, holds) and key.startswith(_PARTS):
-        return f"{key.removeprefix('callbacks.')} is {'new' if other == _ABSENT else 'missing'}"
-    if _CODE.sub("", other) == _CODE.sub("", holds):
-        return f"{key}={_shown(holds, '')} has other code"
-    return f"{key}={_shown(holds, other)} ({word} {_shown(other, holds)})"
-
-
-def _changed_data(trainer: TrainerLike, before: JsonObject, now: JsonObject) -> list[str]:
-    datasets = _datasets(trainer)
-    names = [name for name in now if name in before] if before else []
-    changes = {name: difference(before[name], now[name], datasets[name]) for name in names}
-    others = [name for name in {**before, **now} if (name in before) != (name in now)] if before and now else []
-    found = [f"{name}: {change}" for name, change in changes.items() if change]
-    return found + [f"{name} is {'new' if name in now else 'missing'}" for name in others]
-
-
-def _together(texts: list[str]) -> list[str]:
-    """Merge texts that differ only in the number of the parameter group."""
-    return [*dict.fromkeys(re.sub(r"\.param_groups\[\d+\]", "", text) for text in texts)]
-
-
-def _message(restored: list[str], new: list[str], source: str) -> str:
-    if not restored and not new:
-        return ""
-    parts = ["The settings of this program are not those of the run that it resumes."]
-    if restored:
-        parts.append(f"Kept as in the state: {listed(restored, _MOST_SHOWN)}.")
-    if new:
-        parts.append(f"Changed from here on: {listed(new, _MOST_SHOWN)}.")
-    if restored:
-        parts.append(
-            "To train with this program's values instead, begin a new run from the weights: "
-            f"trainer.load_checkpoint({source!r}, load_optimizer=False, load_scheduler=False), then train() without "
-            "resume_from. A callback may also set options of the optimizer in on_training_run_start; learning rates "
-            "only if there is no schedule."
-        )
-    return " ".join(parts)

@@ -24,8 +24,8 @@ from pytorch_accel_lite.checkpoint.attribute_states import (
     loss_state,
     names_beside_model,
 )
-from pytorch_accel_lite.checkpoint.background import BackgroundWriter
-from pytorch_accel_lite.checkpoint.capturing import (
+from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
+from pytorch_accel_lite.checkpoint.capture_and_restore import (
     capture,
     check_states_are_possible,
     finish_restoring,
@@ -46,8 +46,9 @@ from pytorch_accel_lite.checkpoint.locations import open_folder, read_state, sto
 from pytorch_accel_lite.checkpoint.manifest import MANIFEST
 from pytorch_accel_lite.checkpoint.model_forms import MODEL_FORMS, WriteModel, find_writer, write_in_form
 from pytorch_accel_lite.checkpoint.model_writers import MODEL_WRITERS, SavedModel
-from pytorch_accel_lite.checkpoint.recorded_settings import describe_loaded, describe_optimizers
-from pytorch_accel_lite.checkpoint.training_state import CapturedState, read_learned
+from pytorch_accel_lite.checkpoint.recorded_settings import describe_optimizers
+from pytorch_accel_lite.checkpoint.settings_comparison import describe_loaded
+from pytorch_accel_lite.checkpoint.state_directory import CapturedState, read_learned
 from pytorch_accel_lite.checkpoint.user_attributes import changed_modules
 from pytorch_accel_lite.checkpoint.weights import (
     WEIGHTS,
@@ -63,7 +64,7 @@ from pytorch_accel_lite.checkpoint.weights import (
 )
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.lost_processes import naming_call
-from pytorch_accel_lite.extension_names import is_not_there
+from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import NonFiniteLossError
 from pytorch_accel_lite.run.parts import LoadedWeights
@@ -274,36 +275,9 @@ def _split(location: Path | str) -> tuple[Path | str, str]:
 
 
 def save_model(
-    self: TrainerLike, path: PathOrFile, *, trainable_only: bool = False, card_data: Mapping[str, object] | None = None
+    trainer: TrainerLike, path: PathOrFile, *, trainable_only: bool, card_data: Mapping[str, object] | None
 ) -> None:
-    """Save the model for use in other programs: its weights as safetensors, and a model card.
-
-    In a directory, models of transformers, PEFT, diffusers and timm are saved in the format of their library, with
-    configuration and tokenizer; see "Save and load" in the docs.
-
-    A directory gets ``model.safetensors``, ``README.md`` and, with matplotlib, ``curves.png``, each written atomically.
-    The card says how the model was trained, how good it is, and how to load it with PyTorch alone. The Hugging Face Hub
-    shows it as the model's page, and ``huggingface_hub.ModelCard`` reads it. A ``README.md`` that somebody else wrote
-    is kept, with a warning.
-
-    Call it on every process. Sharded weights are gathered in the host memory of the first process, which writes the
-    files.
-
-    Args:
-        path: path of the directory, or its URL in a remote store, such as ``"hf://name/repository"``; missing folders
-            are created. A path that ends in ``.safetensors`` is a single file with the weights alone. So is an open
-            binary file or ``io.BytesIO``, which the main process writes from its position, flushes and leaves open; the
-            other processes may pass anything.
-        trainable_only: whether to leave out frozen parameters, which ``load_checkpoint()`` then does not change.
-        card_data: further metadata of the card, such as ``{"license": "mit", "datasets": ["mnist"], "pipeline_tag":
-            "image-classification"}``; see ``huggingface_hub.ModelCardData``
-
-    Raises:
-        ValueError: if ``trainable_only`` would leave out everything, if ``path`` is a file and should be a directory,
-            or if it is a URL of an unknown kind
-        TypeError: if ``card_data`` is not a dict of texts, numbers, and lists and dicts of them
-        OSError: if a file cannot be written
-    """
+    """Carry out ``Trainer.save_model()``."""
     is_directory = isinstance(path, (str, os.PathLike)) and not os.fspath(path).endswith(".safetensors")
     if card_data is not None:
         _check_card_data(card_data, None if is_directory else name_of(path))
@@ -311,10 +285,10 @@ def save_model(
     def write_beside(folder: Path) -> None:
         saved = SavedModel(folder, parse_location(name_of(path)), trainable_only, card_data or {})
         for writer in MODEL_WRITERS.values():
-            writer.write(self, saved)
+            writer.write(trainer, saved)
 
-    self.ranks.repeatable(
-        lambda: _attempt_to_save_model(self, path, trainable_only, write_beside if is_directory else None)
+    trainer.ranks.repeatable(
+        lambda: _attempt_to_save_model(trainer, path, trainable_only, write_beside if is_directory else None)
     )
 
 
@@ -325,7 +299,7 @@ def _check_card_data(card_data: Mapping[str, object], file: str | None) -> None:
             "Pass the path of a directory, or omit card_data."
         )
     if not MODEL_WRITERS:
-        raise ValueError(f"card_data={card_data!r} {is_not_there('reports')}")
+        raise ValueError(f"card_data={card_data!r} {missing_extension_text('reports')}")
     for writer in MODEL_WRITERS.values():
         writer.check(card_data)
 

@@ -31,16 +31,14 @@ from pytorch_accel_lite.checkpoint.plain_objects import (
     is_setting,
     tensors_of_node,
 )
-from pytorch_accel_lite.checkpoint.recorded_settings import tells_where
-from pytorch_accel_lite.checkpoint.trainability import trainability
+from pytorch_accel_lite.checkpoint.recorded_settings import is_place
+from pytorch_accel_lite.checkpoint.trained_parameters import trainability
 from pytorch_accel_lite.run import attributes
-from pytorch_accel_lite.run.events import LIBRARY_ATTRIBUTES, TrainerCallback, named_callbacks
+from pytorch_accel_lite.run.events import CONSTRUCTOR_ARGUMENTS, LIBRARY_ATTRIBUTES, TrainerCallback, named_callbacks
 from pytorch_accel_lite.run.parts import CreatedAttributes, Key
 from pytorch_accel_lite.run.state import TrainerLike
 
 T = TypeVar("T")
-
-#: The names of the owner of an attribute (``""`` for the trainer) and of the attribute.
 
 _MOST_PARTS = 100_000  # maximum parts of an attribute for a digest before a run
 _MOST_BYTES = 1 << 28
@@ -49,7 +47,7 @@ _LARGE = 1 << 30  # bytes that cause a message
 _RECENT = 30 * 24 * 3600  # seconds
 
 
-def note_created(trainer: TrainerLike) -> CreatedAttributes:
+def note_created_attributes(trainer: TrainerLike) -> CreatedAttributes:
     """Return the attributes created by the program, before a run changes them."""
     created = CreatedAttributes()
     is_saved = _saved_elsewhere(trainer)
@@ -70,7 +68,7 @@ def note_created(trainer: TrainerLike) -> CreatedAttributes:
     return created
 
 
-def note_started(trainer: TrainerLike) -> None:
+def note_trained_parameters(trainer: TrainerLike) -> None:
     """Note which parameters are trained after the starting events, which a resumed run repeats."""
     trainer.current_run.created_attributes.trainability = trainability(trainer)
 
@@ -85,7 +83,7 @@ def capture_attributes(trainer: TrainerLike) -> tuple[StateDict, StateDict]:
     for key, value in _attributes_of_users(trainer):
         encoder = Encoder(is_saved)
         node = encoder.encode(value, _path(key))
-        _tell(trainer, created, encoder.unsaved)
+        _print_unsaved(trainer, created, encoder.unsaved)
         if holds_nothing(node):
             continue
         nodes[key] = node
@@ -97,24 +95,24 @@ def capture_attributes(trainer: TrainerLike) -> tuple[StateDict, StateDict]:
         if key in created.changed or _is_kept_anyway(node):
             kept.add(key)
         encoder.pack()
-    kept, own = (kept, set()) if is_alone else _compare(trainer, kept, digests)
+    kept, own = (kept, set()) if is_alone else _agree_on_kept(trainer, kept, digests)
     of_all: StateDict = {
         "kept": _by_owner({key: nodes[key] for key in nodes if key in kept - own}),
         "unchanged": _by_owner({key: digests[key] for key in nodes if key not in created.changed}),
         "settings": _by_owner({k: n for k, n in created.settings.items() if k in nodes and k not in created.changed}),
-        "removed": _removed(created, owners),
+        "removed": _removed_attributes(created, owners),
         "own": _by_owner(dict.fromkeys(sorted(own))),
     }
-    _tell_size(trainer, created, of_all["kept"])
+    _print_large(trainer, created, of_all["kept"])
     return of_all, _by_owner({key: nodes[key] for key in nodes if key in own})
 
 
-def _removed(created: CreatedAttributes, owners: Mapping[str, object]) -> dict[str, list[str]]:
+def _removed_attributes(created: CreatedAttributes, owners: Mapping[str, object]) -> dict[str, list[str]]:
     """Return the attributes that a run has removed, by owner."""
     return {name: sorted(created.names.get(name, set()) - vars(owner).keys()) for name, owner in owners.items()}
 
 
-def _compare(trainer: TrainerLike, kept: set[Key], digests: dict[Key, str | None]) -> tuple[set[Key], set[Key]]:
+def _agree_on_kept(trainer: TrainerLike, kept: set[Key], digests: dict[Key, str | None]) -> tuple[set[Key], set[Key]]:
     """Return the attributes that at least one process keeps, and those among them that differ between processes."""
     by_rank = trainer.all_gather_object((kept, digests))
     kept = set().union(*(of_rank for of_rank, _ in by_rank))
@@ -136,7 +134,7 @@ def restore_attributes(
     for owner, states in _merged(saved.get("kept", {}), own or {}).items():
         if owner not in owners:
             continue  # another message reports the missing callback
-        held, unsaved = vars(owners[owner]), attributes.unsaved(owners[owner])
+        held, unsaved = vars(owners[owner]), attributes.unsaved_attribute_names(owners[owner])
         for name, node in states.items() if is_final else copy.deepcopy(states).items():
             if name in unsaved:
                 continue  # the run that saved the state kept it
@@ -192,7 +190,10 @@ def _say_what_differs(trainer: TrainerLike, saved: StateDict) -> None:
     ]
     settings = [key for key in others if key not in kept and key in created.settings]
     if settings := [key for key in settings if key not in created.compared and not _is_moved(trainer, saved, key)]:
-        shown = (f"{_path(key)} is {_shown(created.settings[key])}, {_was(saved, key)}" for key in settings)
+        shown = (
+            f"{_path(key)} is {_short_value(created.settings[key])}, {_describe_setting_before(saved, key)}"
+            for key in settings
+        )
         trainer.print(f"Different from the run that saved the state: {'; '.join(shown)}. The new values hold.")
     if restored := [_path(key) for key in others if key in kept]:
         trainer.print(
@@ -214,7 +215,7 @@ def _is_moved(trainer: TrainerLike, saved: StateDict, key: Key) -> bool:
 
 def _without_places(node: Node, name: str) -> Node:
     if isinstance(node, str):
-        return "" if tells_where(name) else node
+        return "" if is_place(name) else node
     if isinstance(node, dict):
         return {key: _without_places(part, key) for key, part in node.items()}
     if isinstance(node, (tuple, list)):
@@ -222,16 +223,16 @@ def _without_places(node: Node, name: str) -> Node:
     return node
 
 
-def _was(saved: StateDict, key: Key) -> str:
+def _describe_setting_before(saved: StateDict, key: Key) -> str:
     before = _setting_before(saved, key)
-    return "which was something else" if before is NoPlaceError else f"and was {_shown(before)}"
+    return "which was something else" if before is NoPlaceError else f"and was {_short_value(before)}"
 
 
 def _setting_before(saved: StateDict, key: Key) -> Node:
     return saved.get("settings", {}).get(key[0], {}).get(key[1], NoPlaceError)
 
 
-def _shown(node: Node) -> str:
+def _short_value(node: Node) -> str:
     try:
         text = repr(Decoder(torch.device("cpu"), "").decode(node, NoPlaceError))
     except NoPlaceError:
@@ -251,10 +252,10 @@ def describe_unsaved(trainer: TrainerLike) -> str:
         except TooManyPartsError:
             continue
         unsaved |= encoder.unsaved
-    return _description(created, unsaved)
+    return _describe_new_unsaved(created, unsaved)
 
 
-def _description(created: CreatedAttributes, unsaved: Mapping[str, str]) -> str:
+def _describe_new_unsaved(created: CreatedAttributes, unsaved: Mapping[str, str]) -> str:
     new = {path: kind for path, kind in unsaved.items() if path not in created.warned_of}
     created.warned_of |= new.keys()
     if not new:
@@ -265,12 +266,12 @@ def _description(created: CreatedAttributes, unsaved: Mapping[str, str]) -> str:
     )
 
 
-def _tell(trainer: TrainerLike, created: CreatedAttributes, unsaved: Mapping[str, str]) -> None:
-    if unsaved and (described := _description(created, unsaved)):
+def _print_unsaved(trainer: TrainerLike, created: CreatedAttributes, unsaved: Mapping[str, str]) -> None:
+    if unsaved and (described := _describe_new_unsaved(created, unsaved)):
         trainer.print(described)
 
 
-def _tell_size(trainer: TrainerLike, created: CreatedAttributes, kept: Mapping[str, Mapping[str, Node]]) -> None:
+def _print_large(trainer: TrainerLike, created: CreatedAttributes, kept: Mapping[str, Mapping[str, Node]]) -> None:
     """Print once which attributes make states large."""
     for owner, states in kept.items():
         for name, node in states.items():
@@ -297,9 +298,9 @@ def changed_modules(trainer: TrainerLike) -> dict[str, nn.Module]:
 def _attributes_of_users(trainer: TrainerLike) -> Iterator[tuple[Key, object]]:
     """Yield the users' attributes, except points in time and attributes that are saved with the trainer."""
     now = time.time()
-    trained = attributes.trained(trainer)
+    trained = attributes.saved_attributes(trainer)
     for owner_name, owner in _owners(trainer).items():
-        library = _library_names(owner) | attributes.unsaved(owner)
+        library = _library_names(owner) | attributes.unsaved_attribute_names(owner)
         for name, value in [*vars(owner).items()]:
             is_instant = type(value) is float and now - _RECENT < value <= now
             if name not in library and not is_instant and (owner_name or name not in trained):
@@ -330,7 +331,7 @@ def _library_names(owner: TrainerLike | TrainerCallback) -> set[str]:
         ours_has = set(chain.from_iterable(map(vars, ours)))
         if ours != [TrainerCallback]:  # a built-in base class may create private attributes later
             ours_has |= {name for name in vars(owner) if name.startswith("_")}
-        return ours_has | {LIBRARY_ATTRIBUTES, "_constructor_arguments", *vars(owner).get(LIBRARY_ATTRIBUTES, ())}
+        return ours_has | {LIBRARY_ATTRIBUTES, CONSTRUCTOR_ARGUMENTS, *vars(owner).get(LIBRARY_ATTRIBUTES, ())}
     return {*owner._library_attributes, LIBRARY_ATTRIBUTES}  # noqa: SLF001
 
 
@@ -338,7 +339,7 @@ def _saved_elsewhere(trainer: TrainerLike) -> Callable[[object], bool]:
     """Return whether an object is saved elsewhere in a training state, or is a part of the run."""
     optimizer = trainer.optimizer
     roots: list[object] = [trainer.model, trainer.get_model(), trainer.loss_func]
-    roots += [*attributes.trained(trainer).values(), *attributes.hidden(trainer).values()]
+    roots += [*attributes.saved_attributes(trainer).values(), *attributes.parameters_outside_modules(trainer).values()]
     roots += attributes.registered_objects(trainer).values()
     modules = [root for root in roots if isinstance(root, nn.Module)]
     objects = [

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.iterables import OwnShard
 from pytorch_accel_lite.data.loader import FailedRead, LoaderKwargs, LoaderOptions, ShardedLoader
-from pytorch_accel_lite.data.loader_choice import Data, NamedData, shard
+from pytorch_accel_lite.data.loader_choice import Data, NamedData
+from pytorch_accel_lite.data.loader_choice import create_loader as shard  # its public name
 from pytorch_accel_lite.data.named_datasets import NamedDatasets, NamedSampler
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, IndexedData, Sample, Source
-from pytorch_accel_lite.extension_names import missing
+from pytorch_accel_lite.extension_names import missing_name_error
 from pytorch_accel_lite.extensions.mixtures import Mixture, MixtureSampler, MixtureStream
 from pytorch_accel_lite.extensions.packing import (
     PackSequences,
@@ -52,4 +53,4 @@ __all__ = [
 if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
 
     def __getattr__(name: str) -> object:
-        raise missing(name, "data")
+        raise missing_name_error(name, "data")

@@ -12,7 +12,7 @@ from pytorch_accel_lite.data.loader_choice import is_loader, options_of
 from pytorch_accel_lite.data.named_datasets import NamedDatasets
 from pytorch_accel_lite.data.reading import inner_datasets, reads_batches, tensors_in_memory
 from pytorch_accel_lite.data.sources import CollateFunction, Source, TrainingOrder
-from pytorch_accel_lite.data.workers import start_method
+from pytorch_accel_lite.data.worker_startup import start_method
 
 #: Arguments with a user-defined order.
 _ORDER_ARGUMENTS = {"sampler", "batch_sampler"}

@@ -15,11 +15,11 @@ from torch.utils.data import Dataset, IterableDataset
 
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import (
-    find_generators,
-    preserving_found,
+    find_held_generators,
     preserving_generators,
-    seed_found,
+    preserving_held_generators,
     seed_generators,
+    seed_held_generators,
 )
 from pytorch_accel_lite.base.reachable import reachable_from
 from pytorch_accel_lite.base.types import Tree
@@ -95,7 +95,7 @@ def _held_by(data: Source) -> Iterator[tuple[str, Tree]]:
         elif isinstance(item, dict) and len(item) <= _MOST_PARTS:
             left += [(f"{name}[{key!r}]", value) for key, value in item.items() if isinstance(key, str)]
         elif is_short:
-            left += [(f"{name}[{number}]", part) for number, part in enumerate(item) if not _is_plain(part)]
+            left += [(f"{name}[{number}]", part) for number, part in enumerate(item) if not _is_number_or_text(part)]
 
 
 def is_table(value: object) -> bool:
@@ -109,7 +109,7 @@ def _has_rows(item: Tree) -> bool:
     return (isinstance(item, (list, tuple)) or hasattr(item, "iloc")) and len(item) > 0
 
 
-def _is_plain(value: object) -> bool:
+def _is_number_or_text(value: object) -> bool:
     return isinstance(value, (str, bytes, int, float, complex, type(None), np.generic))
 
 
@@ -144,7 +144,7 @@ def _bytes_of(value: Tree, depth: int = 4) -> bytes:
     if isinstance(value, str):
         # Processes and machines may keep the same files in different directories.
         return value.replace("\\", "/").rpartition("/")[2].encode(errors="replace")
-    if isinstance(value, bytes) or _is_plain(value):
+    if isinstance(value, bytes) or _is_number_or_text(value):
         return value if isinstance(value, bytes) else repr(value).encode()
     if hasattr(value, "to_numpy"):  # the value is a row of a data frame
         value = value.to_numpy().tolist()
@@ -170,14 +170,19 @@ def _read_samples(data: Source, indices: list[int]) -> dict[str, int]:
     if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
         return samples
     held = [item for item in reachable_from([data]) if not isinstance(item, torch.nn.Module)]
-    generators = find_generators([data])
+    generators = find_held_generators([data])
     end = time.perf_counter() + _SECONDS_OF_READING
-    with suppress(Exception), preserving_generators(), preserving_found(generators), _preserving_attributes(held):
+    with (
+        suppress(Exception),
+        preserving_generators(),
+        preserving_held_generators(generators),
+        _preserving_attributes(held),
+    ):
         for index in indices:
             twice = []
             for seed in (1, 2):
                 seed_generators(seed)
-                seed_found(generators, seed)
+                seed_held_generators(generators, seed)
                 twice.append(_parts_of(data[index]))
             common = sorted(name for name, part in twice[0].items() if twice[1].get(name) == part != _UNKNOWN)
             if common:

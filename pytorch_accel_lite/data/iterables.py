@@ -12,26 +12,26 @@ from zlib import crc32
 import torch
 from torch.utils.data import DataLoader
 
+from pytorch_accel_lite.base.change_marks import Marks, marks_of
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.randomness import (
-    drawn_with,
-    find_generators,
-    mix,
+    derive_seed,
+    drawn_with_seeds,
+    find_held_generators,
     preserving_generators,
     seed_all,
-    seed_found,
     seed_generators,
-    state_of,
+    seed_held_generators,
+    state_of_generator,
 )
-from pytorch_accel_lite.base.reachable import Marks, marks_of
 from pytorch_accel_lite.data.batches import Batch, infer_batch_size, tensors_in
 from pytorch_accel_lite.data.consistency import checksum_of_batches
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader, copy_loader
 from pytorch_accel_lite.data.lockstep import AgreedStep, Lockstep
-from pytorch_accel_lite.data.position import cannot_split, last_samples, skip_batches, track_position
 from pytorch_accel_lite.data.shares import skip_samples, with_last
 from pytorch_accel_lite.data.sources import BatchData, Source, SourceState
+from pytorch_accel_lite.data.stream_positions import cannot_split, last_samples, skip_batches, track_position
 from pytorch_accel_lite.distributed import Ranks
 
 #: Key, in the position of a source without a state, of the identity of the epoch's first batch.
@@ -58,7 +58,7 @@ class OwnShard:
         return len(self.batches)  # type: ignore[arg-type]
 
 
-class ReadInTurn(ShardedLoader):
+class SequentialLoader(ShardedLoader):
     """Reads its source sequentially. To resume in the middle of an epoch, it restores the state of a stateful source.
 
     A source without a state is read from the beginning, and samples that the run has already seen are discarded.
@@ -112,7 +112,7 @@ class ReadInTurn(ShardedLoader):
 
     def _read_steps(self, epoch: int, start: int) -> Iterator[Batch]:
         if start:
-            self._recalled = None
+            self._restored_epoch = None
         self._set_epoch(epoch)
         steps = self._steps_alone(start) if self._reads_alone else self._steps_together(start)
         return self._seed_steps(steps) if self._is_seeded else steps
@@ -201,7 +201,7 @@ class ReadInTurn(ShardedLoader):
         Then the source depends on more than the epoch, for example because it shuffles a list in place, and the next
         epoch differs, too.
         """
-        read, self._recalled = self._recalled, None
+        read, self._restored_epoch = self._restored_epoch, None
         is_comparable = self._may_resume and self._is_seeded and self._tracker is None and not self.obstacle
         if not is_comparable or not isinstance(read, dict) or not read.get(_FIRST_BATCH):
             return
@@ -218,9 +218,9 @@ class ReadInTurn(ShardedLoader):
         if now != before and (has_no_batch_size or before[0] == rows):
             warn_outside(_describe_other_batches(self.source, f"for epoch {read['epoch']}, which it had finished"))
 
-    def epoch_read(self) -> SourceState:
+    def epoch_state(self) -> SourceState:
         """Return the number of the epoch, and the identity of its first batch."""
-        return self._recalled or {"epoch": self._epoch, _FIRST_BATCH: self._first_batch}
+        return self._restored_epoch or {"epoch": self._epoch, _FIRST_BATCH: self._first_batch}
 
     @property
     def obstacle(self) -> str:
@@ -239,7 +239,7 @@ class ReadInTurn(ShardedLoader):
 
     @property
     def _seed_of_epoch(self) -> int:
-        return mix(self.options.seed or 0, self._epoch, self._reader)
+        return derive_seed(self.options.seed or 0, self._epoch, self._reader)
 
     def _seed_held(self) -> None:
         """Seed the generators that the source holds itself when an epoch begins.
@@ -247,9 +247,9 @@ class ReadInTurn(ShardedLoader):
         Generators that were alike on all processes stay alike: the source may divide a common order.
         """
         if self._is_seeded:
-            held = find_generators([self.source], in_loaders=True)
+            held = find_held_generators([self.source], in_loaders=True)
             readers = (self._reader,) if self._draws_own else ()
-            seed_found(held, mix(self.options.seed or 0, self._epoch, *readers))
+            seed_held_generators(held, derive_seed(self.options.seed or 0, self._epoch, *readers))
 
     def _start_seeded(self, first: int) -> Iterator[BatchData]:
         if not self._is_seeded:
@@ -266,7 +266,7 @@ class ReadInTurn(ShardedLoader):
         with preserving_generators():
             seed_all(seed)  # the seeds of workers follow from it
             reading = self._start_checked_reading(source)
-        return drawn_with((mix(number, after=seed) for number in count(first)), reading)
+        return drawn_with_seeds((derive_seed(number, after=seed) for number in count(first)), reading)
 
     def _renew_workers(self) -> None:
         """Stop persistent workers if the data have changed since they started: workers have copies of the data."""
@@ -286,13 +286,13 @@ class ReadInTurn(ShardedLoader):
 
     def _seed_steps(self, steps: Iterator[Batch]) -> Iterator[Batch]:
         """Seed Python's and NumPy's generators for each step, because reading ahead draws from them or reseeds them."""
-        epoch_seed = mix(self.options.seed or 0, self._epoch, self._ranks.rank)
+        epoch_seed = derive_seed(self.options.seed or 0, self._epoch, self._ranks.rank)
         for number, step in enumerate(steps, start=self._steps_done):
-            seed_generators(~mix(number, after=epoch_seed), with_torch=False)
+            seed_generators(~derive_seed(number, after=epoch_seed), with_torch=False)
             yield step
 
 
-class PreShardedLoader(ReadInTurn):
+class PreShardedLoader(SequentialLoader):
     """The batches of any other iterable, which are assumed to be this process's own.
 
     In training, the processes agree on the number of samples in each step, for several steps at once and while they
@@ -375,7 +375,7 @@ def _generators_differ(source: Source, ranks: Ranks) -> bool:
     """Whether the generators that a source holds differ between processes. Call it on every process."""
     if ranks.world_size == 1 or type(source) in (list, tuple):
         return False
-    local = [crc32(repr(state_of(held)).encode()) for held in find_generators([source], in_loaders=True)]
+    local = [crc32(repr(state_of_generator(held)).encode()) for held in find_held_generators([source], in_loaders=True)]
     return any(other != local for other in ranks.all_gather_object(local))
 
 

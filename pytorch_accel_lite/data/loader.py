@@ -20,7 +20,7 @@ from pytorch_accel_lite.data.batches import Batch, infer_batch_size, is_single_s
 from pytorch_accel_lite.data.consistency import checksum_of_batches
 from pytorch_accel_lite.data.shares import Shares, whole_steps
 from pytorch_accel_lite.data.sources import BatchData, Index, Sample, Source, SourceState
-from pytorch_accel_lite.data.workers import start_reading
+from pytorch_accel_lite.data.worker_startup import start_reading
 from pytorch_accel_lite.distributed import Ranks
 
 #: Keyword arguments of a ``DataLoader``.
@@ -108,7 +108,7 @@ class ShardedLoader(ABC):
         self._device = device
         self._epoch = 0
         self._left: int | None = None
-        self._recalled: SourceState = None  # the epoch read last by the interrupted run
+        self._restored_epoch: SourceState = None  # the epoch read last by the interrupted run
         self._steps_done = 0
         self._min_share = 1
         self._is_placed = device.type == "cpu"  # whether batches are on the device when they are read
@@ -171,13 +171,13 @@ class ShardedLoader(ABC):
             a message about it for the user; empty if there is none
         """
 
-    def epoch_read(self) -> SourceState:
+    def epoch_state(self) -> SourceState:
         """Return the state of the latest epoch that is needed to continue it, or to begin the next epoch."""
         return None
 
-    def recall(self, read: SourceState) -> None:
-        """Make the next epoch continue after the result of ``epoch_read()`` in the interrupted run."""
-        self._recalled = read
+    def restore_epoch_state(self, read: SourceState) -> None:
+        """Make the next epoch continue after the result of ``epoch_state()`` in the interrupted run."""
+        self._restored_epoch = read
 
     @property
     def obstacle(self) -> str:
@@ -199,7 +199,7 @@ class ShardedLoader(ABC):
         self._min_share = min_share
         self._left = None if self.limit is None else max(self.limit - steps_done, 0)
         steps = self._read_steps(epoch, start)
-        steps = placed(steps, None if self._is_placed else self._device, self.options.channels_last)
+        steps = to_device(steps, None if self._is_placed else self._device, self.options.channels_last)
         if self.options.shares is not None and self.options.fill:
             steps = whole_steps(steps)
         return steps
@@ -287,7 +287,7 @@ def copy_loader(loader: DataLoader[Sample], **changes: object) -> DataLoader[Sam
     return other
 
 
-def placed(steps: Iterator[Batch], device: torch.device | None, channels_last: bool) -> Iterator[Batch]:
+def to_device(steps: Iterator[Batch], device: torch.device | None, channels_last: bool) -> Iterator[Batch]:
     """Return steps with their data on a device, without waiting for the copies.
 
     Args:

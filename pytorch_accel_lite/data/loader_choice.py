@@ -52,7 +52,7 @@ def with_batch_size(data: Source, size: int) -> Source:
     return copy_loader(data, batch_size=size, batch_sampler=batches)
 
 
-def shard(
+def create_loader(
     source: Source, ranks: Ranks, device: torch.device, seed: int | None, training: bool, **options: Any
 ) -> ShardedLoader:
     """Return a loader that yields this process's share of any source of batches.

@@ -161,7 +161,7 @@ class _Dealt(NamedTuple):
         return max((message.size for message in self.messages if message is not None), default=1)
 
 
-def deal(groups: Iterator[list[BatchData]], ranks: Ranks, fill: bool) -> Iterator[tuple[Batch, int]]:
+def deal_batches(groups: Iterator[list[BatchData]], ranks: Ranks, fill: bool) -> Iterator[tuple[Batch, int]]:
     """Yield this process's batch of each step, and the number of batches that it has read for the step.
 
     The first process reads all batches, and sends them to the others while these compute the previous step.

@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from pytorch_accel_lite.base.change_marks import Marks, marks_of
 from pytorch_accel_lite.base.inspection import find_length, nested_in
-from pytorch_accel_lite.base.randomness import draw_seed, generator_with, mix, seed_generators
-from pytorch_accel_lite.base.reachable import Marks, marks_of
+from pytorch_accel_lite.base.randomness import derive_seed, draw_seed, generator_with, seed_generators
 from pytorch_accel_lite.data.batches import Batch, Share
 from pytorch_accel_lite.data.consistency import check_order
 from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader
@@ -29,16 +29,16 @@ from pytorch_accel_lite.data.order import (
     order_of_sampler,
 )
 from pytorch_accel_lite.data.reading import InMemory, add_missing_note, as_rows, read_rows, reader_of, tensors_in_memory
-from pytorch_accel_lite.data.sampler_states import EpochRead, bring_to, state_of_sampler, warn_of_other_order
-from pytorch_accel_lite.data.seeded_reading import SeededReader, as_collated
+from pytorch_accel_lite.data.sample_seeds import SeededReader, as_collated
+from pytorch_accel_lite.data.sampler_states import EpochRead, advance_sampler, state_of_sampler, warn_of_other_order
 from pytorch_accel_lite.data.shares import (
     Shares,
     WrongLengthError,
     count_global_batches,
     global_batches,
     grouped,
+    share_bounds,
     skip_samples,
-    split,
     with_last,
 )
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Sample, SamplerLike, SourceState
@@ -106,7 +106,7 @@ class _EpochShares:
         num_shares = self._shares.total
         least = min(min_share, self.per_step // num_shares)
         run_seed = self._options.seed
-        epoch_seed = None if run_seed is None else mix(run_seed, epoch)
+        epoch_seed = None if run_seed is None else derive_seed(run_seed, epoch)
         is_seeded = epoch_seed is not None and self.rows is None
         lengths: list[int] = []
         seed = share = None
@@ -123,9 +123,11 @@ class _EpochShares:
                 local = indices if count == size else indices[begin:end]
                 first, to_read = (position + begin, local) if count else (position, indices[:least])
                 if epoch_seed is not None:
-                    seed = mix(first, after=epoch_seed)
+                    seed = derive_seed(first, after=epoch_seed)
                 if self._options.shares is not None:
-                    share = Share(number, mix(run_seed or 0, epoch, 0, position), ends_step=place == len(shares))
+                    share = Share(
+                        number, derive_seed(run_seed or 0, epoch, 0, position), ends_step=place == len(shares)
+                    )
                 planned.append((seed, count, size, is_last, local, share))
                 yield (seed, epoch_seed, first, to_read) if is_seeded else to_read
             position += size
@@ -133,7 +135,7 @@ class _EpochShares:
     def _local_shares(self, size: int, least: int, lengths: list[int]) -> list[tuple[int, int, int]]:
         """Return the numbers and bounds of this process's shares of a step. The bounds of a filler batch are equal."""
         every, options = self._shares, self._options
-        shares = [(number, *split(size, number, every.total, least, lengths)) for number in every.local]
+        shares = [(number, *share_bounds(size, number, every.total, least, lengths)) for number in every.local]
         if options.evens_shares:  # a missing share gets the number of the last one
             return shares + [(every.local[-1], size, size)] * every.lacking(self._ranks.world_size)
         has_first = shares[:1] if options.fill else []
@@ -196,7 +198,7 @@ class _EpochShares:
         if now[0] is None or now != (length, read["batch_size"]) or type(self.sampler) in _OF_TORCH:
             return None  # with drop_last, batches of another size end elsewhere
         ends = read["epoch"] < epoch
-        bring_to(self.sampler, read, ends, lambda s, n: order_of_sampler(s, seed, n, reported(n)))
+        advance_sampler(self.sampler, read, ends, lambda s, n: order_of_sampler(s, seed, n, reported(n)))
         return read
 
 
@@ -218,7 +220,6 @@ class MapLoader(ShardedLoader):
 
     def __init__(self, source: DataLoader[Sample], ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         super().__init__(source, ranks, device, options)
-        self._marks: Marks = []  # marks of data in memory
         self._memory = self._find_memory()
         rows = None if self._memory is None else len(source.dataset)  # type: ignore[arg-type]
         self._shares = _EpochShares(source, ranks, options, rows)
@@ -235,12 +236,11 @@ class MapLoader(ShardedLoader):
             return None
         memory = tensors_in_memory(self.source.dataset)
         if memory is not None:
-            self._marks = marks_of([self.source.dataset])
             self._is_placed = self._device.type == "cpu" or memory.is_on(self._device)
         return memory
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Pass the epoch to the datasets, and find out what has changed since the last epoch."""
+        """Pass the epoch to the datasets, and take up what has changed in them since the last epoch."""
         source = self.source
         for dataset in nested_in(source.dataset, lambda value: isinstance(value, Dataset)):
             set_epoch = getattr(dataset, "set_epoch", None)
@@ -249,7 +249,7 @@ class MapLoader(ShardedLoader):
         if self._memory is None:
             if isinstance(self._reader, SeededReader):
                 self._reader.forget_generators()
-        elif marks_of([source.dataset]) != self._marks:
+        else:  # its tensors may have been replaced
             self._memory = self._find_memory()
             self._shares.rows = len(source.dataset)
 
@@ -260,7 +260,7 @@ class MapLoader(ShardedLoader):
             self._reader,
             batch_sampler=self._shares,
             collate_fn=self._collate,
-            generator=source.generator if seed is None else generator_with(mix(seed)),
+            generator=source.generator if seed is None else generator_with(derive_seed(seed)),
             num_workers=source.num_workers,
             pin_memory=source.pin_memory,
             timeout=source.timeout,
@@ -276,7 +276,7 @@ class MapLoader(ShardedLoader):
         for batch in self._read():
             seed, count, total, is_last, indices, share = planned.popleft()
             if seed is not None:
-                # Reading in this process advances python's and numpy's generators; reading in workers does not. So #
+                # Reading in this process advances python's and numpy's generators; reading in workers does not. So
                 # they are seeded again for the step, which must not draw the same numbers as the reading.
                 seed_generators(~seed, with_torch=False)
             yield Batch(batch, count, total, is_last, indices, share)
@@ -360,10 +360,10 @@ class MapLoader(ShardedLoader):
     def position(self) -> SourceState:
         return {"order": self._shares.resumed_order_id or self._shares.order_id}
 
-    def epoch_read(self) -> SourceState:
+    def epoch_state(self) -> SourceState:
         return self._shares.resumed_epoch_read or self._shares.epoch_read
 
-    def recall(self, read: SourceState) -> None:
+    def restore_epoch_state(self, read: SourceState) -> None:
         self._shares.resumed_epoch_read = read or None
 
     def move_to(self, position: SourceState) -> str:

@@ -16,13 +16,13 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.randomness import (
     capture_generators,
+    derive_seed,
     draw_seed,
-    find_generators,
-    mix,
+    find_held_generators,
     preserving_generators,
     restore_generators,
-    seed_found,
     seed_generators,
+    seed_held_generators,
 )
 from pytorch_accel_lite.data.consistency import PASS_OWN_SHARD, check_same_order
 from pytorch_accel_lite.data.shares import WrongLengthError
@@ -67,7 +67,7 @@ def draw_order(sampler: SamplerLike, ranks: Ranks, seed: int | None, epoch: int,
     if seed is None:
         return _shuffled(len(sampler), ranks.broadcast_object(draw_seed))
     with preserving_generators():
-        seed_generators(mix(seed, epoch))
+        seed_generators(derive_seed(seed, epoch))
         return _shuffled(len(sampler), draw_seed())
 
 
@@ -81,29 +81,29 @@ def _shuffled(size: int, seed: int) -> torch.Tensor | ComputedOrder:
 def _draw_from(sampler: SamplerLike, ranks: Ranks, seed: int | None, epoch: int, reported: int) -> Iterable[Index]:
     """Return the order of an epoch from any other sampler. Without a length, the order is drawn in pieces."""
     if seed is None:
-        tell_epoch(sampler, reported)
+        set_sampler_epoch(sampler, reported)
         if ranks.world_size == 1:
             return sampler  # type: ignore[no-any-return]
         if find_length(sampler) is None:
             return _share_pieces(sampler, ranks)
         return ranks.broadcast_object(lambda: list(sampler))
     if hasattr(sampler, "order_of_epoch"):  # a mixture's order continues from epoch to epoch
-        tell_epoch(sampler, reported)
+        set_sampler_epoch(sampler, reported)
         return sampler.order_of_epoch(seed, epoch)  # type: ignore[no-any-return]
     if find_length(sampler) is None:
-        return _draw_pieces(sampler, _prepare(sampler, seed, epoch, reported), ranks)
+        return _draw_pieces(sampler, _seed_sampler(sampler, seed, epoch, reported), ranks)
     return order_of_sampler(sampler, seed, epoch, reported)
 
 
 def order_of_sampler(sampler: SamplerLike, seed: int, epoch: int, reported: int) -> list[Index]:
     """Return the order of an epoch that a user's sampler draws with a seed."""
-    seed = _prepare(sampler, seed, epoch, reported)
+    seed = _seed_sampler(sampler, seed, epoch, reported)
     with preserving_generators():
         seed_generators(seed)
         return list(sampler)
 
 
-def tell_epoch(sampler: SamplerLike, reported: int) -> None:
+def set_sampler_epoch(sampler: SamplerLike, reported: int) -> None:
     """Call ``set_epoch`` of a sampler, or of the sampler inside a batch sampler."""
     inner = getattr(sampler, "sampler", sampler)
     set_epoch = getattr(sampler, "set_epoch", None) or getattr(inner, "set_epoch", None)
@@ -111,11 +111,11 @@ def tell_epoch(sampler: SamplerLike, reported: int) -> None:
         set_epoch(reported)
 
 
-def _prepare(sampler: SamplerLike, seed: int, epoch: int, reported: int) -> int:
+def _seed_sampler(sampler: SamplerLike, seed: int, epoch: int, reported: int) -> int:
     """Pass a sampler the epoch, seed the generators that it holds itself, and return the seed for global generators."""
-    tell_epoch(sampler, reported)
-    seed = mix(seed, epoch)
-    seed_found(find_generators([sampler]), seed)
+    set_sampler_epoch(sampler, reported)
+    seed = derive_seed(seed, epoch)
+    seed_held_generators(find_held_generators([sampler]), seed)
     generator = getattr(getattr(sampler, "sampler", sampler), "generator", None)
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed >> 1)
@@ -260,7 +260,7 @@ class ComputedOrder:
     def __init__(self, size: int, key: int) -> None:
         self._size = size
         self._bits = max((size - 1).bit_length(), 2)
-        self._keys = [np.uint64(mix(key, number)) for number in range(_ROUNDS)]
+        self._keys = [np.uint64(derive_seed(key, number)) for number in range(_ROUNDS)]
 
     def at(self, begin: int, end: int) -> torch.Tensor:
         """Return the indices at the positions from ``begin`` to ``end``."""

@@ -25,7 +25,7 @@ def state_of_sampler(sampler: SamplerLike) -> SourceState:
     return copy.deepcopy(sampler.state_dict()) if has_state else None
 
 
-def bring_to(
+def advance_sampler(
     sampler: SamplerLike, read: EpochRead, ends: bool, draw: Callable[[SamplerLike, int], list[Index]]
 ) -> None:
     """Bring a user's sampler to its state at the beginning of an epoch or, with ``ends``, after the order was drawn.

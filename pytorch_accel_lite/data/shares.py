@@ -14,7 +14,9 @@ from pytorch_accel_lite.data.batches import Batch
 T = TypeVar("T")
 
 
-def split(size: int, rank: int, world_size: int, min_share: int = 1, lengths: Sequence[int] = ()) -> tuple[int, int]:
+def share_bounds(
+    size: int, rank: int, world_size: int, min_share: int = 1, lengths: Sequence[int] = ()
+) -> tuple[int, int]:
     """Return the bounds of a rank's contiguous share of ``size`` positions, which are divided as evenly as possible.
 
     If the positions cannot be divided evenly, the first ranks get one more. If there are too few, the last ranks get
@@ -66,7 +68,7 @@ class WrongLengthError(ValueError):
     """A sampler gives fewer or more indices than its length. Unlike a failed batch, this error is never skipped."""
 
 
-def ended(source: str, seen: str, done: int) -> WrongLengthError:
+def early_end_error(source: str, seen: str, done: int) -> WrongLengthError:
     """Return the error for data that end before the position from which a run resumes."""
     return WrongLengthError(
         f"The {source} ended after {seen} of this epoch, but the resumed run had already seen {done}. Resume it with "
@@ -86,7 +88,7 @@ def skip_samples(
     while position < start:
         batch = next(batches, None)
         if batch is None:
-            raise ended(source, f"{position} samples", start)
+            raise early_end_error(source, f"{position} samples", start)
         position += size_of(batch)
         if position > start:
             return chain([rest_of(batch, position - start)], batches)
@@ -127,7 +129,7 @@ class Shares:
 
     def divide(self, rank: int, world_size: int) -> None:
         """Divide the shares among the processes again. Batches that were read by the former division become useless."""
-        self.local = range(*split(self.total, rank, world_size))
+        self.local = range(*share_bounds(self.total, rank, world_size))
 
     def lacking(self, world_size: int) -> int:
         """Return how many more shares than this process the busiest process reads in a step."""

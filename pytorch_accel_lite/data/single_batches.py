@@ -6,7 +6,7 @@ from torch.utils.data import Dataset, RandomSampler, SequentialSampler
 
 from pytorch_accel_lite.base.inspection import find_length, nested_in
 from pytorch_accel_lite.data.batches import Batch
-from pytorch_accel_lite.data.loader import FailedRead, ShardedLoader, placed
+from pytorch_accel_lite.data.loader import FailedRead, ShardedLoader, to_device
 from pytorch_accel_lite.data.map_datasets import MapLoader
 from pytorch_accel_lite.data.reading import add_missing_note, reader_of
 
@@ -16,7 +16,7 @@ def datasets_in(loader: ShardedLoader) -> list[object]:
     return nested_in(loader.source.dataset, lambda value: isinstance(value, Dataset))
 
 
-def can_read_apart(loader: ShardedLoader) -> bool:
+def can_read_single_batch(loader: ShardedLoader) -> bool:
     """Whether samples can be read without side effects on the loader: from a map dataset, by integer indices."""
     if type(loader) is not MapLoader or loader.limit == 0 or loader.source.batch_size is None:
         return False
@@ -25,7 +25,7 @@ def can_read_apart(loader: ShardedLoader) -> bool:
     return has_plain_order and not is_told_epochs and bool(find_length(loader.source.dataset))
 
 
-def read_apart(loader: ShardedLoader) -> Batch:
+def read_single_batch(loader: ShardedLoader) -> Batch:
     """Read the first samples of a loader's dataset as one of its batches, in this process.
 
     Returns:
@@ -39,4 +39,4 @@ def read_apart(loader: ShardedLoader) -> Batch:
     except Exception as error:
         add_missing_note(error, source.dataset, indices)
         return step._replace(data=FailedRead(error))
-    return next(placed(iter([step._replace(data=data)]), loader.device, loader.options.channels_last))
+    return next(to_device(iter([step._replace(data=data)]), loader.device, loader.options.channels_last))

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data.batches import Batch, infer_batch_size
-from pytorch_accel_lite.data.iterables import PreShardedLoader, ReadInTurn
+from pytorch_accel_lite.data.iterables import PreShardedLoader, SequentialLoader
 from pytorch_accel_lite.data.loader import LoaderOptions, copy_loader
-from pytorch_accel_lite.data.lockstep import AgreedStep, deal
+from pytorch_accel_lite.data.lockstep import AgreedStep, deal_batches
 from pytorch_accel_lite.data.shares import count_global_batches, grouped
 from pytorch_accel_lite.data.sources import BatchData, Sample, Source, SourceState
 from pytorch_accel_lite.data.stream_shards import can_be_divided, division_method, part_of
@@ -25,7 +25,7 @@ _END = object()  # marks the end of a part
 _PARTS = "parts_of_a_divided_stream"
 
 
-class StreamLoader(ReadInTurn):
+class StreamLoader(SequentialLoader):
     """The batches of a ``DataLoader`` over a stream. Rank 0 reads all batches and sends them to the ranks in turn.
 
     So every sample is seen once, even if the stream is random. If each process had read its own part of an epoch before
@@ -48,7 +48,7 @@ class StreamLoader(ReadInTurn):
 
     def _steps_together(self, start: int) -> Iterator[Batch]:
         groups = islice(self._groups(start), self._left)
-        for batch, num_read in deal(groups, self._ranks, self.options.fill):
+        for batch, num_read in deal_batches(groups, self._ranks, self.options.fill):
             self._advance_past(num_read)
             if self.options.fill or not batch.is_filler:
                 yield batch
@@ -210,14 +210,14 @@ class DividedLoader(PreShardedLoader):
         local = {"samples": self._samples, "batches": self._batches, "position": super().position()}
         return {_PARTS: self._ranks.all_gather_object(local)}
 
-    def epoch_read(self) -> SourceState:
+    def epoch_state(self) -> SourceState:
         """Return the identity of the epoch in all parts. Call it on every process."""
-        return {_PARTS: self._ranks.all_gather_object(super().epoch_read())}
+        return {_PARTS: self._ranks.all_gather_object(super().epoch_state())}
 
-    def recall(self, read: SourceState) -> None:
+    def restore_epoch_state(self, read: SourceState) -> None:
         """Remember the epoch that this part has read last, if the interrupted run had equally many parts."""
         is_alike = _is_divided(read) and len(read[_PARTS]) == self._ranks.world_size
-        super().recall(read[_PARTS][self._ranks.rank] if is_alike else None)
+        super().restore_epoch_state(read[_PARTS][self._ranks.rank] if is_alike else None)
 
     def move_to(self, position: SourceState) -> str:
         """Make the next, resumed epoch begin at the position of this part, or complete an epoch with other parts."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pytorch_accel_lite.distributed.exchange import OtherCallError
+from pytorch_accel_lite.distributed.control_group import OtherCallError
 from pytorch_accel_lite.distributed.observers import OBSERVERS
 from pytorch_accel_lite.distributed.ranks import Ranks
 

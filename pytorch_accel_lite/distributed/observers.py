@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
-from pytorch_accel_lite.distributed.participant import Participant
 from pytorch_accel_lite.distributed.ranks import Ranks
+from pytorch_accel_lite.distributed.trainer_protocol import OpenTrainer
 
 
 class JobObserver(Protocol):
@@ -16,7 +16,7 @@ class JobObserver(Protocol):
     def begin(self, ranks: Ranks) -> None:
         """Begin to observe a job, unless this has been done already. Called for each trainer, on every process."""
 
-    def observing(self, trainer: Participant) -> AbstractContextManager[None]:
+    def observing(self, trainer: OpenTrainer) -> AbstractContextManager[None]:
         """Observe a run within a block, on every process."""
 
     def find_loss(self) -> str:
@@ -35,7 +35,7 @@ OBSERVERS: list[JobObserver] = []
 
 
 @contextmanager
-def observed(trainer: Participant) -> Iterator[None]:
+def observed(trainer: OpenTrainer) -> Iterator[None]:
     """Let all observers observe a run within a block, on every process."""
     with ExitStack() as observing:
         for observer in OBSERVERS:

@@ -7,19 +7,18 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cache
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
 from pytorch_accel_lite.base.inspection import distinct_elements
-from pytorch_accel_lite.distributed.exchange import CAPACITY, ControlGroup, find_purpose
+from pytorch_accel_lite.distributed.control_group import CAPACITY, ControlGroup, find_purpose
 from pytorch_accel_lite.distributed.messages import decode, encode
+from pytorch_accel_lite.distributed.shared_errors import attempt_action, values_or_first_error
 
 T = TypeVar("T")
-#: The result of a function on a rank, if any, and its error.
-_Outcome: TypeAlias = tuple[Any, Exception | None]
 
 
 @cache
@@ -233,21 +232,10 @@ class Ranks:
         """
         if self.world_size == 1:
             return [action()]
-        failure: Exception | None = None
-        outcome: _Outcome
-        try:
-            outcome = (None if only_first and self.rank else action(), None)
-            encoded = encode(outcome)
-        except Exception as error:
-            failure = error
-            kind = OSError if isinstance(error, OSError) else RuntimeError
-            outcome = None, kind(f"Rank {self.members[self.rank]} failed: {type(error).__name__}: {error}")
-            encoded = encode(outcome)
-        outcomes: list[_Outcome] = [self._broadcast(encoded)] if only_first else self._gather(outcome, encoded)
-        for problem in (failure, *(report for _, report in outcomes)):
-            if problem is not None:
-                raise problem
-        return [value for value, _ in outcomes]
+        attempt = attempt_action(action if not only_first or self.rank == 0 else lambda: None, self.members[self.rank])
+        encoded = attempt.encoded
+        outcomes = [self._broadcast(encoded)] if only_first else self._gather(attempt.outcome, encoded)
+        return values_or_first_error(attempt, outcomes)
 
     def broadcast_object(self, make: Callable[[], T]) -> T:
         """Return the result of ``make`` on rank 0, the only rank that calls it."""

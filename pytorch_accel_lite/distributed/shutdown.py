@@ -13,16 +13,16 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from pytorch_accel_lite.distributed.observers import OBSERVERS
-from pytorch_accel_lite.distributed.participant import Participant
 from pytorch_accel_lite.distributed.ranks import Ranks
+from pytorch_accel_lite.distributed.trainer_protocol import OpenTrainer
 
-_open: weakref.WeakSet[Participant] = weakref.WeakSet()
+_open: weakref.WeakSet[OpenTrainer] = weakref.WeakSet()
 _job: list[tuple[Accelerator, Ranks]] = []  # ends the job even if its trainers were never closed
 _last_run_failed = False  # even if the program has caught the error
 _EXIT_TIMEOUT = timedelta(seconds=30)
 
 
-def register(trainer: Participant) -> None:
+def register(trainer: OpenTrainer) -> None:
     """Close a trainer and leave its job when the program exits. A job cannot be joined again."""
     if trainer.ranks.world_size > 1 and trainer.ranks.is_observed:
         for observer in OBSERVERS:
@@ -31,12 +31,12 @@ def register(trainer: Participant) -> None:
     _job[:] = [(trainer.accelerator, trainer.ranks)]
 
 
-def open_trainers() -> list[Participant]:
+def open_trainers() -> list[OpenTrainer]:
     """Return the trainers of this process that have not been closed."""
     return list(_open)
 
 
-def unregister(trainer: Participant) -> bool:
+def unregister(trainer: OpenTrainer) -> bool:
     """Mark a trainer as closed, and return whether it was open."""
     is_open = trainer in _open
     _open.discard(trainer)

@@ -1,4 +1,4 @@
-"""Splitting batches that do not fit into memory, and merging the outputs of their parts."""
+"""For extensions: splitting batches that do not fit into memory, and merging the outputs of their parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from itertools import chain
 
 import torch
-from accelerate.utils.memory import should_reduce_batch_size
 
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data import Batch
@@ -32,11 +31,6 @@ def split_into_parts(batch: Batch, parts: int) -> list[Batch]:
         pieces.append(part)
         begin += size
     return pieces
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error means that the device or the host ran out of memory."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or should_reduce_batch_size(error)
 
 
 def merge_outputs(outputs: Sequence[BatchOutput]) -> BatchOutput:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pytorch_accel_lite.extension_names import is_not_there
+from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.parts import SkippedBatches
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import InferenceStep, Run, TrainerLike
@@ -26,6 +26,6 @@ def choose_inference_step(trainer: TrainerLike, run: Run, request: RunRequest) -
     run.inference_step = None
     if not INFERENCE_STEPS and (splits or skips or request.skips_failed_batches):
         wanted = "auto_microbatch=True" if splits else "Skipping batches that fail"
-        raise ValueError(f"{wanted} {is_not_there('failed_batches')}")
+        raise ValueError(f"{wanted} {missing_extension_text('failed_batches')}")
     if skips or (splits and not is_prediction):
         run.inference_step = INFERENCE_STEPS[0](trainer, run)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.data import ShardedLoader, shard
+from pytorch_accel_lite.data import ShardedLoader
 from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.data.loader_choice import dataset_of
+from pytorch_accel_lite.data.loader_choice import create_loader, dataset_of
 from pytorch_accel_lite.data.named_datasets import NamedSampler, describe_lengths
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.run.state import Run, TrainerLike
@@ -52,7 +52,7 @@ def sharded_loader(trainer: TrainerLike, run: Run, source: Source, training: boo
     has_fixed_shares = trainer.division.has_fixed_shares
     takes_equal_steps = training or (trainer.is_sharded and not has_fixed_shares)
     evens_shares = trainer.is_sharded and has_fixed_shares and run.ranks.world_size > 1
-    loader = shard(
+    loader = create_loader(
         source,
         run.data.ranks,
         run.device,

@@ -1,4 +1,4 @@
-"""Calling a user's own callbacks outside a run, until they fail."""
+"""For extensions: calling a user's own callbacks outside a run, until they fail."""
 
 from __future__ import annotations
 

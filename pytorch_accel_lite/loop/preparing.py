@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.quantised import is_quantised, keep_as_they_are
-from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.model_forms import is_of_peft
 from pytorch_accel_lite.checkpoint.weights import load_optimizer_state
-from pytorch_accel_lite.extension_names import is_not_there
+from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.optimizers.combined import combine
 from pytorch_accel_lite.optimizers.operations import OptimizerFactory, Optimizers, TrainerOptimizer, is_created
 from pytorch_accel_lite.run.prepared_model import PreparedModel
@@ -80,7 +80,7 @@ def change_blocks(trainer: TrainerLike) -> None:
         wanted["compile_model"] = trainer.compile_model
     for argument, value in wanted.items():
         if argument not in MODEL_CHANGES:
-            raise ValueError(f"{argument}={value!r} {is_not_there('blocks')}")
+            raise ValueError(f"{argument}={value!r} {missing_extension_text('blocks')}")
         trainer.print(MODEL_CHANGES[argument](trainer, value))
 
 
@@ -112,7 +112,7 @@ class UnmadeOptimizer:
 
     def __init__(self, factory: OptimizerFactory) -> None:
         self.factory = factory
-        self.name = short(factory)
+        self.name = short_repr(factory)
         self._state: StateDict | None = None
 
     def make(self, model: nn.Module) -> Optimizer:

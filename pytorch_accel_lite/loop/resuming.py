@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.attribute_states import describe_attributes
-from pytorch_accel_lite.checkpoint.capturing import finish_restoring
-from pytorch_accel_lite.checkpoint.user_attributes import describe_unsaved, note_started
+from pytorch_accel_lite.checkpoint.capture_and_restore import finish_restoring
+from pytorch_accel_lite.checkpoint.user_attributes import describe_unsaved, note_trained_parameters
 from pytorch_accel_lite.run.parts import TrainingState
 from pytorch_accel_lite.run.state import Run, TrainerLike
 
@@ -17,7 +17,7 @@ def describe_states(trainer: TrainerLike, run: Run) -> None:
     """
     if not (run.request.saves_training_states or run.resumed is not None):
         return
-    note_started(trainer)
+    note_trained_parameters(trainer)
     for described in (describe_attributes(trainer), describe_unsaved(trainer)):
         if described:
             trainer.print(described)

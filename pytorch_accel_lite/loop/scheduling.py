@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from pytorch_accel_lite.base.inspection import accepts
 from pytorch_accel_lite.base.origins import warn_outside
-from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.optimizers.combined import create_schedulers
 from pytorch_accel_lite.optimizers.operations import (
@@ -98,9 +98,9 @@ def _begin_from_initial_rates(trainer: TrainerLike, run: Run, has_schedule: bool
         if now != initial and run.resumed is None:
             current, first = ([values.get("lr") for values in options] for options in (now, initial))
             trainer.print(
-                f"This run has no scheduler and trains at the learning rate {_listed(current)}, left over from an "
-                f"earlier schedule; the optimizer started at {_listed(first)}. To return to that: for group in "
-                "trainer.optimizer.param_groups: group['lr'] = group['initial_lr']"
+                f"This run has no scheduler and trains at the learning rate {_format_rates(current)}, left over from "
+                f"an earlier schedule; the optimizer started at {_format_rates(first)}. To return to that: for group "
+                "in trainer.optimizer.param_groups: group['lr'] = group['initial_lr']"
             )
         return
     _check_optimizer(trainer)
@@ -123,13 +123,14 @@ def _print_unused_rates(trainer: TrainerLike, initial: Options) -> None:
         highest = scheduler.max_lrs if isinstance(scheduler, CyclicLR) else [group["max_lr"] for group in groups]
         used = [*highest, *scheduler.base_lrs, *([default.default] if default else [])]
         as_shown = {
-            _listed([rate]) for rate in used if isinstance(rate, (int, float, torch.Tensor))
+            _format_rates([rate]) for rate in used if isinstance(rate, (int, float, torch.Tensor))
         }  # rates in tensors are rounded
-        unused = [rate for group in groups if _listed([rate := rates.get(id(group))]) not in {"none", *as_shown}]
+        unused = [rate for group in groups if _format_rates([rate := rates.get(id(group))]) not in {"none", *as_shown}]
         if unused:
             message = (
-                f"The optimizer's learning rate {_listed(unused)} has no effect: {type(scheduler).__name__} sets rates "
-                f"of its own, up to max_lr={_listed(highest)}. Pass the rate that you want as max_lr, and leave out lr."
+                f"The optimizer's learning rate {_format_rates(unused)} has no effect: {type(scheduler).__name__} sets "
+                f"rates of its own, up to max_lr={_format_rates(highest)}. Pass the rate that you want as max_lr, and "
+                "leave out lr."
             )
             trainer.print(wrapped(message))
 
@@ -149,7 +150,7 @@ def _create_from(trainer: TrainerLike, options: Options) -> TrainerScheduler:
     return scheduler
 
 
-def _listed(rates: Sequence[Rate | torch.Tensor]) -> str:
+def _format_rates(rates: Sequence[Rate | torch.Tensor]) -> str:
     return ", ".join(dict.fromkeys("none" if rate is None else f"{rate:.3g}" for rate in rates))
 
 
@@ -214,7 +215,7 @@ def check_scheduler(
                 what = "a class" if isinstance(part, type) else "not a scheduler: it has no step()"
                 hint = " Call this function, too." if callable(part) and not isinstance(part, type) else ""
                 raise TypeError(
-                    f"{source} returned {short(part)}, which is {what}.{hint} Return a scheduler created from the "
+                    f"{source} returned {short_repr(part)}, which is {what}.{hint} Return a scheduler created from the "
                     "optimizer."
                 )
     if scheduler is None:

@@ -10,10 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators, seed_run
-from pytorch_accel_lite.checkpoint.capturing import check_history, find_state
+from pytorch_accel_lite.checkpoint.capture_and_restore import check_history, find_state
 from pytorch_accel_lite.checkpoint.locks import lock_path
-from pytorch_accel_lite.checkpoint.recorded_settings import compare_settings, record_settings
-from pytorch_accel_lite.checkpoint.user_attributes import note_created
+from pytorch_accel_lite.checkpoint.recorded_settings import record_settings
+from pytorch_accel_lite.checkpoint.settings_comparison import compare_settings
+from pytorch_accel_lite.checkpoint.user_attributes import note_created_attributes
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.loop.deepspeed import configure_deepspeed, uses_deepspeed
 from pytorch_accel_lite.loop.guards.arguments import (
@@ -78,13 +79,13 @@ class LoaderArguments(NamedTuple):
 
     Args:
         batch_size: number of samples in a batch of one process
-        of_train: the user's arguments for the training loader
-        of_eval: the user's arguments for the evaluation loaders
+        train_kwargs: the user's arguments for the training loader
+        eval_kwargs: the user's arguments for the evaluation loaders
     """
 
     batch_size: int
-    of_train: LoaderKwargs | None
-    of_eval: LoaderKwargs | None
+    train_kwargs: LoaderKwargs | None
+    eval_kwargs: LoaderKwargs | None
 
 
 def prepare_data(
@@ -95,13 +96,13 @@ def prepare_data(
     if request.saves_training_states or resume_from is not None:
         check_history(trainer.run_history)
     if request.saves_training_states or resume_from is not None or request.paths:
-        run.created_attributes = note_created(trainer)
+        run.created_attributes = note_created_attributes(trainer)
     if resume_from is not None:
         run.resumed = find_state(trainer, request.state_sources, resume_from)
     _seed(trainer, run)
-    create_train_loader(trainer, run, loader_arguments.batch_size, loader_arguments.of_train)
+    create_train_loader(trainer, run, loader_arguments.batch_size, loader_arguments.train_kwargs)
     if run.data.eval_dataset is not None:
-        create_eval_loaders(trainer, run, loader_arguments.batch_size, loader_arguments.of_eval)
+        create_eval_loaders(trainer, run, loader_arguments.batch_size, loader_arguments.eval_kwargs)
     apply_model_options(trainer)  # before the event, so that copies made by callbacks have them too
     # If a callback requests the end of the run, the request waits until the run has started and can end in order.
     trainer.callback_handler.call_each("on_dataloaders_created", run.control.request, trainer)

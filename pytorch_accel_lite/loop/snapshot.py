@@ -109,7 +109,9 @@ class StepSnapshot(Snapshot):
         elsewhere = dict.fromkeys(chain(trained, *(module.parameters() for module in beside)))
         self.keep_gradients(parameter for parameter in elsewhere if parameter not in self.gradients)
         self.set_gradients_aside(self.gradients)
-        steppers = [owner for owner in attributes.trained(trainer).values() if not isinstance(owner, nn.Module)]
+        steppers = [
+            owner for owner in attributes.saved_attributes(trainer).values() if not isinstance(owner, nn.Module)
+        ]
         self.keep_states(
             [trainer.current_run.loss_trackers, *steppers, *attributes.registered_objects(trainer).values()]
         )

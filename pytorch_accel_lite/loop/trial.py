@@ -277,7 +277,7 @@ def keep_training(trainer: TrainerLike, before: Snapshot) -> None:
     because its steps may change them.
     """
     owners = [trainer.get_model(), trainer.loss_func, trainer.optimizer, trainer.accelerator.scaler]
-    owners += [*attributes.other_modules(trainer).values(), *attributes.trained(trainer).values()]
+    owners += [*attributes.other_modules(trainer).values(), *attributes.saved_attributes(trainer).values()]
     roots = list(dict.fromkeys(owner for owner in owners if isinstance(owner, nn.Module)))
     stateful = [owner for owner in owners if hasattr(owner, "step") and not isinstance(owner, nn.Module)]
     of_modules = chain.from_iterable(root.parameters() for root in roots)

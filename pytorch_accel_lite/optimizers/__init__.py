@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.extension_names import missing
+from pytorch_accel_lite.extension_names import missing_name_error
 from pytorch_accel_lite.extensions.muon import ParameterKinds, muon_with_adamw, split_parameters
 from pytorch_accel_lite.optimizers.combined import CombinedOptimizer, CombinedScheduler
 
@@ -11,4 +11,4 @@ __all__ = ["CombinedOptimizer", "CombinedScheduler", "ParameterKinds", "muon_wit
 if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
 
     def __getattr__(name: str) -> object:
-        raise missing(name, "optimizers")
+        raise missing_name_error(name, "optimizers")

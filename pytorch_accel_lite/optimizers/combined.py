@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.optimizers.operations import (
     CreateScheduler,
-    OfParts,
+    NamedParts,
     SchedulerLike,
     TrainerOptimizer,
     clear_gradients,
@@ -25,7 +25,7 @@ from pytorch_accel_lite.optimizers.operations import (
 from pytorch_accel_lite.optimizers.rates import ParamGroup
 
 
-class CombinedOptimizer(OfParts[Optimizer], Optimizer):
+class CombinedOptimizer(NamedParts[Optimizer], Optimizer):
     """Several named optimizers that step together, each with its own parameters.
 
     Created by a trainer from a dict of optimizers, or from a list, whose elements are numbered. It has the parameter
@@ -69,7 +69,7 @@ class CombinedOptimizer(OfParts[Optimizer], Optimizer):
             TypeError: always
         """
         raise TypeError(
-            f"Add parameter groups to one of the optimizers {_listed(self._parts)}, for example with "
+            f"Add parameter groups to one of the optimizers {_quoted_names(self._parts)}, for example with "
             f"trainer.optimizer[{next(iter(self._parts))!r}].add_param_group(...)."
         )
 
@@ -162,7 +162,7 @@ class AcceleratedCombinedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return part
 
 
-class CombinedScheduler(OfParts[SchedulerLike]):
+class CombinedScheduler(NamedParts[SchedulerLike]):
     """The schedulers of several optimizers, which are stepped together.
 
     Args:
@@ -201,7 +201,9 @@ class CombinedScheduler(OfParts[SchedulerLike]):
             ValueError: if the names differ
         """
         if state_dict.keys() != self._parts.keys():
-            raise ValueError(f"it holds schedulers for {_listed(state_dict)}, not for {_listed(self._parts)}.")
+            raise ValueError(
+                f"it holds schedulers for {_quoted_names(state_dict)}, not for {_quoted_names(self._parts)}."
+            )
         for name, part in self._parts.items():
             part.load_state_dict(state_dict[name])
 
@@ -248,5 +250,5 @@ def _count(groups: Iterable[ParamGroup]) -> int:
     return sum(len(group["params"]) for group in groups)
 
 
-def _listed(names: Iterable[str]) -> str:
+def _quoted_names(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))

@@ -44,7 +44,7 @@ _GLOBAL_HOOKS = [
 _is_profiling: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 
 
-class OfParts(Generic[T]):
+class NamedParts(Generic[T]):
     """Several optimizers, or their schedulers, by optimizer name."""
 
     _parts: dict[str, T]
@@ -129,10 +129,10 @@ def take_step(optimizer: TrainerOptimizer, *closure: Callable[[], torch.Tensor])
 def parts_of_optimizer(optimizer: TrainerOptimizer) -> dict[str, Optimizer]:
     """Return the parts of a combined optimizer by name, even if Accelerate has wrapped it; else an empty dict."""
     inner = getattr(optimizer, "optimizer", optimizer)
-    return inner.parts if isinstance(inner, OfParts) else {}
+    return inner.parts if isinstance(inner, NamedParts) else {}
 
 
-def class_names(optimizer: TrainerOptimizer) -> list[list[str]]:
+def state_class_names(optimizer: TrainerOptimizer) -> list[list[str]]:
     """Return, for each parameter group, the names of the classes that define its optimizer's state.
 
     These are its class without wrappers, and the bases up to the first class of torch: torch's AdamW does not count as
@@ -156,7 +156,7 @@ def _classes(optimizer: TrainerOptimizer) -> list[str]:
 
 def schedulers_in(scheduler: TrainerScheduler) -> dict[str, SchedulerLike]:
     """Return the schedulers by optimizer name, which is ``""`` for a single scheduler."""
-    return scheduler.parts if isinstance(scheduler, OfParts) else {"": scheduler}
+    return scheduler.parts if isinstance(scheduler, NamedParts) else {"": scheduler}
 
 
 def group_names(optimizer: Optimizer) -> list[str]:

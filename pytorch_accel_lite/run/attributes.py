@@ -93,7 +93,7 @@ def weights_are_finite(trainer: TrainerLike) -> bool:
     return not trainer.ranks.max([float(not finite)])[0]
 
 
-def unsaved(owner: TrainerLike | TrainerCallback) -> frozenset[str]:
+def unsaved_attribute_names(owner: TrainerLike | TrainerCallback) -> frozenset[str]:
     """Return the attributes of a trainer or a callback that its class keeps from being saved.
 
     Raises:
@@ -108,22 +108,22 @@ def unsaved(owner: TrainerLike | TrainerCallback) -> frozenset[str]:
     return frozenset(names)
 
 
-def trained(trainer: TrainerLike) -> dict[str, HasStateDict]:
+def saved_attributes(trainer: TrainerLike) -> dict[str, HasStateDict]:
     """Return the attributes that are saved with the trainer, by name: trained modules, optimizers and schedulers.
 
     Excludes attributes that are always saved: the model, the loss function and their parts, the optimizer, registered
     objects.
     """
-    return _without_unsaved(trainer, _trained_or_unsaved(trainer))
+    return _without_unsaved(trainer, _saved_or_unsaved(trainer))
 
 
 def _without_unsaved(trainer: TrainerLike, values: dict[str, T]) -> dict[str, T]:
     """Leave out the attributes in ``unsaved_attributes``, with their parts, such as ``critics.0``."""
-    left_out = unsaved(trainer)
+    left_out = unsaved_attribute_names(trainer)
     return {name: value for name, value in values.items() if name.partition(".")[0] not in left_out}
 
 
-def _trained_or_unsaved(trainer: TrainerLike) -> dict[str, HasStateDict]:
+def _saved_or_unsaved(trainer: TrainerLike) -> dict[str, HasStateDict]:
     if not trainer.saves_attributes:
         return {}
     schedulers = _find(trainer, is_scheduler)
@@ -143,7 +143,7 @@ def _trained_or_unsaved(trainer: TrainerLike) -> dict[str, HasStateDict]:
     return attributes | {name: value for name, value in schedulers.items() if id(value) not in saved}
 
 
-def hidden(trainer: TrainerLike) -> dict[str, nn.Module | torch.Tensor]:
+def parameters_outside_modules(trainer: TrainerLike) -> dict[str, nn.Module | torch.Tensor]:
     """Return the parameters that the optimizers train outside the model and all other saved modules.
 
     Parameters that are attributes of the trainer are named after the attribute. Others, in closures for example, are
@@ -172,7 +172,7 @@ def _places(trainer: TrainerLike) -> dict[str, torch.Tensor]:
     saved = [
         trainer.model,
         trainer.loss_func,
-        *_trained_or_unsaved(trainer).values(),
+        *_saved_or_unsaved(trainer).values(),
         *registered_objects(trainer).values(),
     ]
     named = {id(parameter) for owner in saved for parameter in _parameters(owner)}

@@ -11,7 +11,7 @@ from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data.batches import Batch, BatchOutput
 from pytorch_accel_lite.data.shares import Shares
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.extension_names import ARGUMENTS, is_not_there
+from pytorch_accel_lite.extension_names import ARGUMENTS, missing_extension_text
 from pytorch_accel_lite.run.history import MetricValue
 from pytorch_accel_lite.run.losses import LossTrackers
 from pytorch_accel_lite.run.parts import TrainingState
@@ -106,7 +106,7 @@ def create_division(argument: str, value: int | None, ranks: Ranks, seed: int | 
     if value is None:
         return Division()
     if argument not in DIVISIONS:
-        raise ValueError(f"{argument}={value!r} {is_not_there(ARGUMENTS[argument])}")
+        raise ValueError(f"{argument}={value!r} {missing_extension_text(ARGUMENTS[argument])}")
     return DIVISIONS[argument](value, ranks, seed)
 
 

@@ -60,12 +60,8 @@ class NonFiniteLossError(FloatingPointError):
     """A loss became infinite or NaN. Raised from ``train`` on every rank, after the ending events."""
 
 
-class CallbackMethodNotImplementedError(Exception):
-    """Never raised: events that a callback does not define are skipped. Kept for code that imports this class."""
-
-
-#: The attribute that holds the arguments with which a callback was created.
-_ARGUMENTS = "_constructor_arguments"
+#: The attribute that holds the arguments with which a callback was created: positional ones, and others by name.
+CONSTRUCTOR_ARGUMENTS = "_constructor_arguments"
 #: The attribute of a user's callback that holds the names of the attributes set by this package's constructors.
 LIBRARY_ATTRIBUTES = "_library_attributes"
 #: The attribute that shows that a constructor of this package has been called.
@@ -82,7 +78,7 @@ def _remember_arguments(cls: type) -> None:
     @wraps(constructor)
     def remember(self: object, *args: object, **kwargs: object) -> None:
         __tracebackhide__ = True  # IPython and pytest hide this frame
-        vars(self).setdefault(_ARGUMENTS, (args, kwargs))  # the constructor of the subclass comes first
+        vars(self).setdefault(CONSTRUCTOR_ARGUMENTS, (args, kwargs))  # the constructor of the subclass comes first
         before = set(vars(self))
         if checks_booleans:
             vars(self)[_IS_CONSTRUCTED] = True
@@ -95,11 +91,17 @@ def _remember_arguments(cls: type) -> None:
     cls.__init__ = remember  # type: ignore[misc]
 
 
-def arguments_of(callback: TrainerCallback) -> dict[str, object]:
-    """Return the arguments with which a callback was created, by name."""
-    args, kwargs = vars(callback).get(_ARGUMENTS, ((), {}))
-    bound = inspect.signature(type(callback).__init__).bind_partial(callback, *args, **kwargs).arguments
-    return dict(list(bound.items())[1:])
+def arguments_of(callback: TrainerCallback, with_defaults: bool = False) -> dict[str, object]:
+    """Return the arguments with which a callback was created, by name.
+
+    Args:
+        with_defaults: whether to include the defaults of arguments that were not passed
+    """
+    args, kwargs = vars(callback).get(CONSTRUCTOR_ARGUMENTS, ((), {}))
+    bound = inspect.signature(type(callback)).bind_partial(*args, **kwargs)
+    if with_defaults:
+        bound.apply_defaults()
+    return dict(bound.arguments)
 
 
 class Failure(TypedDict):
@@ -218,10 +220,13 @@ class TrainerCallback:
     methods, training states keep the attributes.
 
     Attributes:
+        affects_training: whether a run trains differently with this callback. ``False`` in callbacks that only observe,
+            report or save, or that end a run: resumed runs and comparisons of runs do not mention them.
         saves_attributes: whether training states keep the attributes of your callback
         unsaved_attributes: names of attributes that training states leave out
     """
 
+    affects_training: ClassVar[bool] = True
     saves_attributes: ClassVar[bool] = True
     unsaved_attributes: ClassVar[Collection[str]] = ()
 
@@ -235,11 +240,11 @@ class TrainerCallback:
         An attribute with the name and type of an argument is shown in place of the argument, because it may have
         changed.
         """
-        return constructor_call(self, *vars(self).get(_ARGUMENTS, ((), {})))
+        return constructor_call(self, *vars(self).get(CONSTRUCTOR_ARGUMENTS, ((), {})))
 
     def _as_created(self) -> str:
         """Represent a callback as the call that created it, even if its attributes have changed since."""
-        args, kwargs = vars(self).get(_ARGUMENTS, ((), {}))
+        args, kwargs = vars(self).get(CONSTRUCTOR_ARGUMENTS, ((), {}))
         return constructor_call(self, args, kwargs, is_current=False)
 
     def configure_run(self, trainer: Trainer, request: RunRequest, **kwargs: object) -> None:

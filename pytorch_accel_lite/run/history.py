@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pytorch_accel_lite.base.environment import import_extra
 from pytorch_accel_lite.base.origins import warn_outside
-from pytorch_accel_lite.base.reprs import join_wrapped, table
-from pytorch_accel_lite.base.text import did_you_mean, format_metric
+from pytorch_accel_lite.base.reprs import html_table, join_wrapped
+from pytorch_accel_lite.base.text import format_metric
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.run.metric_panels import MetricValue as MetricValue
 from pytorch_accel_lite.run.metric_panels import best_of, panels_by_metric
 from pytorch_accel_lite.run.plots import plots_for
@@ -203,7 +204,7 @@ class RunHistory(ABC):
             bold |= set() if best is None else {(best - first, column)}
         shown = [[row["epoch"], *(_as_cell(row.get(name)) for name in names)] for row in rows[first:]]
         notes = [f"{first} earlier epochs are in rows() and to_dataframe()."] if first else []
-        return table("", shown, ["epoch", *names], notes, bold)
+        return html_table("", shown, ["epoch", *names], notes, bold)
 
     def __repr__(self) -> str:
         latest = (f"{name}={format_metric(self.get_latest_metric(name))}" for name in self)

@@ -9,9 +9,9 @@ from fractions import Fraction
 from typing import Protocol
 
 from pytorch_accel_lite.base.origins import warn_outside
-from pytorch_accel_lite.base.reprs import short
-from pytorch_accel_lite.base.text import did_you_mean
+from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.run.parts import RunData
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.settings import TrainerRunConfig
@@ -70,7 +70,7 @@ class Interval:
         amount = Fraction(0) if match is None else _fraction(re.sub("[_,]", "", match[1]) or "1")
         if unit not in _UNITS or amount <= 0:
             hint = did_you_mean(unit, _UNITS) if unit not in _UNITS else " It must fit into a float." if match else ""
-            raise ValueError(f"{short(self.text)} must be a positive number and one of {', '.join(_UNITS)}.{hint}")
+            raise ValueError(f"{short_repr(self.text)} must be a positive number and one of {', '.join(_UNITS)}.{hint}")
         if unit in ("updates", "samples") and amount.denominator != 1:
             raise ValueError(f"{self.text!r} must be an integer number of {unit}.")
         self.unit = unit

@@ -78,7 +78,7 @@ class LossTracker:
 
     def __repr__(self) -> str:
         average = {} if isinstance(self.total_loss, torch.Tensor) else {"average": self.average}  # no device read
-        return reprs.call("LossTracker", {**average, "running_count": self.running_count})
+        return reprs.call_repr("LossTracker", {**average, "running_count": self.running_count})
 
     @property
     def average(self) -> float:

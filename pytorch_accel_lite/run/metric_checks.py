@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pytorch_accel_lite.base.origins import is_from_this_package, warn_outside
-from pytorch_accel_lite.base.reprs import short
-from pytorch_accel_lite.base.text import did_you_mean
+from pytorch_accel_lite.base.reprs import short_repr
+from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.data.loss_shapes import LossFunction, is_of_torch
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.history import RunHistory
@@ -219,7 +219,7 @@ def _losses_that_may_record(name: str, loss_func: LossFunction | None, datasets:
         return []
     evaluated = [f"{re.escape(data)}(eval_.+_epoch|intermediate_eval_.+)" for data in datasets]
     is_like_one = re.fullmatch("|".join(f"{re.escape(prefix)}{one}" for one in ["train_.+_epoch", *evaluated]), name)
-    return ["the model" if loss_func is None else short(loss_func)] if is_like_one else []
+    return ["the model" if loss_func is None else short_repr(loss_func)] if is_like_one else []
 
 
 def _refuse(where: object, name: str, reason: str, directions: Directions, others: list[str], warns: bool) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from pytorch_accel_lite.base.text import visible
+from pytorch_accel_lite.base.text import escape_unprintable
 
 #: The value of a metric: usually a number, but a program may record anything.
 MetricValue: TypeAlias = Any
@@ -69,7 +69,7 @@ def _monitor(name: str) -> MetricPanel | None:
         if name == start or name.startswith(f"{start}_"):
             label = re.sub("_mib$", "", name.removeprefix(start)).strip("_").replace("_", " ")
             label = {"data max": "data, slowest process", "": title, "epoch": title}.get(label, label)
-            return MetricPanel(title, unit, True, f"group {label}" if label.isdigit() else visible(label))
+            return MetricPanel(title, unit, True, f"group {label}" if label.isdigit() else escape_unprintable(label))
     return None
 
 
@@ -83,7 +83,9 @@ def _quality(name: str, prefixes: Sequence[str]) -> MetricPanel:
         prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
         title = name.removeprefix(prefix)
         label = prefix.strip("_") or "eval"
-    return MetricPanel(visible(title.replace("_", " ")), "", False, visible(label.replace("_", " ")))
+    return MetricPanel(
+        escape_unprintable(title.replace("_", " ")), "", False, escape_unprintable(label.replace("_", " "))
+    )
 
 
 def direction_of(name: str, directions: Mapping[str, bool | None]) -> bool | None:

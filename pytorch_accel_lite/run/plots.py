@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy.typing as npt
 import torch
 
-from pytorch_accel_lite.extension_names import is_not_there
+from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.metric_panels import MetricValue
 
 if TYPE_CHECKING:
@@ -61,5 +61,5 @@ def plots_for(name: str) -> Plots:
         ImportError: if the extension is missing
     """
     if not PLOTS:
-        raise ImportError(f"{name} {is_not_there('plots')}")
+        raise ImportError(f"{name} {missing_extension_text('plots')}")
     return PLOTS[0]

@@ -43,7 +43,7 @@ class PreparedModel:
         self.trains = False
         self._forward = vars(model).get("forward")
         # Accelerate's lists of prepared objects. free_memory() would also drop objects that other code has prepared,
-        # and # collect garbage, which takes longer than many runs.
+        # and collect garbage, which takes longer than many runs.
         self._held = [(held, len(held)) for held in (accelerator._models, accelerator._optimizers)]
         self.is_sharded = is_sharded(accelerator, model)
         self.outlives_runs = accelerator.distributed_type not in PLAIN

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
-from pytorch_accel_lite.base.reprs import call
+from pytorch_accel_lite.base.reprs import call_repr
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.run.metric_checks import ExpectedMetrics
 
@@ -194,7 +194,7 @@ class TrainerRunConfig:
             object.__setattr__(self, "num_local_update_steps_per_epoch", self.num_update_steps_per_epoch)
 
     def __repr__(self) -> str:
-        return call(type(self).__name__, self.notable())
+        return call_repr(type(self).__name__, self.notable())
 
     def notable(self) -> dict[str, object]:
         """Return the settings that differ from their defaults and, with several processes, which process this is."""

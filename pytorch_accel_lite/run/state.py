@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.origins import overridden_methods
+from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchOutput
@@ -198,7 +199,7 @@ class TrainerLike(Protocol):
     def predict_iter(self, dataset: Data) -> Iterator[Tree]: ...
     def save_checkpoint(
         self,
-        save_path: str | os.PathLike[str],
+        save_path: PathOrFile,
         checkpoint_kwargs: StateDict | None = None,
         save_optimizer: bool = True,
         save_scheduler: bool = True,
@@ -207,11 +208,11 @@ class TrainerLike(Protocol):
         trainable_only: bool = False,
     ) -> None: ...
     def load_checkpoint(
-        self, checkpoint_path: str | os.PathLike[str], load_optimizer: bool = True, load_scheduler: bool = True
+        self, checkpoint_path: PathOrFile, load_optimizer: bool = True, load_scheduler: bool = True
     ) -> StateDict: ...
     def check_weights(self) -> None: ...
-    def save_training_state(self, output_dir: str | os.PathLike[str], *args: Any, **options: Any) -> None: ...
-    def load_training_state(self, input_dir: str | os.PathLike[str]) -> StateDict: ...
+    def save_training_state(self, output_dir: StrPath, *args: Any, **options: Any) -> None: ...
+    def load_training_state(self, input_dir: StrPath) -> StateDict: ...
     def close(self) -> None: ...
 
 

@@ -7,8 +7,8 @@ import reprlib
 from typing import TypeVar
 
 from pytorch_accel_lite.base.origins import is_from_this_package, warn_outside
-from pytorch_accel_lite.base.text import did_you_mean
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.run.history import MetricValue, RunHistory
 from pytorch_accel_lite.run.state import TrainerLike
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, get_args
 
-from pytorch_accel_lite.base.text import did_you_mean
+from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.optimizers.operations import CreateScheduler, SchedulerFactory
 from pytorch_accel_lite.schedulers.placeholders import TrainerPlaceholderValues, Unresolved
@@ -53,7 +53,7 @@ def resolve_names(
         instead = "Pass 'constant'" if create_scheduler_fn is None else "Give your own scheduler its warm-up"
         raise ValueError(
             f"warmup_steps={warmup_steps!r} is for schedules by name, but {argument}={create_scheduler_fn!r}. "
-            f"{instead}, or choose one of {_names()}."
+            f"{instead}, or choose one of {_schedule_names()}."
         )
     return create_scheduler_fn
 
@@ -83,7 +83,7 @@ def _factory(argument: str, name: str, warmup_steps: float, interval: str) -> pa
     if name not in get_args(ScheduleName):
         raise ValueError(
             f"{argument}={name!r} is not the name of a schedule.{did_you_mean(name, get_args(ScheduleName), 0.5)} "
-            f"Choose from {_names()}, or pass a function such as functools.partial(StepLR, step_size=10)."
+            f"Choose from {_schedule_names()}, or pass a function such as functools.partial(StepLR, step_size=10)."
         )
     values = TrainerPlaceholderValues
     total: Unresolved = values.NUM_EPOCHS if interval == "epoch" else values.MAX_NUM_TRAIN_STEPS
@@ -101,5 +101,5 @@ def _factory(argument: str, name: str, warmup_steps: float, interval: str) -> pa
     return partial(schedule, decay=name, decay_phase_ratio=1 - values.min(warmup, total) / total)
 
 
-def _names() -> str:
+def _schedule_names() -> str:
     return ", ".join(map(repr, get_args(ScheduleName)))

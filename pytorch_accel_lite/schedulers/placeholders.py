@@ -146,7 +146,7 @@ _NO_LENGTH = (
 )
 
 
-def _named(
+def _placeholder(
     name: str, source: str, read: Callable[[HasSettings], float | None], missing: str = _NO_LENGTH
 ) -> Placeholder:
     text = f"TrainerPlaceholderValues.{name}"
@@ -168,7 +168,7 @@ def _named(
 
 def _setting(name: str, setting: str, missing: str = _NO_LENGTH) -> Placeholder:
     path = f"run_config.{setting}"
-    return _named(name, f"trainer.{path}", operator.attrgetter(path), missing)
+    return _placeholder(name, f"trainer.{path}", operator.attrgetter(path), missing)
 
 
 def _loader(trainer: HasSettings, name: str) -> Sized:
@@ -185,7 +185,7 @@ def _num_eval_batches(trainer: HasSettings) -> int | None:
 def _updates_per_epoch(name: str) -> Placeholder:
     def read(trainer: HasSettings) -> int | None:
         config = trainer.run_config
-        assert config is not None  # see _named
+        assert config is not None  # see _placeholder
         steps = config.gradient_accumulation_steps
         if isinstance(steps, Mapping) and len(set(steps.values())) > 1:
             raise PlaceholderError(
@@ -195,7 +195,7 @@ def _updates_per_epoch(name: str) -> Placeholder:
             )
         return config.num_update_steps_per_epoch
 
-    return _named(name, "trainer.run_config.num_update_steps_per_epoch", read)
+    return _placeholder(name, "trainer.run_config.num_update_steps_per_epoch", read)
 
 
 class _ListsPlaceholders(type):
@@ -253,13 +253,13 @@ class TrainerPlaceholderValues(metaclass=_ListsPlaceholders):
     #: The number of optimizer updates in the run.
     MAX_NUM_TRAIN_STEPS = _setting("MAX_NUM_TRAIN_STEPS", "max_num_train_steps")
     #: The number of batches that each process reads in a training epoch.
-    TRAIN_DATALOADER_LEN = _named(
+    TRAIN_DATALOADER_LEN = _placeholder(
         "TRAIN_DATALOADER_LEN",
         "len(trainer.train_dataloader)",
         lambda trainer: len(_loader(trainer, "train_dataloader")),
     )
     #: The number of batches that each process reads in an evaluation.
-    EVAL_DATALOADER_LEN = _named(
+    EVAL_DATALOADER_LEN = _placeholder(
         "EVAL_DATALOADER_LEN",
         "sum(map(len, trainer.eval_dataloaders))",
         _num_eval_batches,

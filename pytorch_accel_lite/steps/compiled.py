@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from pytorch_accel_lite.data.batches import BatchAdapter
-from pytorch_accel_lite.extension_names import is_not_there
+from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.state import CompiledForwardLike, TrainerLike
 from pytorch_accel_lite.steps.features import SHARDED, Conflict, Feature
 from pytorch_accel_lite.steps.manual import MANUAL
@@ -38,7 +38,7 @@ def create_compiled_forward(
     if compile_step is False:
         return None
     if not STEP_COMPILERS:
-        raise ValueError(f"compile_step={compile_step!r} {is_not_there('compiled_step')}")
+        raise ValueError(f"compile_step={compile_step!r} {missing_extension_text('compiled_step')}")
     return STEP_COMPILERS[0](trainer, {} if compile_step is True else dict(compile_step), adapter)
 
 

@@ -7,7 +7,7 @@ import torch
 from pytorch_accel_lite.base.modules import local_shard
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
-from pytorch_accel_lite.distributed.layout import covers, is_hybrid, mesh_infos
+from pytorch_accel_lite.distributed.data_ranks import covers, is_hybrid, mesh_infos
 from pytorch_accel_lite.loop.deepspeed import check_whole_window, uses_deepspeed
 from pytorch_accel_lite.loop.gradients import parameters_not_in_model
 from pytorch_accel_lite.loop.step import PlainStep
@@ -40,9 +40,9 @@ class ShardedStep(PlainStep):
         model = trainer.model
         parameters = [*model.parameters(), *parameters_not_in_model(model, trainer.optimizer)]
         self.averaged = [parameter for parameter in parameters if not covers(parameter, run.data.ranks)]
-        buffers = {name: buffer for name, buffer in model.named_buffers() if _is_plain(buffer)}
-        run.ranks.copy_from_first([*filter(_is_plain, self.averaged), *buffers.values()])
-        run.data.ranks.copy_from_first([local_shard(shard) for shard in self.averaged if not _is_plain(shard)])
+        buffers = {name: buffer for name, buffer in model.named_buffers() if _is_unsharded(buffer)}
+        run.ranks.copy_from_first([*filter(_is_unsharded, self.averaged), *buffers.values()])
+        run.data.ranks.copy_from_first([local_shard(shard) for shard in self.averaged if not _is_unsharded(shard)])
         changing = set(model.state_dict())  # constants are usually not in the state
         names = [name.rpartition(".") for name in buffers if name in changing]
         self.synced_buffers += [(model.get_submodule(owner), name) for owner, _, name in names]
@@ -70,5 +70,5 @@ class ShardedStep(PlainStep):
                 module.set_requires_gradient_sync(ends_window, recurse=False)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def _is_unsharded(tensor: torch.Tensor) -> bool:
     return not hasattr(tensor, "device_mesh")

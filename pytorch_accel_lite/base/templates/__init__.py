@@ -7,7 +7,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pytorch_accel_lite.base.text import visible
+from pytorch_accel_lite.base.text import escape_unprintable
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -43,13 +43,14 @@ def _environment(folder: Path) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"line": _as_line, "fence": _fence_of, "visible": partial(visible, keeps="\n\t")}
+    environment.filters |= {"line": _as_line, "fence": _fence_of, "visible": partial(escape_unprintable, keeps="\n\t")}
     return environment
 
 
 def _as_line(text: object) -> str:
     """Escape characters with a meaning in Markdown, for a line of text or a cell of a table."""
-    return re.sub(r"[|`$]|\](?=\()", r"\\\g<0>", " ".join(visible(text, keeps="\n").split("\n"))).replace("<", "&lt;")
+    line = " ".join(escape_unprintable(text, keeps="\n").split("\n"))
+    return re.sub(r"[|`$]|\](?=\()", r"\\\g<0>", line).replace("<", "&lt;")
 
 
 def _fence_of(text: str) -> str:

@@ -31,6 +31,8 @@ class EnergyCallback(TrainerCallback):
         powercap: folder with the counters of the processors
     """
 
+    affects_training = False
+
     def __init__(
         self,
         price: float | None = None,

@@ -423,6 +423,8 @@ class ExperimentRecord(TrainerCallback):
         claim: releases the folder of a new run for the next one; detached when the run begins
     """
 
+    affects_training = False
+
     def __init__(self, experiment: Experiment, claim: weakref.finalize[..., Any] | None = None) -> None:
         self._experiment = experiment
         self._claim = claim

@@ -43,7 +43,7 @@ def import_path(document: Document, key: str, path: Any) -> Any:
         raise ExperimentError(f"{where}={path!r} must be the path of a class or a function, such as my_module.MyClass.")
     module_name, _, name = path.rpartition(".")
     if not module_name:
-        return _named(where, name, _MODULES.get(key.partition(".")[0], ()))
+        return _import_named(where, name, _MODULES.get(key.partition(".")[0], ()))
     module = _module(where, module_name)
     if not hasattr(module, name):
         hint = suggest(name, dir(module))
@@ -66,7 +66,7 @@ def _public_names(module: ModuleType) -> list[str]:
     return [word for word in getattr(module, "__all__", dir(module)) if word[0] != "_"]
 
 
-def _named(where: str, name: str, modules: Sequence[str]) -> Any:
+def _import_named(where: str, name: str, modules: Sequence[str]) -> Any:
     imported = [importlib.import_module(module) for module in modules]
     for module in imported:
         if callable(getattr(module, name, None)):

@@ -14,21 +14,18 @@ from typing import Any
 
 import yaml
 
+from pytorch_accel_lite import callbacks
 from pytorch_accel_lite.extensions.experiment.results import Row
 from pytorch_accel_lite.extensions.experiment.yaml_files import DIRECTIONS, RESOLVED, SETTING_RATES, flat
 from pytorch_accel_lite.utils import from_cell
 
-#: Callbacks that only observe a run and do not affect it.
-_OBSERVERS = (
-    "Advice|DeviceMemory|GradientNorm|HangWatch|LearningRateMonitor|LogMetrics|MetricsFile|NaNReport|PlotMetrics"
-    "|PredictionWriter|PrintProgress|ProgressBar|ProgressTable|RunLog|SaveTrainingState|Throughput|Timing|Tracker"
-    "|WorstSamples"
-)
+_SHIPPED_CALLBACKS = {name: getattr(callbacks, name) for name in callbacks.__all__ if name.endswith("Callback")}
+_OBSERVERS = "|".join(name for name, kind in _SHIPPED_CALLBACKS.items() if not kind.affects_training)
 #: Settings that are not compared: where a run wrote or what it resumed from, and values derived from other settings.
 _IGNORED_SETTINGS = re.compile(
     r"output_dir|train\.resume_from|is_(distributed|local_process_zero|world_process_zero)|num_processes"
     r"|(num_local|num)_update_steps_per_epoch|(train|eval)_total_batch_size|eval_per_device_batch_size"
-    rf"|(train|eval)_dl_kwargs(\..*)?|callbacks\.({_OBSERVERS})Callback(#\d+)?(\..*)?"
+    rf"|(train|eval)_dl_kwargs(\..*)?|callbacks\.({_OBSERVERS})(#\d+)?(\..*)?"
 )
 
 

@@ -234,7 +234,7 @@ def compare_seeds(
         )
     result_of_first(partial(_claim, folder, about))
     are_files = all(isinstance(make, _FromFile) for make in makes)
-    names = _names(makes)
+    names = _names_of_settings(makes)
     runs = [
         SeedRun(make, name, seed, folder / part / f"seed-{seed}", metric)
         for seed in numbers
@@ -312,7 +312,7 @@ def _claim(folder: Path, about: dict[str, dict[str, Any]]) -> None:
     write_json(path, now)
 
 
-def _names(makes: list[Any]) -> tuple[str, str]:
+def _names_of_settings(makes: list[Any]) -> tuple[str, str]:
     """Return a name for each setting: that of its file or function, or ``a`` and ``b`` if these are the same."""
     first, second = (
         Path(make.path).stem if isinstance(make, _FromFile) else getattr(make, "__name__", part)

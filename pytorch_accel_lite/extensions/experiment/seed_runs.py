@@ -43,6 +43,8 @@ _RESULT = "result.json"
 class NeededMetric(TrainerCallback):
     """Makes a run that would not record a metric raise an error at its start."""
 
+    affects_training = False
+
     def __init__(self, metric: str) -> None:
         self.metric = metric
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from pytorch_accel_lite.extending_callbacks import short
+from pytorch_accel_lite.extending_callbacks import short_repr
 
 #: A group as users pass it: a module, or several modules.
 ModuleGroup = nn.Module | Sequence[nn.Module]
@@ -93,7 +93,7 @@ def _check_groups(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[list[
     for index, modules in enumerate(modules_by_group):
         for module in modules:
             if module not in parts:
-                raise ValueError(f"groups[{index}] has {short(module)}, which is not a module of the model.")
+                raise ValueError(f"groups[{index}] has {short_repr(module)}, which is not a module of the model.")
             for part in module.modules():
                 if seen.setdefault(part, index) != index:
                     raise ValueError(

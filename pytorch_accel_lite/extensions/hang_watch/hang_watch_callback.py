@@ -38,6 +38,8 @@ class HangWatchCallback(TrainerCallback):
         steps: number of steps and ends of epochs so far, which the watching thread reads
     """
 
+    affects_training = False
+
     def __init__(self, seconds: float = 300, end: bool = False) -> None:
         self.seconds = check_range("seconds", seconds, above=0)
         self.end = end

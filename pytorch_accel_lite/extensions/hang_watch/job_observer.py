@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from pytorch_accel_lite.extending import Participant, ProcessLostError, Ranks, describe_frame, is_library_frame
+from pytorch_accel_lite.extending import OpenTrainer, ProcessLostError, Ranks, describe_frame, is_library_frame
 from pytorch_accel_lite.extensions.hang_watch.job_watch import JobWatch
 from pytorch_accel_lite.extensions.hang_watch.process_groups import connect_to_store
 
@@ -42,7 +42,7 @@ class JobObserver:
             self._watch.start()
 
     @contextmanager
-    def observing(self, trainer: Participant) -> Iterator[None]:
+    def observing(self, trainer: OpenTrainer) -> Iterator[None]:
         """Report a run to the watch for the duration of a block, on every process."""
         watch = self._watch if trainer.ranks.world_size > 1 else None
         if watch is None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pytorch_accel_lite.extending import ControlGroup, Participant, describe_call
+from pytorch_accel_lite.extending import ControlGroup, OpenTrainer, describe_call
 from pytorch_accel_lite.extensions.hang_watch.waits import (
     is_own_collective,
     kind_of_wait,
@@ -83,7 +83,7 @@ class JobWatch(threading.Thread):
         self._seconds = seconds
         self._interval = min(seconds / 10, _LONGEST_INTERVAL)
         self._is_over = threading.Event()
-        self._runs: list[tuple[int, weakref.ref[Participant]]] = []
+        self._runs: list[tuple[int, weakref.ref[OpenTrainer]]] = []
         self._verdict = ""
         self._answered = 0
         self._next_report = seconds
@@ -99,7 +99,7 @@ class JobWatch(threading.Thread):
         self._watched = threading.get_ident()
         self._watched_native = threading.get_native_id()
 
-    def enter(self, number: int, trainer: Participant) -> None:
+    def enter(self, number: int, trainer: OpenTrainer) -> None:
         """Note that a run begins. Its number is the same on all processes."""
         self.begun = number
         self._has_left = False
@@ -251,7 +251,7 @@ class JobWatch(threading.Thread):
             ranks = range(len(self._processes))
             left = [other for other in ranks if self._has_left_run(other, places.get(other), place.runs[-1])]
             if left and all(other in left or other in waiting for other in ranks):  # all others have left or wait
-                return f"Rank {_listed(left)} has left the run in which rank {rank} waits for it."
+                return f"Rank {_describe_ranks(left)} has left the run in which rank {rank} waits for it."
         kinds = {place.kind for place in waiting.values()}
         if len(waiting) < len(self._processes) or len(kinds) == 1:
             return ""
@@ -304,13 +304,12 @@ class JobWatch(threading.Thread):
             if ended or is_late:
                 break
         if ended:
-            return (
-                f"The process of rank {_listed(ended)} has ended without a word: it was killed, or called os._exit()."
-            )
-        return f"See the output of the other processes: rank {_listed(others)}."
+            process = f"The process of rank {_describe_ranks(ended)}"
+            return f"{process} has ended without a word: it was killed, or called os._exit()."
+        return f"See the output of the other processes: rank {_describe_ranks(others)}."
 
 
-def _listed(ranks: Iterable[int]) -> str:
+def _describe_ranks(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))
 
 

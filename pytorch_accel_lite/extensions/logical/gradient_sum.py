@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pytorch_accel_lite.extending import Ranks, split
+from pytorch_accel_lite.extending import Ranks, share_bounds
 
 #: The gradients of the parameters, in their order; ``None`` where there is none.
 Gradients = list[torch.Tensor | None]
@@ -56,7 +56,7 @@ class GradientSum:
     def restart(self) -> None:
         """Discard the sums of this window, and divide the shares among the current processes."""
         world_size = self._ranks.world_size
-        self._blocks = [blocks_of(range(*split(self._count, rank, world_size))) for rank in range(world_size)]
+        self._blocks = [blocks_of(range(*share_bounds(self._count, rank, world_size))) for rank in range(world_size)]
         self._tree.nodes.clear()
         self._total: Gradients | None = None  # with one process
         self._slices: list[torch.Tensor] = []

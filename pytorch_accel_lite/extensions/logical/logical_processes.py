@@ -21,7 +21,7 @@ from pytorch_accel_lite.extending import (
     deterministic_kernels,
     restore_generators,
 )
-from pytorch_accel_lite.extending_callbacks import MetricValue, StateDict, is_number, mix, seed_all
+from pytorch_accel_lite.extending_callbacks import MetricValue, StateDict, derive_seed, is_number, seed_all
 from pytorch_accel_lite.extensions.logical.shared_losses import SharedLossTrackers
 
 
@@ -104,7 +104,7 @@ class LogicalProcesses(Division):
         """Begin the share of a logical process, with its own random numbers."""
         assert batch.share is not None
         self.current = batch.share.number
-        seed_all(mix(batch.share.number, after=batch.share.seed))
+        seed_all(derive_seed(batch.share.number, after=batch.share.seed))
 
     def create_trackers(self) -> LossTrackers:
         """Return running losses whose sums do not depend on the number of processes."""

@@ -35,7 +35,7 @@ from pytorch_accel_lite.extending import (
     concatenate_if_possible,
     merge_outputs,
     other_modules,
-    split,
+    share_bounds,
 )
 from pytorch_accel_lite.extending_callbacks import Count, accumulation_dtype, plain_parts, seed_all, to_float
 from pytorch_accel_lite.extensions.logical.gradient_sum import GradientSum
@@ -160,7 +160,7 @@ class LogicalWindow(GradientWindow):
     def _add_up_items(self) -> torch.Tensor:
         """Return the number of items in the window, added up in the order of the logical processes."""
         world_size = self._ranks.world_size
-        ranges = [range(*split(self._count, rank, world_size)) for rank in range(world_size)]
+        ranges = [range(*share_bounds(self._count, rank, world_size)) for rank in range(world_size)]
         zero = torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
         items = torch.stack([zero + self.items.get(number, 0) for number in ranges[self._ranks.rank]])
         self.items = {}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pytorch_accel_lite.extending import Ranks, mesh_infos, shard_dim, split
+from pytorch_accel_lite.extending import Ranks, mesh_infos, shard_dim, share_bounds
 from pytorch_accel_lite.extending_callbacks import are_sharded
 from pytorch_accel_lite.extensions.logical.gradient_sum import Node, TreeSum, view_as_bytes
 
@@ -53,7 +53,7 @@ class ShardedGradients:
         self._fsdp_modules = sharded_modules(model)
         self._reshard()
         self._modules = self._fsdp_modules if ranks.world_size > 1 else []
-        self._ranges = [range(*split(count, rank, ranks.world_size)) for rank in range(ranks.world_size)]
+        self._ranges = [range(*share_bounds(count, rank, ranks.world_size)) for rank in range(ranks.world_size)]
         self._sums = [
             _SliceSum(_slices_of(module, ranks.world_size), ranks.rank, self._ranges) for module in self._modules
         ]

@@ -17,9 +17,9 @@ from pytorch_accel_lite.extending_data import (
     StateDict,
     TrainingOrder,
     check_positive_int,
+    derive_seed,
     draw_seed,
     generator_with,
-    mix,
     sizes_of,
 )
 from pytorch_accel_lite.extensions.mixtures.mixture_shares import Stretch, added_up, choose_all, divide, whole_epoch
@@ -206,7 +206,7 @@ class MixtureSampler(Sampler[int]):
             first, count = before[name], len(places)
             if count:
                 passes = range(first // size, -(-(first + count) // size))
-                generators = (generator_with(mix(seed, number, index)) for index in passes)
+                generators = (generator_with(derive_seed(seed, number, index)) for index in passes)
                 orders = [torch.randperm(size, generator=g) if self.shuffle else torch.arange(size) for g in generators]
                 start = first - passes.start * size
                 order[places] = begin + torch.cat(orders)[start : start + count]

@@ -16,7 +16,7 @@ from pytorch_accel_lite.extending_data import (
     StateDict,
     can_return,
     check_are_named,
-    ended,
+    early_end_error,
     open_stream,
     part_of,
     preserving_generators,
@@ -187,7 +187,7 @@ class _Passes:
     def _skip(self, reader: Iterator[Sample]) -> None:
         skipped = sum(1 for _ in islice(reader, self.given_in_pass))
         if skipped < self.given_in_pass:
-            raise ended(f"stream {self.name!r}", f"{skipped} samples", self.given_in_pass)
+            raise early_end_error(f"stream {self.name!r}", f"{skipped} samples", self.given_in_pass)
 
     def state_dict(self) -> StateDict:
         """Return the constructor arguments of an instance that continues."""

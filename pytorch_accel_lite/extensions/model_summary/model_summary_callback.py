@@ -18,6 +18,8 @@ class ModelSummaryCallback(TrainerCallback):
         depth: number of levels of nested modules to list
     """
 
+    affects_training = False
+
     def __init__(self, depth: int = 3) -> None:
         self.depth = check_positive_int("depth", depth)
         import_extra("torchinfo", "summary", "ModelSummaryCallback")

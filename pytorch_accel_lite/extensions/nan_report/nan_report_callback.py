@@ -79,6 +79,8 @@ class NaNReportCallback(TrainerCallback):
         report: path of this process's report, ``None`` if everything was finite
     """
 
+    affects_training = False
+
     def __init__(self, directory: str | os.PathLike[str] = "nan_reports", check_gradients: bool = True) -> None:
         self.directory = folder_path("directory", directory)
         self.check_gradients = check_gradients

@@ -33,6 +33,8 @@ class OptunaPruningCallback(TrainerCallback):
             reverse; or if a callback writes to a path to which another trial of the study has written
     """
 
+    affects_training = False
+
     def __init__(self, trial: Any, metric: str = "eval_loss_epoch") -> None:
         self._optuna = import_extra("optuna", "optuna", "OptunaPruningCallback")
         self.trial = trial

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.extending_callbacks import MetricValue, visible
+from pytorch_accel_lite.extending_callbacks import MetricValue, escape_unprintable
 from pytorch_accel_lite.extensions.plots.figures import (
     COLOURS,
     GRID,
@@ -89,7 +89,7 @@ def svg_overlays(curves: Mapping[str, Sequence[tuple[Sequence[int], Sequence[flo
             for number, (epochs, values) in enumerate(runs)
             if any(map(math.isfinite, values))
         ]
-        title = visible(name.removesuffix("_epoch").replace("_", " "))
+        title = escape_unprintable(name.removesuffix("_epoch").replace("_", " "))
         panels += [Panel(title, curves=drawn[::-1], has_legend=False)] if drawn else []  # the first run on top
     numbers = range(max(map(len, curves.values()), default=0))
     styles = {f"run-{number}": line_style(number) | {"gid": f"run-{number}"} for number in numbers}

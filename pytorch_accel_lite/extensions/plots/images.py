@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pytorch_accel_lite.extending_callbacks import visible
+from pytorch_accel_lite.extending_callbacks import escape_unprintable
 from pytorch_accel_lite.extensions.plots.figures import INK, as_written, new_figure, save
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def plot_sheet(
     for number, (image, title) in enumerate(zip(images, titles, strict=True), 1):
         axis = figure.add_subplot(rows, columns, number)
         axis.imshow(_as_picture(image), cmap="gray")
-        as_written(axis.set_title(visible(title, keeps="\n"), fontsize=8.5, color=INK, linespacing=1.3))
+        as_written(axis.set_title(escape_unprintable(title, keeps="\n"), fontsize=8.5, color=INK, linespacing=1.3))
         axis.set_axis_off()
     return save(figure, path)
 

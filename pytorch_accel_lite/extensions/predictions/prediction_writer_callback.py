@@ -51,6 +51,8 @@ class PredictionWriterCallback(TrainerCallback):
         OSError: if the processes do not share the directory
     """
 
+    affects_training = False
+
     def __init__(
         self, directory: str | os.PathLike[str] = "predictions", shard_size: int = 1024, overwrite: bool = False
     ) -> None:

@@ -26,6 +26,8 @@ class ProfilerCallback(TrainerCallback):
         schedule: the profiler's action in each step, from ``wait``, ``warmup``, ``active`` and ``repeat``
     """
 
+    affects_training = False
+
     def __init__(
         self,
         output_dir: str | os.PathLike[str] = "profiles",

@@ -33,6 +33,8 @@ class TimingCallback(TrainerCallback):
         totals: seconds per phase, of the entire ``"run"``, and of each callback by class name
     """
 
+    affects_training = False
+
     def __init__(self, show: bool = True) -> None:
         self.show = show
         self.totals: dict[str, float] = {}

@@ -40,6 +40,7 @@ class RayReportCallback(TrainerCallback):
             directory
     """
 
+    affects_training = False
     #: The location of states in messages.
     save_dir = "ray.train.get_checkpoint()"
 

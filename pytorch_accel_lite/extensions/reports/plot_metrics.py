@@ -35,6 +35,8 @@ class PlotMetricsCallback(TrainerCallback):
         ImportError: if matplotlib is not installed
     """
 
+    affects_training = False
+
     def __init__(
         self,
         path: str | os.PathLike[str] = "metrics.png",

@@ -63,6 +63,8 @@ class RunLogCallback(TrainerCallback):
             directory above it
     """
 
+    affects_training = False
+
     def __init__(
         self,
         directory: str | os.PathLike[str] = "run_log",

@@ -17,7 +17,7 @@ from pytorch_accel_lite.extending import (
     panels_by_metric,
     render,
 )
-from pytorch_accel_lite.extending_callbacks import describe_fractions, format_duration, visible
+from pytorch_accel_lite.extending_callbacks import describe_fractions, escape_unprintable, format_duration
 from pytorch_accel_lite.utils import format_metric, format_value
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -101,14 +101,16 @@ def _results(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the best and final values of metrics of known direction; of training metrics, only the final value."""
     directions = record["directions"]
     results = []
-    for name, panel in panels_by_metric(_names(record)).items():
+    for name, panel in panels_by_metric(_metric_names(record)).items():
         if panel.is_monitor or direction_of(name, directions) is None:
             continue
         rows = [row for row in record["metrics"] if name in row]
         best = best_of([row[name] for row in rows], name, panel, directions)
         value, final = (_text(rows[index][name]) for index in (-1 if best is None else best, -1))
         notes = ["final"] if best is None else [f"best, epoch {rows[best]['epoch']}", f"final {final}"]
-        results.append({"name": visible(name.removesuffix("_epoch").replace("_", " ")), "value": value, "notes": notes})
+        results.append(
+            {"name": escape_unprintable(name.removesuffix("_epoch").replace("_", " ")), "value": value, "notes": notes}
+        )
     return sorted(results, key=lambda result: len(result["notes"]), reverse=True)[:12]
 
 
@@ -167,19 +169,19 @@ def _details(record: Mapping[str, Any], monitors: list[Column]) -> dict[str, lis
             Column("outcome", [attempt["outcome"] for attempt in attempts]),
         ],
         "Configuration": [
-            Column("name", [*map(visible, config)]),
+            Column("name", [*map(escape_unprintable, config)]),
             Column("value", [format_metric(v) for v in config.values()]),
         ],
     }
 
 
-def _names(record: Mapping[str, Any]) -> list[str]:
+def _metric_names(record: Mapping[str, Any]) -> list[str]:
     return [name for name in dict.fromkeys(name for row in record["metrics"] for name in row) if name != "epoch"]
 
 
 def _metric_tables(record: Mapping[str, Any]) -> tuple[list[Column], list[Column]]:
     """Return a table of the metrics and the learning rate, and a table of the other monitors."""
-    panels = panels_by_metric(_names(record))
+    panels = panels_by_metric(_metric_names(record))
     others = {name: panel for name, panel in panels.items() if panel.is_monitor and panel.title != "learning rate"}
     return _table(record, {name: panels[name] for name in panels if name not in others}), _table(record, others)
 
@@ -190,10 +192,15 @@ def _table(record: Mapping[str, Any], panels: Mapping[str, MetricPanel]) -> list
     for name, panel in panels.items():
         values = [row.get(name) for row in record["metrics"]]
         columns.append(
-            Column(visible(name), list(map(_text, values)), True, best_of(values, name, panel, record["directions"]))
+            Column(
+                escape_unprintable(name),
+                list(map(_text, values)),
+                True,
+                best_of(values, name, panel, record["directions"]),
+            )
         )
     return columns
 
 
 def _text(value: Any) -> str:
-    return "" if value is None else format_value(value) or visible(value)
+    return "" if value is None else format_value(value) or escape_unprintable(value)

@@ -17,9 +17,9 @@ from pytorch_accel_lite.extending_callbacks import (
     Picture,
     StateDict,
     as_picture,
+    derive_seed,
     in_notebook,
     inference,
-    mix,
     mixed_precision,
     parse_interval,
     preserving_generators,
@@ -69,6 +69,8 @@ class ShowOutputsCallback(TrainerCallback):
         shown: the outputs shown in the run, the latest 100 times: dicts with the ``update``, the ``texts`` by name (for
             pictures, their paths) and, if there are pictures, the paths of ``pictures`` by name
     """
+
+    affects_training = False
 
     def __init__(
         self,
@@ -149,7 +151,7 @@ class ShowOutputsCallback(TrainerCallback):
             mixed_precision(trainer.accelerator),
         ):
             model.eval()
-            seed_all(mix(trainer.run.data.seed or 0, trainer.progress.update))
+            seed_all(derive_seed(trainer.run.data.seed or 0, trainer.progress.update))
             value = self.function(model)
         values = value if isinstance(value, Mapping) else {self.name: value}
         return {str(name): part for name, part in values.items()}

@@ -15,9 +15,9 @@ from pytorch_accel_lite.extending_data import (
     StateDict,
     can_return,
     check_positive_int,
-    ended,
+    derive_seed,
+    early_end_error,
     generator_with,
-    mix,
     open_stream,
     part_of,
     preserving_generators,
@@ -58,7 +58,7 @@ class ShuffledStream(IterableDataset[Sample]):
 
     def __iter__(self) -> Iterator[Sample]:
         start, self._state = self._state, {}
-        epoch_seed = mix(self.seed, self._epoch)
+        epoch_seed = derive_seed(self.seed, self._epoch)
         number = start.get("block", 0)
         position = start.get("given", 0)
         state = start.get("stream")
@@ -66,14 +66,14 @@ class ShuffledStream(IterableDataset[Sample]):
 
         def skip_blocks(reader: Iterator[Sample]) -> None:
             for skipped in range(number):
-                _, block = self._read_block(reader, mix(skipped, after=epoch_seed))
+                _, block = self._read_block(reader, derive_seed(skipped, after=epoch_seed))
                 if len(block) < self.block_size:
                     seen = skipped * self.block_size + len(block)
-                    raise ended("stream", f"{seen} samples", number * self.block_size)
+                    raise early_end_error("stream", f"{seen} samples", number * self.block_size)
 
         reader = open_stream(self.stream, state, skip_blocks)
         while True:
-            order, block = self._read_block(reader, mix(number, after=epoch_seed))
+            order, block = self._read_block(reader, derive_seed(number, after=epoch_seed))
             for index in order[position:]:
                 position += 1
                 self._position = {"block": number, "given": position, "stream": state}
@@ -93,7 +93,7 @@ class ShuffledStream(IterableDataset[Sample]):
     def shard(self, rank: int, world_size: int) -> ShuffledStream | None:
         """Return a separately shuffled part of the inner stream; ``None`` if it cannot be divided."""
         part = part_of(self.stream, rank, world_size)
-        return None if part is None else ShuffledStream(part, self.block_size, mix(self.seed, rank))
+        return None if part is None else ShuffledStream(part, self.block_size, derive_seed(self.seed, rank))
 
     def state_dict(self) -> StateDict:
         """Return the number of the block, the position in it, and the state at which it begins."""

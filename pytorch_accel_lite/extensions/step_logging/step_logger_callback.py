@@ -116,6 +116,8 @@ class StepLogger(TrainerCallback, ABC):
         every: instead, an ``Interval`` between rows, such as ``"10_000 samples"``
     """
 
+    affects_training = False
+
     def __init__(self, every_n_updates: int | None = None, every: str | Interval | None = None) -> None:
         self.every_n_updates = optional(check_positive_int, "every_n_updates", every_n_updates)
         self.every = optional(parse_interval, "every", every)

@@ -97,6 +97,8 @@ class ThroughputCallback(TrainerCallback):
         ValueError: if an argument is not positive, or cannot be combined with the others
     """
 
+    affects_training = False
+
     def __init__(
         self,
         window: int = 20,

@@ -21,9 +21,9 @@ from pytorch_accel_lite.extending import (
     check_positive_int,
     faster_data,
     infer_batch_size,
-    unfused_class,
 )
 from pytorch_accel_lite.extensions.tuning.finders import update_from
+from pytorch_accel_lite.extensions.tuning.fused_optimizers import unfused_class
 
 
 @dataclass(repr=False)

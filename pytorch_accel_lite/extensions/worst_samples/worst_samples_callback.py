@@ -59,6 +59,8 @@ class WorstSamplesCallback(TrainerCallback):
         samples: list of ``WorstSample``, largest loss first; a NaN loss counts as the largest
     """
 
+    affects_training = False
+
     def __init__(
         self,
         k: int = 10,

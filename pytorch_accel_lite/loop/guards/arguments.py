@@ -22,8 +22,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.origins import is_from_this_package, is_overridden, warn_outside
-from pytorch_accel_lite.base.reprs import short
-from pytorch_accel_lite.base.text import add_note, did_you_mean, listed
+from pytorch_accel_lite.base.reprs import short_repr
+from pytorch_accel_lite.base.text import add_note, listed
+from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.validation import check_choice, check_number, check_positive_int, check_positive_number
 from pytorch_accel_lite.data.consistency import is_prepared
 from pytorch_accel_lite.data.loader import LoaderKwargs
@@ -98,7 +99,7 @@ def check_constructor(loss_func: object, optimizer: object, seed: object) -> Non
         hint = "Pass a loss function, such as torch.nn.CrossEntropyLoss()."
         if hasattr(loss_func, "param_groups"):
             hint = "The optimizer comes after it: Trainer(model, loss_func, optimizer)."
-        raise TypeError(f"loss_func={short(loss_func)} must be callable, or None. {hint}")
+        raise TypeError(f"loss_func={short_repr(loss_func)} must be callable, or None. {hint}")
     several = isinstance(optimizer, (Mapping, list, tuple))  # several are checked when they are combined
     is_one = hasattr(optimizer, "param_groups") or (callable(optimizer) and not isinstance(optimizer, nn.Module))
     if optimizer is not None and not several and not is_one:
@@ -349,7 +350,7 @@ def _refuse_options(name: str, loader: Source, options: dict[str, object]) -> No
     for argument, value in options.items():
         if value is not None:
             raise ValueError(
-                f"{argument}={short(value)} is for a dataset, but {name} is a loader ({type(loader).__name__}), "
+                f"{argument}={short_repr(value)} is for a dataset, but {name} is a loader ({type(loader).__name__}), "
                 "which has its own. Set it in the loader instead, or pass the dataset itself."
             )
 
@@ -441,7 +442,7 @@ def _arguments_of_callbacks(callbacks: Iterable[TrainerCallback]) -> dict[str, o
     for number, callback in enumerate(callbacks):
         if is_from_this_package(type(callback)) and not type(callback).__module__.endswith(_SHOW):
             for name, value in arguments_of(callback).items():
-                if _is_plain(value) and not _PLACES.search(name):
+                if _is_comparable(value) and not _PLACES.search(name):
                     found[f"callbacks[{number}].{name}"] = value
     return found
 
@@ -452,12 +453,12 @@ def settings_of_optimizer(optimizer: TrainerOptimizer) -> dict[str, object]:
     for number, group in enumerate(getattr(optimizer, "param_groups", ())):
         for name, value in group.items():
             value = float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-            if _is_plain(value):
+            if _is_comparable(value):
                 found[f"optimizer.param_groups[{number}][{name!r}]"] = value
     return found
 
 
-def _is_plain(value: object) -> bool:
+def _is_comparable(value: object) -> bool:
     if isinstance(value, (tuple, list)):
-        return all(map(_is_plain, value))
+        return all(map(_is_comparable, value))
     return value is None or isinstance(value, (bool, int, float, str))

@@ -11,15 +11,15 @@ from types import FrameType
 from torch import nn
 from torch.utils.data import default_collate
 
+from pytorch_accel_lite.base.devices import is_out_of_memory
 from pytorch_accel_lite.base.origins import checked_by
-from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.text import add_note, notes_of
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data import FailedRead
 from pytorch_accel_lite.data.loss_shapes import LossFunction
 from pytorch_accel_lite.data.reading import names_sample
 from pytorch_accel_lite.data.sources import Index, Source
-from pytorch_accel_lite.loop.batch_parts import is_out_of_memory
 from pytorch_accel_lite.loop.guards.held_memory import advise_on_memory, describe_memory
 from pytorch_accel_lite.run.events import NonFiniteLossError, Phase, StopTrainingError
 from pytorch_accel_lite.run.state import Run, TrainerLike
@@ -167,7 +167,7 @@ def _lines(error: Exception, trainer: TrainerLike, run: Run, phase: Phase) -> It
     else:
         yield f"{where}, step {number}{process}:"
         samples = f"; {list_samples(run.batch_indices)} of the dataset" if run.batch_indices else ""
-        yield f"  batch: {short(run.batch.data)}{samples}"
+        yield f"  batch: {short_repr(run.batch.data)}{samples}"
         yield from _describe_model(error, trainer)
     if is_out_of_memory(error):
         with suppress(Exception):  # an error in describing must not hide the advice
@@ -208,7 +208,7 @@ def _describe_reading(error: Exception, run: Run, loader: Source) -> Iterator[st
     yield f"  dataset: {type(dataset).__name__}{samples}"
     collate = getattr(loader, "collate_fn", None)
     if collate not in (None, default_collate) and not names_sample(error):
-        yield f"  collate_fn: {short(collate)}"
+        yield f"  collate_fn: {short_repr(collate)}"
 
 
 def list_samples(indices: list[Index]) -> str:
@@ -217,7 +217,7 @@ def list_samples(indices: list[Index]) -> str:
         last = first + len(indices) - 1
         if indices == [*range(first, last + 1)]:
             return f"samples [{first} to {last}]"
-    most = [short(index) for index in indices[:_MOST_SAMPLES]]
+    most = [short_repr(index) for index in indices[:_MOST_SAMPLES]]
     return f"samples [{', '.join(most)}{', ...' if len(indices) > len(most) else ''}]"
 
 
@@ -228,7 +228,7 @@ def _describe_model(error: Exception, trainer: TrainerLike) -> Iterator[str]:
     mixed = "" if precision == "no" else f", mixed precision {precision}"
     yield f"  model: {type(model).__name__}, weights {' and '.join(kinds) or 'none'}{mixed}"
     for where, arguments in _innermost_calls(error, model, trainer.loss_func).items():
-        yield f"  in {where}, with {' and '.join(map(short, arguments))}"
+        yield f"  in {where}, with {' and '.join(map(short_repr, arguments))}"
 
 
 def _innermost_calls(error: Exception, model: nn.Module, loss_func: LossFunction | None) -> dict[str, list[Tree]]:

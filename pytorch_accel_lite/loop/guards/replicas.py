@@ -25,7 +25,7 @@ def compare_replicas(trainer: TrainerLike) -> None:
     prepared = trainer.prepared_model
     if trainer.ranks.world_size == 1 or (prepared is not None and prepared.outlives_runs):
         return
-    names = _names(trainer)
+    names = _parameter_names(trainer)
     trained = _trained_parameters(trainer, names)
     parameters = trained | _frozen_parameters(trainer, trained)
     parts = {name: all_plain_parts(parameter) for name, parameter in parameters.items()}
@@ -97,7 +97,7 @@ def _likely_cause(trainer: TrainerLike, name: str, by_rank: list[_Found]) -> str
     )
 
 
-def _names(trainer: TrainerLike) -> dict[int, str]:
+def _parameter_names(trainer: TrainerLike) -> dict[int, str]:
     """Return the names of the parameters in the trainer's modules, by their ids."""
     names: dict[int, str] = {}
     for prefix, module in {"": unwrap(trainer.model), **attributes.other_modules(trainer)}.items():

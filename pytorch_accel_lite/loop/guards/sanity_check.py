@@ -16,11 +16,11 @@ from torch.nn.parameter import UninitializedParameter
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.origins import is_from_this_package
-from pytorch_accel_lite.base.randomness import find_generators, preserving_found
+from pytorch_accel_lite.base.randomness import find_held_generators, preserving_held_generators
 from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, complete_output
 from pytorch_accel_lite.data.loader import FailedRead, ShardedLoader
-from pytorch_accel_lite.data.single_batches import can_read_apart, datasets_in, read_apart
+from pytorch_accel_lite.data.single_batches import can_read_single_batch, datasets_in, read_single_batch
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.loop.guards.explanations import explaining
 from pytorch_accel_lite.loop.inference import unwrapped_model
@@ -51,7 +51,7 @@ def check_evaluation(trainer: TrainerLike, run: Run) -> None:
     data = run.data
     try:
         for name, loader in (data.eval_loaders or {"": data.required_eval_loader}).items():
-            if can_read_apart(loader):
+            if can_read_single_batch(loader):
                 with replaced(data, eval_loader=loader, eval_dataset_name=name or None):
                     _try(trainer, run, loader)
     except Exception as error:
@@ -71,10 +71,10 @@ def _leaves_no_trace(trainer: TrainerLike, run: Run) -> bool:
     listeners = chain.from_iterable(trainer.callback_handler.listeners[event] for event in _EVENTS)
     if not all(is_from_this_package(type(getattr(listener, "__self__", listener))) for listener in listeners):
         return False
-    return all(map(_is_plain, _modules(trainer))) and trainer.compiled_forward is None
+    return all(map(_has_no_hooks, _modules(trainer))) and trainer.compiled_forward is None
 
 
-def _is_plain(module: nn.Module) -> bool:
+def _has_no_hooks(module: nn.Module) -> bool:
     """Whether a module is initialised, has no hooks, and is not compiled, so that a first call has no effect."""
     if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
         return False
@@ -96,7 +96,7 @@ def _try(trainer: TrainerLike, run: Run, loader: ShardedLoader) -> None:
         replaced(run, batch=None, batch_number=0, loss_trackers=trainer.division.create_trackers()),
         explaining(trainer, run, "evaluation"),
     ):
-        run.batch = batch = read_apart(loader)
+        run.batch = batch = read_single_batch(loader)
         if isinstance(batch.data, FailedRead):
             raise batch.data.error
         with unwrapped_model(trainer), torch.no_grad(), mixed_precision(trainer.accelerator):
@@ -116,7 +116,7 @@ def _untouched(owners: list[object]) -> Iterator[None]:
     with (
         Snapshot() as before,
         preserving_attributes(*objects),
-        preserving_found(find_generators(owners)),
+        preserving_held_generators(find_held_generators(owners)),
         preserving_modes(modules),
         warnings.catch_warnings(),
     ):

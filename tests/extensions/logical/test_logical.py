@@ -41,7 +41,7 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.checkpoint import print_contents
 from pytorch_accel_lite.data import OwnShard
-from pytorch_accel_lite.extending import split
+from pytorch_accel_lite.extending import share_bounds
 from pytorch_accel_lite.extensions.logical import LogicalStep
 from pytorch_accel_lite.extensions.logical.gradient_sum import Node, TreeSum, blocks_of
 from tests.launching import SOAK, two_are_enough
@@ -343,7 +343,7 @@ def test_the_order_of_a_sum_does_not_depend_on_who_adds(terms):
     for processes in range(1, terms + 1):
         whole = TreeSum(add)
         for rank in range(processes):
-            own = range(*split(terms, rank, processes))
+            own = range(*share_bounds(terms, rank, processes))
             part = TreeSum(add)
             for number in own:
                 part.push(Node(0, number, str(number)))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.distributed.exchange import ControlGroup
+from pytorch_accel_lite.distributed.control_group import ControlGroup
 from pytorch_accel_lite.distributed.ranks import chosen_timeout
 
 if TYPE_CHECKING:

@@ -14,11 +14,18 @@ from dataclasses import replace
 
 import torch
 
-from pytorch_accel_lite.base.bars import HeldOutput, NotebookOutput
 from pytorch_accel_lite.base.environment import in_notebook, is_terminal
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.reprs import table as html_table
-from pytorch_accel_lite.base.text import format_duration, format_metric, format_value, to_number, visible, wrapped
+from pytorch_accel_lite.base.reprs import html_table
+from pytorch_accel_lite.base.text import (
+    escape_unprintable,
+    format_duration,
+    format_metric,
+    format_value,
+    to_number,
+    wrapped,
+)
+from pytorch_accel_lite.base.tqdm_bars import HeldOutput, NotebookOutput
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.printing import (
     LogMetricsCallback,
@@ -480,7 +487,7 @@ class _RunTable:
             if (changed := _modification_time(path)) and (is_resumed or changed != self._times_before.get(path))
         ]
         width = max((len(content) for content, _ in rows), default=0)
-        return [f"{content:<{width}} {visible(path)}" for content, path in rows]
+        return [f"{content:<{width}} {escape_unprintable(path)}" for content, path in rows]
 
 
 def _speed(samples: int, seconds: float) -> str:
@@ -522,7 +529,7 @@ def _modification_time(path: str) -> int | None:
 
 def _title(name: str) -> str:
     """Return a metric's column title, without common suffixes; evaluations within epochs share the columns."""
-    name = visible(name.replace("intermediate_", ""))
+    name = escape_unprintable(name.replace("intermediate_", ""))
     loss = re.fullmatch(r"(?P<prefix>.*_)?(?P<phase>train|eval)_(?P<loss>\w+?)(?P<epoch>_epoch)?", name)
     if loss and (loss["epoch"] or loss["phase"] == "eval"):
         prefix = (loss["prefix"] or "").rstrip("_")

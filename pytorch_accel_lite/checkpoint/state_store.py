@@ -14,7 +14,7 @@ from typing import ClassVar
 from pytorch_accel_lite.checkpoint.files import check_is_shared, remove
 from pytorch_accel_lite.checkpoint.locks import FileLock, LockedError
 from pytorch_accel_lite.checkpoint.manifest import DamagedStateError, read_manifest, recover
-from pytorch_accel_lite.checkpoint.training_state import read_directory
+from pytorch_accel_lite.checkpoint.state_directory import read_directory
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.parts import TrainingState
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pytorch_accel_lite.distributed.messages import decode, encode
-from pytorch_accel_lite.distributed.positions import MACHINERY, describe_call
+from pytorch_accel_lite.distributed.stack_frames import MACHINERY, describe_call
 
 #: The most numbers of a process in an exchange. Every exchange has this size: gloo ends processes whose sizes differ.
 CAPACITY = 14

@@ -19,10 +19,10 @@ import safetensors.torch
 import torch
 
 from pytorch_accel_lite.base.paths import StrPath
-from pytorch_accel_lite.base.reprs import short
+from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import JsonObject, Keys, StateDict, Tree
-from pytorch_accel_lite.checkpoint.background import HostMemory
+from pytorch_accel_lite.checkpoint.background_writer import HostMemory
 from pytorch_accel_lite.checkpoint.checksums import CHECKSUM, hash_files
 from pytorch_accel_lite.checkpoint.files import (
     FROZEN,
@@ -225,7 +225,7 @@ def _load_part(path: Path, names: Iterable[str]) -> StateDict:
         raise DamagedStateError(str(error)) from error
     missing = [name for name in names if not isinstance(content, dict) or name not in content]
     if missing:
-        held = ", ".join(map(repr, content)) if isinstance(content, dict) else short(content)
+        held = ", ".join(map(repr, content)) if isinstance(content, dict) else short_repr(content)
         raise DamagedStateError(f"{os.fspath(path)!r} is damaged: it lacks {listed(missing)}, and holds {held}.")
     return content  # type: ignore[no-any-return]
 

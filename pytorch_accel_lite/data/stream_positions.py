@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.data.batches import infer_batch_size, tensors_in
-from pytorch_accel_lite.data.shares import ended
+from pytorch_accel_lite.data.shares import early_end_error
 from pytorch_accel_lite.data.sources import BatchData, Sample, Source, SourceState
 from pytorch_accel_lite.data.splitting import slice_batch
 from pytorch_accel_lite.data.stream_shards import package_of, streams_in
@@ -196,7 +196,7 @@ def skip_batches(batches: Iterator[Sample], count: int, start: int, is_certain: 
     """
     shapes = [next((tensor.shape for tensor in tensors_in(batch)), ()) for batch in islice(batches, count)]
     if len(shapes) < count:
-        raise ended("data", f"{len(shapes)} batches", count)
+        raise early_end_error("data", f"{len(shapes)} batches", count)
     samples = [sum(sizes) for sizes in zip(*shapes, strict=False)]  # empty if a batch has no tensor
     if samples and start not in samples and not is_certain:
         warn_outside(

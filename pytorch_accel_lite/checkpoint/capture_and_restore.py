@@ -15,7 +15,7 @@ from torch import nn
 from pytorch_accel_lite.base.modules import PLAIN
 from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import StrPath, parse_location
-from pytorch_accel_lite.base.randomness import capture_generators, mix, restore_generators, seed_generators
+from pytorch_accel_lite.base.randomness import capture_generators, derive_seed, restore_generators, seed_generators
 from pytorch_accel_lite.base.types import Keys, StateDict, Tree
 from pytorch_accel_lite.checkpoint.attribute_states import (
     attribute_states,
@@ -31,18 +31,18 @@ from pytorch_accel_lite.checkpoint.machine import describe_changes, machine_fact
 from pytorch_accel_lite.checkpoint.model_forms import base_of
 from pytorch_accel_lite.checkpoint.recorded_settings import saved_optimizers, settings_text
 from pytorch_accel_lite.checkpoint.shards import extract_tensors, fits_safetensors, is_sharded_tensor, local_parts
-from pytorch_accel_lite.checkpoint.trainability import (
-    add_missing_groups,
-    capture_trainability,
-    lacks_groups,
-    restore_trainability,
-)
-from pytorch_accel_lite.checkpoint.training_state import (
+from pytorch_accel_lite.checkpoint.state_directory import (
     SHARD_OF_MODEL,
     CapturedState,
     pack_numbers,
     read_tensors,
     read_weights,
+)
+from pytorch_accel_lite.checkpoint.trained_parameters import (
+    add_missing_groups,
+    capture_trainability,
+    lacks_groups,
+    restore_trainability,
 )
 from pytorch_accel_lite.checkpoint.user_attributes import capture_attributes, restore_attributes
 from pytorch_accel_lite.checkpoint.weights import (
@@ -53,7 +53,7 @@ from pytorch_accel_lite.checkpoint.weights import (
     model_state,
     without_compile,
 )
-from pytorch_accel_lite.optimizers.operations import class_names, group_names
+from pytorch_accel_lite.optimizers.operations import group_names, state_class_names
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.division import numbers_of_shares
 from pytorch_accel_lite.run.events import callbacks_with
@@ -118,7 +118,7 @@ def refuse_fsdp1(accelerator: Accelerator, what: str) -> None:
 # | source_batch_size    | 0.3   | finish_restoring, by the loader                          | after           |
 # | base                 | 0.3   | read for an error: the name of the pretrained model      | -               |
 # | optimizer_classes    | 0.3   | read for an error, in both                               | before, after   |
-# | settings             | 0.3   | compared by checkpoint/recorded_settings.py              | before          |
+# | settings             | 0.3   | compared by checkpoint/settings_comparison.py            | before          |
 # | own_items_per_batch  | 0.3   | restore, by ManualStep                                   | before          |
 # | set_apart            | 0.3   | restore, as recorded_by_evaluate, with the history       | before          |
 # | evaluations          | 0.3   | loop/evaluation.py, when they begin                      | after           |
@@ -191,7 +191,9 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
             name: None if owner is None else gather(owner.state_dict())
             for name, owner in _updated_objects(trainer).items()
         },
-        "optimizer_classes": {name: class_names(optimizer) for name, optimizer in saved_optimizers(trainer).items()},
+        "optimizer_classes": {
+            name: state_class_names(optimizer) for name, optimizer in saved_optimizers(trainer).items()
+        },
         "settings": settings_text(trainer),
         "loss_func": loss_state(trainer),
         "attributes": attribute_states(trainer, is_first),
@@ -214,10 +216,10 @@ def _position(trainer: TrainerLike, is_local: bool) -> StateDict:
     if loader is None or getattr(loader, "has_own_position", None) != is_local:
         return {}
     if not trainer.progress.is_mid_epoch:
-        return {"epoch_read": loader.epoch_read()}
+        return {"epoch_read": loader.epoch_state()}
     size = getattr(loader, "batch_size", None)
     return {
-        "epoch_read": loader.epoch_read(),
+        "epoch_read": loader.epoch_state(),
         "position": loader.position(),
         "source_batch_size": size if isinstance(size, int) else None,
     }
@@ -232,7 +234,7 @@ def _check_optimizer_classes(trainer: TrainerLike, state: TrainingState) -> None
     """Raise an error if an optimizer's class differs from the class in the state, which older states do not record."""
     saved = state.shared.get("optimizer_classes", {})
     for name, optimizer in saved_optimizers(trainer).items():
-        groups = zip(group_names(optimizer), saved.get(name, ()), class_names(optimizer), strict=False)
+        groups = zip(group_names(optimizer), saved.get(name, ()), state_class_names(optimizer), strict=False)
         for group, before, now in groups:
             if before and now and not set(before) & set(now):
                 raise ValueError(
@@ -402,13 +404,15 @@ def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
             name: {"total_loss": total, "running_count": count, "loss_value": total / count if count else 0.0}
             for name, (total, count) in sums.items()
         }
-        seed_generators(mix(int(state.metadata["data_seed"] or 0), trainer.progress.update, trainer.data_ranks.rank))
+        seed_generators(
+            derive_seed(int(state.metadata["data_seed"] or 0), trainer.progress.update, trainer.data_ranks.rank)
+        )
     run = trainer.current_run
     loader = run.data.train_loader
     has_epoch_left = trainer.progress.is_mid_epoch and not run.epoch_is_trained
     saved = state.local or {} if getattr(loader, "has_own_position", False) else state.shared
     if loader is not None and hasattr(loader, "has_own_position"):
-        loader.recall(saved.get("epoch_read"))
+        loader.restore_epoch_state(saved.get("epoch_read"))
         if has_epoch_left:
             loader.batch_size_before = saved.get("source_batch_size")
             if message := loader.move_to(saved.get("position")):

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sized
-from itertools import islice
 
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_ENV_VAR
 from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
@@ -92,18 +89,3 @@ class LimitBatches:
             del os.environ[LIMIT_BATCHES_ENV_VAR]
         else:
             os.environ[LIMIT_BATCHES_ENV_VAR] = self._before
-
-
-class DataLoaderSlice:
-    """The first ``slice_size`` batches of a dataloader or other iterable, restarted in each iteration."""
-
-    def __init__(self, dl: Iterable[BatchData], slice_size: int) -> None:
-        self.dl = dl
-        self.slice_size = check_positive_int("slice_size", slice_size)
-
-    def __iter__(self) -> Iterator[BatchData]:
-        return islice(iter(self.dl), self.slice_size)
-
-    def __len__(self) -> int:
-        """Return ``slice_size``, or the length of the dataloader if that is smaller."""
-        return min(self.slice_size, len(self.dl)) if isinstance(self.dl, Sized) else self.slice_size

@@ -20,7 +20,7 @@ from pytorch_accel_lite.checkpoint.manifest import (
     stored_checksum,
     verify_state,
 )
-from pytorch_accel_lite.checkpoint.training_state import MODEL, open_state, read_weights
+from pytorch_accel_lite.checkpoint.state_directory import MODEL, open_state, read_weights
 from pytorch_accel_lite.run.division import DIVISIONS
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from pytorch_accel_lite.base.reprs import table
+from pytorch_accel_lite.base.reprs import html_table
 from pytorch_accel_lite.base.text import align, wrapped
 
 
@@ -38,4 +38,4 @@ class Report:
         return "\n".join([self.summary(), *lines, *notes])
 
     def _repr_html_(self) -> str:
-        return table(self.summary(), self.rows(), notes=self.notes())
+        return html_table(self.summary(), self.rows(), notes=self.notes())

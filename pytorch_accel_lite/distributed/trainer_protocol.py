@@ -9,14 +9,14 @@ from accelerate import Accelerator
 from pytorch_accel_lite.distributed.ranks import Ranks
 
 
-class Position(Protocol):
+class RunPosition(Protocol):
     """How far a run has got."""
 
     epoch: int
     step: int
 
 
-class Participant(Protocol):
+class OpenTrainer(Protocol):
     """An open trainer in a process of a job."""
 
     accelerator: Accelerator
@@ -24,5 +24,5 @@ class Participant(Protocol):
     @property
     def ranks(self) -> Ranks: ...  # noqa: D102
     @property
-    def progress(self) -> Position: ...  # noqa: D102
+    def progress(self) -> RunPosition: ...  # noqa: D102
     def close(self) -> None: ...  # noqa: D102

@@ -14,7 +14,6 @@ from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
 from typing import Any, TypeVar
 
-import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from pytorch_accel_lite.data.reading import SampleReader
@@ -152,11 +151,3 @@ class CheckedForkContext(ForkContext):
         if len(self._waiting) == self._count:
             while self._waiting:
                 self._waiting.pop(0).ensure_started()
-
-
-def worker_init_fn(worker_id: int) -> int:
-    """Return the seed of a dataloader worker, from which all its generators have already been seeded.
-
-    Kept for users of pytorch-accelerated who pass it to a ``DataLoader``; it has nothing left to do.
-    """
-    return torch.initial_seed()

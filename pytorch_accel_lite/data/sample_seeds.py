@@ -10,13 +10,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from pytorch_accel_lite.base.randomness import find_generators, generator_with, mix, seed_found, seed_generators
+from pytorch_accel_lite.base.randomness import (
+    derive_seed,
+    find_held_generators,
+    generator_with,
+    seed_generators,
+    seed_held_generators,
+)
 from pytorch_accel_lite.base.reachable import RandomGenerator
 from pytorch_accel_lite.data.reading import SampleReader, reads_batches
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
 
-#: The seed of a share, which is the seed of its first sample; the mix of seed and epoch, from which the seeds of other
-#: samples are derived; the position of the first sample; the indices of the samples.
+#: The seed of a share, which is that of its first sample; the seed of the epoch, from which those of its other samples
+#: are derived; the position of the first sample; the indices of the samples.
 SeededShare = tuple[int, int, int, list[Index]]
 #: The generators whose draws are distinguished: torch's, and those of Python and NumPy.
 _TORCH, _OTHERS = "torch", "others"
@@ -62,13 +68,13 @@ class SeededReader(SampleReader):
     def __getitems__(self, share: SeededShare) -> BatchData:  # type: ignore[override]
         """Return the batch of a share."""
         if self._held is None:
-            self._held = find_generators([self.dataset, self._collate])
+            self._held = find_held_generators([self.dataset, self._collate])
         state = torch.default_generator.get_state()
         try:
             if self._reads_batches:
                 seed_generators(share[0])
                 if self._held:
-                    seed_found(self._held, share[0])
+                    seed_held_generators(self._held, share[0])
                 return self._collate(self.dataset.__getitems__(share[3]))
             if self._by_samples is None:
                 return self._read_first(share)
@@ -130,10 +136,10 @@ class SeededReader(SampleReader):
         _, epoch_seed, first, indices = share
         with_torch, with_others = _TORCH in generators, _OTHERS in generators
         for position, index in enumerate(indices, first):
-            seed = mix(position, after=epoch_seed)
+            seed = derive_seed(position, after=epoch_seed)
             seed_generators(seed, with_torch, with_others)
             if self._held:
-                seed_found(self._held, seed)
+                seed_held_generators(self._held, seed)
             yield index
 
     def _drawn_from(self, watched: frozenset[str], state: torch.Tensor) -> frozenset[str]:
@@ -155,7 +161,7 @@ def as_collated(batch: BatchData) -> BatchData:
 
 def _last_seed(share: SeededShare) -> int:
     _, epoch_seed, first, indices = share
-    return mix(first + len(indices) - 1, after=epoch_seed)
+    return derive_seed(first + len(indices) - 1, after=epoch_seed)
 
 
 class _Asks:
