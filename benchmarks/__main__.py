@@ -22,7 +22,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.contenders import CONTENDERS, ONLY_IN
-from benchmarks.others import OTHERS
+from benchmarks.other_workloads import OTHERS
 
 REFERENCE = "plain loop"
 TITLES = {
@@ -88,7 +88,7 @@ def main(command: list[str] | None = None, run: Callable[..., dict[str, float] |
         there = [name for name in names if ONLY_IN.get(name, workload) == workload]
         if not there:
             continue
-        measures = {name: partial(run, "benchmarks.worker", name, workload, mode) for name in there}
+        measures = {name: partial(run, "benchmarks.run_contender", name, workload, mode) for name in there}
         results = report.interleave(measures, arguments.rounds)
         report.write(arguments.output, workload, TITLES[workload], results, REFERENCE)
 

@@ -303,7 +303,7 @@ SEARCHED = {
         "tab completion",
         "shell completion",
     ],
-    "looking": [
+    "plots": [
         "plot",
         "confusion matrix",
         "worst samples",

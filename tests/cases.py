@@ -1,4 +1,4 @@
-"""Trainings that several files of tests run, most of them on several processes."""
+"""Trainings that several test files share, most of them on several processes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.utils.data import TensorDataset
 from pytorch_accel_lite import NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import TerminateOnNaNCallback
 from tests.ranks import IN_ORDER, Recorder, global_batch, rank, world_size
-from tests.tasks import listener, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import adamw_trainer, float64_data, float64_model, listener, weights
 
 #: Arguments of ``train`` that belong to an extension.
 SPLITTING = pytest.param({"auto_microbatch": True}, marks=pytest.mark.extension("failed_batches"))
 
 
 class Contrastive(Trainer):
-    """A loss over all samples of a step: each output is to be nearer to its own target than to those of others."""
+    """A contrastive loss: each output should be nearer to its own target than to those of other samples of the step."""
 
     def calculate_train_batch_loss(self, batch):
         x, y = batch
@@ -38,17 +38,17 @@ def both_ways(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def uneven_batches() -> Any:
-    """Weights, gradients and losses for ragged data, accumulation 1 to 3; the global batch is 6 samples."""
+    """Weights, gradients and losses with an incomplete last batch, accumulation 1 to 3 and global batches of 6."""
     results = {}
     for accumulation in (1, 2, 3):
         for size in (37, 30, 4):
-            model = small_model()
+            model = float64_model()
             recorder = Recorder()
-            trainer = quiet_trainer(model, callbacks=[recorder])
+            trainer = adamw_trainer(model, callbacks=[recorder])
             trainer.train(
-                regression_data(size),
+                float64_data(size),
                 3,
-                regression_data(11),
+                float64_data(11),
                 per_device_batch_size=global_batch(6),
                 gradient_accumulation_steps=accumulation,
                 train_dataloader_kwargs=IN_ORDER,
@@ -65,7 +65,7 @@ def uneven_batches() -> Any:
 
 
 class TokenTrainer(Trainer):
-    """A loss that is a mean over the elements that are not masked, as for tokens."""
+    """A loss that is a mean over unmasked elements, as for tokens."""
 
     def calculate_train_batch_loss(self, batch):
         x, y, mask = batch
@@ -77,10 +77,10 @@ class TokenTrainer(Trainer):
 def tokens() -> Any:
     results = {}
     for accumulation in (1, 3):
-        data = regression_data(40)
+        data = float64_data(40)
         mask = torch.rand(40, 1, generator=torch.Generator().manual_seed(1)) < 0.6
         mask[::2] = True
-        model, recorder = small_model(), Recorder()
+        model, recorder = float64_model(), Recorder()
         trainer = TokenTrainer(model, None, torch.optim.SGD(model.parameters(), lr=0.05), callbacks=[recorder])
         trainer.train(
             TensorDataset(*data.tensors, mask),
@@ -107,15 +107,15 @@ def schedule() -> Any:
     placeholders = TrainerPlaceholderValues
     for accumulation in (1, 2, 3):
         for limit in (7, None):
-            model = small_model()
-            trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+            model = float64_model()
+            trainer = adamw_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
             rates: list[float] = []
             trainer.callback_handler.add_callback(listener(on_optimizer_step_start=partial(note_rate, rates)))
             total = placeholders.MAX_NUM_TRAIN_STEPS
             if limit is None:
                 total = placeholders.NUM_EPOCHS * placeholders.NUM_UPDATE_STEPS_PER_EPOCH
             trainer.train(
-                regression_data(37),
+                float64_data(37),
                 2,
                 per_device_batch_size=global_batch(6),
                 max_num_train_steps=limit,
@@ -149,18 +149,18 @@ def nan_on_one_rank() -> Any:
         def on_training_run_end(self, trainer, **kwargs):
             events.append(("on_training_run_end",))
 
-    model = small_model()
+    model = float64_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     trainer = NaNOnOneRank(model, nn.MSELoss(), optimizer, callbacks=[TerminateOnNaNCallback, Events])
     try:
-        trainer.train(regression_data(60), 2, per_device_batch_size=2)
+        trainer.train(float64_data(60), 2, per_device_batch_size=2)
     except NonFiniteLossError as error:
         return {"message": str(error), "events": events, "update": trainer.progress.update}
     return None
 
 
 class StopsAt(TrainerCallback):
-    """Asks for the end of the run at an event, after a number of updates if given, on the last rank only."""
+    """Stops the run at an event, after a number of updates if given, on the last rank only."""
 
     def __init__(self, event: str, update: int | None = None) -> None:
         self.update = update
@@ -176,19 +176,19 @@ class EvaluateInside(TrainerCallback):
 
     def on_train_step_end(self, trainer, step, **kwargs):
         if step == 1:
-            self.metrics = trainer.evaluate(regression_data(5), per_device_batch_size=2)
+            self.metrics = trainer.evaluate(float64_data(5), per_device_batch_size=2)
             self.training = trainer.model.training
 
 
 def evaluate_inside() -> Any:
     results = {}
     for callbacks in ([], [EvaluateInside()]):
-        model = small_model()
-        trainer = quiet_trainer(model, callbacks=callbacks)
+        model = float64_model()
+        trainer = adamw_trainer(model, callbacks=callbacks)
         trainer.train(
-            regression_data(20),
+            float64_data(20),
             2,
-            regression_data(6),
+            float64_data(6),
             per_device_batch_size=global_batch(6),
             train_dataloader_kwargs=IN_ORDER,
         )

@@ -18,33 +18,32 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from tests.launching import ROOT, SOAK, EarlyCopy, EarlyFork
 from tests.rank_pool import RankPool
-from tests.tasks import own_clock
+from tests.tasks import fake_clock
 
-COSTLY = ["job", "ancestors", "exchange", "fresh", "uninterrupted"]  # fixtures; the first that a test uses counts
+EXPENSIVE = ["job", "ancestors", "exchange", "fresh", "uninterrupted"]  # fixtures that take long to create
 
 EXTENSIONS = ROOT / "pytorch_accel_lite" / "extensions"
 MEMORY = Path("/dev/shm")
 ROOM = 2 * 2**30
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests fork, and are about CPUs; those in gpu/ run without this file
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests fork and use CPUs only; gpu/ has its own conftest.py
 
 with suppress(ModuleNotFoundError):  # few tests need it
     from hypothesis import HealthCheck, settings
 
-    # No example fails because the machine was busy for a moment.
+    # A busy machine must not fail an example.
     settings.register_profile("no limits of time", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("no limits of time")
 
 
 def pytest_configure() -> None:
-    """Have temporary files in memory, if there is room: states are flushed to the disk file by file, which takes long.
+    """Put temporary files in memory if there is room, as syncing training states to a disk is slow.
 
-    A ``TMPDIR`` of the environment is respected. Nor is time lost on names: torch asks for those of its own
-    connections, and where questions are lost, each costs five seconds by default. Nor does MLflow tell anyone.
+    ``TMPDIR`` takes precedence. Shorten DNS timeouts, as torch looks up its own host. Disable MLflow's telemetry.
     """
     os.environ.setdefault("RES_OPTIONS", "timeout:1")
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
-    torch.set_num_threads(1)  # copies of this process could not use more
+    torch.set_num_threads(1)  # forks of this process cannot use more
     if "TMPDIR" in os.environ or not os.access(MEMORY, os.W_OK):
         return
     found = os.statvfs(MEMORY)
@@ -54,19 +53,19 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Take one worker more than there are cores, as many tests wait for processes that they have started."""
+    """Use one worker more than there are cores, as many tests wait for child processes."""
     return len(os.sched_getaffinity(0)) + 1
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let one worker of pytest-xdist have all that uses something that takes long to make: it is made once then."""
+    """Group the tests that share an expensive fixture on one worker of pytest-xdist, so that it is created once."""
     for item in items:
         for name in [name for mark in item.iter_markers("extension") for name in mark.args]:
             if not (EXTENSIONS / name).exists():
                 item.add_marker(pytest.mark.skip(reason=f"the extension {name!r} has been deleted"))
         used = getattr(item, "fixturenames", ())
-        for name in [name for name in COSTLY if name in used][:1]:
+        for name in [name for name in EXPENSIVE if name in used][:1]:
             item.add_marker(pytest.mark.xdist_group(name))
         if "job" in used:
             item.add_marker(pytest.mark.processes)
@@ -77,33 +76,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Start autograd before a test does, leave what is imported to itself, and make the copy that forks jobs of ranks.
+    """Start autograd, freeze the garbage collector's view of imported objects, and create the fork server of jobs.
 
-    If fake tensors, as ``torch.compile`` makes them, come before the first backward, torch takes them for a device and
-    starts threads for it. Copies of this process could not train then.
+    If fake tensors, as in ``torch.compile``, precede the first backward pass, torch starts device threads for them, and
+    forks of this process cannot train.
     """
     torch.zeros((), requires_grad=True).backward()
     gc.collect()
-    gc.freeze()  # no collection looks at it again
+    gc.freeze()  # later collections skip what exists now
     EarlyFork.copy = EarlyCopy()
 
 
 def pytest_sessionfinish() -> None:
     if hasattr(EarlyFork, "copy"):
         EarlyFork.copy.close()
-    gc.unfreeze()  # modules that count what is left at the end complain otherwise
+    gc.unfreeze()  # for modules that count leaked objects at exit
 
 
 @pytest.fixture(autouse=True)
 def _same_start() -> None:
     torch.set_num_threads(1)
-    # torch.manual_seed notes the stack for each kind of device that is not in use, which takes three milliseconds here.
+    # torch.manual_seed records a stack trace for each unused device type, which takes three milliseconds.
     (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
 
 
 @pytest.fixture(scope="session")
 def job() -> Iterator[Callable[[int], RankPool]]:
-    """Give the job with a number of processes; one that hung or died is replaced. All end in order."""
+    """Return the job with a number of processes, created once; one that hung or died is replaced."""
     jobs: dict[int, RankPool] = {}
 
     def of(world_size: int) -> RankPool:
@@ -117,39 +116,39 @@ def job() -> Iterator[Callable[[int], RankPool]]:
 
 @pytest.fixture(params=[2, 3] if SOAK else [3])
 def ranks(request: pytest.FixtureRequest, job: Callable[[int], RankPool]) -> RankPool:
-    """3 processes, which divide little evenly, and 2 with SOAK: ``ranks(case)`` is what a function gave on each."""
+    """A job of 3 processes (with SOAK also 2): ``ranks(case)`` returns the results of a function on each rank."""
     return job(request.param)
 
 
 @pytest.fixture
 def two_ranks(job: Callable[[int], RankPool]) -> RankPool:
-    """2 processes only."""
+    """A job of 2 processes."""
     return job(2)
 
 
 @pytest.fixture
-def spend() -> Iterator[Callable[[float], None]]:
-    """Let seconds pass on a clock that stands still otherwise."""
-    with own_clock() as spend:
-        yield spend
+def pass_time() -> Iterator[Callable[[float], None]]:
+    """Advance the fake clock of ``time.perf_counter``."""
+    with fake_clock() as pass_time:
+        yield pass_time
 
 
 @pytest.fixture
-def naps(spend: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sleeping only moves that clock."""
-    monkeypatch.setattr(time, "sleep", spend)
+def sleep_passes_time(pass_time: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make ``time.sleep`` advance the fake clock."""
+    monkeypatch.setattr(time, "sleep", pass_time)
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, which is the current one."""
+    """An empty folder that is the working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def no_accelerator() -> Iterator[None]:
-    """A process without an accelerator: the first one fixes the settings of all others, such as mixed precision."""
+    """Reset Accelerate's shared state, as the first accelerator fixes settings such as mixed precision."""
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -157,7 +156,7 @@ def no_accelerator() -> Iterator[None]:
 
 @pytest.fixture
 def scaled_accelerator(no_accelerator: None) -> Accelerator:
-    """An accelerator with a real gradient scaler, which on a CPU Accelerate would not make by itself."""
+    """An accelerator with a gradient scaler, which Accelerate does not create on a CPU."""
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     accelerator.native_amp = True
@@ -167,9 +166,9 @@ def scaled_accelerator(no_accelerator: None) -> Accelerator:
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing() -> Iterator[None]:
-    """What is left would change later tests: hooks, settings of accelerators; copies of this process inherit groups."""
+    """Fail a test that leaks hooks, profilers or accelerator settings; destroy leaked process groups."""
     yield
-    if torch.distributed.is_initialized():  # parallelize_model makes a group of a single process
+    if torch.distributed.is_initialized():  # created by parallelize_model
         torch.distributed.destroy_process_group()
     assert not any((_global_optimizer_pre_hooks, _global_optimizer_post_hooks)), "a hook of all optimizers is left"
     assert not torch.autograd._profiler_enabled(), "a profiler is left running"

@@ -1,4 +1,4 @@
-"""The order of events as the docstring of ``TrainerCallback`` documents it, read from its indented blocks.
+"""Parses the documented order of events from the docstring of ``TrainerCallback``.
 
 In a block, ``for each ...`` repeats what is indented below it, ``at the end of ...`` and ``after ...`` may be left out,
 and so may an event with a remark that begins with "only" or "not". The name of another block stands for what is in it.

@@ -1,4 +1,4 @@
-"""A remote store that fails, kills, or loses bytes: ``faulty:///folder`` is a folder on disk."""
+"""A remote store that injects faults: ``faulty:///folder`` is a folder on disk; operations fail, kill or truncate."""
 
 from __future__ import annotations
 

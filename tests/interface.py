@@ -1,4 +1,4 @@
-"""The public interface as text, a signature a line: ``python -m tests.interface`` writes what a test compares with."""
+"""The public interface as text, one signature per line: ``python -m tests.interface`` writes ``interface.txt``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODULES = (
     ".integrations",
     ".plotting",
 )
-#: Not public by their names, but the ancestor's users override or read them.
+#: Private by their names, but overridden or read by users of pytorch-accelerated.
 PROMISED = {
     "_run_training", "_run_train_epoch", "_run_eval_epoch", "_create_run_config", "_create_accelerator",
     "_create_callback_handler", "_loss_tracker", "_train_dataloader", "_eval_dataloader",

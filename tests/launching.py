@@ -1,4 +1,4 @@
-"""Starting scripts on several processes of this machine."""
+"""Starting programs, forks and jobs of several processes on this machine."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from pytorch_accel_lite.distributed import shutdown
 T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parent.parent
-SOAK = bool(os.environ.get("SOAK"))  # tests that kill or launch again and again do it for long
-# Seconds until what runs apart is taken to hang, however busy the machine is.
+SOAK = bool(os.environ.get("SOAK"))  # run the tests that kill and launch processes for much longer
+# Seconds after which a child process is considered hung, also on a busy machine.
 PATIENCE = 3600.0 if SOAK else 240.0
 CAN_SHARD = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"),
@@ -49,14 +49,14 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def two_are_enough(test: T) -> T:
-    """For what does not depend on how many ranks there are."""
+    """Run a test of ``ranks`` with 2 processes, as 3 would test nothing more."""
     ranks = pytest.mark.parametrize("ranks", [2, 3] if SOAK else [2], indirect=True)
     marked: T = pytest.mark.soak(ranks(test))  # type: ignore[type-var]
     return marked
 
 
 def some_of(cases: Iterable[T]) -> list[T]:
-    """Every third of the cases, or states of a run, in order, the last among them; all with SOAK."""
+    """Every third case, including the last; all of them with SOAK."""
     return [*cases][:: 1 if SOAK else -3][:: 1 if SOAK else -1]
 
 
@@ -66,7 +66,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def run_python(script: str, *arguments: str) -> str:
-    """Run code in a fresh interpreter, for what depends on it, and return what it printed."""
+    """Run code in a fresh interpreter, and return its output."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments], env=env, text=True, capture_output=True, check=False, timeout=120
@@ -76,31 +76,31 @@ def run_python(script: str, *arguments: str) -> str:
 
 
 def _await_all_ranks(begun: Any) -> None:
-    """In a rank that was forked by torch's launcher, wait until all of them have been.
+    """In a rank forked by torch's launcher, wait until all ranks have been forked.
 
-    The launcher has a thread that answers the ranks, and asks the system for their names, which takes a lock of the C
-    library. A rank forked in the meantime would find that lock taken for ever, and could not connect to anything.
+    A thread of the launcher serves the ranks and looks up their host names, holding a lock of libc. A rank forked while
+    it is held could never connect to anything.
 
     Args:
-        begun: the last attempt that each rank has begun, in memory that the ranks share
+        begun: the last attempt that each rank has begun, in shared memory
     """
     attempt, launcher = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1, os.getppid()
     begun[int(os.environ["LOCAL_RANK"])] = attempt
     while min(begun) < attempt:
-        if os.getppid() != launcher:  # it was killed meanwhile
+        if os.getppid() != launcher:  # the launcher was killed
             os._exit(1)
         time.sleep(0.001)
 
 
 class WarmPython(subprocess.Popen[str]):
-    """Python with its arguments, started as a copy of this process: what is imported here is not imported again.
+    """A Python command run in a fork of this process, which saves the time of imports.
 
-    So are the programs that it starts itself, such as the ranks of torchrun. Each is a process of its own, with an
-    environment, pipes, signals, children and an end of its own.
+    Its own Python children, such as the ranks of torchrun, are forks, too. Each has its own environment, pipes, signal
+    handlers, children and exit.
 
     Attributes:
-        children: how it starts programs itself
-        begun: for each job of which this process is the launcher or a rank, see ``_await_all_ranks()``
+        children: the class with which it starts its own children
+        begun: the argument of ``_await_all_ranks()`` for each job in which this process is the launcher or a rank
     """
 
     children: type[subprocess.Popen[str]]
@@ -142,10 +142,10 @@ class WarmPython(subprocess.Popen[str]):
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        atexit._clear()  # what this process has planned for its own end
+        atexit._clear()  # handlers of the parent
         atexit.register(shutdown._close_all)
-        shutdown.record_end(failed=False)  # runs of tests before
-        for trainer in shutdown.open_trainers():  # theirs, too
+        shutdown.record_end(failed=False)  # runs of earlier tests
+        for trainer in shutdown.open_trainers():  # of earlier tests
             shutdown.unregister(trainer)
         vars(sys).pop("last_type", None)
         use_filters(warnings.filters)
@@ -154,7 +154,7 @@ class WarmPython(subprocess.Popen[str]):
         subprocess.Popen = subprocess_handler.Popen = self.children  # type: ignore[misc]
 
     def _run(self, arguments: list[str]) -> None:
-        """Run a module, code or a script as the interpreter does, and end."""
+        """Run a module, code or a script as the interpreter does, and exit."""
         if arguments[0] == "-u":
             del arguments[0]
         code = 0
@@ -190,7 +190,7 @@ WarmPython.children = WarmPython
 
 
 class WarmLauncher(WarmPython):
-    """The programs that it starts are no copies: interpreters that start and end as users' do."""
+    """A ``WarmPython`` whose own children are fresh interpreters, as users have them."""
 
     children = subprocess.Popen
 
@@ -198,10 +198,10 @@ class WarmLauncher(WarmPython):
 def launch(
     command: list[str], timeout: float = PATIENCE, warm: bool | Literal["launcher"] = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program, and return what it printed.
+    """Run a program, and return its output.
 
     Args:
-        warm: Python, and all Python that it starts, as copies of this process; or the launcher of a job alone
+        warm: whether to fork this process for the program and its Python children; ``"launcher"``: for the program only
     """
     (done,) = launch_together([command], timeout, warm)
     return done
@@ -210,7 +210,7 @@ def launch(
 def launch_together(
     commands: list[list[str]], timeout: float = PATIENCE, warm: bool | Literal["launcher"] = False
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run programs at the same time, which print little, as ``launch()`` runs one."""
+    """Run several programs at the same time, as ``launch()`` does one. They must print little, as pipes may fill up."""
     kind = {False: subprocess.Popen, True: WarmPython, "launcher": WarmLauncher}[warm]
     pipe = subprocess.PIPE
     done = []
@@ -231,13 +231,13 @@ def launch_together(
 
 
 def use_filters(filters: Iterable[Any]) -> None:
-    """In a copy of a process, treat warnings like a test does: most are errors. Print the others; pytest collects them.
+    """In a fork, use the warning filters of the test, and print warnings, which pytest would collect.
 
     Args:
-        filters: those of the test
+        filters: the filters of the test
     """
     kept = [*filters]
-    warnings.resetwarnings()  # also forgets what was shown already
+    warnings.resetwarnings()  # also forgets which warnings were shown
     warnings.filters[:] = kept  # type: ignore[index]
     warnings.showwarning = _print_warning
 
@@ -247,10 +247,9 @@ def _print_warning(message: Any, category: Any, filename: str, lineno: int, file
 
 
 def _begin_copy() -> None:
-    """In a copy of a process, do without what it lacks, and without looking for garbage among all that it has left.
+    """Prepare a fork: use one thread, as OpenMP's threads are not forked and waiting for them would hang.
 
-    It lacks the threads of OpenMP, and would wait for ever for those that were started before. And to look through all
-    objects takes seconds each time.
+    Freeze existing objects, as a garbage collection of all of them takes seconds.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
@@ -258,15 +257,15 @@ def _begin_copy() -> None:
 
 
 class Fork:
-    """A copy of this process that runs something and ends: a program of its own, whose imports are paid for already.
+    """A fork of this process that runs an action and exits, without the time of imports.
 
     Args:
-        action: what the copy runs
-        output: the file for what the copy prints
+        action: called in the fork
+        output: the file for the output of the fork
 
     Attributes:
-        returncode: minus the number of the signal that killed the copy, or its exit status; ``None`` while it runs
-        pid: the process id of the copy; 0 in the copy
+        returncode: the exit status, or minus the number of the signal that killed the fork; ``None`` while it runs
+        pid: the process id of the fork; 0 in the fork
     """
 
     def __init__(self, action: Callable[[], Any], output: Path) -> None:
@@ -293,7 +292,7 @@ class Fork:
         except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(code)  # nothing of what this process had planned for its own end
+            os._exit(code)  # without the exit handlers of the parent
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -309,7 +308,7 @@ class Fork:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float = PATIENCE) -> int:
-        """Return its exit status; end it if it takes longer than this, and tell where each of its threads was."""
+        """Return its exit status. After the timeout, abort it and fail with the stacks of its threads."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -322,9 +321,9 @@ class Fork:
 
 
 class EarlyCopy:
-    """A copy of this process as it is now, out of which programs are forked later.
+    """A fork server: a copy of this process before the first test, from which later forks are made.
 
-    What tests leave in this process until then, such as patches, threads and the locks that these hold, is not in them.
+    They do not inherit what tests leave behind, such as patches, threads and held locks.
     """
 
     def __init__(self) -> None:
@@ -333,7 +332,7 @@ class EarlyCopy:
         there.close()
 
     def _serve(self, requests: Connection) -> None:
-        """Fork actions and tell their processes' numbers, or what has become of one, until nobody can ask any more."""
+        """Answer requests: fork an action and return its process id, poll a process, or import a module."""
         self._here.close()
         forks: dict[int, Fork] = {}
         with suppress(EOFError):
@@ -350,9 +349,9 @@ class EarlyCopy:
                     requests.send(fork.pid)
 
     def ask(self, request: int | str | tuple[Callable[[], Any], Path]) -> Any:
-        """Fork an action, look what has become of a process, or import a module, which later forks have then."""
+        """Request a fork of an action, the exit status of a process, or the import of a module for later forks."""
         self._here.send(request)
-        assert self._here.poll(PATIENCE), "the copy of this process that forks others gives no answer"
+        assert self._here.poll(PATIENCE), "the fork server does not answer"
         return self._here.recv()
 
     def close(self) -> None:
@@ -366,12 +365,12 @@ def _with_filters(filters: list[Any], action: Callable[[], Any]) -> None:
 
 
 class EarlyFork(Fork):
-    """A fork of the early copy instead of this process; take it wherever the action can be pickled.
+    """A fork of the ``EarlyCopy`` rather than of this process; preferred if the action can be pickled.
 
-    A copy of this process may wait for ever for a lock that a thread held, here, as it was made.
+    A fork of this process may deadlock on a lock that another thread held at the time.
     """
 
-    copy: EarlyCopy  # conftest.py makes it before the first test
+    copy: EarlyCopy  # set by conftest.py before the first test
 
     def __init__(self, action: Callable[[], Any], output: Path) -> None:
         self.output = output
@@ -392,7 +391,7 @@ def _as_program(action: Callable[[], Any], arguments: tuple[str, ...], env: dict
 
 
 def run_forked(action: Callable[[], Any], *arguments: str, kind: type[Fork] = Fork) -> subprocess.CompletedProcess[str]:
-    """Run something in a copy of this process, with the arguments of a command line, and return what it printed."""
+    """Run an action in a fork, with command-line arguments, and return its output."""
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         process = kind(partial(_as_program, action, arguments, env), Path(folder, "output"))
@@ -405,14 +404,14 @@ def _execute(code: str) -> None:
 
 
 def run_code(code: str, *arguments: str) -> str:
-    """Run Python code in a fork, and return what it printed."""
+    """Run Python code in a fork, and return its output."""
     done = run_forked(partial(_execute, code), *arguments, kind=EarlyFork)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
 
 def forget(*packages: str, installed: bool = True) -> None:
-    """In a fork, let packages be imported as if for the first time, or fail as if they were not installed."""
+    """In a fork, make the next import of packages a first one, or fail as if they were not installed."""
     for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
         del sys.modules[name]
     if not installed:
@@ -420,7 +419,7 @@ def forget(*packages: str, installed: bool = True) -> None:
 
 
 def _execute_module(name: str) -> None:
-    for known in (name, f"{name}.__main__"):  # an interpreter has imported neither
+    for known in (name, f"{name}.__main__"):  # as in a fresh interpreter
         sys.modules.pop(known, None)
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
@@ -436,7 +435,7 @@ def _execute_script(path: Path) -> None:
 
 
 def run_script(path: str, *arguments: str) -> str:
-    """Run a script as ``python path arguments`` does, in a fork, and return what it printed."""
+    """Run a script as ``python path arguments`` does, in a fork, and return its output."""
     done = run_forked(partial(_execute_script, ROOT / path), *arguments, kind=EarlyFork)
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -456,10 +455,10 @@ def keeping_handlers() -> Iterator[None]:
 
 
 def run_elastic(processes: int, function: Callable[..., Any], *arguments: Any, max_restarts: int = 0) -> None:
-    """Run a function as the ranks of a job, as torchrun does, but in copies of this process: nothing is imported again.
+    """Run a function on the ranks of a job, as torchrun does, but in forks of this process.
 
     Raises:
-        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: when a rank failed for good
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: if a rank fails after all restarts
     """
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -480,10 +479,10 @@ def run_elastic(processes: int, function: Callable[..., Any], *arguments: Any, m
 
 def _run_as_rank(begun: Any, function: Callable[..., Any], *arguments: Any) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)  # the launcher's own handlers were copied too
+        signal.signal(number, signal.SIG_DFL)  # the fork has the launcher's handlers
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Torch replaces the pool of threads, which a copy lacks, at the first call. If several threads of autograd are the
-    # first, and call it at once, one of them may find no pool, and abort.
+    # Torch replaces the thread pool, which a fork lacks, at the first call. If several threads of autograd make that
+    # call at once, one of them may find no pool, and abort.
     torch.set_num_threads(1)
     _await_all_ranks(begun)
     function(*arguments)
@@ -502,7 +501,7 @@ FILE_OPERATIONS = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "op
 
 
 def die_at_file_operation(number: int) -> None:
-    """Let this process be killed by the system right before its n-th operation on files."""
+    """Kill this process right before its n-th file operation."""
     count = 0
 
     def counted(operation: Any) -> Any:
@@ -521,11 +520,11 @@ def die_at_file_operation(number: int) -> None:
 
 
 def in_forks(action: Any, output: Path, processes: int = 1) -> list[int]:
-    """Run something in copies of this process, as the ranks of a job.
+    """Run an action in forks of this process, as the ranks of a job.
 
-    Returns their exit statuses, or minus the signal that killed them.
+    Returns their exit statuses, or minus the signals that killed them.
     """
-    # The ranks meet here, as they do at torchrun's: a port that is looked for first may be taken by another test.
+    # A store that already listens, as with torchrun: a free port that is only looked up may be taken by another test.
     one = partial(torch.distributed.TCPStore, "127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = one() if processes > 1 else None
 

@@ -1,4 +1,4 @@
-"""Data whose samples are their numbers, and what a loader of one rank reads of them."""
+"""Datasets whose samples are their indices, and the samples that the loader of a rank reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run has logged, read from its files."""
+"""Reads what a run has logged from its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The notebooks of the examples: ``python -m tests.notebooks`` runs them and keeps what they show."""
+"""The notebooks of the examples: ``python -m tests.notebooks`` runs them and stores their outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The code of the pages."""
+"""The code blocks of the documentation's pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs of several processes that stay alive: their ranks import nothing again, and run one function after another."""
+"""Jobs of several processes that stay alive and run one function after another, which saves the time of imports."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Results(list[Any]):
 
 
 def _launch(world_size: int, address: str) -> None:
-    faulthandler.register(signal.SIGUSR2, sys.stderr)  # to see where a job hangs that does not start
+    faulthandler.register(signal.SIGUSR2, sys.stderr)  # prints the stack of a job that hangs at its start
     run_elastic(world_size, rank_script.main, address)
 
 
 def _children_of(pid: int) -> list[int]:
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:  # another system, or it has ended
+    except OSError:  # not Linux, or the process has ended
         return []
 
 
@@ -53,7 +53,7 @@ class RankPool:
     """A job of torch's elastic launcher, whose ranks wait for functions to run (see tests/scripts/rank.py).
 
     Args:
-        world_size: processes of the job; each says that it sees as many
+        world_size: number of processes of the job
     """
 
     def __init__(self, world_size: int) -> None:
@@ -89,11 +89,11 @@ class RankPool:
 
     @property
     def is_usable(self) -> bool:
-        """Whether its ranks are there and wait for something to do."""
+        """Whether all ranks are alive and idle."""
         return self._job.poll() is None and bool(self._ranks)
 
     def __call__(self, case: Callable[[], Any]) -> Results:
-        """Return what a function without arguments gives on each rank; it is run once."""
+        """Return the results of a function without arguments on each rank, cached after the first call."""
         if case not in self._known:
             self._known[case] = self.run(case)
         return self._known[case]
@@ -112,7 +112,7 @@ class RankPool:
         except (AssertionError, EOFError, ConnectionError) as error:
             printed = self._give_up(start)
             raise AssertionError(f"{function.__qualname__}: {error!r}\n{printed}") from None
-        except BaseException:  # such as pytest's limit of time: the next function would get these replies
+        except BaseException:  # such as pytest's timeout: the next function would get these replies
             self._give_up(start)
             raise
         in_order = [replies[rank] for rank in self._ranks]
@@ -137,15 +137,15 @@ class RankPool:
             return log.read().decode(errors="replace")
 
     def _give_up(self, start: int) -> str:
-        """Kill the job, and return what it has printed since its output had a size."""
+        """Kill the job, and return its output since that had a given size."""
         self._kill()
         printed = self._printed(start)
         self._folder.cleanup()
         return printed
 
     def _kill(self) -> None:
-        self._pids = [*{*self._pids, *_children_of(self._job.pid)}]  # also the ranks that have not been heard of
-        self._signal(signal.SIGUSR2)  # they print where their threads are
+        self._pids = [*{*self._pids, *_children_of(self._job.pid)}]  # includes ranks that have not reported yet
+        self._signal(signal.SIGUSR2)  # prints the stacks of their threads
         time.sleep(1)
         self._job.kill()
         self._job.wait()
@@ -158,7 +158,7 @@ class RankPool:
                 os.kill(pid, number)
 
     def close(self) -> int:
-        """Let the ranks end, and return the exit code of the job."""
+        """Shut the ranks down, and return the exit code of the job."""
         for rank in self._ranks:
             rank.send_bytes(pickle.dumps(None))
         self._ranks = []

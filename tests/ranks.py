@@ -1,4 +1,4 @@
-"""What functions that run on several ranks have in common (see ``rank_pool.py``)."""
+"""Helpers for functions that run on several ranks (see ``rank_pool.py``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.launching import some_of
-from tests.tasks import equal, largest_difference, weights
+from tests.tasks import equal_weights, largest_difference, weights
 
 IN_ORDER = {"shuffle": False}
 
@@ -32,7 +32,7 @@ def rank() -> int:
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """Give a folder that the ranks share, and remove it once all are done."""
+    """Yield a temporary folder that the ranks share."""
     made = [tempfile.mkdtemp() if rank() == 0 else None]
     if world_size() > 1:
         dist.broadcast_object_list(made)
@@ -47,7 +47,7 @@ def shared_folder() -> Iterator[Path]:
 class Recorder(TrainerCallback):
     """Keeps the gradients of each update and the samples of each step."""
 
-    saves_attributes = False  # those of a run alone
+    saves_attributes = False  # only of the current run
 
     def __init__(self) -> None:
         self.gradients: list[Any] = []
@@ -78,7 +78,7 @@ class OrderedStream(IterableDataset):
 
 
 def every_state(folder: Path | None) -> list[SaveTrainingStateCallback]:
-    """A callback that keeps the state after each update in a folder, or none."""
+    """A callback that saves the state after each update, or an empty list without a folder."""
     return [] if folder is None else [SaveTrainingStateCallback(folder, save_every_n_steps=1, max_checkpoints=None)]
 
 
@@ -87,10 +87,10 @@ def final_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def run_and_resume(train: Callable[..., Any], result: Callable[[Any], Any] = final_weights) -> list[Any]:
-    """The result of a run, and of those that were resumed from some of its states.
+    """Return the result of a run, followed by those of runs resumed from some of its states.
 
     Args:
-        train: ``train(folder, resume_from=...)`` gives a trainer that has saved the state after each update
+        train: ``train(folder, resume_from=...)`` returns a trainer that has saved the state after each update
     """
     with shared_folder() as folder:
         results = [result(train(folder / "whole"))]
@@ -105,18 +105,18 @@ def run_and_resume(train: Callable[..., Any], result: Callable[[Any], Any] = fin
 def check_processes(
     ranks: Any, train: Callable[..., Any], result: Callable[[Any], Any] = final_weights, resumed: int = 3
 ) -> list[list[dict[str, torch.Tensor]]]:
-    """Check that processes train as one does, and resume to the same bits; return the results of each.
+    """Check that several processes train as one does, and resume to the same bits; return the results by rank.
 
     Args:
         ranks: the job, see ``rank_pool.py``
         train: see ``run_and_resume()``
-        resumed: the number of runs that are resumed, at least
+        resumed: the minimum number of resumed runs
     """
     alone = run_and_resume(train, result)
     by_rank = ranks.run(run_and_resume, train, result)
-    assert all(equal(runs[0], by_rank[0][0]) for runs in by_rank)
+    assert all(equal_weights(runs[0], by_rank[0][0]) for runs in by_rank)
     for whole, *others in (alone, *by_rank):
         assert largest_difference(whole, alone[0]) < 1e-12
         assert len(others) >= resumed
-        assert all(equal(other, whole) for other in others)
+        assert all(equal_weights(other, whole) for other in others)
     return by_rank

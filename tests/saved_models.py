@@ -1,4 +1,4 @@
-"""Models that are saved, and what a model of another library needs to be."""
+"""Saved models, and stand-ins for models of other libraries."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import nn
 from pytorch_accel_lite import Trainer
 from tests.ranks import rank
 from tests.sharded import create_model, gathered, shard
-from tests.tasks import equal, quiet_trainer, regression_data, small_model
+from tests.tasks import adamw_trainer, equal_weights, float64_data, float64_model
 
-DATA, OTHER_DATA = regression_data(24), regression_data(8)
+DATA, OTHER_DATA = float64_data(24), float64_data(8)
 
 
 def trained(*callbacks: Any, epochs: int = 3, model: nn.Module | None = None, **kwargs: Any) -> Trainer:
-    trainer = quiet_trainer(small_model() if model is None else model, callbacks=list(callbacks), seed=0)
+    trainer = adamw_trainer(float64_model() if model is None else model, callbacks=list(callbacks), seed=0)
     trainer.train(DATA, epochs, **{"eval_dataset": OTHER_DATA, "per_device_batch_size": 8} | kwargs)
     return trainer
 
@@ -34,7 +34,7 @@ def saved_sharded(folder: Path, *places: str) -> dict[str, Any]:
         for parameter in trainer.model.parameters():
             nn.init.zeros_(parameter)
         trainer.load_checkpoint(path)
-        assert equal(gathered(trainer.model.state_dict()), before)
+        assert equal_weights(gathered(trainer.model.state_dict()), before)
     if rank() == 0:
         (folder / "file").touch()
     trainer.barrier()
@@ -49,7 +49,7 @@ def make_timm(**kwargs: Any) -> Any:
 
 
 class ModelMixin(nn.Module):
-    """What diffusers gives its models, as far as saving and loading needs it."""
+    """A stand-in for the ModelMixin of diffusers: saving and loading only."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models that come sharded, by ``fully_shard``, in two dimensions (HSDP) or by tensor parallelism."""
+"""Models sharded by their users: ``fully_shard``, HSDP and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint.weights import full_state_dict
 from tests.ranks import world_size
-from tests.tasks import listener, regression_data
+from tests.tasks import float64_data, listener
 
 
 def large_model() -> nn.Module:
@@ -39,7 +39,7 @@ def gathered(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
 
 
-DATA = regression_data(26)
+DATA = float64_data(26)
 
 
 def create_model(dropout: float = 0.0) -> nn.Module:
@@ -50,15 +50,15 @@ def create_model(dropout: float = 0.0) -> nn.Module:
 
 @cache
 def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """Return one mesh for all tests: the threads of its groups wake a hundred times a second while a job lives.
+    """Return a mesh that all tests of a job share, as the threads of each group wake a hundred times a second.
 
-    Groups cannot be destroyed after a test either: torch remembers what it worked out for equal meshes.
+    Its groups cannot be destroyed after a test, as torch caches values by mesh.
     """
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def shard(model: nn.Module, how: str) -> nn.Module:
-    """Shard a model in one of the ways that people use."""
+    """Shard a model in one of several common ways."""
     if how in ("tp", "tp_ddp", "tp_fsdp"):
         ways = 1 if how == "tp" else world_size() // 2
         mesh = mesh_of(ways, world_size() // ways, names=("dp", "tp"))
@@ -92,12 +92,12 @@ def sharded_trainer(
 
 
 def fit(trainer: Trainer, how: str, data: Any = DATA, epochs: int = 2, update: int = 8, **kwargs: Any) -> Trainer:
-    """Train with updates of as many samples on any number of processes; the last one of an epoch has 2."""
+    """Train with the same samples per update on any number of processes; the last update of an epoch has 2."""
     readers = num_readers(how)
     steps = 2 if update % (2 * readers) == 0 else 1
     kwargs = {"gradient_accumulation_steps": steps, "gradient_clip_norm": 0.3} | kwargs
     dtype = next(trainer.model.parameters()).dtype
-    trainer.train(data, epochs, regression_data(9, dtype=dtype), update // steps // readers, **kwargs)
+    trainer.train(data, epochs, float64_data(9, dtype=dtype), update // steps // readers, **kwargs)
     return trainer
 
 

@@ -1,4 +1,4 @@
-"""The callbacks that are shipped, and how each is made: for the contract that all of them keep."""
+"""The shipped callbacks and the arguments to create each, for the contract tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def text_of(model: Any) -> str:
     return f"of {type(model).__name__}"
 
 
-# Arguments of the shipped callbacks that cannot be made without.
+# Required arguments of shipped callbacks.
 NEEDED: dict[str, dict[str, Any]] = {
     "LimitBatchesCallback": {"num_batches": 2},
     "LimitEvalStepsCallback": {"num_eval_steps": 2},
@@ -37,35 +37,35 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 
 
-# Arguments of train() that runs with a shipped callback need.
+# Arguments of train() that a shipped callback requires.
 RUN: dict[str, dict[str, Any]] = {
     "WSDCheckpointCallback": {"create_scheduler_fn": partial(WSDLrScheduler, total_steps=6, decay_phase_ratio=0.5)}
 }
 
-# Arguments with which a run leaves a trace in the callback's state, where the defaults leave none.
+# Arguments with which a run changes the callback's state, where the defaults do not.
 STATEFUL: dict[str, dict[str, Any]] = {"MetricsCallback": {"metrics": MeanSquaredError(), "train": True}}
 STATEFUL["ShowOutputsCallback"] = NEEDED["ShowOutputsCallback"]
 STATEFUL["MetricsFileCallback"] = {"every_n_updates": 1}
 
 
-# Arguments of train() with which a run leaves a trace in the callback's state, where a quiet run leaves none.
+# Arguments of train() with which a run changes the callback's state, where an ordinary run does not.
 EVENTFUL: dict[str, dict[str, Any]] = {
     "SkipFailedBatchesCallback": {"train_dataset": Broken(), "train_dataloader_kwargs": {"num_workers": 0}}
 }
 
 
-# Has a state only so that those of earlier versions can be loaded.
+# Has a state only to load states of earlier versions.
 STATELESS = {"SaveTrainingStateCallback"}
 
-# Leaves a trace only with a gradient scaler: see test_monitoring.py.
+# Changes its state only with a gradient scaler: see test_monitoring.py.
 NEEDS_A_SCALER = {"LossScaleCallback"}
 
-# What these record differs from run to run.
+# Their recorded values differ from run to run.
 NOT_REPEATABLE = {"DeviceMemoryCallback", "ThroughputCallback", "TimingCallback"}
 
 
 def build(callback_class: type[TrainerCallback]) -> TrainerCallback:
-    """Make a callback with its defaults, and with NEEDED where it has none."""
+    """Create a callback with its defaults and its required arguments, from NEEDED."""
     required = [
         name
         for name, parameter in inspect.signature(callback_class).parameters.items()

@@ -1,4 +1,4 @@
-"""A device that computes on its own, simulated on the CPU: for what a GPU would show, where there is none.
+"""An asynchronous device, simulated on the CPU, for tests of GPU behaviour without a GPU.
 
 Importing this module adds the device ``sim`` to torch for the rest of the process (as its own backend, in Python). Its
 tensors lie in a memory of their own: each operation on them is run on a CPU tensor behind them. As with a GPU,
@@ -24,11 +24,11 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-#: Operations after which an event happens.
+#: Number of operations after which an event is complete.
 LATENCY = 40
-#: How often Python has waited for the device, by reason.
+#: Number of times that Python has waited for the device, by reason.
 waits: Counter[str] = Counter()
-#: How often anything has been copied to the device, whether Python has waited or not.
+#: Number of copies to the device, blocking or not.
 copies: Counter[str] = Counter()
 
 _MIXED = {"aten::copy_", "aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_"}
@@ -36,7 +36,7 @@ _READING = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::
 
 
 class _Clock:
-    """Counts operations, and does what has been put off when its time has come."""
+    """Counts operations, and runs postponed actions when they are due."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -64,12 +64,12 @@ class _Clock:
 
 
 _clock = _Clock()
-#: Host memory that copies do not block for, by address, for as long as it is in use.
+#: Pinned host memory in use, by address: copies to it do not block.
 _pinned: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
 
 
 class Event:
-    """Happens when all that was asked of the device before has been done."""
+    """An event that is complete once all operations recorded before it are done."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.happens: int | None = None
@@ -94,7 +94,7 @@ class Event:
 
 
 class _Module:
-    """What ``torch.sim`` gives."""
+    """The module ``torch.sim``."""
 
     Event = Event
     memory = SimpleNamespace(_dump_snapshot=lambda path: Path(path).write_text("snapshot"))
@@ -130,7 +130,7 @@ class _Module:
         self._peaks += 1
 
     def max_memory_allocated(self, device: torch.device) -> int:
-        """A MiB more after each reset."""
+        """Return a value that grows by a MiB with each reset."""
         return self._peaks * 2**20
 
     def max_memory_reserved(self, device: torch.device) -> int:

@@ -1,11 +1,11 @@
-"""Kill a run at random instants, start it again with the same command until it ends, and compare it to a whole one.
+"""Kill a run at random instants, restart it until it ends, and compare it with an uninterrupted run.
 
 python -m tests.soak [--kills 100] [--processes 1] [--logical 4] [--workers 0] [--asynchronous] [--sharded-remotely]
     [--held]
 
-A state is saved at every update. Exits with an error when the killed run ends in other bits. With logical processes, it
-is started again on a random number of real ones each time. Sharded remotely, weights and states are sharded over the
-processes and the states lie in a store; each kill hits one of the processes or all of them.
+A state is saved at every update. Exits with an error if the killed run ends in other bits. With logical processes, each
+restart has a random number of real ones. Sharded remotely, weights and states are sharded over the processes and the
+states are in a remote store; each kill hits one of the processes or all of them.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def soak(
     run_whole: Callable[..., None] | None = None,
     held: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the killed run and the whole one ended with; fails unless there were as many kills.
+    """Return the results of the killed and of the uninterrupted run; fails unless all kills happened.
 
     Args:
-        run_whole: how to run it as a whole, where processes are there already
-        held: train a head that states know only by its place, hold data in attributes, and unfreeze a layer
+        run_whole: runs without kills, if its processes exist already
+        held: train a head in a closure, hold data in attributes, and unfreeze a layer
     """
     options: dict[str, Any] = {"workers": workers, "epochs": max(3, kills + 1), "asynchronous": asynchronous}
     options |= {"evaluate_every": evaluate_every, "held": held}
@@ -75,21 +75,21 @@ def soak(
         process = start(killed, is_to_end=done == kills)
         was_killed = done < kills and _kill_after_a_state(process, killed, generator, is_job, sharded_remotely)
         done += was_killed
-        codes = (0, -signal.SIGKILL, 1) if was_killed else (0,)  # a launcher without one of its ranks ends with 1
+        codes = (0, -signal.SIGKILL, 1) if was_killed else (0,)  # a launcher that lost a rank exits with 1
         assert process.wait(_PATIENCE) in codes, (folder / "output").read_text()
     assert done == kills, f"{done} kills instead of {kills}"
     return tuple(torch.load(target / "final.pt", weights_only=False) for target in (killed, whole))
 
 
 def _saver(folder: Path, sharded_remotely: bool) -> dict[str, Any]:
-    """Have the states in ``folder / "states"``, in shards and as a store of the tests if asked for."""
+    """Return arguments to save states in ``folder / "states"``, optionally in shards in the tests' remote store."""
     if not sharded_remotely:
         return {}
     return {"sharded": True, "max_checkpoints": 2, "save_dir": f"{FaultyStore.protocol}://{folder}/states"}
 
 
 def _update_of(state: str) -> int:
-    """The number of the update of which a state has the name; 0 for none."""
+    """The number of the update in the name of a state; 0 for none."""
     return int(state.rpartition("-")[2] or 0)
 
 
@@ -99,10 +99,10 @@ def _newest(folder: Path) -> str:
 
 
 def _kill_after_a_state(process: Fork, folder: Path, generator: torch.Generator, is_job: bool, one_rank: bool) -> bool:
-    """Kill a run some time after its next state; return whether it was alive then.
+    """Kill a run some time after its next state; return whether it was still alive.
 
     Args:
-        is_job: wait for its ranks to end too; the workers of a loader may be there for seconds, as after any kill
+        is_job: also wait for its ranks to end; data workers may live for seconds after any kill
         one_rank: kill only one of its processes half of the time; the launcher then ends the others
     """
     before = _newest(folder)
@@ -117,7 +117,7 @@ def _kill_after_a_state(process: Fork, folder: Path, generator: torch.Generator,
             ranks[victim].kill()
         process.wait(_PATIENCE)
     process.kill()
-    psutil.wait_procs(ranks, timeout=60)  # a launcher's ranks die with it, on a busy machine some time later
+    psutil.wait_procs(ranks, timeout=60)  # ranks die with their launcher, with a delay on a busy machine
     return is_alive
 
 

@@ -1,4 +1,4 @@
-"""Streams that save their position, or do not; data that give each process another order."""
+"""Streams with and without a saved position, and data in a different order on each process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pytorch_accel_lite import Trainer, TrainerCallback, data
 from pytorch_accel_lite.data import OwnShard
 from tests.ranks import rank as own_rank
 from tests.ranks import world_size
-from tests.tasks import regression_data, weights
+from tests.tasks import float64_data, weights
 
 
 class Shelf(IterableDataset):
-    """Numbers with noise; reports the next one, and keeps those it has read."""
+    """A stream of numbers with noise that reports its position and records the numbers read."""
 
     def __init__(self, numbers):
         self.numbers = list(numbers)
@@ -48,7 +48,7 @@ class Forgetful(Shelf):
 
 
 class Cut(Shelf):
-    """Numbers of which each process may read its own."""
+    """A stream of numbers that can be divided among processes."""
 
     def shard(self, rank, world_size):
         part = type(self)(self.numbers[rank::world_size])
@@ -63,7 +63,7 @@ class ForgetfulCut(Cut):
 
 
 class ForItsLoader(Shelf):
-    """As the streams of litdata and MosaicML: their own loaders pass what has been read."""
+    """Like the streams of litdata and MosaicML, whose own loaders report how much has been read."""
 
     def state_dict(self, num_samples):
         raise NotImplementedError("only its loader calls it")
@@ -98,12 +98,12 @@ def rows_or_tensors(samples: list[Any]) -> torch.Tensor:
 
 
 def shuffled(stream: Any, *args: Any) -> Any:
-    """A stream shuffled by blocks. Tests of the core with one are marked with its extension, ``shuffled_streams``."""
+    """A stream shuffled in blocks. Tests of the core that use it are marked with the extension ``shuffled_streams``."""
     return data.ShuffledStream(stream, *args)
 
 
 def mixed(streams: Any, *args: Any, **kwargs: Any) -> Any:
-    """A mixture of streams. Tests of the core that have one are marked with its extension, ``mixtures``."""
+    """A mixture of streams. Tests of the core that use it are marked with the extension ``mixtures``."""
     return data.MixtureStream(streams, *args, **kwargs)
 
 
@@ -143,7 +143,7 @@ def source(kind: str, size: int, read: list[int]) -> tuple[Any, dict[str, Any]]:
 
 
 class Keeps(TrainerCallback):
-    """Keeps the batches of this process that count."""
+    """Records the batches of this process, without fillers."""
 
     saves_attributes = False  # those of a run alone
 
@@ -193,7 +193,7 @@ def train_on(kind: str, folder: Any = None, resume_from: Any = None, batch_size:
 
 class ShuffledSamples(IterableDataset):
     def __init__(self, size):
-        self.data = regression_data(size)
+        self.data = float64_data(size)
 
     def __iter__(self):
         order = list(range(len(self.data)))

@@ -1,4 +1,8 @@
-"""Small real tasks that the tests train on, and the hand-written loops that they compare with."""
+"""Small models, data and trainers that tests use, and hand-written loops to compare with.
+
+``make_data``, ``make_model`` and ``make_trainer`` use float32 and SGD. ``float64_data``, ``float64_model`` and
+``adamw_trainer`` are for tests that compare numbers.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +26,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from pytorch_accel_lite import Trainer, TrainerCallback
 
 
-def regression_data(size: int = 37, features: int = 5, dtype: torch.dtype = torch.float64) -> TensorDataset:
-    """Data for ``small_model`` and ``quiet_trainer``: float64, AdamW by default, for tests that compare numbers."""
+def float64_data(size: int = 37, features: int = 5, dtype: torch.dtype = torch.float64) -> TensorDataset:
+    """Data for ``float64_model``: a regression task."""
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(size, features, generator=generator, dtype=dtype)
     y = x.sin().sum(1, keepdim=True) + 0.1 * torch.randn(size, 1, generator=generator, dtype=dtype)
     return TensorDataset(x, y)
 
 
-def small_model(seed: int = 0, features: int = 5, dtype: torch.dtype = torch.float64) -> nn.Module:
+def float64_model(seed: int = 0, features: int = 5, dtype: torch.dtype = torch.float64) -> nn.Module:
     generator_state = torch.get_rng_state()
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(features, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
@@ -39,19 +43,19 @@ def small_model(seed: int = 0, features: int = 5, dtype: torch.dtype = torch.flo
 
 
 @contextmanager
-def own_clock() -> Iterator[Callable[[float], None]]:
-    """Let seconds pass on a clock that stands still otherwise: however busy the machine is, nothing else takes time."""
+def fake_clock() -> Iterator[Callable[[float], None]]:
+    """A fake clock for ``time.perf_counter``, which only the yielded function advances."""
     now = [0.0]
 
-    def spend(seconds: float) -> None:
+    def pass_time(seconds: float) -> None:
         now[0] += seconds
 
     with patch.object(time, "perf_counter", lambda: now[0]):
-        yield spend
+        yield pass_time
 
 
 class Rows(Dataset[Any]):
-    """A plain map dataset: one sample at a time, not in memory as far as the trainer can tell."""
+    """A map-style dataset that is read sample by sample, as the trainer does not see that it is in memory."""
 
     def __init__(self, data: TensorDataset) -> None:
         self.data = data
@@ -63,8 +67,8 @@ class Rows(Dataset[Any]):
         return self.data[index]
 
 
-def quiet_trainer(model: nn.Module, loss_func: Any = None, optimizer: Any = None, **kwargs: Any) -> Trainer:
-    """A trainer without the callbacks that print."""
+def adamw_trainer(model: nn.Module, loss_func: Any = None, optimizer: Any = None, **kwargs: Any) -> Trainer:
+    """A trainer with AdamW, and by default without callbacks."""
     kwargs.setdefault("callbacks", [])
     return Trainer(
         model,
@@ -77,7 +81,7 @@ def quiet_trainer(model: nn.Module, loss_func: Any = None, optimizer: Any = None
 def hand_written_loop(
     model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any], epochs: int, loss_func: Any = None
 ) -> list[float]:
-    """The loop that one would write; returns the mean training loss of each epoch."""
+    """A plain training loop; returns the mean training loss of each epoch."""
     loss_func = loss_func or nn.MSELoss()
     losses = []
     for _ in range(epochs):
@@ -97,24 +101,24 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return copy.deepcopy(model.state_dict())
 
 
-def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+def equal_weights(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
-def same(first: Any, second: Any) -> bool:
+def same_bits(first: Any, second: Any) -> bool:
     """Whether two nested states have the same bits."""
     if isinstance(first, torch.Tensor):
         return isinstance(second, torch.Tensor) and torch.equal(first, second)
     if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+        return first.keys() == second.keys() and all(same_bits(first[key], second[key]) for key in first)
     if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and all(map(same, first, second))
+        return len(first) == len(second) and all(map(same_bits, first, second))
     return type(first) is type(second) and bool(first == second)
 
 
 @cache
-def alone(case: Callable[[], Any]) -> Any:
-    """What a case gives on one process."""
+def on_one_process(case: Callable[[], Any]) -> Any:
+    """The result of a function on one process, computed once."""
     return case()
 
 
@@ -124,13 +128,13 @@ def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.T
 
 
 def make_data(size: int = 6) -> TensorDataset:
-    """Data for ``make_model`` and ``make_trainer``: few samples, float32, SGD, for tests of anything but numbers."""
-    return regression_data(size, features=4, dtype=torch.float32)
+    """A few samples in float32, for ``make_model``."""
+    return float64_data(size, features=4, dtype=torch.float32)
 
 
 def make_model(seed: int = 0, features: int = 4) -> nn.Module:
     """A model for ``make_data``."""
-    return small_model(seed, features, torch.float32)
+    return float64_model(seed, features, torch.float32)
 
 
 def make_trainer(
@@ -151,8 +155,8 @@ def train(trainer: Trainer, epochs: int | None = 1, size: int = 6, batch_size: i
     return trainer
 
 
-def told(error: BaseException, printed: str = "") -> str:
-    """Return what was printed and the notes of the error that has ended a run, without the breaks of lines."""
+def notes_of_error(error: BaseException, printed: str = "") -> str:
+    """Return printed output and the notes of an error in a single line."""
     return " ".join(" ".join([printed, *getattr(error, "__notes__", [])]).split())
 
 
@@ -166,7 +170,7 @@ def listener(**methods: Callable[..., Any]) -> TrainerCallback:
 
 
 def raises_at(update: int | None, error: BaseException, event: str = "on_train_step_end") -> TrainerCallback:
-    """A callback that raises an error at an event, after a number of updates."""
+    """A callback that raises an error at an event, once the given number of updates is reached."""
 
     def check(trainer: Trainer, **kwargs: Any) -> None:
         if trainer.progress.update == update:
@@ -195,7 +199,7 @@ class Blocks(nn.Module):
 
 @contextmanager
 def changed_manifest(state: Path, *files: str) -> Iterator[dict[str, Any]]:
-    """Let the manifest of a training state be changed; it and files that have been changed get checksums that fit."""
+    """Yield the manifest of a training state to edit; then write it, with new checksums of itself and of the files."""
     path = state / "manifest.json"
     manifest = json.loads(path.read_bytes())
     del manifest["checksum"]
@@ -208,7 +212,7 @@ def changed_manifest(state: Path, *files: str) -> Iterator[dict[str, Any]]:
 
 
 class Expanded(nn.Module):
-    """Multiplies by a buffer whose elements share a place in memory, changes it, and adds one that is read-only."""
+    """Multiplies by an expanded buffer, whose elements share memory, changes it, and adds a read-only buffer."""
 
     def __init__(self, features: int = 5) -> None:
         super().__init__()
@@ -224,7 +228,7 @@ class Expanded(nn.Module):
 
 
 class CountsReads(TorchDispatchMode):
-    """Counts how often a number is read from a tensor."""
+    """Counts calls of ``item()``, which read a number from a tensor."""
 
     reads = 0
 
@@ -261,7 +265,7 @@ class Broken(Dataset[Any]):
 
 
 class Overflows(Trainer):
-    """The gradients of the second update are infinite."""
+    """A trainer whose gradients overflow in the second update."""
 
     def calculate_train_batch_loss(self, batch):
         output = super().calculate_train_batch_loss(batch)
@@ -302,7 +306,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["progress"] == expected["progress"]
     assert found["order"] == expected["order"]
     assert found["history"] == expected["history"]
-    assert equal(found["weights"], expected["weights"])
+    assert equal_weights(found["weights"], expected["weights"])
     assert found["scheduler"] == expected["scheduler"]
     for group, other in zip(found["optimizer"]["param_groups"], expected["optimizer"]["param_groups"], strict=True):
         assert group == other

@@ -1,4 +1,4 @@
-"""A terminal of a given width for the program's own streams, and what it shows."""
+"""A pseudo-terminal of a given width, and the screen that it shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving what is trained without what is frozen, and adapters of the PEFT library."""
+"""Saving trainable weights only, and adapters of PEFT."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pytorch_accel_lite.checkpoint import print_contents
 from tests.adapters import bert, rows, with_lora
 from tests.launching import CAN_SHARD
 from tests.sharded import gathered, large_model, mesh_of
-from tests.tasks import equal, listener, make_trainer, regression_data, train, weights
+from tests.tasks import equal_weights, float64_data, listener, make_trainer, train, weights
 
 
 def run(folder: Path | None, model: nn.Module, resume_from: Path | None = None, **kwargs: Any) -> Trainer:
@@ -63,11 +63,11 @@ def test_trainable_only_saves_trained_weights_and_buffers(tmp_path):
     other = make_trainer(model=Net(head_seed=5))
     other.model.requires_grad_(True)  # what is frozen when it is loaded does not matter
     other.load_checkpoint(tmp_path / "model.safetensors")
-    assert equal(weights(other.model), weights(trainer.model))
+    assert equal_weights(weights(other.model), weights(trainer.model))
     trainer.save_model(tmp_path / "full.safetensors")
     other = make_trainer(model=Net(7, 7))
     other.load_checkpoint(tmp_path / "full.safetensors")
-    assert equal(weights(other.model), weights(trainer.model))
+    assert equal_weights(weights(other.model), weights(trainer.model))
 
 
 def test_checkpoints_and_best_models_may_omit_frozen_weights(tmp_path):
@@ -78,7 +78,7 @@ def test_checkpoints_and_best_models_may_omit_frozen_weights(tmp_path):
     assert state["frozen_weights"].keys() == FROZEN
     other = make_trainer(model=Net(head_seed=5))
     other.load_checkpoint(tmp_path / "best.pt")
-    assert equal(weights(other.model), weights(trainer.model))
+    assert equal_weights(weights(other.model), weights(trainer.model))
 
 
 def test_loading_warns_which_frozen_weights_of_the_model_differ(tmp_path):
@@ -87,7 +87,7 @@ def test_loading_warns_which_frozen_weights_of_the_model_differ(tmp_path):
         make_trainer(model=Net(seed=1)).load_checkpoint(tmp_path / "model.safetensors")
 
 
-def test_what_was_not_left_out_on_purpose_must_be_there(tmp_path):
+def test_weights_missing_by_mistake_are_an_error(tmp_path):
     path = tmp_path / "model.safetensors"
     trained().save_model(path, trainable_only=True)
     model = Net()
@@ -125,14 +125,14 @@ def test_a_state_without_frozen_weights_resumes_to_the_same_bits(tmp_path, capsy
     print_contents(state)
     assert "left out: 4 frozen tensors" in capsys.readouterr().out
     resumed = train(make_trainer([states_of(tmp_path / "b")], Net(head_seed=5), seed=1), 2, resume_from=state)
-    assert equal(weights(resumed.model), weights(whole.model))
+    assert equal_weights(weights(resumed.model), weights(whole.model))
     with pytest.raises(ValueError, match=r"frozen weights of Net are not .* differ in body.0.bias, body.0.weight\. Cr"):
         train(make_trainer([states_of(tmp_path / "c")], Net(seed=5), seed=1), 2, resume_from=state)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_was_trained_before_it_was_frozen_is_in_every_state(tmp_path, asynchronous):
-    """In those of resumed runs too, to which it was frozen from the start."""
+def test_weights_frozen_later_stay_in_every_state(tmp_path, asynchronous):
+    """Also in states of resumed runs, in which the layer is frozen from the start."""
 
     def freeze(trainer: Trainer) -> None:
         trainer.get_model().first.requires_grad_(trainer.progress.epoch < 2)
@@ -147,7 +147,7 @@ def test_what_was_trained_before_it_was_frozen_is_in_every_state(tmp_path, async
     for before, after in itertools.pairwise(folders):
         state = before / f"update-00000000{4 + folders.index(after)}"
         resumed = train(make_trainer([freezing, states_of(after)], model(), seed=1), 3, resume_from=state)
-        assert equal(weights(resumed.model), weights(whole.model))
+        assert equal_weights(weights(resumed.model), weights(whole.model))
 
 
 def test_adapters_are_saved_like_any_trained_weights(tmp_path):
@@ -163,14 +163,14 @@ def test_adapters_are_saved_like_any_trained_weights(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("trainable_only", [False, True])
 def test_with_adapters_a_run_resumes_to_the_same_bits(tmp_path, trainable_only):
-    """Even if adapters and head are created with other random numbers."""
+    """Also if adapters and head are initialised with other random numbers."""
     pytest.importorskip("peft")
     whole = run(tmp_path / "whole", with_lora(bert()), trainable_only=trainable_only)
     states = sorted((tmp_path / "whole").glob("update-*"))
     assert len(states) == 4
     for state in (states[0], states[2]):
         resumed = run(tmp_path / state.name, with_lora(bert(), seed=7), resume_from=state)
-        assert equal(weights(resumed.model), weights(whole.model))
+        assert equal_weights(weights(resumed.model), weights(whole.model))
         assert str(resumed.optimizer.state_dict()) == str(whole.optimizer.state_dict())
     kept = safetensors.torch.load_file(states[0] / "model.safetensors")
     assert len(kept) == (10 if trainable_only else len(weights(whole.model)))
@@ -193,9 +193,9 @@ def test_several_processes_resume_and_peft_saves_adapters(two_ranks, tmp_path):
     pytest.importorskip("peft")
     results = two_ranks.run(resumed_and_saved, tmp_path)
     for whole, resumed, loaded in results:
-        assert equal(whole, results[0][0])
-        assert equal(resumed, whole)
-        assert equal(loaded, whole)
+        assert equal_weights(whole, results[0][0])
+        assert equal_weights(resumed, whole)
+        assert equal_weights(loaded, whole)
 
 
 def without_what_is_frozen(folder: Path) -> Any:
@@ -211,7 +211,7 @@ def without_what_is_frozen(folder: Path) -> Any:
         optimizer = torch.optim.AdamW(model[3].parameters(), lr=0.01)
         saving = SaveTrainingStateCallback(folder / name, save_every_n_steps=1, trainable_only=True)
         trainer = Trainer(model, nn.MSELoss(), optimizer, [saving], accelerator=Accelerator(cpu=True), seed=3)
-        trainer.train(regression_data(12), 1, per_device_batch_size=3, resume_from=resume_from)
+        trainer.train(float64_data(12), 1, per_device_batch_size=3, resume_from=resume_from)
         return trainer
 
     found = [trainer := train("whole")]
@@ -227,7 +227,7 @@ def without_what_is_frozen(folder: Path) -> Any:
 @CAN_SHARD
 def test_frozen_weights_that_are_sharded_are_left_out_too(two_ranks, tmp_path):
     for found in two_ranks.run(without_what_is_frozen, tmp_path):
-        assert all(equal(weights, found[0]) for weights in found)
+        assert all(equal_weights(weights, found[0]) for weights in found)
     saved = safetensors.torch.load_file(tmp_path / "model.safetensors")
     in_state = safetensors.torch.load_file(tmp_path / "whole" / "update-000000001" / "model.safetensors")
     assert saved.keys() == in_state.keys() == {"3.weight", "3.bias"}

@@ -1,4 +1,4 @@
-"""After the first epoch a run says what stands out, and nothing when nothing does."""
+"""Advice printed after the first epoch, and no output if nothing stands out."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.tasks import (
     CountsReads,
     Overflows,
     Rows,
+    adamw_trainer,
+    fake_clock,
+    float64_data,
+    float64_model,
     listener,
     make_data,
     make_model,
     make_trainer,
-    own_clock,
-    quiet_trainer,
-    regression_data,
-    small_model,
     train,
 )
 
@@ -40,11 +40,11 @@ class SlowRows(Rows):
 
 
 def advice(text: str) -> list[str]:
-    """The lines of advice in what a run has printed."""
+    """The lines of advice in the output of a run."""
     return [line[2:] for line in text.splitlines() if line.startswith("- ")]
 
 
-@pytest.mark.usefixtures("naps")
+@pytest.mark.usefixtures("sleep_passes_time")
 def test_nothing_is_printed_when_nothing_stands_out(capsys):
     train(
         make_trainer([AdviceCallback]),
@@ -56,7 +56,7 @@ def test_nothing_is_printed_when_nothing_stands_out(capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.usefixtures("naps")
+@pytest.mark.usefixtures("sleep_passes_time")
 def test_waiting_for_data_is_reported_once_after_the_metrics(capsys):
     trainer = make_trainer([AdviceCallback(min_seconds=0.01), LogMetricsCallback])
     train(trainer, epochs=3, train_dataset=SlowRows(make_data()), train_dataloader_kwargs={"num_workers": 0})
@@ -92,13 +92,13 @@ FALLING = {
 
 
 @pytest.mark.parametrize(("rate", "kind", "arguments"), FALLING.values(), ids=FALLING)
-def test_a_loss_that_falls_or_need_not_fall_is_not_mentioned(capsys, rate, kind, arguments):
+def test_a_falling_or_low_loss_is_not_mentioned(capsys, rate, kind, arguments):
     train(learner(rate, kind), train_dataset=learnable(), **arguments)
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("options", [{"rate": 1e-9}, {"rate": 1e-3, "maximize": True}], ids=["stays", "rises"])
-def test_a_loss_that_has_not_fallen_in_a_first_run_names_check(capsys, options):
+def test_a_loss_that_does_not_fall_suggests_check(capsys, options):
     trainer = learner(**options)
     train(trainer, train_dataset=learnable(128))
     text = " ".join(capsys.readouterr().out.split())
@@ -109,7 +109,7 @@ def test_a_loss_that_has_not_fallen_in_a_first_run_names_check(capsys, options):
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_network_that_is_trained_already_need_not_improve(capsys, trained):
+def test_a_trained_network_need_not_improve(capsys, trained):
     data = learnable(128)
     model = torch.nn.Linear(data.tensors[0].shape[1], 1)
     torch.nn.init.constant_(model.weight, 0.9 if trained else 0.0)
@@ -118,25 +118,25 @@ def test_a_network_that_is_trained_already_need_not_improve(capsys, trained):
     assert ("has not fallen" in capsys.readouterr().out) == (not trained)
 
 
-@pytest.mark.usefixtures("naps")
-def test_short_waits_are_not_worth_a_word(capsys):
+@pytest.mark.usefixtures("sleep_passes_time")
+def test_short_waits_are_not_reported(capsys):
     train(make_trainer([AdviceCallback]), train_dataset=SlowRows(make_data()))
     assert capsys.readouterr().out == ""
 
 
-def test_updates_that_are_nearly_all_clipped(capsys):
+def test_mostly_clipped_updates_are_reported(capsys):
     train(make_trainer([AdviceCallback]), gradient_clip_norm=1e-6, epochs=2)
     (said,) = advice(capsys.readouterr().out)
     assert said.startswith("100% of the updates were clipped: gradient_clip_norm=1e-06 is below the average")
 
 
-def test_updates_that_callbacks_skip(capsys):
+def test_updates_skipped_by_callbacks_are_reported(capsys):
     skip = listener(on_optimizer_step_start=lambda t: t.skip_update() if t.progress.update == 1 else None)
     train(make_trainer([skip, AdviceCallback]), epochs=2)
     assert advice(capsys.readouterr().out) == ["1 of 3 updates were skipped by callbacks."]
 
 
-def test_updates_that_the_scaler_skips(scaled_accelerator, capsys):
+def test_updates_skipped_by_the_scaler_are_reported(scaled_accelerator, capsys):
     train(make_trainer([AdviceCallback], trainer_class=Overflows, accelerator=scaled_accelerator), epochs=2)
     (said,) = advice(capsys.readouterr().out)
     assert said.startswith("1 of 3 updates were skipped: their gradients overflowed in fp16.")
@@ -161,12 +161,12 @@ def test_a_schedule_in_epochs_that_is_stepped_after_updates(lr, capsys):
     {"epochs": 1},  # ends with the run
     {"epochs": None, "max_num_train_steps": 3},
 ])  # fmt: skip
-def test_a_schedule_that_decays_as_it_should(arguments, capsys):
+def test_a_schedule_that_reaches_its_end_gets_no_advice(arguments, capsys):
     train(make_trainer([AdviceCallback]), create_scheduler_fn=decay, **arguments)
     assert capsys.readouterr().out == ""
 
 
-def test_a_warm_up_that_has_hardly_begun(capsys):
+def test_a_warm_up_that_has_hardly_begun_is_reported(capsys):
     scheduler = CosineLrScheduler.create_scheduler_fn(num_warmup_epochs=1, warmup_starting_lr=1e-9, total_num_epochs=2)
     slow = CosineLrScheduler.create_scheduler_fn(num_warmup_epochs=900, warmup_starting_lr=1e-9, total_num_epochs=1000)
     train(make_trainer([AdviceCallback]), epochs=2, create_scheduler_fn=scheduler)
@@ -194,7 +194,7 @@ class NoRate(torch.optim.Optimizer):
 
 
 class Constant:
-    """A schedule of something else."""
+    """A schedule that sets no learning rate."""
 
     def step(self) -> None: ...
 
@@ -202,7 +202,7 @@ class Constant:
         return {}
 
 
-def test_what_cannot_be_judged_is_passed_over(capsys):
+def test_missing_information_gives_no_advice(capsys):
     model = make_model()
     train(make_trainer([AdviceCallback], model, optimizer=NoRate(model.parameters())), epochs=2)
     create = {"create_scheduler_fn": lambda optimizer: Constant()}
@@ -240,7 +240,7 @@ def test_weights_are_the_same_with_advice():
 
 
 @pytest.mark.parametrize("seconds", [-1, float("nan")])
-def test_advice_refuses_bad_limits_of_time(seconds):
+def test_advice_refuses_invalid_time_limits(seconds):
     with pytest.raises(ValueError, match=f"min_seconds={seconds} must be at least 0"):
         AdviceCallback(min_seconds=seconds)
 
@@ -250,12 +250,12 @@ def slow_to_read() -> None:
 
     class Slow(Rows):
         def __getitem__(self, index: int) -> Any:
-            spend(0.01 if rank() == 1 else 0.0)
+            pass_time(0.01 if rank() == 1 else 0.0)
             return super().__getitem__(index)
 
-    trainer = quiet_trainer(small_model(), callbacks=[AdviceCallback(min_seconds=0.05)])
-    data = Slow(regression_data(30 * world_size()))
-    with own_clock() as spend:
+    trainer = adamw_trainer(float64_model(), callbacks=[AdviceCallback(min_seconds=0.05)])
+    data = Slow(float64_data(30 * world_size()))
+    with fake_clock() as pass_time:
         trainer.train(data, 1, per_device_batch_size=2, train_dataloader_kwargs={"num_workers": 0})
 
 

@@ -1,4 +1,4 @@
-"""What is trained beside the model: by a loss function that learns, and by a subclass's own modules and optimizers."""
+"""States of modules and optimizers beside the model: learned loss functions, and attributes of trainer subclasses."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from pytorch_accel_lite.checkpoint import print_contents
 from tests.launching import some_of, two_are_enough
 from tests.ranks import every_state, rank, run_and_resume, world_size
 from tests.tasks import (
-    equal,
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
     listener,
     make_data,
     make_model,
     make_trainer,
-    quiet_trainer,
-    regression_data,
-    same,
-    small_model,
+    same_bits,
     train,
 )
 
-DATA = regression_data(24)
+DATA = float64_data(24)
 
 
 class Adversarial(Trainer):
     """Has a head that the trainer's optimizer trains, a critic with an optimizer of its own, and a frozen teacher."""
 
     def __init__(self, seed: int = 0, critic_size: int = 1, **kwargs: Any) -> None:
-        model = small_model(seed)
+        model = float64_model(seed)
         torch.manual_seed(seed)
         self.head = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)).double()
         self.critics = [nn.Sequential(nn.Linear(1, critic_size), nn.Dropout(0.2), nn.Linear(critic_size, 1)).double()]
         self.critic_optimizer = torch.optim.Adam(self.critics[0].parameters(), lr=0.05)
         self.critic_scheduler = StepLR(self.critic_optimizer, step_size=3, gamma=0.5)
-        self.teacher = small_model(1).requires_grad_(False)
+        self.teacher = float64_model(1).requires_grad_(False)
         optimizer = torch.optim.SGD([*model.parameters(), *self.head.parameters()], lr=0.05, momentum=0.9)
         super().__init__(model, nn.MSELoss(), optimizer, seed=0, **{"callbacks": []} | kwargs)
 
@@ -67,7 +67,7 @@ class Adversarial(Trainer):
         self.critic_scheduler.optimizer.zero_grad()
 
     def everything(self) -> dict[str, Any]:
-        """All that is trained, as one dict."""
+        """All trained weights in a dict."""
         return {
             "model": copy.deepcopy(self.model.state_dict()),
             "head": copy.deepcopy(self.head.state_dict()),
@@ -78,7 +78,7 @@ class Adversarial(Trainer):
 
 
 class Normed(nn.Module):
-    """A loss with running statistics, a scale that is learned, and a part that is not to be trained."""
+    """A loss with running statistics, a learned scale and a frozen part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,13 +95,13 @@ class Normed(nn.Module):
 
 
 def normed_trainer(callbacks: Any = (), **kwargs: Any) -> Trainer:
-    model, loss_func = small_model(), Normed()
+    model, loss_func = float64_model(), Normed()
     optimizer = torch.optim.SGD([*model.parameters(), *loss_func.parameters()], lr=0.05, momentum=0.9)
     return Trainer(model, loss_func, optimizer, callbacks, seed=0, **kwargs)
 
 
 class Elsewhere:
-    """A head with running statistics and a bare parameter, which only a function knows."""
+    """A head with running statistics and a bare parameter, held only by a function."""
 
     def __init__(self) -> None:
         self.head = nn.Sequential(nn.BatchNorm1d(1, affine=False), nn.Linear(1, 1)).double()
@@ -125,7 +125,7 @@ PLACES: dict[str, Any] = {
 
 def train_elsewhere(folder: Path, resume_from: Path | None = None, *, place: str, callbacks: Any = ()) -> Trainer:
     torch.manual_seed(9 if resume_from else 0)
-    parts, model = Elsewhere(), small_model(9 if resume_from else 0)
+    parts, model = Elsewhere(), float64_model(9 if resume_from else 0)
     optimizer = torch.optim.SGD([*model.parameters(), *parts.parameters], lr=0.05, momentum=0.9)
     trainer = Trainer(model, PLACES[place](parts), optimizer, [*callbacks, *every_state(folder)], seed=0)
     trainer.train(DATA, 2, per_device_batch_size=4, resume_from=resume_from)
@@ -137,7 +137,7 @@ def everything_optimized(trainer: Trainer) -> list[torch.Tensor]:
 
 
 class Alone(Adversarial):
-    """Trains its critic on each process alone."""
+    """Trains its critic separately on each process."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -156,7 +156,7 @@ def test_a_loss_function_does_not_learn_from_evaluation_data():
     before = copy.deepcopy(trainer.loss_func.state_dict())
     first = trainer.evaluate(DATA)
     assert trainer.evaluate(DATA) == first
-    assert equal(trainer.loss_func.state_dict(), before)
+    assert equal_weights(trainer.loss_func.state_dict(), before)
 
 
 def test_a_loss_function_is_in_eval_mode_in_evaluations_alone():
@@ -189,22 +189,22 @@ def test_the_best_model_loaded_at_the_end_has_the_best_metric(tmp_path):
     assert trainer.evaluate(DATA)["evaluation_loss"] == best.best_metric
 
 
-def test_checkpoints_hold_what_a_loss_function_has_learned(tmp_path):
+def test_checkpoints_include_a_learned_loss_function(tmp_path):
     trainer = normed_trainer()
     trainer.train(DATA, 1, per_device_batch_size=8)
     trainer.save_checkpoint(tmp_path / "model.pt")
     loaded = normed_trainer()
-    assert not equal(loaded.loss_func.state_dict(), trainer.loss_func.state_dict())
+    assert not equal_weights(loaded.loss_func.state_dict(), trainer.loss_func.state_dict())
     loaded.load_checkpoint(tmp_path / "model.pt")
-    assert equal(loaded.loss_func.state_dict(), trainer.loss_func.state_dict())
+    assert equal_weights(loaded.loss_func.state_dict(), trainer.loss_func.state_dict())
     assert loaded.evaluate(DATA) == trainer.evaluate(DATA)
 
 
-def test_checkpoints_leave_class_weights_of_losses_to_the_script(tmp_path):
+def test_class_weights_of_losses_are_not_in_checkpoints(tmp_path):
     model = make_model()
-    trainer = quiet_trainer(model, nn.CrossEntropyLoss(weight=torch.ones(3)))
+    trainer = adamw_trainer(model, nn.CrossEntropyLoss(weight=torch.ones(3)))
     trainer.save_checkpoint(tmp_path / "model.pt")
-    other = quiet_trainer(model, nn.CrossEntropyLoss(weight=torch.full((3,), 2.0)))
+    other = adamw_trainer(model, nn.CrossEntropyLoss(weight=torch.full((3,), 2.0)))
     other.load_checkpoint(tmp_path / "model.pt")
     assert other.loss_func.weight.tolist() == [2, 2, 2]
 
@@ -212,11 +212,11 @@ def test_checkpoints_leave_class_weights_of_losses_to_the_script(tmp_path):
 def test_a_checkpoint_of_another_loss_function_loads_and_warns(tmp_path):
     trainer = normed_trainer()
     trainer.save_checkpoint(tmp_path / "model.pt")
-    other = quiet_trainer(small_model(1), nn.MSELoss())
+    other = adamw_trainer(float64_model(1), nn.MSELoss())
     with pytest.warns(UserWarning, match=r"a different loss function \(mean, norm.num_batches_tracked.*scale\)"):
         other.load_checkpoint(tmp_path / "model.pt", load_optimizer=False)
-    assert equal(other.model.state_dict(), trainer.model.state_dict())
-    without = Trainer(small_model(1), None, None, callbacks=[])  # only predicts
+    assert equal_weights(other.model.state_dict(), trainer.model.state_dict())
+    without = Trainer(float64_model(1), None, None, callbacks=[])  # only predicts
     without.load_checkpoint(tmp_path / "model.pt", load_optimizer=False)
 
 
@@ -267,10 +267,10 @@ BESIDE_THE_MODEL |= ELSEWHERE
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("train", "result"), some_of(BESIDE_THE_MODEL.values()), ids=some_of(BESIDE_THE_MODEL))
-def test_what_is_trained_beside_the_model_resumes_the_same_bits(train, result):
+def test_modules_beside_the_model_resume_bit_for_bit(train, result):
     whole, *resumed = run_and_resume(train, result)
     assert len(resumed) >= 2
-    assert all(same(whole, run) for run in resumed)
+    assert all(same_bits(whole, run) for run in resumed)
 
 
 @two_are_enough
@@ -279,7 +279,7 @@ def test_processes_resume_training_beside_the_model_bit_for_bit(ranks, train, re
     results = ranks.run(run_and_resume, train, result)
     for runs in results:
         assert len(runs) >= 3
-        assert all(same(results[0][0], run) for run in runs)
+        assert all(same_bits(results[0][0], run) for run in runs)
 
 
 # ----------------------------------------------------------------------------- modules and optimizers as attributes
@@ -289,7 +289,7 @@ MADE_LATE = ("critics", "critic_optimizer", "critic_scheduler")
 
 
 @pytest.mark.soak
-def test_what_a_run_makes_when_it_starts_is_restored_too():
+def test_attributes_created_at_the_start_are_restored_too():
     class Late(Adversarial):
         def __init__(self, **kwargs: Any) -> None:
             super().__init__(**kwargs)
@@ -301,13 +301,13 @@ def test_what_a_run_makes_when_it_starts_is_restored_too():
 
     whole, *resumed = run_and_resume(partial(train_adversarial, trainer_class=Late), Late.everything)
     assert len(resumed) >= 4
-    assert all(same(whole, run) for run in resumed)
+    assert all(same_bits(whole, run) for run in resumed)
 
 
 INCLUDED = "include these attributes of the trainer: head, critics.0, critic_optimizer, critic_scheduler."
 
 
-def test_a_run_that_saves_states_says_what_they_include(tmp_path, capsys):
+def test_a_run_that_saves_states_prints_their_contents(tmp_path, capsys):
     saving = SaveTrainingStateCallback(tmp_path / "states", save_every_n_epochs=1)
     Adversarial(callbacks=[saving]).train(DATA, 1)
     said = capsys.readouterr().out
@@ -325,7 +325,7 @@ def look_at_states_in(folder: Path, capsys: Any) -> None:
     assert "attributes: head, critics.0, critic_optimizer, critic_scheduler" in capsys.readouterr().out
 
 
-def test_a_class_attribute_opts_out(tmp_path, capsys):
+def test_a_class_attribute_turns_off_saving_attributes(tmp_path, capsys):
     class Out(Adversarial):
         saves_attributes = False
 
@@ -338,10 +338,10 @@ def test_a_class_attribute_opts_out(tmp_path, capsys):
     fresh = Out(seed=3)
     before = fresh.everything()
     fresh.load_training_state(tmp_path / "full")
-    assert equal(before["critic"], fresh.everything()["critic"])
+    assert equal_weights(before["critic"], fresh.everything()["critic"])
 
 
-def test_what_is_registered_or_saved_anyway_is_not_saved_again(tmp_path):
+def test_registered_objects_are_not_saved_twice(tmp_path):
     trainer = Adversarial()
     trainer.register_for_checkpointing("critic", trainer.critics[0])
     trainer.register_for_checkpointing("steps", trainer.critic_optimizer)
@@ -355,7 +355,7 @@ def test_what_is_registered_or_saved_anyway_is_not_saved_again(tmp_path):
     assert list(shared["objects"]) == ["critic", "steps"]
 
 
-def test_a_state_that_lacks_an_attribute_or_does_not_fit_says_so(tmp_path):
+def test_missing_and_mismatched_attributes_are_named(tmp_path):
     trainer = Adversarial()
     trainer.save_training_state(tmp_path / "state")
     del trainer.critics, trainer.critic_optimizer, trainer.critic_scheduler
@@ -378,18 +378,18 @@ def test_checkpoints_hold_a_head_that_is_an_attribute(tmp_path):
     trainer = Adversarial(callbacks=[best, keep])
     trainer.train(DATA, 2, per_device_batch_size=4)
     trainer.load_checkpoint(tmp_path / "best.pt")
-    assert same(trainer.everything(), heads[best.best_metric_epoch - 1])
+    assert same_bits(trainer.everything(), heads[best.best_metric_epoch - 1])
     fresh = Adversarial(seed=5)
     before = fresh.everything()
     fresh.load_checkpoint(tmp_path / "best.pt", load_optimizer=False, load_scheduler=False)
-    assert equal(fresh.everything()["head"], heads[best.best_metric_epoch - 1]["head"])
-    assert same(fresh.everything()["critic_optimizer"], before["critic_optimizer"])
-    plain = quiet_trainer(small_model(1))
+    assert equal_weights(fresh.everything()["head"], heads[best.best_metric_epoch - 1]["head"])
+    assert same_bits(fresh.everything()["critic_optimizer"], before["critic_optimizer"])
+    plain = adamw_trainer(float64_model(1))
     plain.load_checkpoint(tmp_path / "best.pt", load_optimizer=False)  # a portable file: the model alone is fine
-    assert equal(plain.model.state_dict(), trainer.model.state_dict())
+    assert equal_weights(plain.model.state_dict(), trainer.model.state_dict())
 
 
-def test_the_best_model_has_what_a_closure_holds(tmp_path):
+def test_the_best_model_has_modules_held_by_closures(tmp_path):
     best = SaveBestModelCallback(tmp_path / "best.pt", "train_loss_epoch", load_saved_checkpoint=False)
     trainer = train_elsewhere(tmp_path / "states", place="a closure", callbacks=[best])
     assert best.best_metric_epoch == 2
@@ -398,10 +398,10 @@ def test_the_best_model_has_what_a_closure_holds(tmp_path):
         for parameter in trainer.optimizer.param_groups[0]["params"]:
             parameter.zero_()
     trainer.load_checkpoint(tmp_path / "best.pt")
-    assert same(everything_optimized(trainer), found)
+    assert same_bits(everything_optimized(trainer), found)
 
 
-def test_a_saved_model_says_what_it_leaves_out(tmp_path, capsys):
+def test_saving_a_model_prints_what_it_leaves_out(tmp_path, capsys):
     trainer = train_elsewhere(tmp_path / "states", place="a partial")
     assert (
         "include what the optimizer trains outside of the model: optimizer[0][4] (Sequential)"
@@ -419,7 +419,7 @@ class NeedsItsState(nn.Linear):
         super()._load_from_state_dict(state, *args)
 
 
-def test_a_loss_function_that_holds_the_model_is_loaded_whole(tmp_path):
+def test_a_loss_function_with_the_model_is_loaded_completely(tmp_path):
     def make(seed: int) -> Trainer:
         torch.manual_seed(seed)
         model = NeedsItsState(5, 1).double()
@@ -432,10 +432,10 @@ def test_a_loss_function_that_holds_the_model_is_loaded_whole(tmp_path):
     trainer.train(DATA, 1, per_device_batch_size=8)
     trainer.save_training_state(tmp_path / "state")
     fresh.load_training_state(tmp_path / "state")
-    assert equal(fresh.loss_func.state_dict(), trainer.loss_func.state_dict())
+    assert equal_weights(fresh.loss_func.state_dict(), trainer.loss_func.state_dict())
 
 
-def test_a_critic_that_is_not_finite_is_not_saved(tmp_path):
+def test_a_non_finite_critic_is_not_saved(tmp_path):
     trainer = Adversarial()
     trainer.critics[0][0].weight.data.fill_(float("nan"))
     with pytest.raises(NonFiniteLossError, match="infinite or NaN"):
@@ -443,11 +443,11 @@ def test_a_critic_that_is_not_finite_is_not_saved(tmp_path):
 
 
 @pytest.mark.extension("tuning")
-def test_trials_leave_attributes_as_they_were():
+def test_trials_restore_attributes():
     trainer = Adversarial()
     before = trainer.everything()
     trainer.find_lr(DATA, num_steps=10)
-    assert same(trainer.everything(), before)
+    assert same_bits(trainer.everything(), before)
 
 
 def drifting_in_a_list() -> str:

@@ -1,4 +1,4 @@
-"""What is refused: an error that names the argument, its value and what to do, and nothing is trained."""
+"""Invalid arguments: the error names the argument, its value and the remedy, and nothing is trained."""
 
 from __future__ import annotations
 
@@ -32,11 +32,22 @@ from pytorch_accel_lite.callbacks import (
 from pytorch_accel_lite.extending import DIVISIONS
 from pytorch_accel_lite.schedulers import CosineLrScheduler
 from tests.shipped import NEEDED, SHIPPED
-from tests.tasks import Broken, Stream, equal, listener, make_data, make_model, make_trainer, told, train, weights
+from tests.tasks import (
+    Broken,
+    Stream,
+    equal_weights,
+    listener,
+    make_data,
+    make_model,
+    make_trainer,
+    notes_of_error,
+    train,
+    weights,
+)
 
 
 def returning(change: Any) -> type[Trainer]:
-    """A trainer whose steps return ``change(output)`` of what they should."""
+    """A trainer whose steps return ``change(output)`` in place of their output."""
 
     class Returning(Trainer):
         def calculate_train_batch_loss(self, batch):
@@ -139,7 +150,7 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(("arguments", "error", "match"), CONSTRUCTOR.values(), ids=CONSTRUCTOR.keys())
-def test_a_trainer_is_not_made_with(arguments, error, match):
+def test_a_trainer_refuses_invalid_arguments(arguments, error, match):
     model = make_model()
     given = {"model": model, "loss_func": nn.MSELoss(), "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
     with pytest.raises(error, match=match):
@@ -453,7 +464,7 @@ def test_train_refuses_bad_arguments_and_changes_nothing(arguments, error, match
     }
     with pytest.raises(error, match=match):
         trainer.train(**(given | arguments))
-    assert equal(weights(trainer.model), start)
+    assert equal_weights(weights(trainer.model), start)
     assert trainer.progress.update == 0
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
     if type(trainer) is Trainer:  # and is none the worse for it
@@ -607,7 +618,7 @@ def test_unsupported_parallelism_is_an_error(sizes, fsdp, message, no_accelerato
         make_trainer(accelerator=accelerator)
 
 
-def test_no_fsdp_plugin_is_no_error(monkeypatch):
+def test_a_missing_fsdp_plugin_is_no_error(monkeypatch):
     accelerator = Accelerator()
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -753,7 +764,7 @@ def test_methods_refuse_words_as_booleans(call, request, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_numpys_booleans_and_0_and_1_are_taken():
+def test_numpy_booleans_and_0_and_1_are_accepted():
     train(make_trainer(channels_last=np.False_, check_replicas=0), auto_microbatch=np.bool_(False), reset_run_history=1)
 
 
@@ -761,22 +772,22 @@ def test_a_key_that_a_step_does_not_return_is_explained():
     reads = listener(on_train_step_end=lambda trainer, batch_output, **kwargs: batch_output["logits"])
     with pytest.raises(KeyError, match=r"^'logits'") as caught:
         train(make_trainer([reads]))
-    assert "batch_output has the keys 'loss', 'model_outputs', 'batch_size'." in told(caught.value)
+    assert "batch_output has the keys 'loss', 'model_outputs', 'batch_size'." in notes_of_error(caught.value)
 
 
-def test_a_metric_of_evaluations_is_not_there_before_the_first():
+def test_an_evaluation_metric_is_absent_before_the_first():
     looks = listener(on_train_epoch_end=lambda trainer: trainer.run_history.get_latest_metric("eval_loss_epoch"))
     with pytest.raises(ValueError, match="There has been no evaluation yet, which follows on_train_epoch_end"):
         train(make_trainer([looks]), eval_dataset=True)
 
 
-def test_a_path_that_is_the_name_of_a_metric_is_pointed_out(tmp_path, monkeypatch):
+def test_a_path_named_like_a_metric_is_reported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.warns(UserWarning, match="If you mean the metric, pass watch_metric='train_loss_epoch'"):
         train(make_trainer([SaveBestModelCallback("train_loss_epoch")]), eval_dataset=True)
 
 
-def test_a_history_refuses_what_is_no_value_or_no_name():
+def test_a_history_refuses_invalid_names_and_values():
     history = InMemoryRunHistory()
     with pytest.raises(TypeError, match="metric_value=None is not a value of 'a'"):
         history.update_metric("a", None)
@@ -806,14 +817,14 @@ def test_an_optimizer_of_the_loss_functions_parameters_is_fine(recwarn):
     assert loss_func.scale != 1
 
 
-def test_numpys_integers_are_taken():
+def test_numpy_integers_are_accepted():
     trainer = make_trainer(seed=np.int64(3))
     trainer.train(make_data(), np.int64(1), make_data(), np.int64(2), gradient_accumulation_steps=np.int64(2))
     assert trainer.progress.update == 2
     assert "evaluation_loss" in trainer.evaluate(make_data(), np.int64(2))
 
 
-def test_a_loss_that_is_named_as_their_sum_is_refused():
+def test_a_loss_named_like_the_sum_is_refused():
     losses = {"loss": torch.tensor(1.0), "aux": torch.tensor(3.0)}
     trainer = make_trainer(trainer_class=returning(lambda output: {"loss": losses}))
     with pytest.raises(ValueError, match=r"calculate_eval_batch_loss .* one called 'loss', like"):
@@ -892,7 +903,7 @@ def test_a_model_with_its_own_loss_may_train_on_another():
     assert run(Smooth) < run(Trainer)
 
 
-def test_a_model_may_change_its_mode_in_its_own_way():
+def test_a_model_may_override_how_its_mode_changes():
     class Freezes(nn.Linear):
         def train(self, mode=True):
             return super().train(False)
@@ -917,7 +928,7 @@ class Sized(Dataset[Any]):
 
 
 @pytest.mark.parametrize("length", [-3, 8.0, 10**30, "8"])
-def test_a_length_that_is_no_number_of_samples_is_named(length):
+def test_an_invalid_dataset_length_is_named(length):
     with pytest.raises((TypeError, ValueError), match=rf"train_dataset: __len__ of Sized returned {length!r}. It must"):
         make_trainer([], nn.Linear(1, 1)).train(Sized(length), 1)
 
@@ -930,7 +941,7 @@ def test_an_error_of_len_names_the_argument():
 
 @pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_sample_that_is_none_is_named(workers, seed):
+def test_a_sample_of_none_is_named(workers, seed):
     trainer = make_trainer([], nn.Linear(1, 1), seed=seed)
     with pytest.raises(TypeError) as caught:
         trainer.train(Sized(8, missing=5), 1, train_dataloader_kwargs={"num_workers": workers})
@@ -981,7 +992,7 @@ def test_compile_step_without_its_extension_names_it(monkeypatch):
 
 
 class Skips(TrainerCallback):
-    """Asks for batches that fail to be skipped."""
+    """Requests that failing batches are skipped."""
 
     def __init__(self, phase: str) -> None:
         self.phase = phase

@@ -1,4 +1,4 @@
-"""Batch norm: the last batch of an epoch, and the statistics of several processes."""
+"""Batch norm: small last batches, and statistics on several processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import LimitBatchesCallback
 from pytorch_accel_lite.extending_callbacks import keep_in_eval
 from tests.ranks import global_batch, world_size
-from tests.tasks import equal, make_data, make_trainer, quiet_trainer, regression_data, small_model, train, weights
+from tests.tasks import (
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
+    make_data,
+    make_trainer,
+    train,
+    weights,
+)
 
 
 class NormalisedRows(nn.Sequential):
@@ -44,7 +53,7 @@ def normalised(norm: nn.Module) -> nn.Module:
 
 
 def warned_before_the_first_batch(trainer: Trainer, **kwargs: object) -> bool:
-    """Whether a run is told of a last batch with a single sample."""
+    """Whether a run warns of a last batch with a single sample."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="The last batch of an epoch has a single sample")
         try:
@@ -67,7 +76,7 @@ class Sized(IterableDataset):
 @pytest.mark.parametrize(
     "norm", [nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.BatchNorm1d(4, track_running_stats=False).eval()]
 )
-def test_a_single_sample_in_the_last_batch_is_warned_of_at_once(norm):
+def test_a_last_batch_of_one_sample_is_warned_of_early(norm):
     assert warned_before_the_first_batch(make_trainer(model=normalised(norm)), size=7, batch_size=2)
     assert not warned_before_the_first_batch(make_trainer(model=normalised(norm)), size=8, batch_size=2)
 
@@ -96,16 +105,16 @@ def test_a_batch_norm_kept_in_evaluation_mode_is_not_warned_of():
 
 
 def tails_with_batch_norm() -> Any:
-    """For each size the samples of every step of this process, and the rows that it computed; what was warned of."""
+    """For each size, the samples of every step of this process, the rows that it computed, and the warnings."""
     results = {}
     for size in (38, 40, 43, 47, 4 * world_size() * 3 + 1):
-        for name, model in (("norm", NormalisedRows()), ("none", small_model())):
+        for name, model in (("norm", NormalisedRows()), ("none", float64_model())):
             counts = CountsRows()
-            trainer = quiet_trainer(model, callbacks=[counts], seed=1)
+            trainer = adamw_trainer(model, callbacks=[counts], seed=1)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 try:
-                    trainer.train(regression_data(size), 1, per_device_batch_size=4)
+                    trainer.train(float64_data(size), 1, per_device_batch_size=4)
                     error = ""
                 except ValueError as failure:
                     error = str(failure)
@@ -137,9 +146,9 @@ def test_a_last_batch_of_one_sample_warns_with_batch_norm(ranks):
 def batches_of_a_sampler_with_batch_norm() -> Any:
     """A batch with a single sample beside larger ones."""
     counts = CountsRows()
-    trainer = quiet_trainer(NormalisedRows(), callbacks=[counts])
+    trainer = adamw_trainer(NormalisedRows(), callbacks=[counts])
     batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10, 11]]
-    trainer.train(regression_data(12), 1, train_dataloader_kwargs={"batch_sampler": batches})
+    trainer.train(float64_data(12), 1, train_dataloader_kwargs={"batch_sampler": batches})
     return counts.indices, counts.rows
 
 
@@ -150,20 +159,20 @@ def test_a_samplers_batches_are_redivided_for_batch_norm(ranks):
 
 
 def batch_norm() -> Any:
-    """Running statistics are the same on all ranks when it matters: in evaluations, and at the end."""
+    """Running statistics are the same on all ranks in evaluations and at the end."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)).double()
-    trainer = quiet_trainer(model)
-    trainer.train(regression_data(24), 2, regression_data(9), per_device_batch_size=global_batch(6))
+    trainer = adamw_trainer(model)
+    trainer.train(float64_data(24), 2, float64_data(9), per_device_batch_size=global_batch(6))
     return {"weights": weights(model), "history": trainer.run_history.to_dict()}
 
 
 def test_all_ranks_evaluate_with_the_statistics_of_rank_0(ranks):
     first, *others = ranks(batch_norm)
-    assert all(equal(result["weights"], first["weights"]) for result in others)
+    assert all(equal_weights(result["weights"], first["weights"]) for result in others)
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)).double()
     model.load_state_dict(first["weights"])
-    x, y = regression_data(9).tensors
+    x, y = float64_data(9).tensors
     with torch.no_grad():
         expected = nn.functional.mse_loss(model.eval()(x), y).item()
     assert first["history"]["eval_loss_epoch"][-1] == pytest.approx(expected, abs=1e-10)

@@ -1,4 +1,4 @@
-"""What batches and model outputs may look like, in training, evaluation and prediction."""
+"""The forms of batches and model outputs in training, evaluation and prediction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset, default_collate
 
 from pytorch_accel_lite import Trainer, callbacks
-from tests.tasks import Rows, equal, listener, make_trainer, quiet_trainer, regression_data, small_model, train, weights
+from tests.tasks import (
+    Rows,
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
+    listener,
+    make_trainer,
+    train,
+    weights,
+)
 
 
 def bert():
@@ -41,7 +51,7 @@ def token_rows(size=10, **extra):
 
 def test_a_hugging_face_model_returns_its_own_loss():
     model = bert()
-    trainer = quiet_trainer(model)
+    trainer = adamw_trainer(model)
     trainer.loss_func = None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -72,14 +82,14 @@ class Named(nn.Module):
         return self.linear(x)
 
 
-def test_what_a_dict_batch_holds_besides_inputs_are_the_targets():
+def test_other_keys_of_a_dict_batch_are_the_targets():
     seen = []
 
     def loss_func(outputs, targets):
         seen.append(targets)
         return outputs.mean()
 
-    x, y = regression_data(4).tensors
+    x, y = float64_data(4).tensors
     one = [{"x": a, "y": b} for a, b in zip(x, y, strict=True)]
     two = [{"x": a, "y": b, "weight": b} for a, b in zip(x, y, strict=True)]
     trainer = Trainer(Named(), loss_func, None, callbacks=[])
@@ -105,14 +115,14 @@ def test_an_ignored_key_is_no_target_in_place_of_labels():
         return outputs.mean()
 
     def target_of(model, **more):
-        x, y = regression_data(4).tensors
+        x, y = float64_data(4).tensors
         rows = [{"x": a, "labels": b, "y": b, **more} for a, b in zip(x, y, strict=True)]
         for row in rows:
             del row["y" if isinstance(model, TakesLabels) else "labels"]
         Trainer(model, loss_func, None, callbacks=[]).evaluate(rows, per_device_batch_size=2)
         return seen.pop().tolist()
 
-    labels = regression_data(4).tensors[1][2:].tolist()
+    labels = float64_data(4).tensors[1][2:].tolist()
     assert target_of(TakesLabels()) == labels
     with pytest.warns(UserWarning, match=r"takes no argument named 'index', 'weight': ignored") as warned:
         assert target_of(TakesLabels(), index=5, weight=6) == labels
@@ -121,7 +131,7 @@ def test_an_ignored_key_is_no_target_in_place_of_labels():
 
 
 def test_several_targets_are_shown_if_the_loss_takes_only_one():
-    rows = [{"x": x, "answer": y, "id": 1, "name": 2} for x, y in regression_data(4)]
+    rows = [{"x": x, "answer": y, "id": 1, "name": 2} for x, y in float64_data(4)]
     with pytest.raises(AttributeError) as caught:
         Trainer(Named(), nn.MSELoss(), None, callbacks=[]).evaluate(rows, per_device_batch_size=2)
     of_loss = " ".join(caught.value.__notes__[-1].partition("in the loss")[2].split())
@@ -132,7 +142,7 @@ def test_several_targets_are_shown_if_the_loss_takes_only_one():
 
 
 def test_losses_of_torch_get_the_target_and_no_other_keys():
-    x, y = regression_data(4).tensors
+    x, y = float64_data(4).tensors
     rows = [{"x": a, "y": b, "id": n} for n, (a, b) in enumerate(zip(x, y, strict=True))]
     model = Named()
     expected = functional.mse_loss(model(x), y).item()
@@ -151,7 +161,7 @@ class Output:
 class ReturnsDataclass(nn.Module):
     def __init__(self):
         super().__init__()
-        self.inner = small_model()
+        self.inner = float64_model()
 
     def forward(self, x, y=None):
         values = self.inner(x)
@@ -161,7 +171,7 @@ class ReturnsDataclass(nn.Module):
 def test_outputs_that_are_dataclasses_are_trained_and_predicted():
     model = ReturnsDataclass()
     trainer = Trainer(model, lambda out, y: nn.functional.mse_loss(out.values, y), None, callbacks=[])
-    data = regression_data(9)
+    data = float64_data(9)
     assert trainer.evaluate(data, per_device_batch_size=4)["evaluation_loss"] > 0
     predictions = trainer.predict(data, per_device_batch_size=4)
     assert predictions.keys() == {"values"}
@@ -173,20 +183,20 @@ def test_outputs_that_are_dataclasses_are_trained_and_predicted():
 
 def test_keys_that_the_model_does_not_take_are_named_once():
     trainer = Trainer(ReturnsDataclass(), None, None, callbacks=[])
-    rows = [{"x": x, "y": y, "extra": 1} for x, y in regression_data(4)]
+    rows = [{"x": x, "y": y, "extra": 1} for x, y in float64_data(4)]
     with pytest.warns(UserWarning, match=r"ReturnsDataclass\.forward takes no argument named 'extra'") as warned:
         trainer.evaluate(rows, per_device_batch_size=2)
     assert [warning.category for warning in warned].count(UserWarning) == 1  # Python 3.12 warns of forked workers
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9])
-@pytest.mark.parametrize("make", [regression_data, lambda n: Rows(regression_data(n))], ids=["memory", "rows"])
+@pytest.mark.parametrize("make", [float64_data, lambda n: Rows(float64_data(n))], ids=["memory", "rows"])
 def test_predictions_come_in_the_order_of_the_dataset(size, make):
-    model = small_model()
+    model = float64_model()
     model.train()
-    trainer = quiet_trainer(model)
+    trainer = adamw_trainer(model)
     with torch.no_grad():
-        expected = model(regression_data(size).tensors[0])
+        expected = model(float64_data(size).tensors[0])
     predictions = trainer.predict(make(size), per_device_batch_size=3)
     assert torch.allclose(predictions, expected, atol=1e-12, rtol=0)
     assert not predictions.requires_grad
@@ -195,16 +205,16 @@ def test_predictions_come_in_the_order_of_the_dataset(size, make):
 
 @pytest.mark.parametrize("sampler", [{"sampler": [3, 1, 1]}, {"batch_sampler": [[3, 1], [1]]}])
 def test_predictions_with_a_sampler_come_in_its_order(sampler):
-    trainer = quiet_trainer(small_model())
-    expected = trainer.predict(regression_data(4), per_device_batch_size=1)[[3, 1, 1]]
-    found = trainer.predict(regression_data(4), per_device_batch_size=2, dataloader_kwargs=sampler)
+    trainer = adamw_trainer(float64_model())
+    expected = trainer.predict(float64_data(4), per_device_batch_size=1)[[3, 1, 1]]
+    found = trainer.predict(float64_data(4), per_device_batch_size=2, dataloader_kwargs=sampler)
     assert torch.allclose(found, expected, atol=1e-12, rtol=0)
 
 
 def test_prediction_needs_no_targets():
-    x = regression_data(6).tensors[0]
-    trainer = quiet_trainer(small_model())
-    expected = trainer.predict(regression_data(6))
+    x = float64_data(6).tensors[0]
+    trainer = adamw_trainer(float64_model())
+    expected = trainer.predict(float64_data(6))
     assert torch.equal(trainer.predict(TensorDataset(x)), expected)
     assert torch.equal(trainer.predict(list(x)), expected)
 
@@ -214,13 +224,13 @@ def test_the_output_of_predict_can_be_overridden():
         def calculate_predict_batch_output(self, batch):
             return super().calculate_predict_batch_output(batch).sign()
 
-    predictions = Signs(small_model(), None, None, callbacks=[]).predict(regression_data(6))
+    predictions = Signs(float64_model(), None, None, callbacks=[]).predict(float64_data(6))
     assert set(predictions.flatten().tolist()) <= {-1.0, 1.0}
 
 
 def test_evaluate_keeps_the_history_of_training():
-    trainer = quiet_trainer(small_model())
-    data = regression_data(10)
+    trainer = adamw_trainer(float64_model())
+    data = float64_data(10)
     trainer.train(data, 2, data)
     before = trainer.run_history.to_dict()
     metrics = trainer.evaluate(data)
@@ -240,10 +250,10 @@ def test_a_loss_module_with_parameters_of_its_own_is_trained_too():
         def forward(self, outputs, targets):
             return nn.functional.mse_loss(self.scale * outputs, targets)
 
-    model, loss_func = small_model(), Scaled()
+    model, loss_func = float64_model(), Scaled()
     optimizer = torch.optim.SGD([*model.parameters(), *loss_func.parameters()], lr=0.1)
-    trainer = quiet_trainer(model, loss_func, optimizer)
-    trainer.train(regression_data(12), 1, per_device_batch_size=2, gradient_accumulation_steps=4)
+    trainer = adamw_trainer(model, loss_func, optimizer)
+    trainer.train(float64_data(12), 1, per_device_batch_size=2, gradient_accumulation_steps=4)
     assert loss_func.scale.item() != 1.0
 
 
@@ -268,7 +278,7 @@ class OfSequences(nn.Module):
 
 
 def test_losses_of_lists_of_unequal_tensors_count_by_samples():
-    trainer = quiet_trainer(OfSequences(), optimizer=None)
+    trainer = adamw_trainer(OfSequences(), optimizer=None)
     losses = [trainer.evaluate(RAGGED, size, {"num_workers": 0}, collate_ragged)["evaluation_loss"] for size in (8, 3)]
     assert losses[0] == pytest.approx(losses[1])
 
@@ -279,7 +289,7 @@ def test_batches_with_lists_of_unequal_tensors_split_by_samples(collate):
     def run(room: float) -> Any:
         model = OfSequences(room)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        trainer = quiet_trainer(model, optimizer=optimizer)
+        trainer = adamw_trainer(model, optimizer=optimizer)
         arguments = {"collate_fn": collate, "train_dataloader_kwargs": {"shuffle": False, "num_workers": 0}}
         trainer.train(RAGGED, 2, per_device_batch_size=8, auto_microbatch=True, **arguments)
         return trainer
@@ -293,7 +303,7 @@ def test_batches_with_lists_of_unequal_tensors_split_by_samples(collate):
 
 
 class OwnBatch:
-    """A batch of which only its own step knows what it holds."""
+    """A batch whose contents only the step knows."""
 
     def __init__(self, samples: Any) -> None:
         self.x, self.y = map(torch.stack, zip(*samples, strict=True))
@@ -307,24 +317,24 @@ class OfOwnBatches(Trainer):
 @pytest.mark.extension("failed_batches")
 def test_batches_of_a_class_of_the_users_are_counted_and_guarded():
     def run(*listed: Any, **kwargs: Any) -> Trainer:
-        trainer = make_trainer(listed, small_model(), OfOwnBatches)
-        trainer.train(regression_data(10), 1, per_device_batch_size=4, collate_fn=OwnBatch, **kwargs)
+        trainer = make_trainer(listed, float64_model(), OfOwnBatches)
+        trainer.train(float64_data(10), 1, per_device_batch_size=4, collate_fn=OwnBatch, **kwargs)
         return trainer
 
     torch.manual_seed(0)
     plain = run()
     torch.manual_seed(0)
     guarded = run(callbacks.SkipFailedBatchesCallback())
-    assert equal(weights(guarded.model), weights(plain.model))
+    assert equal_weights(weights(guarded.model), weights(plain.model))
     assert plain.run_history.to_dict() == guarded.run_history.to_dict()
 
     class Full(OfOwnBatches):
         def calculate_train_batch_loss(self, batch):
             raise MemoryError
 
-    trainer = make_trainer(model=small_model(), trainer_class=Full)
+    trainer = make_trainer(model=float64_model(), trainer_class=Full)
     with pytest.raises(ValueError, match="A batch of type OwnBatch cannot be split"):
-        trainer.train(regression_data(8), 1, collate_fn=OwnBatch, auto_microbatch=True)
+        trainer.train(float64_data(8), 1, collate_fn=OwnBatch, auto_microbatch=True)
 
 
 @pytest.mark.parametrize("size", [4, 3, 5, 8])
@@ -339,7 +349,7 @@ def test_predictions_that_are_a_list_of_samples_stay_one(size):
 
 
 def boxes_of(index: int, number: int) -> dict[str, torch.Tensor]:
-    """What a detector finds in an image, or is to find."""
+    """The boxes and labels of an image, predicted or true."""
     return {"boxes": torch.full((number, 4), float(index)), "labels": torch.full((number,), index)}
 
 
@@ -410,21 +420,21 @@ def test_values_that_are_not_per_sample_are_in_every_part():
 
     for size in (2, 3):
         seen.clear()
-        trainer = make_trainer(model=small_model(), trainer_class=WithConstant)
-        trainer.train(regression_data(6), 1, per_device_batch_size=size, collate_fn=collate, auto_microbatch=True)
+        trainer = make_trainer(model=float64_model(), trainer_class=WithConstant)
+        trainer.train(float64_data(6), 1, per_device_batch_size=size, collate_fn=collate, auto_microbatch=True)
         assert {float(constant) for constant in seen} == {5.0}
         assert trainer.num_microbatches == size
 
 
-def test_a_single_loss_by_the_name_of_the_sum_is_that():
+def test_a_single_loss_may_have_the_name_of_the_sum():
     class One(Trainer):
         def calculate_eval_batch_loss(self, batch):
             return {"loss": {"loss": super().calculate_eval_batch_loss(batch)["loss"]}}
 
-    model = small_model()
+    model = float64_model()
     arguments = model, nn.MSELoss(), None
-    assert One(*arguments, callbacks=[]).evaluate(regression_data(7), 3) == Trainer(*arguments, callbacks=[]).evaluate(
-        regression_data(7), 3
+    assert One(*arguments, callbacks=[]).evaluate(float64_data(7), 3) == Trainer(*arguments, callbacks=[]).evaluate(
+        float64_data(7), 3
     )
 
 
@@ -448,14 +458,14 @@ class Both(NamedTuple):
 class ReturnsBoth(nn.Module):
     def __init__(self):
         super().__init__()
-        self.inner = small_model()
+        self.inner = float64_model()
 
     def forward(self, x):
         return Both(self.inner(x), 2 * self.inner(x))
 
 
-def test_named_tuples_stay_such_in_predictions():
-    found = Trainer(ReturnsBoth(), None, None, callbacks=[]).predict(regression_data(5), per_device_batch_size=2)
+def test_predictions_keep_named_tuples():
+    found = Trainer(ReturnsBoth(), None, None, callbacks=[]).predict(float64_data(5), per_device_batch_size=2)
     assert type(found) is Both
     assert found.value.shape == (5, 1)
     assert torch.equal(found.double, 2 * found.value)
@@ -471,9 +481,9 @@ def test_samples_left_out_by_the_collate_function_do_not_count():
     def leave_out_the_first(samples: Any) -> Any:
         return default_collate(samples[1:])
 
-    x, y = regression_data(7)[[1, 2, 3, 5, 6]]
-    trainer = quiet_trainer(small_model(), optimizer=None)
-    found = trainer.evaluate(Rows(regression_data(7)), 4, {"num_workers": 0}, leave_out_the_first)
+    x, y = float64_data(7)[[1, 2, 3, 5, 6]]
+    trainer = adamw_trainer(float64_model(), optimizer=None)
+    found = trainer.evaluate(Rows(float64_data(7)), 4, {"num_workers": 0}, leave_out_the_first)
     assert found["evaluation_loss"] == pytest.approx(nn.functional.mse_loss(trainer.model(x), y).item())
 
 
@@ -492,7 +502,7 @@ def test_a_batch_without_targets_counts_only_the_samples_in_it():
 
 
 @pytest.mark.extension("failed_batches")
-def test_split_outputs_that_cannot_be_joined_become_a_list():
+def test_split_outputs_that_cannot_be_merged_become_a_list():
     class Alike(Trainer):
         def calculate_train_batch_loss(self, batch):
             if len(batch[0]) > 3:
@@ -534,14 +544,14 @@ def trained_on_graphs() -> Any:
 
 
 @pytest.mark.processes
-def test_a_process_without_samples_needs_no_size_of_its_batch(two_ranks):
+def test_a_process_without_samples_needs_no_batch_size(two_ranks):
     (samples, first), (_, second) = two_ranks(trained_on_graphs)
     assert samples == 18
-    assert equal(first, second)
+    assert equal_weights(first, second)
 
 
 @pytest.mark.parametrize("size", ["num_graphs", "batch_size", "attributes"])
-def test_objects_in_a_stream_tell_their_size(size):
+def test_sizes_of_objects_in_a_stream_are_inferred(size):
     class Packed:
         def __init__(self, n):
             self.x = torch.ones(n, 1)

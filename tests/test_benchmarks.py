@@ -1,4 +1,4 @@
-"""The benchmarks run, and compare what they say they compare. No time is asserted."""
+"""The benchmarks run and compare what they claim to compare. No time is asserted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import comparison, gpu, scale, startup, worker
+from benchmarks import comparison, gpu, run_contender, scale, startup
 from benchmarks.__main__ import main
 from benchmarks.contenders import CONTENDERS
 from benchmarks.paths import DOING_MORE, PATHS
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.programs
 
 
 def of_a_soak(test: Callable[..., None]) -> Callable[..., None]:
-    """For benchmarks that start many interpreters, and have a like that is tried each time."""
+    """For benchmarks that start many interpreters; a similar one is always tested."""
     return pytest.mark.soak(pytest.mark.skipif(not SOAK, reason="starts many interpreters: make soak")(test))
 
 
 def printed_rows(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
-    """Return the cells of the tables that a program printed, without their heads, below which it named its machine."""
+    """Return the cells of the tables that a program printed, without their heads."""
     assert done.returncode == 0, done.stdout + (done.stderr or "")
     output = done.stdout
     assert f"Python {platform.python_version()}" in output
@@ -41,7 +41,7 @@ def printed_rows(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
 
 
 def run_worker(module: str, *arguments: str) -> dict[str, float]:
-    """As the benchmarks' own, but in a fork: a fresh process matters for figures only."""
+    """Like the benchmarks' own function, but in a fork, as a fresh process matters only for the figures."""
     done = run_module(module, *arguments)
     assert done.returncode == 0, done.stdout
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -73,7 +73,7 @@ def test_a_benchmark_writes_a_table_and_its_figures(tmp_path, monkeypatch, workl
 
 
 class StandIn:
-    """An event of a GPU that there is not."""
+    """A stand-in for a CUDA event."""
 
     def __init__(self, enable_timing):
         assert enable_timing
@@ -85,8 +85,8 @@ class StandIn:
         return 1e3 * (later.at - self.at)
 
 
-def test_a_row_that_waits_for_the_gpu_says_how_often_and_where(monkeypatch):
-    """The contender stands in for a GPU: it does what torch's debug modes do."""
+def test_the_gpu_table_counts_waits_by_position(monkeypatch):
+    """The contender simulates torch's debug modes for waits."""
     modes = ["default"]
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(modes[-1]))
@@ -116,13 +116,13 @@ def test_a_row_that_waits_for_the_gpu_says_how_often_and_where(monkeypatch):
     assert "| float32: ours | failed |" in row
 
 
-def test_what_a_gpu_will_run_compiled_can_be_compiled_ahead():
+def test_gpu_workloads_can_be_compiled_ahead():
     done = run_module("benchmarks.gpu", "all", "gpu_tiny,gpu_gpt", "compile")
     assert done.returncode == 0, done.stdout
     assert '{"workload"' not in done.stdout
 
 
-def test_other_errors_of_a_contender_are_no_synchronisations():
+def test_other_errors_of_a_contender_are_not_counted_as_waits():
     def train(batches):
         raise RuntimeError(f"{next(batches)} is wrong")
 
@@ -137,7 +137,7 @@ def test_a_contender_that_ends_before_its_turns_is_refused():
         turns.take(next)
 
 
-def test_the_parts_of_a_step_are_those_of_both_loops():
+def test_step_times_are_split_into_the_parts_of_both_loops():
     rows = printed_rows(run_module("benchmarks.gaps", "--quick", "--rounds", "1"))
     assert [name for name, *_ in rows][:3] == ["forward pass", "forward pass to loss", "loss"]
     assert all(float(by_hand) > 0 for _, by_hand, _ in rows)
@@ -146,7 +146,7 @@ def test_the_parts_of_a_step_are_those_of_both_loops():
 @pytest.mark.slow
 @pytest.mark.extension("hang_watch")
 @CAN_SHARD
-def test_an_update_of_ours_sends_what_one_by_hand_sends():
+def test_an_update_sends_as_much_as_a_hand_written_one():
     def run():
         scale.EPOCHS, scale.UPDATES = 1, 3
         scale.main()
@@ -171,14 +171,14 @@ def test_logical_processes_are_measured_against_ddp_by_hand():
         assert sent == "0.00 MB"  # of one process
 
 
-def test_each_way_to_feed_processes_is_compared_with_a_loop():
+def test_ways_of_feeding_processes_are_compared_with_a_loop():
     rows = printed_rows(run_module("benchmarks.streams", "--quick"))
     assert len(rows) == 9
     assert all(float(ratio) > 0 for _, _, *ratios in rows for ratio in ratios)
 
 
 @of_a_soak
-def test_each_way_to_agree_is_compared_with_no_exchange():
+def test_ways_of_agreeing_are_compared_with_no_exchange():
     done = launch([*TORCHRUN, "2", "-m", "benchmarks.collectives", "--quick"], warm=True)
     rows = {name: cells for name, *cells in printed_rows(done)}
     assert len(rows) == 10
@@ -214,7 +214,7 @@ def test_states_are_measured_against_what_torch_saves_and_loads(tmp_path):
 
 
 @of_a_soak
-def test_cost_is_measured_as_it_grows():
+def test_costs_are_measured_for_growing_sizes():
     tables = ["--only", "steps", "epochs", "samples", "processes", "--rounds", "1"]
     sizes = ["--steps", "100", "--epochs", "100", "--samples", "1000", "--processes", "1"]
     *others, control, trainer = printed_rows(run_module("benchmarks.growth", *tables, *sizes))
@@ -234,7 +234,7 @@ def test_the_time_to_a_shuffled_epochs_first_batch_is_measured():
 
 @of_a_soak
 def test_workers_are_measured_against_the_standard_loader():
-    rows = printed_rows(run_module("benchmarks.workers", "--rounds", "1", "--workers", "1", "--megabytes", "4"))
+    rows = printed_rows(run_module("benchmarks.loader_workers", "--rounds", "1", "--workers", "1", "--megabytes", "4"))
     assert len(rows) == 8
     assert all(float(first) <= float(every) + 0.5 for _, first, every, _ in rows)  # both rounded, the second to 1 ms
     assert [float(memory) > 0 for *_, memory in rows] == ["in this process" not in name for name, *_ in rows]
@@ -272,18 +272,18 @@ def test_compiled_steps_are_measured_against_the_loop_by_hand():
 
 
 def test_a_contender_takes_turns_with_the_loop_by_hand():
-    found = worker.measure("ours, default without bar", "loop", True)
+    found = run_contender.measure("ours, default without bar", "loop", True)
     assert found.keys() == {"cpu", "wall", "cpu of plain loop", "wall of plain loop"}
     assert all(seconds > 0 for seconds in found.values())
 
 
 @pytest.mark.parametrize("contenders", [["plain loop"], ["plain loop, indexing tensors"], ["absent"]])
-def test_a_table_of_few_contenders_or_none(tmp_path, monkeypatch, contenders):
+def test_a_table_may_have_few_contenders(tmp_path, monkeypatch, contenders):
     monkeypatch.setitem(CONTENDERS, "absent", lambda task, folder: __import__("a_package_that_is_absent"))
     options = ["--workloads", "loop", "--quick", "--rounds", "1", "--output", str(tmp_path)]
 
     def run(_module, name, workload, _mode):
-        found = worker.measure(name, workload, True)
+        found = run_contender.measure(name, workload, True)
         return None if "missing" in found else found
 
     main([*options, "--contenders", *contenders], run)
@@ -295,7 +295,7 @@ def test_a_table_of_few_contenders_or_none(tmp_path, monkeypatch, contenders):
 def test_a_contender_that_makes_other_updates_is_refused(monkeypatch):
     monkeypatch.setitem(CONTENDERS, "lazy", lambda task, folder: lambda: None)
     with pytest.raises(RuntimeError, match="lazy made 0 updates instead of 20"):
-        worker.measure("lazy", "loop", True)
+        run_contender.measure("lazy", "loop", True)
 
 
 def test_a_contender_that_trains_for_too_few_steps_is_refused(monkeypatch):
@@ -307,9 +307,9 @@ def test_a_contender_that_trains_for_too_few_steps_is_refused(monkeypatch):
 
     monkeypatch.setitem(CONTENDERS, "short", short)
     with pytest.raises(RuntimeError, match="short made 5 steps instead of 20"):
-        worker.measure("short", "loop", True)
+        run_contender.measure("short", "loop", True)
 
 
 @pytest.mark.parametrize("question", ["resume", "window", "unequal"])
-def test_the_comparison_finds_ours_exact_where_the_readme_does(question):
+def test_the_comparison_confirms_the_exactness_in_the_readme(question):
     assert comparison.answer(question, "ours")[""] < 1e-6

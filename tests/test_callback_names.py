@@ -1,4 +1,4 @@
-"""Built-in callbacks as examples: each holds a callback, imports what is public, and reads what is documented."""
+"""Built-in callbacks as examples: they import public names only and read documented attributes only."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def type_of(kind: type, attribute: str) -> type | None:
 
 
 def reads(tree: ast.AST) -> Iterator[tuple[type, list[str]]]:
-    """Yield the attributes that are read of trainers and runs, one after another, such as ``data``, ``seed``."""
+    """Yield the chains of attributes that are read from trainers and runs, such as ``data``, ``seed``."""
     for node in ast.walk(tree):
         names: list[str] = []
         part: ast.expr | None = node if isinstance(node, ast.Attribute) else None
@@ -80,7 +80,7 @@ def reads(tree: ast.AST) -> Iterator[tuple[type, list[str]]]:
 
 
 @pytest.mark.parametrize("name", CALLBACKS + OF_EXTENSIONS)
-def test_a_file_of_callbacks_holds_one(name):
+def test_each_callback_file_defines_a_callback(name):
     module = importlib.import_module(name)
     own = [value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == name]
     assert any(issubclass(value, TrainerCallback) for value in own)

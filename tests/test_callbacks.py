@@ -1,4 +1,4 @@
-"""The callbacks that are shipped: one contract for all, and what each promises."""
+"""Shipped callbacks: a contract for all of them, and the behaviour of each."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ from tests.ranks import rank, shared_folder
 from tests.shipped import EVENTFUL, NEEDS_A_SCALER, NOT_REPEATABLE, RUN, SHIPPED, STATEFUL, STATELESS, build
 from tests.tasks import (
     Stream,
-    equal,
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
     listener,
     make_data,
     make_model,
     make_trainer,
-    quiet_trainer,
     raises_at,
-    regression_data,
-    same,
-    small_model,
+    same_bits,
     train,
     weights,
 )
@@ -104,7 +104,7 @@ def test_a_shipped_callback_serves_two_runs(callback_class, here):
     start = weights(trainer.model)
     train(trainer, epochs=2, train_dataset=data, eval_dataset=data, **needs)
     assert trainer.progress.update == 6 or "Limit" in callback_class.__name__
-    assert not equal(weights(trainer.model), start)
+    assert not equal_weights(weights(trainer.model), start)
     train(trainer, epochs=2, train_dataset=data, eval_dataset=data, **needs)
     assert trainer.progress.epochs_completed == 2 or "has not improved" in trainer.stop_reason
     assert math.isfinite(trainer.evaluate(data)["evaluation_loss"])
@@ -155,16 +155,16 @@ def test_a_shipped_callback_survives_a_run_that_fails_or_stops(callback_class, h
 @pytest.mark.parametrize(
     "callback_class", [c for c in SHIPPED if hasattr(c, "state_dict") and c.__name__ not in STATELESS | NEEDS_A_SCALER]
 )
-def test_the_state_of_a_shipped_callback_makes_the_round_trip(callback_class, here):
+def test_states_of_shipped_callbacks_survive_a_round_trip(callback_class, here):
     callback = callback_class(**STATEFUL.get(callback_class.__name__, {}))
     before = callback.state_dict()
     train(make_trainer([callback]), epochs=2, eval_dataset=make_data(), **EVENTFUL.get(callback_class.__name__, {}))
     state = callback.state_dict()
-    assert not same(state, before), "the run has left no trace in the state: the test tells nothing"
+    assert not same_bits(state, before), "the run has left no trace in the state: the test tells nothing"
     torch.save(state, here / "state.pt")
     restored = callback_class(**STATEFUL.get(callback_class.__name__, {}))
     restored.load_state_dict(torch.load(here / "state.pt", weights_only=True))
-    assert same(restored.state_dict(), state)
+    assert same_bits(restored.state_dict(), state)
 
 
 @pytest.mark.parametrize("callback_class", SHIPPED)
@@ -186,7 +186,7 @@ def test_a_shipped_callback_changes_no_bit_of_the_training(callback_class, seed,
     torch.manual_seed(0)
     train(make_trainer([keep], seed=seed), eval_dataset=True, **arguments)
     assert len(seen) == 3
-    assert all(map(equal, with_callback, seen))
+    assert all(map(equal_weights, with_callback, seen))
 
 
 @pytest.mark.slow
@@ -201,12 +201,12 @@ def test_a_run_with_a_shipped_callback_resumes_from_its_middle(callback_class, h
     whole, callback = run("whole")
     middle = max(here.glob("whole/update-*")).parent / "update-000000002"
     resumed, again = run("resumed", resume_from=middle)
-    assert equal(weights(resumed.model), weights(whole.model))
+    assert equal_weights(weights(resumed.model), weights(whole.model))
     if callback_class.__name__ not in NOT_REPEATABLE:
         assert resumed.run_history.to_dict() == whole.run_history.to_dict()
     assert resumed.progress == whole.progress
     if hasattr(callback, "state_dict") and callback_class is not SaveTrainingStateCallback:
-        assert same(again.state_dict(), callback.state_dict())
+        assert same_bits(again.state_dict(), callback.state_dict())
 
 
 @pytest.mark.slow
@@ -223,14 +223,14 @@ def test_a_stopped_run_with_a_shipped_callback_trains_further(callback_class, he
     for event in ("on_train_epoch_end", "on_training_run_epoch_end"):
         assert run(event, 6).stop_reason == "enough"
         further = run(event, 100)
-        assert equal(weights(further.model), weights(whole.model))
+        assert equal_weights(weights(further.model), weights(whole.model))
         if callback_class.__name__ not in NOT_REPEATABLE:
             assert further.run_history.to_dict() == whole.run_history.to_dict()
         assert further.progress == whole.progress
 
 
 @pytest.mark.slow
-def test_all_shipped_callbacks_work_together(here):
+def test_all_shipped_callbacks_can_be_combined(here):
     trainer = make_trainer([build(c) for c in SHIPPED])
     needs = {name: value for arguments in RUN.values() for name, value in arguments.items()}
     train(trainer, epochs=2, eval_dataset=True, **needs)
@@ -416,7 +416,7 @@ def test_a_progress_bar_with_a_negative_refresh_is_refused(value):
 
 
 class Collecting(LogMetricsCallback):
-    """Keeps what it is given to log."""
+    """Collects the values that it has to log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -436,7 +436,7 @@ def test_each_metric_of_a_run_is_printed_once(capsys):
             assert out.count(f"{value:.6g}") >= 1
 
 
-def test_what_is_logged_is_what_the_history_holds(capsys):
+def test_logged_metrics_equal_the_history(capsys):
     collecting = Collecting()
     trainer = train(make_trainer([collecting]), epochs=2, eval_dataset=True)
     assert capsys.readouterr().out == ""
@@ -496,7 +496,7 @@ def poisoned(value: float, sample: int = 7, size: int = 8) -> TensorDataset:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_not_finite_is_an_error_that_says_where(value):
+def test_a_non_finite_loss_is_an_error_with_its_position(value):
     fired: list[str] = []
     callback = TerminateOnNaNCallback()
     watch = listener(
@@ -577,7 +577,7 @@ def test_a_custom_number_may_be_nan():
         train(make_trainer(callbacks[:1], trainer_class=LogsNaN), eval_dataset=poisoned(math.nan))
 
 
-def test_a_nan_in_evaluate_is_returned():
+def test_evaluate_returns_a_nan_loss():
     assert math.isnan(make_trainer([TerminateOnNaNCallback]).evaluate(poisoned(math.nan))["evaluation_loss"])
 
 
@@ -587,7 +587,7 @@ def test_without_the_callback_a_nan_ends_nothing():
     assert trainer.progress.epochs_completed == 2
 
 
-def test_after_a_nan_the_next_run_starts_over():
+def test_after_a_nan_the_next_run_starts_fresh():
     callback = TerminateOnNaNCallback()
     trainer = make_trainer([callback])
     with pytest.raises(NonFiniteLossError):
@@ -609,9 +609,9 @@ def test_the_best_model_is_saved_and_loaded_at_the_end(script, greater, best, tm
     trainer = scripted(script, callback)
     assert callback.best_metric == script[best - 1]
     assert callback.best_metric_epoch == best
-    assert equal(weights(trainer.model), trainer.weights_after_epoch[best - 1])
+    assert equal_weights(weights(trainer.model), trainer.weights_after_epoch[best - 1])
     saved = torch.load(tmp_path / "best.pt", weights_only=True)
-    assert equal(saved["model_state_dict"], trainer.weights_after_epoch[best - 1])
+    assert equal_weights(saved["model_state_dict"], trainer.weights_after_epoch[best - 1])
     assert saved["score"] == script[best - 1]
     assert saved["epoch"] == best
 
@@ -619,8 +619,8 @@ def test_the_best_model_is_saved_and_loaded_at_the_end(script, greater, best, tm
 def test_the_last_model_stays_if_the_best_is_not_to_be_loaded(tmp_path):
     callback = SaveBestModelCallback(tmp_path / "best.pt", "score", load_saved_checkpoint=False)
     trainer = scripted([1, 2, 3], callback)
-    assert equal(weights(trainer.model), trainer.weights_after_epoch[2])
-    assert equal(torch.load(tmp_path / "best.pt")["model_state_dict"], trainer.weights_after_epoch[0])
+    assert equal_weights(weights(trainer.model), trainer.weights_after_epoch[2])
+    assert equal_weights(torch.load(tmp_path / "best.pt")["model_state_dict"], trainer.weights_after_epoch[0])
 
 
 def test_the_optimizers_state_is_that_of_the_best_epoch_too(tmp_path):
@@ -638,7 +638,7 @@ def test_the_optimizers_state_is_that_of_the_best_epoch_too(tmp_path):
 @pytest.mark.parametrize("optimizer", [True, False])
 @pytest.mark.parametrize("scheduler", [True, False])
 @pytest.mark.parametrize("script", [[1.0], [3.0, 2.0, 1.0]])
-def test_a_best_model_omits_optimizer_and_scheduler_if_asked(script, optimizer, scheduler, tmp_path):
+def test_a_best_model_may_omit_optimizer_and_scheduler(script, optimizer, scheduler, tmp_path):
     callback = SaveBestModelCallback(
         tmp_path / "best.pt", "score", save_optimizer=optimizer, save_scheduler=scheduler, load_saved_checkpoint=False
     )
@@ -652,14 +652,14 @@ def test_a_best_model_omits_optimizer_and_scheduler_if_asked(script, optimizer, 
 @pytest.mark.parametrize(("script", "best"), [([math.nan, 2.0, math.nan], 2), ([2.0, math.nan, math.nan], 1)])
 def test_nan_is_never_the_best(script, best, greater, tmp_path):
     trainer = scripted(script, SaveBestModelCallback(tmp_path / "best.pt", "score", greater_is_better=greater))
-    assert equal(weights(trainer.model), trainer.weights_after_epoch[best - 1])
+    assert equal_weights(weights(trainer.model), trainer.weights_after_epoch[best - 1])
 
 
 def test_nothing_is_saved_when_all_scores_are_nan(tmp_path, capsys):
     trainer = scripted([math.nan, math.nan], SaveBestModelCallback(tmp_path / "best.pt", "score"))
     assert "No best model was saved: score never had a numeric value." in capsys.readouterr().out
     assert not (tmp_path / "best.pt").exists()
-    assert equal(weights(trainer.model), trainer.weights_after_epoch[1])
+    assert equal_weights(weights(trainer.model), trainer.weights_after_epoch[1])
 
 
 @pytest.mark.parametrize(("error", "is_loaded"), [(ValueError, False), (KeyboardInterrupt, True)])
@@ -680,14 +680,14 @@ def test_the_best_model_is_loaded_unless_an_error_ends_the_run(error, is_loaded,
     said = capsys.readouterr().out
     assert ("Loading the best model: epoch 1" in said) == is_loaded
     assert ("The run failed, so the best model is not loaded. It is in" in said) != is_loaded
-    assert equal(weights(trainer.model), ends[0 if is_loaded else 1])
+    assert equal_weights(weights(trainer.model), ends[0 if is_loaded else 1])
     trainer.load_checkpoint(tmp_path / "best.pt")
-    assert equal(weights(trainer.model), ends[0])
+    assert equal_weights(weights(trainer.model), ends[0])
 
 
 def test_an_infinite_loss_is_worse_than_a_finite_one_after_it(tmp_path):
     trainer = scripted([math.inf, 5.0], SaveBestModelCallback(tmp_path / "best.pt", "score"))
-    assert equal(weights(trainer.model), trainer.weights_after_epoch[1])
+    assert equal_weights(weights(trainer.model), trainer.weights_after_epoch[1])
 
 
 @pytest.mark.parametrize(
@@ -717,14 +717,14 @@ def test_two_callbacks_that_would_write_to_one_path_are_refused(make, other, arg
     assert not steps
 
 
-def test_two_best_models_on_different_metrics_are_both_kept(tmp_path):
+def test_two_best_models_by_different_metrics_are_kept(tmp_path):
     low = SaveBestModelCallback(tmp_path / "low.pt", "score", load_saved_checkpoint=False)
     high = SaveBestModelCallback(tmp_path / "high.pt", "score", greater_is_better=True)
     trainer = scripted([3, 1, 2], low, high)
     after = trainer.weights_after_epoch
-    assert equal(torch.load(tmp_path / "low.pt")["model_state_dict"], after[1])
-    assert equal(torch.load(tmp_path / "high.pt")["model_state_dict"], after[0])
-    assert equal(weights(trainer.model), after[0])
+    assert equal_weights(torch.load(tmp_path / "low.pt")["model_state_dict"], after[1])
+    assert equal_weights(torch.load(tmp_path / "high.pt")["model_state_dict"], after[0])
+    assert equal_weights(weights(trainer.model), after[0])
 
 
 def test_a_metric_that_an_earlier_callback_records_is_watched(tmp_path):
@@ -735,7 +735,7 @@ def test_a_metric_that_an_earlier_callback_records_is_watched(tmp_path):
 
 
 @pytest.mark.parametrize(("last", "is_saved"), [(5.0, False), (1.0, True)])
-def test_a_resumed_run_whose_best_model_is_missing_says_so(last, is_saved, tmp_path, capsys):
+def test_a_missing_best_model_of_a_resumed_run_is_warned_of(last, is_saved, tmp_path, capsys):
     def run(epochs: int, **kwargs: Any) -> Any:
         callbacks = SaveTrainingStateCallback(tmp_path / "states"), SaveBestModelCallback(tmp_path / "best.pt", "score")
         return scripted([2.0, 3.0, last], *callbacks, epochs=epochs, **kwargs)
@@ -744,7 +744,7 @@ def test_a_resumed_run_whose_best_model_is_missing_says_so(last, is_saved, tmp_p
     (tmp_path / "best.pt").unlink()
     with pytest.warns(UserWarning, match=r"save_path='.*best.pt' does not exist.*epoch 1, score: 2 .*Copy it there"):
         trainer = run(3, resume_from="latest")
-    assert equal(weights(trainer.model), trainer.weights_after_epoch[-1])
+    assert equal_weights(weights(trainer.model), trainer.weights_after_epoch[-1])
     assert ("The best model is not in" in capsys.readouterr().out) is not is_saved
     assert (tmp_path / "best.pt").exists() is is_saved
 
@@ -758,7 +758,7 @@ def test_the_best_model_of_an_abandoned_attempt_is_not_loaded(last, best, tmp_pa
 
     run([3.0, 2.0, 1.0])  # its third epoch is as good as in no other attempt, and is not in its state
     trainer = run([3.0, 2.0, 4.0, last], resume_from="latest")
-    assert equal(weights(trainer.model), trainer.weights_after_epoch[-1])
+    assert equal_weights(weights(trainer.model), trainer.weights_after_epoch[-1])
     says = r"The best model is not in .*best.pt', which is missing or holds another attempt's. So the model stays"
     assert bool(re.search(says, capsys.readouterr().out)) is (best is None)
     assert torch.load(tmp_path / "best.pt")["epoch"] == (best or 3)
@@ -844,7 +844,7 @@ def test_watching_the_evaluation_loss_without_one_is_an_error(callback_class, he
 
 
 def resumed(folder: Path, *stages: TrainerCallback) -> None:
-    """Train an epoch with the first callback, and go on from its state for three with the second."""
+    """Train an epoch with the first callback, and resume from its state for three with the second."""
     accuracies = [0.5, 0.6, 0.7, 0.8]
     for epochs, callback in zip((1, 4), stages, strict=True):
         record = listener(
@@ -907,7 +907,7 @@ def test_a_best_value_of_an_older_version_counts_on_resuming(name, here):
         ([3, math.nan, 2], {"early_stopping_patience": 2}, 3),
     ],
 )
-def test_a_run_stops_after_so_many_epochs_without_improvement(script, arguments, epochs):
+def test_early_stopping_stops_after_epochs_without_improvement(script, arguments, epochs):
     trainer = scripted(script, EarlyStoppingCallback(watch_metric="score", **arguments))
     assert trainer.progress.epoch == len(trainer.run_history.get_metric_values("score")) == epochs
     if epochs < len(script):
@@ -983,7 +983,7 @@ def test_patience_counts_evaluations_in_mid_epoch_or_epochs(patience_in, update)
 
 
 @pytest.mark.parametrize("saves_first", [True, False])
-def test_a_resumed_run_stops_early_where_the_whole_one_would(saves_first, tmp_path):
+def test_a_resumed_run_stops_early_at_the_same_epoch(saves_first, tmp_path):
     def run(folder: str, **kwargs: Any) -> Any:
         states = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=1, save_at_end=False)
         stopping = EarlyStoppingCallback(3, 5.0, "intermediate_eval_loss", patience_in="evaluations")
@@ -997,10 +997,10 @@ def test_a_resumed_run_stops_early_where_the_whole_one_would(saves_first, tmp_pa
         resumed = run(f"after {state.name}", resume_from=state)
         assert resumed.stop_reason == whole.stop_reason
         assert resumed.progress == whole.progress
-        assert equal(weights(resumed.model), weights(whole.model))
+        assert equal_weights(weights(resumed.model), weights(whole.model))
 
 
-def test_a_run_pauses_at_a_limit_of_time_and_resumed_continues(here):
+def test_a_run_pauses_at_a_time_limit_and_can_be_resumed(here):
     whole = train(make_trainer(seed=1), epochs=2, eval_dataset=True)
     updates, trainer = [], make_trainer()
     while trainer.progress.epochs_completed != 2:
@@ -1011,11 +1011,11 @@ def test_a_run_pauses_at_a_limit_of_time_and_resumed_continues(here):
         assert trainer.stop_reason in (None, "Stopping: the time limit of 0:00:00.000001 is reached.")
     assert updates == [1, 2, 3, 3, 4, 5, 6, 6]  # after each update, and after the first epoch's evaluation
     assert trainer.stop_reason is None
-    assert equal(weights(trainer.model), weights(whole.model))
+    assert equal_weights(weights(trainer.model), weights(whole.model))
     assert trainer.run_history.to_dict() == whole.run_history.to_dict()
 
 
-def test_a_run_within_its_limit_of_time_is_not_stopped():
+def test_a_run_within_its_time_limit_is_not_stopped():
     trainer = train(make_trainer([TimeLimitCallback(3600)]))
     assert trainer.stop_reason is None
     assert trainer.progress.update == 3
@@ -1024,7 +1024,7 @@ def test_a_run_within_its_limit_of_time_is_not_stopped():
 @pytest.mark.parametrize(
     ("limit", "error"), [(0, ValueError), (timedelta(0), ValueError), ("1h", TypeError), (math.nan, ValueError)]
 )
-def test_a_limit_of_time_must_be_positive(limit, error):
+def test_a_time_limit_must_be_positive(limit, error):
     with pytest.raises(error, match=r"^limit=\S+ must be (greater than 0|a number)"):
         TimeLimitCallback(limit)
 
@@ -1033,7 +1033,7 @@ def test_a_stopped_run_ends_with_the_best_model(tmp_path):
     best = SaveBestModelCallback(tmp_path / "best.pt", "score")
     trainer = scripted([2, 1, 3, 4, 5], best, EarlyStoppingCallback(2, watch_metric="score"))
     assert trainer.progress.epoch == 4
-    assert equal(weights(trainer.model), trainer.weights_after_epoch[1])
+    assert equal_weights(weights(trainer.model), trainer.weights_after_epoch[1])
 
 
 @pytest.mark.parametrize("event", ["on_eval_epoch_end", "on_training_run_epoch_end"])
@@ -1047,14 +1047,14 @@ def test_a_run_stopped_at_its_target_keeps_what_reached_it(event, saves_first, t
     target = listener(**{event: stop})
     trainer = scripted([3, 2, 1, 4], *([best, target] if saves_first else [target, best]))
     assert (best.best_metric, best.best_metric_epoch) == (1, 3)
-    assert equal(torch.load(tmp_path / "best.pt")["model_state_dict"], weights(trainer.model))
+    assert equal_weights(torch.load(tmp_path / "best.pt")["model_state_dict"], weights(trainer.model))
 
 
 def test_a_stop_after_a_step_saves_no_model_for_an_older_value(tmp_path):
     best = SaveBestModelCallback(tmp_path / "best.pt", "score")
     trainer = scripted([3, 2, 1], best, raises_at(7, StopTrainingError("enough"), "on_train_step_checkpoint"))
     assert best.best_metric_epoch == 2
-    assert equal(weights(trainer.model), trainer.weights_after_epoch[1])
+    assert equal_weights(weights(trainer.model), trainer.weights_after_epoch[1])
 
 
 @pytest.mark.parametrize(
@@ -1067,7 +1067,7 @@ def test_a_stop_after_a_step_saves_no_model_for_an_older_value(tmp_path):
         ({"patience_in": "updates"}, ValueError, "patience_in='updates' must be 'epochs' or 'evaluations'"),
     ],
 )
-def test_early_stopping_refuses_senseless_arguments(arguments, error, match):
+def test_early_stopping_refuses_invalid_arguments(arguments, error, match):
     with pytest.raises(error, match=match):
         EarlyStoppingCallback(**arguments)
 
@@ -1076,7 +1076,7 @@ def test_early_stopping_refuses_senseless_arguments(arguments, error, match):
 
 
 class OnMeta(Trainer):
-    """A trainer whose device is the meta device, to see what is moved there without a GPU."""
+    """A trainer on the meta device, to see what is moved to a device."""
 
     @property
     def device(self) -> torch.device:
@@ -1103,15 +1103,15 @@ def shipped_callbacks() -> Any:
             name = callback_class.__name__
             work = folder / f"shipped {name}"
             work.mkdir(exist_ok=True)
-            model = small_model()
+            model = float64_model()
             output = io.StringIO()
             os.chdir(work)  # where callbacks write by default
             with redirect_stdout(output), redirect_stderr(output):
-                trainer = quiet_trainer(model, callbacks=[build(callback_class)])
-                data = regression_data(20)
-                trainer.train(data, 2, regression_data(7), per_device_batch_size=3, **RUN.get(name, {}))
-                evaluated = trainer.evaluate(regression_data(5), per_device_batch_size=2)
-                predicted = trainer.predict(regression_data(5), per_device_batch_size=2)
+                trainer = adamw_trainer(model, callbacks=[build(callback_class)])
+                data = float64_data(20)
+                trainer.train(data, 2, float64_data(7), per_device_batch_size=3, **RUN.get(name, {}))
+                evaluated = trainer.evaluate(float64_data(5), per_device_batch_size=2)
+                predicted = trainer.predict(float64_data(5), per_device_batch_size=2)
             results[name] = {
                 "weights": weights(model),
                 "evaluated": evaluated,
@@ -1128,21 +1128,21 @@ def test_a_shipped_callback_serves_several_processes(ranks, name):
     results = [result[name] for result in ranks(shipped_callbacks)]
     assert len(results) == ranks.world_size
     for result in results:
-        assert equal(result["weights"], results[0]["weights"])
+        assert equal_weights(result["weights"], results[0]["weights"])
         assert result["evaluated"] == results[0]["evaluated"]
         assert torch.equal(result["predicted"], results[0]["predicted"])
         assert result["printed"] == ""
 
 
 def default_callbacks() -> Any:
-    """Everything on: what is printed is looked at by the test, through the output of the launch."""
+    """Train with the default callbacks; the test checks the output of the launch."""
     with shared_folder() as folder:
-        model = small_model()
+        model = float64_model()
         best = SaveBestModelCallback(folder / "best.pt")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         others = [ProgressTableCallback(show_always=True), best, EarlyStoppingCallback(2, 0.0)]
         trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=[*get_default_callbacks(), *others])
-        trainer.train(regression_data(20), 3, regression_data(9), per_device_batch_size=2)
+        trainer.train(float64_data(20), 3, float64_data(9), per_device_batch_size=2)
         return {"weights": weights(model), "best": best.best_metric, "history": trainer.run_history.to_dict()}
 
 
@@ -1155,4 +1155,4 @@ def test_only_the_first_process_prints(ranks):
     assert len(re.findall(r"^1/3 .*s$", results.output, re.MULTILINE)) == 1
     assert results.output.count("Best: epoch") == 2  # in lines, and of a table
     assert len({result["best"] for result in results}) == 1
-    assert all(equal(result["weights"], results[0]["weights"]) for result in results)
+    assert all(equal_weights(result["weights"], results[0]["weights"]) for result in results)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.ranks import IN_ORDER, rank, shared_folder, world_size
-from tests.tasks import equal, largest_difference, weights
+from tests.tasks import equal_weights, largest_difference, weights
 
 STREAMS = 6
 
@@ -108,7 +108,7 @@ def saved() -> str | None:
 
 
 def by_hand() -> dict[str, torch.Tensor]:
-    """The loop that one would write."""
+    """The hand-written loop."""
     model, optimizer = make()
     for _ in range(2):
         hidden = None
@@ -122,7 +122,7 @@ def by_hand() -> dict[str, torch.Tensor]:
 
 
 def test_truncated_backpropagation_has_the_bits_of_a_plain_loop():
-    assert equal(weights(train().model), by_hand())
+    assert equal_weights(weights(train().model), by_hand())
 
 
 def trained_and_resumed() -> dict[str, Any]:
@@ -139,7 +139,7 @@ def test_processes_carry_their_rows_and_resume_to_the_same_bits(job):
     for found in (alone, *job(3)(trained_and_resumed)):
         assert largest_difference(found["whole"], alone["whole"]) < 1e-12
         assert len(found["resumed"]) == 3
-        assert all(equal(resumed, found["whole"]) for resumed in found["resumed"])
+        assert all(equal_weights(resumed, found["whole"]) for resumed in found["resumed"])
 
 
 def test_one_process_resumes_with_the_rows_of_two(two_ranks, tmp_path):

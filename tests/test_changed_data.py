@@ -1,4 +1,4 @@
-"""Data that change between the epochs of a run: workers are given the new data, and kept where nothing changes."""
+"""Data that change between epochs: workers see the new data, and are kept if nothing changes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def train(data, change, workers, seed=None, epochs=3):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("how", some_of(CHANGES))
-def test_kept_workers_read_what_a_callback_has_changed(how):
+def test_persistent_workers_see_data_changed_by_callbacks(how):
     column, change = CHANGES[how]
     wrap = [*WRAPPERS.values()][[*CHANGES].index(how) % len(WRAPPERS)]
     data = Samples()
@@ -109,7 +109,7 @@ def test_set_epoch_of_a_dataset_is_called_and_reaches_workers(wrapper, workers):
     assert {epoch: rows[:, 6].unique().tolist() for epoch, rows in seen.items()} == {1: [0], 2: [1], 3: [2]}
 
 
-def test_workers_are_kept_where_nothing_changes():
+def test_workers_are_kept_if_nothing_changes():
     data = Samples()
     data.set_epoch = None
     seen = train(data, lambda epoch: None, workers=1)

@@ -1,4 +1,4 @@
-"""Losses that callbacks change: before the backward pass they are trained on, after it that is an error."""
+"""Losses changed by callbacks: used before the backward pass, an error after it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytorch_accel_lite import Trainer, TrainerCallback, callbacks
 from tests import ancestor
 from tests.launching import CAN_SHARD
 from tests.sharded import gathered, sharded_trainer
-from tests.tasks import equal, listener, make_data, make_model, make_trainer, regression_data, train, weights
+from tests.tasks import equal_weights, float64_data, listener, make_data, make_model, make_trainer, train, weights
 
 
 def penalty(trainer: Trainer) -> torch.Tensor:
@@ -37,7 +37,7 @@ class Penalised(Trainer):
 
 
 class Manual(Trainer):
-    """Updates by itself."""
+    """Makes its own updates."""
 
     def train_step(self, batch):
         self.update(self.loss(batch))
@@ -106,8 +106,8 @@ def test_a_loss_changed_before_the_backward_pass_is_trained_on(kind, accumulatio
     found = trained(kind, adds, gradient_accumulation_steps=accumulation)
     by_step = trained(kind, penalised=True, gradient_accumulation_steps=accumulation)
     without = trained(kind, gradient_accumulation_steps=accumulation)
-    assert equal(weights(found.model), weights(by_step.model))
-    assert not equal(weights(found.model), weights(without.model))
+    assert equal_weights(weights(found.model), weights(by_step.model))
+    assert not equal_weights(weights(found.model), weights(without.model))
 
 
 @pytest.mark.parametrize("adds", [replace, change_in_place])
@@ -133,7 +133,7 @@ def test_a_loss_from_a_compiled_step_may_be_changed():
 
 
 @pytest.mark.extension("failed_batches")
-def test_a_batch_in_parts_has_the_penalty_once():
+def test_a_split_batch_has_its_penalty_once():
     def run(adds: Any, trainer_class: type[Trainer]) -> Trainer:
         callbacks = [] if adds is None else [listener(on_backward_start=adds)]
         trainer = make_trainer(callbacks, OutOfMemory(), trainer_class)
@@ -141,7 +141,7 @@ def test_a_batch_in_parts_has_the_penalty_once():
 
     found, by_step, whole = run(replace, Trainer), run(None, Penalised), trained("plain", replace)
     assert found.num_microbatches == 2
-    assert equal(weights(found.model), weights(by_step.model))
+    assert equal_weights(weights(found.model), weights(by_step.model))
     parts = weights(found.model.inner)
     assert all(torch.allclose(parts[name], value, atol=1e-6) for name, value in weights(whole.model).items())
 
@@ -172,9 +172,9 @@ def give_by_name(trainer: Trainer, batch_output: dict[str, Any], **kwargs: Any) 
 
 
 @pytest.mark.parametrize("adds", [halve, halve_another, give_by_name])
-def test_some_of_several_losses_may_be_changed(adds):
+def test_single_named_losses_may_be_changed(adds):
     found = train(make_trainer([listener(on_backward_start=adds)], trainer_class=Several))
-    assert equal(weights(found.model), weights(train(make_trainer(trainer_class=Less)).model))
+    assert equal_weights(weights(found.model), weights(train(make_trainer(trainer_class=Less)).model))
     first = {"max_num_train_steps": 1}
     found = train(make_trainer([listener(on_backward_start=adds)], trainer_class=Several), **first)
     assert found.run_history.to_dict() == train(make_trainer(trainer_class=Several), **first).run_history.to_dict()
@@ -190,7 +190,7 @@ def on_ranks(adds: bool) -> dict[str, torch.Tensor]:
 def sharded(adds: bool) -> dict[str, torch.Tensor]:
     callbacks = [listener(on_backward_start=replace)] if adds else []
     trainer = sharded_trainer("layers", callbacks, trainer_class=Trainer if adds else Penalised)
-    trainer.train(regression_data(8), 1, per_device_batch_size=2, gradient_accumulation_steps=2)
+    trainer.train(float64_data(8), 1, per_device_batch_size=2, gradient_accumulation_steps=2)
     return gathered(trainer.model.state_dict())
 
 
@@ -205,8 +205,8 @@ def changed_on_shards() -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("case", [changed_on_ranks, pytest.param(changed_on_shards, marks=CAN_SHARD)])
 def test_processes_train_on_changed_losses(two_ranks, case):
     (changed, by_step), (changed_too, _) = two_ranks(case)
-    assert equal(changed, by_step)
-    assert equal(changed, changed_too)
+    assert equal_weights(changed, by_step)
+    assert equal_weights(changed, changed_too)
 
 
 def test_the_penalty_does_not_depend_on_the_number_of_processes(two_ranks):
@@ -254,10 +254,10 @@ def test_a_callback_may_keep_the_loss_without_its_graph():
         batch_output["loss"] = float(batch_output["loss"])
 
     found = train(make_trainer([listener(on_train_step_end=detach), listener(on_train_step_end=read)]))
-    assert equal(weights(found.model), weights(train(make_trainer()).model))
+    assert equal_weights(weights(found.model), weights(train(make_trainer()).model))
 
 
-def test_a_penalty_trains_as_in_the_ancestor():
+def test_a_penalty_trains_like_in_the_ancestor():
     ancestor.skip_without_it()
     from pytorch_accelerated.callbacks import TrainerCallback as TheirCallback
     from pytorch_accelerated.trainer import Trainer as TheirTrainer
@@ -273,7 +273,7 @@ def test_a_penalty_trains_as_in_the_ancestor():
     loader = {"shuffle": False, "num_workers": 0}
     theirs.train(make_data(), 2, per_device_batch_size=2, train_dataloader_kwargs=loader)
     ours = train(make_trainer([listener(on_backward_start=replace)]), epochs=2)
-    assert equal(weights(ours.model), weights(model))
+    assert equal_weights(weights(ours.model), weights(model))
     assert ours.run_history["train_loss_epoch"] == pytest.approx(
         theirs.run_history.get_metric_values("train_loss_epoch")
     )

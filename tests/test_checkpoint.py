@@ -1,4 +1,4 @@
-"""Portable checkpoints: one file with weights that loads anywhere, written whole or not at all."""
+"""Checkpoints in a single file: portable, and written atomically."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback
 from pytorch_accel_lite.checkpoint import read_checkpoint, write_checkpoint
 from tests import ancestor
 from tests.launching import run_code
-from tests.tasks import equal, listener, make_data, make_model, make_trainer, same, train, weights
+from tests.tasks import equal_weights, listener, make_data, make_model, make_trainer, same_bits, train, weights
 
 
 def trained(seed: int = 0, **kwargs: Any) -> Trainer:
@@ -54,11 +54,11 @@ def test_a_checkpoint_restores_model_optimizer_and_scheduler(tmp_path):
     saved = trained()
     saved.save_checkpoint(tmp_path / "model.pt", checkpoint_kwargs={"epoch": 2, "note": "good", "scores": [0.5, 0.75]})
     loaded = trained(seed=1)
-    assert not equal(weights(saved.model), weights(loaded.model))
+    assert not equal_weights(weights(saved.model), weights(loaded.model))
     checkpoint = loaded.load_checkpoint(tmp_path / "model.pt")
-    assert equal(weights(saved.model), weights(loaded.model))
-    assert same(saved.optimizer.state_dict(), loaded.optimizer.state_dict())
-    assert same(saved.scheduler.state_dict(), loaded.scheduler.state_dict())
+    assert equal_weights(weights(saved.model), weights(loaded.model))
+    assert same_bits(saved.optimizer.state_dict(), loaded.optimizer.state_dict())
+    assert same_bits(saved.scheduler.state_dict(), loaded.scheduler.state_dict())
     assert (checkpoint["epoch"], checkpoint["note"], checkpoint["scores"]) == (2, "good", [0.5, 0.75])
     assert set(checkpoint) == {
         "model_state_dict", "optimizer_state_dict", "scheduler_state_dict", "epoch", "note", "scores"
@@ -72,10 +72,10 @@ def test_training_continues_from_a_checkpoint_in_the_same_bits(tmp_path):
     loaded.load_checkpoint(tmp_path / "model.pt")
     for trainer in (saved, loaded):
         train(trainer, epochs=2)
-    assert equal(weights(saved.model), weights(loaded.model))
+    assert equal_weights(weights(saved.model), weights(loaded.model))
 
 
-def test_a_checkpoint_loads_after_the_run_made_its_scheduler(tmp_path):
+def test_a_checkpoint_loads_after_the_scheduler_was_created(tmp_path):
     saved = trained()
     saved.save_checkpoint(tmp_path / "model.pt")
     model = make_model(1)
@@ -89,8 +89,8 @@ def test_a_checkpoint_loads_after_the_run_made_its_scheduler(tmp_path):
         [listener(on_training_run_start=load)], model=model, optimizer=torch.optim.Adam(model.parameters())
     )
     train(trainer, create_scheduler_fn=lambda optimizer: StepLR(optimizer, 1, gamma=0.9))
-    assert same(seen[0][0], saved.scheduler.state_dict())
-    assert equal(seen[0][1], weights(saved.model))
+    assert same_bits(seen[0][0], saved.scheduler.state_dict())
+    assert equal_weights(seen[0][1], weights(saved.model))
 
 
 def test_a_file_is_plain_torch_and_loads_without_this_package(tmp_path):
@@ -99,28 +99,28 @@ def test_a_file_is_plain_torch_and_loads_without_this_package(tmp_path):
     checkpoint = torch.load(tmp_path / "model.pt", weights_only=True)
     model = make_model(1)
     model.load_state_dict(checkpoint["model_state_dict"])
-    assert equal(weights(model), weights(trainer.model))
+    assert equal_weights(weights(model), weights(trainer.model))
 
 
 @pytest.mark.parametrize("optimizer", [True, False])
 @pytest.mark.parametrize("scheduler", [True, False])
-def test_what_a_checkpoint_leaves_out_stays_when_it_is_loaded(tmp_path, optimizer, scheduler):
+def test_loading_keeps_states_missing_in_the_checkpoint(tmp_path, optimizer, scheduler):
     saved, loaded = trained(), trained(seed=1)
     saved.save_checkpoint(tmp_path / "model.pt", save_optimizer=optimizer, save_scheduler=scheduler)
     before = copy.deepcopy((loaded.optimizer.state_dict(), loaded.scheduler.state_dict()))
     checkpoint = loaded.load_checkpoint(tmp_path / "model.pt")
     assert ("optimizer_state_dict" in checkpoint, "scheduler_state_dict" in checkpoint) == (optimizer, scheduler)
-    assert equal(weights(saved.model), weights(loaded.model))
-    assert same(loaded.optimizer.state_dict(), before[0]) != optimizer
-    assert optimizer or same(loaded.scheduler.state_dict(), before[1])
+    assert equal_weights(weights(saved.model), weights(loaded.model))
+    assert same_bits(loaded.optimizer.state_dict(), before[0]) != optimizer
+    assert optimizer or same_bits(loaded.scheduler.state_dict(), before[1])
 
 
-def test_what_is_not_to_be_loaded_stays_as_it_was(tmp_path):
+def test_states_excluded_from_loading_are_unchanged(tmp_path):
     trained().save_checkpoint(tmp_path / "model.pt")
     loaded = trained(seed=1)
     before = copy.deepcopy(loaded.optimizer.state_dict())
     checkpoint = loaded.load_checkpoint(tmp_path / "model.pt", load_optimizer=False, load_scheduler=False)
-    assert same(loaded.optimizer.state_dict(), before)
+    assert same_bits(loaded.optimizer.state_dict(), before)
     assert "optimizer_state_dict" in checkpoint
 
 
@@ -128,18 +128,18 @@ def test_a_trainer_without_optimizer_saves_and_loads_weights(tmp_path):
     first, second = (make_trainer(model=make_model(seed), optimizer=None) for seed in (0, 1))
     first.save_checkpoint(tmp_path / "model.pt")
     assert set(second.load_checkpoint(tmp_path / "model.pt")) == {"model_state_dict"}
-    assert equal(weights(first.model), weights(second.model))
+    assert equal_weights(weights(first.model), weights(second.model))
 
 
 @pytest.mark.parametrize("per_node", [True, False])
-def test_missing_folders_are_made_and_the_path_may_be_a_string(tmp_path, per_node):
+def test_missing_folders_are_created(tmp_path, per_node):
     path = f"{tmp_path}/some/where/model.pt"
     trained().save_checkpoint(path, save_per_node=per_node)
     assert trained(seed=1).load_checkpoint(path)
     assert os.listdir(Path(path).parent) == ["model.pt"]
 
 
-def test_a_file_has_the_permissions_that_new_files_have(tmp_path):
+def test_saved_files_have_default_permissions(tmp_path):
     (tmp_path / "other").touch()
     trained().save_checkpoint(tmp_path / "model.pt")
     modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("other", "model.pt")}
@@ -149,8 +149,8 @@ def test_a_file_has_the_permissions_that_new_files_have(tmp_path):
 def test_saving_in_the_middle_of_a_run_changes_no_bit_of_it(tmp_path):
     save = listener(on_train_step_end=lambda trainer, **_: trainer.save_checkpoint(tmp_path / "model.pt"))
     saving, plain = train(make_trainer([save])), train(make_trainer())
-    assert equal(weights(saving.model), weights(plain.model))
-    assert equal(torch.load(tmp_path / "model.pt")["model_state_dict"], weights(plain.model))
+    assert equal_weights(weights(saving.model), weights(plain.model))
+    assert equal_weights(torch.load(tmp_path / "model.pt")["model_state_dict"], weights(plain.model))
 
 
 THINGS = {
@@ -169,7 +169,7 @@ THINGS = {
 
 
 @pytest.mark.parametrize("name", THINGS)
-def test_an_entry_can_be_loaded_or_is_refused_when_saved(tmp_path, name):
+def test_unloadable_entries_are_refused_when_saved(tmp_path, name):
     trainer = trained()
     refusal = ""
     try:
@@ -184,7 +184,7 @@ def test_an_entry_can_be_loaded_or_is_refused_when_saved(tmp_path, name):
     if "numpy" in name:  # whose numbers may come back as those of Python
         np.testing.assert_equal(entry, THINGS[name])
     else:
-        assert same(entry, THINGS[name])
+        assert same_bits(entry, THINGS[name])
 
 
 def test_an_unloadable_extra_state_of_a_model_is_refused(tmp_path):
@@ -221,11 +221,11 @@ def partly_compiled(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("wrap", [compiled, partly_compiled])
-def test_a_compiled_model_is_saved_as_if_it_were_not(tmp_path, wrap):
+def test_a_compiled_model_is_saved_like_a_plain_one(tmp_path, wrap):
     trainer = make_trainer(model=wrap(make_model(0)))
     trainer.save_checkpoint(tmp_path / "model.pt")
     saved = torch.load(tmp_path / "model.pt", weights_only=True)["model_state_dict"]
-    assert equal(saved, weights(make_model(0)))
+    assert equal_weights(saved, weights(make_model(0)))
 
 
 @pytest.mark.slow
@@ -238,7 +238,7 @@ def test_compiled_and_plain_models_load_each_others_checkpoints(tmp_path, wrap):
     plain.load_checkpoint(tmp_path / "compiled.pt")
     data = make_data()
     assert torch.equal(wrapped.predict(data), make_trainer(model=make_model(0)).predict(data))
-    assert equal(weights(plain.model), weights(make_model(1)))
+    assert equal_weights(weights(plain.model), weights(make_model(1)))
 
 
 def test_a_compiled_model_can_be_trained_saved_and_loaded(tmp_path):
@@ -246,7 +246,7 @@ def test_a_compiled_model_can_be_trained_saved_and_loaded(tmp_path):
     trainer = make_trainer([SaveBestModelCallback(tmp_path / "best.pt", "train_loss_epoch")], model=model)
     train(trainer, epochs=2)
     plain = train(make_trainer(), epochs=2)
-    assert equal(torch.load(tmp_path / "best.pt")["model_state_dict"], weights(plain.model))
+    assert equal_weights(torch.load(tmp_path / "best.pt")["model_state_dict"], weights(plain.model))
     assert trainer.get_model() is model
     assert trainer.get_model(keep_torch_compile=False) is model._orig_mod
 
@@ -269,24 +269,24 @@ PREFIXES = ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
     ("make", "prefix"), [*((make_model, prefix) for prefix in PREFIXES), (Holder, ""), (Holder, "module.")]
 )
 @pytest.mark.parametrize("wrap", [compiled, lambda model: model])
-def test_prefixes_that_wrappers_left_in_a_file_do_not_matter(tmp_path, make, prefix, wrap):
+def test_wrapper_prefixes_in_a_file_are_ignored(tmp_path, make, prefix, wrap):
     path = save_file(tmp_path / "model.pt", make(1), prefix)
     trainer = make_trainer(model=wrap(make(0)))
     trainer.load_checkpoint(path)
-    assert equal(weights(trainer.get_model(keep_torch_compile=False)), weights(make(1)))
+    assert equal_weights(weights(trainer.get_model(keep_torch_compile=False)), weights(make(1)))
 
 
 # ------------------------------------------------------------------------------ what does not fit
 
 
 def refuse_file(path: Path, error: type[Exception], match: str, trainer: Trainer | None = None, **kwargs: Any) -> str:
-    """Expect a file to be refused with an error that names it, and the trainer to be left as it was."""
+    """Expect an error that names the file, and an unchanged trainer."""
     trainer = trainer or trained()
     before = weights(trainer.model), copy.deepcopy(trainer.optimizer.state_dict()) if trainer.optimizer else None
     with pytest.raises(error, match=match) as caught:
         trainer.load_checkpoint(path, **kwargs)
-    assert equal(weights(trainer.model), before[0])
-    assert not trainer.optimizer or same(trainer.optimizer.state_dict(), before[1])
+    assert equal_weights(weights(trainer.model), before[0])
+    assert not trainer.optimizer or same_bits(trainer.optimizer.state_dict(), before[1])
     return str(caught.value)
 
 
@@ -303,7 +303,7 @@ def test_keys_and_shapes_that_do_not_fit_are_all_listed(tmp_path):
     assert "0.weight (checkpoint (8, 5), model (8, 4))" in message
 
 
-def test_a_prefix_hides_no_other_reason_why_a_file_does_not_fit(tmp_path):
+def test_a_prefix_hides_no_other_mismatch_of_a_file(tmp_path):
     state = {f"module.{key}": value for key, value in Holder(1).state_dict().items()}
     del state["module.module.2.bias"]
     torch.save({"model_state_dict": state}, tmp_path / "model.pt")
@@ -329,7 +329,7 @@ class Versioned(nn.Linear):
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
-def test_a_module_that_needs_its_version_loads_what_it_has_saved(tmp_path, name):
+def test_modules_with_versioned_states_load_their_own_files(tmp_path, name):
     first, second = (make_trainer(model=nn.Sequential(Versioned(4, 1))) for _ in range(2))
     (first.save_model if name.endswith("safetensors") else first.save_checkpoint)(tmp_path / name)
     second.load_checkpoint(tmp_path / name)
@@ -340,7 +340,7 @@ def test_a_missing_file_is_named(tmp_path):
     refuse_file(tmp_path / "model.pt", FileNotFoundError, r"no checkpoint at '.*model\.pt'")
 
 
-def test_a_folder_is_no_checkpoint(tmp_path):
+def test_a_folder_is_not_a_checkpoint(tmp_path):
     refuse_file(tmp_path, FileNotFoundError, "no checkpoint at")
 
 
@@ -348,7 +348,7 @@ def test_a_folder_is_no_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     "content", [b"", b"this is no checkpoint", b"PK\x03\x04 broken", pickle.dumps({"a": 1})], ids=repr
 )
-def test_a_file_that_is_no_checkpoint_is_named(tmp_path, content):
+def test_a_file_that_is_not_a_checkpoint_is_named(tmp_path, content):
     (tmp_path / "model.pt").write_bytes(content)
     refuse_file(tmp_path / "model.pt", ValueError, r"model\.pt' cannot be loaded as plain tensors and values")
 
@@ -356,7 +356,7 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path, content):
 @pytest.mark.parametrize(
     ("content", "holds"), [([1, 2], "list"), ({"state_dict": {}, "epoch": 1}, "'state_dict', 'epoch'"), ({}, "dict")]
 )
-def test_a_torch_file_without_weights_under_their_name_is_named(tmp_path, content, holds):
+def test_a_torch_file_without_model_state_dict_is_refused(tmp_path, content, holds):
     torch.save(content, tmp_path / "model.pt")
     message = rf"model\.pt' is not a checkpoint: it has no 'model_state_dict'\. It holds {holds}\. Load what"
     refuse_file(tmp_path / "model.pt", ValueError, message)
@@ -367,7 +367,7 @@ def test_weights_that_torch_has_saved_are_loaded(tmp_path):
     torch.save(model.state_dict(), tmp_path / "model.pt")
     trainer = make_trainer(model=make_model())
     trainer.load_checkpoint(tmp_path / "model.pt")
-    assert equal(weights(trainer.model), weights(model))
+    assert equal_weights(weights(trainer.model), weights(model))
 
 
 @pytest.mark.parametrize("keep", [0.1, 0.5, 0.99])
@@ -388,7 +388,7 @@ class Malicious:
         return subprocess.check_call, ([sys.executable, "-c", f"open({str(self.trace)!r}, 'w')"],)
 
 
-def test_code_in_a_file_is_not_run(tmp_path):
+def test_code_in_a_checkpoint_is_not_run(tmp_path):
     trace = tmp_path / "was_run"
     pickle.loads(pickle.dumps(Malicious(trace)))
     assert trace.exists()  # the program really runs when nothing prevents it
@@ -417,7 +417,7 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path):
 
 
 class FileSize:
-    """Lets no file of this process grow beyond a limit, as a full disk would, until it is freed."""
+    """Limits the size of files of this process, to simulate a full disk."""
 
     def __init__(self) -> None:
         self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -437,8 +437,8 @@ def file_size():
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
-def test_wherever_a_full_disk_cuts_a_file_the_old_one_stays(tmp_path, file_size, name):
-    """torch reports a full disk in the middle of a file as "unexpected pos", and at the end of it as what it is."""
+def test_a_full_disk_at_any_point_keeps_the_old_file(tmp_path, file_size, name):
+    """Torch reports a full disk within a file as "unexpected pos"."""
     trainer, path = trained(), tmp_path / name
     save = trainer.save_checkpoint if name == "model.pt" else trainer.save_model
     save(path)
@@ -475,7 +475,7 @@ def test_an_entry_that_cannot_be_stored_leaves_the_old_file(tmp_path):
     assert os.listdir(tmp_path) == ["model.pt"]
 
 
-def test_what_killed_processes_left_beside_a_file_is_removed(tmp_path):
+def test_temporary_files_of_killed_processes_are_removed(tmp_path):
     left, under_way, foreign = (tmp_path / f".best.pt.{name}.tmp" for name in ("0123abcd", "89efcdab", "notes"))
     for path in (left, under_way, foreign):
         path.touch()
@@ -502,7 +502,7 @@ def test_a_best_model_that_was_not_saved_does_not_count(tmp_path, file_size):
     assert (callback.best_metric, callback.best_metric_epoch) == (1, 1)
     assert torch.load(tmp_path / "best.pt")["score"] == 1
     trainer.load_checkpoint(tmp_path / "best.pt")
-    assert equal(weights(trainer.model), kept[0])
+    assert equal_weights(weights(trainer.model), kept[0])
 
 
 # ------------------------------------------------------------------------------------- the ancestor's
@@ -542,7 +542,7 @@ second.save_checkpoint(f"{folder}/ours_saved_by_the_ancestor.pt")
 
 @pytest.fixture(scope="module")
 def exchange(tmp_path_factory):
-    """A folder in which the ancestor has saved a file, and loaded and saved again one of ours."""
+    """A folder with a file saved by the ancestor, and one of ours that it loaded and saved again."""
     ancestor.skip_without_it()
     folder = tmp_path_factory.mktemp("exchange")
     trained().save_checkpoint(folder / "ours.pt", checkpoint_kwargs={"note": "ours"})
@@ -554,8 +554,8 @@ def test_a_file_of_the_ancestor_is_loaded_with_its_optimizer(exchange):
     theirs = torch.load(exchange / "ancestor.pt", weights_only=True)
     trainer = trained(seed=1)
     assert trainer.load_checkpoint(exchange / "ancestor.pt")["epoch"] == 2
-    assert equal(weights(trainer.model), theirs["model_state_dict"])
-    assert same(trainer.optimizer.state_dict(), theirs["optimizer_state_dict"])
+    assert equal_weights(weights(trainer.model), theirs["model_state_dict"])
+    assert same_bits(trainer.optimizer.state_dict(), theirs["optimizer_state_dict"])
     assert trainer.scheduler.state_dict()["_step_count"] == theirs["scheduler_state_dict"]["_step_count"]
     train(trainer)
 
@@ -563,8 +563,8 @@ def test_a_file_of_the_ancestor_is_loaded_with_its_optimizer(exchange):
 def test_the_ancestor_loads_our_file_with_its_optimizer(exchange):
     ours = torch.load(exchange / "ours.pt", weights_only=True)
     back = torch.load(exchange / "ours_saved_by_the_ancestor.pt", weights_only=True)
-    assert equal(ours["model_state_dict"], back["model_state_dict"])
-    assert same(ours["optimizer_state_dict"], back["optimizer_state_dict"])
+    assert equal_weights(ours["model_state_dict"], back["model_state_dict"])
+    assert same_bits(ours["optimizer_state_dict"], back["optimizer_state_dict"])
     assert back["scheduler_state_dict"]["_step_count"] == ours["scheduler_state_dict"]["_step_count"]
 
 
@@ -594,7 +594,7 @@ def test_no_flipped_byte_of_a_checkpoint_is_used(tmp_path, name):
         with suppress(ValueError):
             loaded.append(read_checkpoint(path)["model_state_dict"])
         path.write_bytes(content)
-    assert all(equal(other, saved) for other in loaded)  # flipped in what fills the space between records
+    assert all(equal_weights(other, saved) for other in loaded)  # flipped in what fills the space between records
     assert len(loaded) < len(positions) - 50
 
 
@@ -602,7 +602,7 @@ def test_no_flipped_byte_of_a_checkpoint_is_used(tmp_path, name):
 
 
 class InPieces(io.FileIO):
-    """A file without a buffer that takes a few bytes at a time, as such a file may."""
+    """An unbuffered file that writes only a few bytes at a time."""
 
     def write(self, data: Any) -> int:
         return super().write(memoryview(data)[:1000])
@@ -619,27 +619,27 @@ def test_an_open_file_is_written_and_read_from_its_position(tmp_path, opened, me
         if opened is not io.BytesIO:
             assert (tmp_path / "file").stat().st_size == end  # nothing is left in a buffer
         file.seek(6)
-        assert same(loaded.load_checkpoint(file)["model_state_dict"], weights(saved.model))
+        assert same_bits(loaded.load_checkpoint(file)["model_state_dict"], weights(saved.model))
         assert file.tell() == end
-        assert equal(weights(saved.model), weights(loaded.model))
+        assert equal_weights(weights(saved.model), weights(loaded.model))
         if method == "save_checkpoint":
-            assert same(saved.optimizer.state_dict(), loaded.optimizer.state_dict())
+            assert same_bits(saved.optimizer.state_dict(), loaded.optimizer.state_dict())
         file.seek(6)
-        assert equal(read_checkpoint(file)["model_state_dict"], weights(saved.model))
+        assert equal_weights(read_checkpoint(file)["model_state_dict"], weights(saved.model))
 
 
-def test_an_open_file_holds_what_a_path_does(tmp_path):
+def test_saving_to_an_open_file_equals_saving_to_a_path(tmp_path):
     trainer = trained()
     for name, save in {"model.pt": trainer.save_checkpoint, "model.safetensors": trainer.save_model}.items():
         save(tmp_path / name)
         with open(tmp_path / "open", "wb") as file:
             save(file)
         read = torch.load if name == "model.pt" else load_file
-        assert same(read(tmp_path / "open"), read(tmp_path / name))
+        assert same_bits(read(tmp_path / "open"), read(tmp_path / name))
     other = trained(seed=1)
     with open(tmp_path / "open", "rb") as file:
         other.load_checkpoint(file)
-    assert equal(weights(other.model), weights(trainer.model))
+    assert equal_weights(weights(other.model), weights(trainer.model))
 
 
 @pytest.mark.parametrize("method", ["save_checkpoint", "save_model"])
@@ -652,7 +652,7 @@ def test_no_flipped_byte_of_an_open_file_is_used(method):
         damaged = content[:position] + bytes([content[position] ^ 0x40]) + content[position + 1 :]
         with suppress(ValueError):
             loaded.append(read_checkpoint(io.BytesIO(damaged))["model_state_dict"])
-    assert all(equal(other, saved) for other in loaded)
+    assert all(equal_weights(other, saved) for other in loaded)
     assert len(loaded) < len(positions) - 20
 
 
@@ -670,7 +670,7 @@ def test_a_damaged_open_file_is_named_and_not_loaded(tmp_path):
     for cut in (0, 100, len(content) // 2):
         with pytest.raises(ValueError, match="'<BytesIO>' cannot be loaded as plain tensors"):
             read_checkpoint(io.BytesIO(content[:cut]))
-    assert equal(weights(other.model), before)
+    assert equal_weights(weights(other.model), before)
 
 
 def test_checkpoints_one_after_another_are_not_mixed_up():
@@ -682,7 +682,7 @@ def test_checkpoints_one_after_another_are_not_mixed_up():
     with pytest.raises(ValueError, match=r"does not begin at its position. Call seek\(\)"):
         read_checkpoint(file)
     file.seek(start)
-    assert equal(read_checkpoint(file)["model_state_dict"], weights(make_model(1)))
+    assert equal_weights(read_checkpoint(file)["model_state_dict"], weights(make_model(1)))
 
 
 def closed() -> io.BytesIO:
@@ -691,7 +691,7 @@ def closed() -> io.BytesIO:
     return file
 
 
-def test_what_is_no_open_binary_file_is_an_error_at_once(tmp_path):
+def test_anything_but_an_open_binary_file_is_an_error(tmp_path):
     trainer, path = trained(), tmp_path / "file"
     calls = {
         "save_path": trainer.save_checkpoint,
@@ -741,7 +741,7 @@ def save_and_load_open_files(folder: Path) -> list[Any]:
     torch.save(make_model(1).state_dict(), own)
     own.seek(0)
     trainer.load_checkpoint(own)
-    found.append(equal(weights(trainer.model), weights(make_model(1))))
+    found.append(equal_weights(weights(trainer.model), weights(make_model(1))))
     try:
         trainer.load_checkpoint(io.BytesIO(own.getvalue()[: -20 if rank else None]))
     except ValueError as error:
@@ -773,7 +773,7 @@ def test_damaged_weights_are_not_loaded(tmp_path, name):
     before = weights(other.model)
     with pytest.raises(ValueError, match=rf"{file.name}' is damaged: its content does not match its checksum"):
         other.load_checkpoint(path)
-    assert equal(weights(other.model), before)
+    assert equal_weights(weights(other.model), before)
 
 
 def test_a_damaged_best_model_is_not_loaded_at_the_end(tmp_path):
@@ -800,15 +800,15 @@ def test_files_of_others_have_no_checksum_and_are_loaded(tmp_path):
     for file in tmp_path.iterdir():
         other = make_trainer(model=make_model(1))
         other.load_checkpoint(file)
-        assert equal(weights(other.model), weights(model))
+        assert equal_weights(weights(other.model), weights(model))
 
 
-def test_others_read_what_carries_a_checksum(tmp_path):
+def test_other_libraries_read_files_with_a_checksum(tmp_path):
     trainer = trained()
     trainer.save_model(tmp_path / "model.safetensors")
     trainer.save_checkpoint(tmp_path / "model.pt")
     plain = torch.load(tmp_path / "model.pt", weights_only=True)["model_state_dict"]
-    assert equal(safetensors.torch.load_file(tmp_path / "model.safetensors"), plain)
+    assert equal_weights(safetensors.torch.load_file(tmp_path / "model.safetensors"), plain)
 
 
 def load_damaged(path: Path) -> str:

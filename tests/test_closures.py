@@ -1,4 +1,4 @@
-"""Gradients that are computed again within an update: LBFGS, SAM."""
+"""Gradients recomputed within an update: LBFGS and SAM."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pytorch_accel_lite.callbacks import GradientNormCallback
 from tests.cases import Contrastive, both_ways
 from tests.launching import some_of
 from tests.ranks import check_processes, every_state, final_weights, world_size
-from tests.tasks import equal, largest_difference, listener, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import adamw_trainer, equal_weights, float64_data, float64_model, largest_difference, listener, weights
 
-DATA = regression_data(26)
+DATA = float64_data(26)
 
 
 class SAM(Trainer):
@@ -62,7 +62,7 @@ SCHEMES: dict[str, tuple[type[Trainer], Any, Callable[[nn.Module], torch.optim.O
 
 def train_by(scheme: str, folder: Path | None = None, **kwargs: Any) -> Trainer:
     """Train with windows of two batches, the last of which are smaller."""
-    model = small_model()
+    model = float64_model()
     trainer_class, loss_func, make = SCHEMES[scheme]
     trainer = trainer_class(model, loss_func, make(model), callbacks=every_state(folder), seed=0)
     trainer.train(DATA, 2, per_device_batch_size=4 // world_size(), gradient_accumulation_steps=2, **kwargs)
@@ -149,7 +149,7 @@ def wolfe(model: nn.Module) -> torch.optim.Optimizer:
 def test_dropout_of_closures_has_the_bits_of_the_loop_by_hand(scheme, make):
     trainer = trained(scheme, make)
     assert torch.equal(torch.get_rng_state(), state_after_one_pass())
-    assert equal(weights(trainer.model), weights(by_hand(scheme, make)))
+    assert equal_weights(weights(trainer.model), weights(by_hand(scheme, make)))
     assert trainer.progress.update == 10
 
 
@@ -208,7 +208,7 @@ def test_recomputing_without_a_change_returns_the_windows_loss(accumulation):
         trainer = trainer_class(model, nn.MSELoss(), sgd(model), callbacks=[GradientNormCallback], seed=1)
         trainer.train(DATA, 1, per_device_batch_size=6, gradient_accumulation_steps=accumulation, **IN_ORDER)
         found[trainer_class] = weights(model), trainer.run_history
-    assert equal(found[Trainer][0], found[Looks][0])
+    assert equal_weights(found[Trainer][0], found[Looks][0])
     history = found[Looks][1]
     for name in ("train_loss_epoch", "gradient_norm_max"):
         assert history[name] == found[Trainer][1][name]
@@ -223,7 +223,7 @@ def test_buffers_that_are_assigned_count_each_batch_once():
     class Counts(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layer = small_model()
+            self.layer = float64_model()
             self.register_buffer("batches", torch.zeros(()))
             self.register_buffer("latest", None)
 
@@ -238,7 +238,7 @@ def test_buffers_that_are_assigned_count_each_batch_once():
         trainer_class(model, nn.MSELoss(), sgd(model), callbacks=[]).train(DATA, 1, **IN_ORDER)
         found.append({name: buffer.clone() for name, buffer in model.named_buffers()})
     assert found[0]["batches"] == 4
-    assert equal(*found)
+    assert equal_weights(*found)
 
 
 def test_a_decorated_step_may_compute_gradients_again():
@@ -258,9 +258,9 @@ def test_a_decorated_step_may_compute_gradients_again():
             super().optimizer_step()
             return float(loss)
 
-    model = small_model()
+    model = float64_model()
     Decorated(model, nn.MSELoss(), sgd(model), callbacks=[]).train(DATA, 1, per_device_batch_size=26)
-    expected = nn.functional.mse_loss(small_model()(DATA.tensors[0]), DATA.tensors[1])
+    expected = nn.functional.mse_loss(float64_model()(DATA.tensors[0]), DATA.tensors[1])
     assert losses == [pytest.approx(expected.item())]
 
 
@@ -270,7 +270,7 @@ def test_batches_are_kept_only_where_gradients_are_recomputed():
             super().optimizer_step()
 
     for trainer_class in (Trainer, Steps):
-        model = small_model()
+        model = float64_model()
         trainer = trainer_class(model, nn.MSELoss(), sgd(model), callbacks=[])
         trainer.train(DATA, 1)
         with pytest.raises(RuntimeError, match=r"in an overridden optimizer_step, .*: only then the batches"):
@@ -298,9 +298,9 @@ def test_a_class_may_say_whether_it_recomputes_gradients():
         def optimizer_step(self):
             Trainer.optimizer_step(self)
 
-    model = small_model()
+    model = float64_model()
     InFunction(model, nn.MSELoss(), sgd(model), callbacks=[]).train(DATA, 1, per_device_batch_size=26)
-    expected = nn.functional.mse_loss(small_model()(DATA.tensors[0]), DATA.tensors[1])
+    expected = nn.functional.mse_loss(float64_model()(DATA.tensors[0]), DATA.tensors[1])
     assert losses == [pytest.approx(expected.item())]
     in_event = [listener(on_optimizer_step_start=lambda trainer, **_: recomputed(trainer))]
     with pytest.raises(RuntimeError, match=r"only then the batches .*, or its class has recomputes_gradients = True"):
@@ -309,18 +309,18 @@ def test_a_class_may_say_whether_it_recomputes_gradients():
 
 @pytest.mark.extension("tuning")
 def test_lbfgs_learns_and_its_rates_can_be_tried():
-    model = small_model()
-    trainer = quiet_trainer(model, optimizer=torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe"))
+    model = float64_model()
+    trainer = adamw_trainer(model, optimizer=torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe"))
     before = weights(model)
     assert len(trainer.find_lr(DATA, 26, num_steps=10).lrs) >= 3
-    assert equal(weights(model), before)
+    assert equal_weights(weights(model), before)
     trainer.train(DATA, 10, per_device_batch_size=26)
     losses = trainer.run_history.get_metric_values("train_loss_epoch")
     assert losses[-1] < 0.01 * losses[0]
 
 
-def test_a_factory_may_make_it():
-    trainer = quiet_trainer(small_model(), optimizer=torch.optim.LBFGS)
+def test_a_factory_may_create_lbfgs():
+    trainer = adamw_trainer(float64_model(), optimizer=torch.optim.LBFGS)
     trainer.train(DATA, 1, per_device_batch_size=26)
     assert isinstance(trainer.optimizer, torch.optim.LBFGS)
 
@@ -330,7 +330,7 @@ def test_a_factory_may_make_it():
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_recomputing_gradients_is_refused_in_other_events(accumulation):
-    model = small_model()
+    model = float64_model()
     callbacks = [listener(on_train_step_end=lambda trainer, **_: trainer.recompute_gradients())]
     trainer = SAM(model, nn.MSELoss(), sgd(model), callbacks=callbacks)
     with pytest.raises(RuntimeError, match="no update is under way that it could repeat"):
@@ -346,9 +346,9 @@ def test_a_closure_among_several_optimizers_needs_an_own_step():
             self.optimizer["first"].step(self.recompute_gradients)
             self.optimizer["second"].step()
 
-    model = small_model()
+    model = float64_model()
     with pytest.raises(ValueError, match=r"closure \(LBFGS\) does not work with other optimizers, .*several times"):
-        quiet_trainer(model, optimizer=optimizers(model)).train(DATA, 1)
+        adamw_trainer(model, optimizer=optimizers(model)).train(DATA, 1)
     before = weights(model)
     Each(model, nn.MSELoss(), optimizers(model), callbacks=[]).train(DATA, 1)
     assert not any(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -357,8 +357,8 @@ def test_a_closure_among_several_optimizers_needs_an_own_step():
 @pytest.mark.parametrize("tool", ["find_batch_size", "diagnose"])
 @pytest.mark.extension("tuning")
 def test_tools_whose_updates_have_no_closure_refuse(tool):
-    model = small_model()
+    model = float64_model()
     with pytest.raises(TypeError, match=f"{tool}.. makes updates without the closure that the optimizer needs"):
-        getattr(quiet_trainer(model, optimizer=lbfgs(model)), tool)(DATA)
+        getattr(adamw_trainer(model, optimizer=lbfgs(model)), tool)(DATA)
     with pytest.raises(RuntimeError, match="no update is under way that it could repeat"):
         getattr(SAM(model, nn.MSELoss(), sgd(model), callbacks=[]), tool)(DATA)

@@ -1,4 +1,4 @@
-"""Features that do not work together: an error before training, or a warning, and a page of the documentation."""
+"""Features that cannot be combined: an error before training or a warning, and a page of the documentation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pytorch_accel_lite.steps.choice import as_markdown
 from pytorch_accel_lite.steps.features import STEP_KINDS
 from tests.launching import CAN_SHARD
 from tests.sharded import create_model, shard, sharding_accelerator
-from tests.tasks import make_model, make_trainer, quiet_trainer, regression_data, small_model, train
+from tests.tasks import adamw_trainer, float64_data, float64_model, make_model, make_trainer, train
 
 PAGE = Path(__file__).parent.parent / "docs" / "combinations.md"
 
@@ -70,7 +70,7 @@ def with_closure(**kwargs: Any) -> dict[str, Any]:
         (with_closure(trainer_class=OwnStep), {}, "a closure .* an overridden train_step"),
     ],
 )
-def test_features_that_cannot_work_together_are_refused_early(settings, arguments, message):
+def test_conflicting_features_are_refused_before_training(settings, arguments, message):
     trainer = make_trainer(**settings)
     with pytest.raises(ValueError, match=message):
         train(trainer, **arguments)
@@ -87,39 +87,39 @@ def test_features_that_cannot_work_together_are_refused_early(settings, argument
         ({"model": nn.Embedding(4, 1, sparse=True)}, r"sparse gradients \(nn.Embedding.* sparse=False"),
     ],
 )
-def test_what_logical_processes_do_not_work_with_is_refused(settings, message):
-    test_features_that_cannot_work_together_are_refused_early({**LOGICAL, **settings}, {}, message)
+def test_features_unsupported_by_logical_processes_are_refused(settings, message):
+    test_conflicting_features_are_refused_before_training({**LOGICAL, **settings}, {}, message)
 
 
 @pytest.mark.parametrize("settings", [with_closure(), pytest.param(LOGICAL, marks=NEEDS_LOGICAL)])
-def test_what_a_gradient_scaler_does_not_work_with_is_refused(settings, scaled_accelerator):
+def test_features_unsupported_by_a_scaler_are_refused(settings, scaled_accelerator):
     with pytest.raises(ValueError, match=r"does not work with mixed_precision='fp16': .* Use bf16\."):
         train(make_trainer(accelerator=scaled_accelerator, **settings))
 
 
 def closure_with_shards() -> str:
-    """Return what is said of LBFGS with a model that Accelerate shards."""
-    model = small_model()
+    """Return the error of LBFGS with a model that Accelerate shards."""
+    model = float64_model()
     optimizer = torch.optim.LBFGS(model.parameters())
-    trainer = quiet_trainer(model, optimizer=optimizer, accelerator=sharding_accelerator())
+    trainer = adamw_trainer(model, optimizer=optimizer, accelerator=sharding_accelerator())
     with pytest.raises(ValueError, match=r"\(LBFGS\) does not work with sharded weights") as caught:
-        trainer.train(regression_data(26), 1)
+        trainer.train(float64_data(26), 1)
     return str(caught.value)
 
 
 def logical_with_shards() -> str:
-    """What is said of a model in tensor parallelism."""
+    """The error for a model in tensor parallelism."""
     accelerator = Accelerator(cpu=True)
     model = shard(create_model(), "tp")
-    trainer = quiet_trainer(model, seed=1, logical_processes=8, accelerator=accelerator)
+    trainer = adamw_trainer(model, seed=1, logical_processes=8, accelerator=accelerator)
     with pytest.raises(ValueError, match=r"^logical_processes does not work with weights sharded") as caught:
-        trainer.train(regression_data(16), 1, per_device_batch_size=1)
+        trainer.train(float64_data(16), 1, per_device_batch_size=1)
     return str(caught.value)
 
 
 @CAN_SHARD
 @pytest.mark.processes
-def test_what_does_not_work_with_sharded_weights_is_refused(two_ranks):
+def test_closures_with_sharded_weights_are_refused(two_ranks):
     for message in two_ranks(closure_with_shards):
         assert message.startswith("an optimizer that needs a closure (LBFGS) does not work with sharded weights: ")
 

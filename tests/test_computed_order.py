@@ -1,4 +1,4 @@
-"""The random order of very many samples is computed: it takes no memory, and is as exact as a stored one."""
+"""The computed random order of very large datasets: no memory, and as exact as a stored order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.data import order
 from pytorch_accel_lite.data.order import ComputedOrder, indices_at
 from tests.ranks import world_size
-from tests.tasks import Rows, listener, quiet_trainer, regression_data, small_model
+from tests.tasks import Rows, adamw_trainer, float64_data, float64_model, listener
 
 SIZE = 37
 
@@ -36,9 +36,9 @@ class Remembers(TrainerCallback):
 def orders_of_epochs(wrap: Callable[[Any], Any], seed: int | None) -> list[list[int]]:
     """The samples of two epochs, in batches of 6 on all processes together."""
     remembers = Remembers()
-    trainer = quiet_trainer(small_model(), callbacks=[remembers], seed=seed)
+    trainer = adamw_trainer(float64_model(), callbacks=[remembers], seed=seed)
     kwargs = {"num_workers": 0}
-    data = wrap(regression_data(SIZE))
+    data = wrap(float64_data(SIZE))
     trainer.train(data, 2, per_device_batch_size=6 // world_size(), train_dataloader_kwargs=kwargs)
     return remembers.epochs
 
@@ -54,7 +54,7 @@ def test_every_index_occurs_once(size):
 @pytest.mark.parametrize(
     "whole", [ComputedOrder(50_000, key=5), torch.randperm(50_000, dtype=torch.int32), range(50_000)], ids=type
 )
-def test_a_steps_indices_are_the_same_wherever_an_epoch_begins(whole):
+def test_indices_of_steps_are_the_same_from_any_starting_point(whole):
     expected = whole.at(0, 50_000) if isinstance(whole, ComputedOrder) else torch.as_tensor(whole).long()
     for step, start in ((7, 0), (1000, 333), (20_000, 1), (50_000, 0)):
         bounds = [(begin, min(begin + step, 50_000)) for begin in range(start, 50_000, step)]
@@ -63,7 +63,7 @@ def test_a_steps_indices_are_the_same_wherever_an_epoch_begins(whole):
         assert torch.equal(torch.cat(parts), expected[start:])
 
 
-def test_the_order_is_random():
+def test_the_computed_order_is_random():
     """Places and indices are independent, neighbours too, and keys give different orders."""
     drawn = torch.stack([ComputedOrder(1000, key).at(0, 1000) for key in range(200)]).double()
     places = torch.arange(1000.0, dtype=torch.float64)
@@ -116,8 +116,8 @@ def test_a_run_resumes_in_the_middle_of_a_computed_order(computed, tmp_path):
             trainer.save_training_state(tmp_path / "state")
 
     def train(**kwargs: Any) -> None:
-        trainer = quiet_trainer(small_model(), callbacks=[listener(on_train_step_end=look)], seed=3)
-        trainer.train(Rows(regression_data(SIZE)), 2, per_device_batch_size=4, **kwargs)
+        trainer = adamw_trainer(float64_model(), callbacks=[listener(on_train_step_end=look)], seed=3)
+        trainer.train(Rows(float64_data(SIZE)), 2, per_device_batch_size=4, **kwargs)
 
     train()
     whole = [*seen]

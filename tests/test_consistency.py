@@ -1,4 +1,4 @@
-"""Data and orders that differ between processes, or from those of the run that is resumed."""
+"""Data and orders that differ between processes, or from the run that is resumed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def numbers(size: int = 16) -> TensorDataset:
 
 
 class MeanOfTargets(nn.Module):
-    """A loss by which a mean shows which samples were used, each how often."""
+    """A loss whose mean shows how often each sample was used."""
 
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return targets.mean() + 0 * outputs.sum()
@@ -68,7 +68,7 @@ class Seen(TrainerCallback):
 
 
 def trained_on(data: Any, make_loader: Callable[..., Any], num_epochs: int = 2, **kwargs: Any) -> Any:
-    """The samples of this process in each epoch, and the loss of an evaluation of all data; or what is said."""
+    """The samples of this process in each epoch and the loss of an evaluation, or the error."""
 
     class OwnLoader(Trainer):
         def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
@@ -166,7 +166,7 @@ def configured(**options: Any) -> Accelerator:
 
 
 def distributed_samplers() -> Any:
-    """What is seen of all data where torch's sampler is inside others, or makes batches by itself."""
+    """The samples read when torch's sampler is nested in others, or makes its own batches."""
 
     def by_sampler(data):
         return DistributedSampler(data, world_size(), rank())
@@ -185,7 +185,7 @@ def distributed_samplers() -> Any:
 
 
 @pytest.mark.processes
-def test_a_nested_distributed_sampler_stands_for_its_whole_order(ranks):
+def test_a_nested_distributed_sampler_gives_the_complete_order(ranks):
     results = ranks(distributed_samplers)
     for name, found in results[0].items():
         of_all = [result[name][0] for result in results]
@@ -196,7 +196,7 @@ def test_a_nested_distributed_sampler_stands_for_its_whole_order(ranks):
 
 
 def other_samplers_of_parts() -> Any:
-    """What is said of samplers of other packages that give a part each."""
+    """The errors for samplers of other packages that shard by rank."""
     loaders: dict[Any, Callable[..., Any]] = {}
     for names in NAMES_OF_PARTS:
         sampler = EveryOther(names)
@@ -208,7 +208,7 @@ def other_samplers_of_parts() -> Any:
 
 
 @pytest.mark.processes
-def test_foreign_samplers_of_parts_for_each_process_are_refused(ranks):
+def test_other_samplers_that_shard_by_rank_are_refused(ranks):
     n = ranks.world_size
     for result in ranks(other_samplers_of_parts):
         for name, said in result.items():
@@ -217,7 +217,7 @@ def test_foreign_samplers_of_parts_for_each_process_are_refused(ranks):
 
 
 def split_datasets() -> Any:
-    """What is said of parts that differ between processes, and what is seen of the same part."""
+    """The errors for datasets that differ between processes, and the samples of equal ones."""
     data = {}
     torch.manual_seed(rank())
     data["drawn"] = random_split(numbers(), [12, 4])[0]
@@ -303,7 +303,7 @@ def test_rows_that_differ_between_processes_are_warned_of(two_ranks):
 
 
 def orders_of_their_own() -> Any:
-    """What is said under a seed of samplers that draw another order on each process, and of such that draw the same."""
+    """The errors, under a seed, for samplers with other orders on each process, and with equal orders."""
     samplers = {
         "each": OwnGenerator(16),
         "endless": OwnGenerator(16, is_endless=True),
@@ -331,7 +331,7 @@ def test_samplers_that_differ_between_processes_are_refused(ranks):
 
 
 def configured_evenly() -> Any:
-    """What is seen where settings have nothing to change."""
+    """The samples read when settings need no change."""
     options = {"even_batches": False, "non_blocking": True, "dispatch_batches": False}
     return trained_on(numbers(15), lambda data: DataLoader(data, 4), accelerator=configured(**options))[0]
 
@@ -360,7 +360,7 @@ def test_options_of_dataloaders_without_effect_are_refused(option, value, instea
 
 
 def own_batches() -> dict[str, tuple[Any, str]]:
-    """What is seen of ready batches, and what is printed about them."""
+    """The samples of ready batches, and the output about them."""
     batches = [(x, x.clone()) for x in numbers(8).tensors[0].split(2)]
     found = {}
     loaders = {"list": batches, "iterable": OrderedStream(batches), "own": OwnShard(batches[rank() :: world_size()])}
@@ -454,7 +454,7 @@ def test_another_batch_size_does_not_change_the_resumed_order(tmp_path):
 
 
 class Told:
-    """What keeps the epochs that it is told."""
+    """Records the epochs passed to ``set_epoch``."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -504,7 +504,7 @@ def test_subclasses_of_torchs_samplers_keep_their_order(kind, data, seed):
     assert seen == [[5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5]]
 
 
-def test_epochs_are_counted_from_zero_as_in_loops_by_hand():
+def test_set_epoch_counts_epochs_from_zero():
     sampler = DistributedSampler(numbers(16), 1, 0, seed=4)
     by_hand = []
     for epoch in range(3):

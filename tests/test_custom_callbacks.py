@@ -1,4 +1,4 @@
-"""Callbacks that people write: how their methods may look, and subclasses of ours that leave out what ours do."""
+"""Custom callbacks: allowed signatures, and subclasses that do not call the base class."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def run_everything(trainer: Trainer) -> None:
 
 
 @pytest.mark.extension("failed_batches")
-def test_methods_that_name_all_that_is_passed_need_no_kwargs(recwarn):
-    """What is refused is what would fail: methods without ``**kwargs`` are called with nothing else."""
+def test_event_methods_with_all_arguments_need_no_kwargs(recwarn):
+    """Methods without ``**kwargs`` are called with the arguments that they declare."""
     called: list[str] = []
 
     def naming(event: str, *names: str) -> Any:
@@ -100,8 +100,8 @@ def test_methods_that_name_all_that_is_passed_need_no_kwargs(recwarn):
     assert set(called) == set(EVENTS) - {"on_stop_training_error", "on_processes_changed"}
 
 
-def test_methods_in_the_styles_of_the_type_checker_are_called():
-    """That it accepts them is checked by ``make check``."""
+def test_event_methods_of_any_typed_style_are_called():
+    """``make check`` runs the type checker over them."""
     callbacks = [style() for style in typed_callbacks.STYLES]
     train(make_trainer(callbacks), eval_dataset=True)
     assert [callback.steps for callback in callbacks] == [3] * len(callbacks)
@@ -138,7 +138,7 @@ def test_a_first_argument_of_another_name_is_fine():
     assert called == [trainer] * 4
 
 
-def test_a_custom_event_with_other_arguments_says_what_to_write():
+def test_a_custom_event_with_wrong_arguments_is_explained():
     own = callback_class(on_sample_drawn=lambda self, trainer, index: None)
     for others in ([], [callback_class(on_sample_drawn=lambda self, trainer, **kwargs: None)]):
         trainer = make_trainer([*others, own])
@@ -252,7 +252,7 @@ def test_a_custom_callback_may_stop_listening():
 
 
 class FreezesFirst(TrainerCallback):
-    """Means the first epoch, which is number 1."""
+    """Expects the first epoch to have number 1."""
 
     def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
         if trainer.progress.epoch == 0:
@@ -262,7 +262,7 @@ class FreezesFirst(TrainerCallback):
         assert trainer.progress.epoch == 0
 
 
-def test_a_comparison_of_the_epoch_with_0_is_pointed_out_once():
+def test_comparing_the_epoch_with_0_is_warned_of_once():
     trainer = make_trainer([FreezesFirst])
     with pytest.warns(
         UserWarning, match=r"FreezesFirst\.on_train_epoch_start compares progress\.epoch with 0"

@@ -1,4 +1,4 @@
-"""Iterables of the user's own, which draw random numbers: compared with a loop by hand, and killed and resumed."""
+"""Users' iterables that draw random numbers: compared with a plain loop, killed and resumed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.launching import ROOT, SOAK, EarlyFork, run_elastic_script, run_forked, some_of
 from tests.scripts.own_iterable import EPOCHS, by_hand, train
-from tests.tasks import equal
+from tests.tasks import equal_weights
 
 SCRIPT = "tests/scripts/own_iterable.py"
 
 
 @pytest.mark.parametrize("kind", ["shuffles", "at once", "generator", "lengths"])
 def test_an_iterable_that_shuffles_itself_equals_a_plain_loop(kind):
-    assert equal(train(kind), by_hand(kind))
+    assert equal_weights(train(kind), by_hand(kind))
 
 
 def ended(folder: Path, processes: int, kind: str, seed: int, kill_at: int) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ def check_resumed(folder: Path, processes: int, kind: str, seed: int) -> None:
         assert left - EPOCHS * per_epoch + killed_at in (0, 1)
         for name in ("seen", "drawn"):
             assert after[name] == before[name][-left:]
-        assert equal(after["weights"], before["weights"])
+        assert equal_weights(after["weights"], before["weights"])
 
 
 def train_and_save(kind: str, folder: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
@@ -79,7 +79,7 @@ def train_and_save(kind: str, folder: Path, **kwargs: Any) -> dict[str, torch.Te
 def test_an_iterable_that_draws_from_its_own_generator_resumes(tmp_path, seed):
     whole = train_and_save("generator", tmp_path, seed=seed)
     state = tmp_path / "update-000000011"
-    assert equal(train_and_save("generator", tmp_path / "again", seed=seed, resume_from=state), whole)
+    assert equal_weights(train_and_save("generator", tmp_path / "again", seed=seed, resume_from=state), whole)
 
 
 def test_a_resumed_run_warns_if_an_iterable_gives_other_batches(tmp_path):

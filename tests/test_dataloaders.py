@@ -28,17 +28,17 @@ from tests.ranks import OrderedStream, Recorder, rank, shared_folder, world_size
 from tests.streams import SavesEachUpdate
 from tests.tasks import (
     Rows,
-    equal,
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
     hand_written_loop,
     make_trainer,
-    quiet_trainer,
-    regression_data,
-    small_model,
     weights,
 )
 
-DATA = regression_data(37)
-OTHER = regression_data(11)
+DATA = float64_data(37)
+OTHER = float64_data(11)
 
 
 def numbers(size: int = 24) -> TensorDataset:
@@ -47,10 +47,10 @@ def numbers(size: int = 24) -> TensorDataset:
 
 
 def everything(loads: bool, rows: bool, seed: int | None, logical: int | None) -> Any:
-    """What training, evaluations and a prediction give with datasets, or with loaders of them."""
+    """The results of training, evaluation and prediction with datasets, or with loaders of them."""
     data, other = (Rows(DATA), Rows(OTHER)) if rows else (DATA, OTHER)
     torch.manual_seed(5)
-    trainer = quiet_trainer(small_model(), seed=seed, logical_processes=logical)
+    trainer = adamw_trainer(float64_model(), seed=seed, logical_processes=logical)
     if loads:
         evaluated = {"all": DataLoader(data, 6), "few": DataLoader(other, 6)}
         train = {"train_dataset": DataLoader(data, 6, shuffle=True), "eval_dataset": evaluated}
@@ -80,7 +80,7 @@ def with_both(*case: Any) -> Any:
 
 def check_both(found: Any) -> None:
     (tensors, *numbers_), (of_loaders, *others) = found
-    assert equal(tensors, of_loaders)
+    assert equal_weights(tensors, of_loaders)
     assert numbers_ == others
     assert torch.equal(tensors["out"], tensors["parts"])
 
@@ -107,7 +107,7 @@ def test_a_loader_trains_like_its_dataset_on_several_processes(two_ranks, case):
     found = two_ranks.run(with_both, *case)
     for each in found:
         check_both(each)
-    assert equal(found[0][1][0], found[1][1][0])
+    assert equal_weights(found[0][1][0], found[1][1][0])
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "with a generator", "in batches", "weighted"])
@@ -122,10 +122,10 @@ def test_a_loader_gives_the_bits_of_a_loop_over_it(kind):
             "weighted": lambda: DataLoader(DATA, 4, sampler=WeightedRandomSampler([1.0] * 37, 20, generator=own)),
         }[kind]()
 
-    ours, theirs = small_model(), small_model()
+    ours, theirs = float64_model(), float64_model()
     hand_written_loop(theirs, torch.optim.AdamW(theirs.parameters(), lr=0.01), make(), epochs=3)
-    quiet_trainer(ours).train(make(), 3)
-    assert equal(ours.state_dict(), theirs.state_dict())
+    adamw_trainer(ours).train(make(), 3)
+    assert equal_weights(ours.state_dict(), theirs.state_dict())
 
 
 class DatasetOf(TrainerCallback):
@@ -138,7 +138,7 @@ class DatasetOf(TrainerCallback):
 def test_callbacks_see_the_dataset_of_a_loader():
     seen = DatasetOf()
     data = Rows(DATA)
-    trainer = quiet_trainer(small_model(), callbacks=[seen])
+    trainer = adamw_trainer(float64_model(), callbacks=[seen])
     loader = DataLoader(data, 5)
     trainer.train(loader, 1, eval_dataset={"a": loader, "b": OTHER})
     assert seen.seen == (data, {"a": data, "b": OTHER}, 5)
@@ -152,21 +152,21 @@ def test_an_overridden_method_wraps_the_loader():
         def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
             return DataLoaderSlice(super().create_train_dataloader(batch_size, train_dl_kwargs), 1)
 
-    trainer = make_trainer(model=small_model(), trainer_class=Short)
+    trainer = make_trainer(model=float64_model(), trainer_class=Short)
     trainer.train(DataLoader(DATA, 4, sampler=SubsetRandomSampler(range(5))), 2)
     assert trainer.progress.samples == 8
 
 
 @pytest.mark.extension("memory_estimate")
 def test_memory_is_estimated_from_a_loader():
-    trainer = quiet_trainer(small_model(), seed=2)
+    trainer = adamw_trainer(float64_model(), seed=2)
     assert trainer.estimate_memory(DataLoader(DATA, 6)).per_device_batch_size == 6
 
 
 @pytest.mark.extension("tuning")
 def test_trials_read_a_loader():
     def trainer() -> Trainer:
-        return quiet_trainer(small_model(), seed=2)
+        return adamw_trainer(float64_model(), seed=2)
 
     loader = DataLoader(Rows(DATA), 8, shuffle=True)
     kwargs = {"train_dataloader_kwargs": {"num_workers": 0}}
@@ -190,7 +190,7 @@ def resumed(kind: str, workers: int) -> Any:
             loader = stateful.StatefulDataLoader(OrderedStream(list(DATA)), 3, num_workers=workers)
         elif kind == "distributed":
             loader = DataLoader(DATA, 3, sampler=DistributedSampler(DATA, world_size(), rank()))
-        trainer = quiet_trainer(small_model(), seed=4, callbacks=callbacks)
+        trainer = adamw_trainer(float64_model(), seed=4, callbacks=callbacks)
         trainer.train(loader, 2, eval_dataset=DataLoader(OTHER, 3), resume_from=resume_from)
         return weights(trainer.get_model())
 
@@ -211,14 +211,14 @@ KINDS = [
 @pytest.mark.parametrize(("kind", "workers"), KINDS)
 def test_a_run_on_a_loader_resumes_to_the_same_bits(kind, workers):
     whole, *others = resumed(kind, workers)
-    assert all(equal(whole, other) for other in others)
+    assert all(equal_weights(whole, other) for other in others)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("kind", "workers"), KINDS[:2])
 def test_processes_on_a_loader_resume_to_the_same_bits(two_ranks, kind, workers):
     for whole, *others in two_ranks.run(resumed, kind, workers):
-        assert all(equal(whole, other) for other in others)
+        assert all(equal_weights(whole, other) for other in others)
 
 
 class ReadsAhead(DataLoader[Any]):
@@ -229,7 +229,7 @@ class ReadsAhead(DataLoader[Any]):
 
 
 def sizes_of_loaders() -> Any:
-    """What the loaders of a run and those of Accelerate say of their sizes, for the same data."""
+    """The sizes of the loaders of a run and of Accelerate, for the same data."""
     data = numbers(23)
     loaders = {
         "shuffled": DataLoader(data, 3, shuffle=True),
@@ -238,13 +238,13 @@ def sizes_of_loaders() -> Any:
     }
     found = {}
     for name, loader in loaders.items():
-        trainer = quiet_trainer(small_model())
+        trainer = adamw_trainer(float64_model())
         prepared = trainer.accelerator.prepare_data_loader(loader)
         trainer.train(loader, 1, loader)
         of_run = [trainer.train_dataloader, trainer.eval_dataloader]
         for attribute in ("total_batch_size", "total_dataset_length"):
             found[name, attribute] = {getattr(each, attribute) for each in [prepared, *of_run]}
-    trainer = quiet_trainer(small_model())
+    trainer = adamw_trainer(float64_model())
     trainer.train(data, 1, OwnShard([tuple(data.tensors)]), per_device_batch_size=5)
     found["dataset"] = {trainer.train_dataloader.total_batch_size, trainer.run_config.train_total_batch_size}
     assert trainer.train_dataloader.total_dataset_length == 23
@@ -268,7 +268,7 @@ def test_loaders_have_the_sizes_that_those_of_accelerate_have():
 
 @pytest.mark.extension("logical")
 def test_a_full_batch_of_logical_processes_counts_all_of_them():
-    trainer = quiet_trainer(small_model(), logical_processes=4, seed=0)
+    trainer = adamw_trainer(float64_model(), logical_processes=4, seed=0)
     trainer.train(Rows(DATA), 1, per_device_batch_size=3)
     assert trainer.train_dataloader.total_batch_size == trainer.run_config.train_total_batch_size == 12
 
@@ -296,7 +296,7 @@ def read_with_repeats() -> list[list[list[int]]]:
     """The samples of each batch of this process, in two epochs."""
     data, epochs = numbers(23), []
     recorder = Recorder()
-    trainer = quiet_trainer(small_model(), seed=1, callbacks=[recorder])
+    trainer = adamw_trainer(float64_model(), seed=1, callbacks=[recorder])
     sampler = Repeating(data, 4 * trainer.ranks.world_size)
     trainer.train(data, 2, per_device_batch_size=4, train_dataloader_kwargs={"sampler": sampler})
     batches = [batch[:, 0].int().tolist() for batch in recorder.inputs]
@@ -332,7 +332,7 @@ def seen(kind: str) -> Any:
         "own": lambda: OwnShard([tuple(part[rank() :: world_size()] for part in data.tensors)]),
     }[kind]()
     recorder, printed = Recorder(), io.StringIO()
-    trainer = quiet_trainer(small_model(), seed=1, callbacks=[recorder])
+    trainer = adamw_trainer(float64_model(), seed=1, callbacks=[recorder])
     try:
         with redirect_stdout(printed):
             trainer.train(loader, 1, eval_dataset=loader)

@@ -19,7 +19,7 @@ from torch.utils import backend_registration
 from tests.launching import launch
 from tests.scripts import on_a_device
 from tests.shipped import SHIPPED
-from tests.tasks import equal
+from tests.tasks import equal_weights
 
 pytestmark = [
     pytest.mark.programs,
@@ -56,7 +56,7 @@ def on_cpu(case: str) -> Any:
 
 def assert_same(on_device: dict[str, Any], on_cpu: dict[str, Any]) -> None:
     assert (on_device["device"], on_cpu["device"]) == ("sim", "cpu")
-    assert equal(on_device["weights"], on_cpu["weights"])
+    assert equal_weights(on_device["weights"], on_cpu["weights"])
     assert on_device["history"] == on_cpu["history"]
 
 
@@ -99,14 +99,14 @@ def test_a_shipped_callback_does_not_wait_for_the_device(name):
 
 
 @pytest.mark.extension("metrics_file")
-def test_rows_of_numbers_that_were_copied_late_are_right():
+def test_rows_with_asynchronous_copies_are_correct():
     rows = on_device("monitors_and_rows")["rows"]
     assert [row["update"] for row in rows] == list(range(1, 101))
     assert all(math.isfinite(row["loss"]) for row in rows)
     assert rows == on_cpu("monitors_and_rows")["rows"]
 
 
-def test_a_loss_that_is_not_finite_is_found_a_few_steps_later():
+def test_a_non_finite_loss_is_found_a_few_steps_later():
     found, at_once = on_device("a_loss_that_is_nan"), on_cpu("a_loss_that_is_nan")
     assert "step 60" in at_once["message"]
     assert found["message"] == at_once["message"]
@@ -170,7 +170,7 @@ def test_a_run_continues_from_any_state_to_the_same_bits():
     whole, resumed = on_device("resumed")["whole"], on_device("resumed")["resumed"]
     assert_same(whole, on_cpu("resumed")["whole"])
     assert len(resumed) == 4
-    assert all(equal(run["weights"], whole["weights"]) for run in resumed.values())
+    assert all(equal_weights(run["weights"], whole["weights"]) for run in resumed.values())
     assert all(run["history"] == whole["history"] for run in resumed.values())
 
 
@@ -179,7 +179,7 @@ def test_a_state_in_the_background_is_copied_by_the_device():
     assert found["waits"].keys() <= {"aten::_local_scalar_dense"}  # the sums of the losses, which every state holds
     assert_same(found["whole"], on_cpu("saved_in_the_background")["whole"])
     assert len(found["resumed"]) == 5
-    assert all(equal(run["weights"], found["whole"]["weights"]) for run in found["resumed"])
+    assert all(equal_weights(run["weights"], found["whole"]["weights"]) for run in found["resumed"])
 
 
 def test_a_learned_loss_and_a_critic_resume_on_the_device():
@@ -188,12 +188,12 @@ def test_a_learned_loss_and_a_critic_resume_on_the_device():
     assert places == {"sim"}
     assert len(found["resumed"]) == 3
     for resumed, _, its_history in [*found["resumed"], on_cpu("beside_the_model")["whole"]]:
-        assert all(equal(resumed[name], part) for name, part in parts.items())
+        assert all(equal_weights(resumed[name], part) for name, part in parts.items())
         assert its_history == history
 
 
 @pytest.mark.extension("tuning")
-def test_settings_are_found_and_nothing_is_changed():
+def test_find_batch_size_and_find_lr_change_nothing():
     found = on_device("finding_settings")
     assert found["unchanged"]
     assert found["losses"] == on_cpu("finding_settings")["losses"]
@@ -202,7 +202,7 @@ def test_settings_are_found_and_nothing_is_changed():
 
 
 @pytest.mark.extension("profiling")
-def test_phases_of_a_step_are_timed_by_the_device():
+def test_phases_of_a_step_are_timed_on_the_device():
     totals = on_device("timing")
     assert totals["forward"] > 0
     assert totals["backward"] > 0

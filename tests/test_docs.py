@@ -1,4 +1,4 @@
-"""What the documentation says is true: its code runs, its commands exist, its reference is complete."""
+"""The documentation is correct: its code runs, its commands exist, its reference is complete."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_code_of_a_page_fits_its_column():
             assert language in ("text", "console") or wide == [], page
 
 
-def test_the_pages_have_code():
+def test_the_pages_with_code_are_found():
     assert {page.name for page in WITH_CODE} >= {"README.md", "quickstart.md", "callbacks.md", "data.md", "loop.md"}
 
 
@@ -126,7 +126,7 @@ def numbers(code: str) -> set[float]:
 
 @pytest.mark.programs
 @pytest.mark.parametrize("page", SIDE_BY_SIDE)
-def test_both_sides_of_a_page_are_the_same_training(page, tmp_path, monkeypatch):
+def test_both_columns_of_a_page_train_the_same(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shared, ours, *_ = blocks(ROOT / "docs" / page, "python")
     [theirs] = blocks(ROOT / "docs" / page, "py")
@@ -162,14 +162,14 @@ def test_the_commands_of_the_readme_exist():
 
 
 @pytest.mark.parametrize("page", PAGES[:3], ids=lambda page: page.name)
-def test_the_targets_and_files_that_are_mentioned_exist(page):
+def test_mentioned_make_targets_and_files_exist(page):
     for target in re.findall(r"`make ([\w-]+)", page.read_text()):
         check_target(target)
     for file in re.findall(r"`((?:pytorch_accel_lite|tests|docs|examples|benchmarks|\.ci)/[\w/.]*)`", page.read_text()):
         assert (ROOT / file).exists(), file
 
 
-def test_the_jobs_of_continuous_integration_run_what_exists():
+def test_ci_jobs_run_existing_targets():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     assert workflow[True].keys() >= {"push", "pull_request", "schedule"}  # YAML 1.1 reads "on" as true
     commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
@@ -183,7 +183,7 @@ def test_the_jobs_of_continuous_integration_run_what_exists():
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_a_form_for_issues_is_well_formed(form):
+def test_issue_forms_are_valid(form):
     content = yaml.safe_load(form.read_text())
     assert content["name"]
     assert content["description"]
@@ -195,7 +195,7 @@ def test_a_form_for_issues_is_well_formed(form):
         assert bool(field["attributes"].get("options")) == (field["type"] != "textarea")
 
 
-def test_dependabot_moves_a_bound_only_when_it_must():
+def test_dependabot_changes_bounds_only_if_necessary():
     updates = yaml.safe_load((ROOT / ".github" / "dependabot.yml").read_text())["updates"]
     strategies = {update["package-ecosystem"]: update.get("versioning-strategy") for update in updates}
     assert strategies == {"pip": "increase-if-necessary", "github-actions": None}
@@ -241,7 +241,7 @@ def test_the_table_of_events_lists_each_with_its_keywords():
     assert shown == [(event, events.keywords_of(event)) for event in events.EVENTS]
 
 
-def test_what_belongs_to_a_run_is_documented_in_words_of_ours():
+def test_attributes_of_a_run_have_their_own_docstrings():
     described = {name: value.__doc__ or "" for name, value in vars(pytorch_accel_lite.Trainer).items()}
     assert [name for name, text in described.items() if "attrgetter" in text] == []
     assert "current batch" in described["batch_indices"]

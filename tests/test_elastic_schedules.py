@@ -1,4 +1,4 @@
-"""Runs that are resumed with another number of updates in an epoch: the schedule continues where the run is."""
+"""Resuming with another number of updates per epoch: the schedule continues at the position of the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.schedulers import CosineLrScheduler, StatefulSchedulerBase, WSDLrScheduler
 from tests.launching import SOAK
 from tests.ranks import world_size
-from tests.tasks import regression_data
+from tests.tasks import float64_data
 
 SAMPLES = 60
 
@@ -34,7 +34,7 @@ EPOCHS = 4
 
 
 class Rates(TrainerCallback):
-    """Notes the rate that each update is made with, and the fraction of the run at which it is made."""
+    """Records the learning rate and the position in the run of each update."""
 
     saves_attributes = False  # those of a run alone
 
@@ -49,7 +49,7 @@ class Rates(TrainerCallback):
 
 @dataclass
 class Trained:
-    """A run with a schedule. Places in its curve are in epochs, of samples."""
+    """A run with a schedule. Positions are in epochs of samples."""
 
     trainer: Trainer
     states: Path
@@ -88,7 +88,7 @@ def trained_with(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     trainer = trainer_class(model, nn.MSELoss(), optimizer, [rates, saving], seed=3)
     trainer.train(
-        regression_data(SAMPLES),
+        float64_data(SAMPLES),
         epochs,
         per_device_batch_size=batch,
         gradient_accumulation_steps=accumulation,
@@ -185,7 +185,7 @@ def test_a_schedule_continues_where_the_run_is_and_ends_with_it(tmp_path, name, 
     assert min(near) * 0.99 <= resumed.rates[0] <= max(near) * 1.01
 
 
-def test_a_run_that_was_resumed_so_can_be_resumed_again(tmp_path):
+def test_a_run_resumed_on_other_processes_resumes_again(tmp_path):
     for name in ("one cycle", "our cosine", "timm's cosine"):
         create, trainer_class = factory_of(name)
         folder = tmp_path / name.replace(" ", "-")
@@ -198,7 +198,7 @@ def test_a_run_that_was_resumed_so_can_be_resumed_again(tmp_path):
         assert back.rates[-10:] == pytest.approx(first.rates[-10:], rel=1e-12)
 
 
-def test_as_many_updates_in_an_epoch_restore_the_schedules_state(tmp_path, capsys):
+def test_equal_epoch_lengths_restore_the_schedules_state(tmp_path, capsys):
     first = trained_with(TORCH["one cycle"], 4, 1, tmp_path / "first", save_every=17)
     resumed = trained_with(TORCH["one cycle"], 2, 2, tmp_path / "again", resume=first.states / "update-000000017")
     assert resumed.rates == first.rates[17:]
@@ -213,7 +213,7 @@ def test_a_schedule_continues_from_a_completed_epoch(tmp_path):
     assert resumed.rates == pytest.approx(whole.rates[60:], rel=1e-12)
 
 
-def test_a_run_of_so_many_updates_counts_on(tmp_path):
+def test_a_run_limited_by_updates_counts_on(tmp_path):
     limit = {"epochs": None, "max_num_train_steps": 40}
     create = partial(OneCycleLR, max_lr=0.5, total_steps=TOTAL)
     first = trained_with(create, 4, 1, tmp_path / "first", save_every=17, **limit)
@@ -291,7 +291,7 @@ def test_an_overridden_scheduler_step_must_say_how_to_advance(tmp_path):
     assert trained_with(TORCH["cosine"], 2, 1, tmp_path / "b", SaysHow, state).rates == expected.rates[30:]
 
 
-def test_who_overrides_how_to_advance_may_keep_counting(tmp_path):
+def test_overriding_how_to_advance_may_keep_counting(tmp_path):
     class Counts(Trainer):
         def advance_scheduler(self, num_updates: int) -> None:
             super().advance_scheduler(self.progress.update)

@@ -1,4 +1,4 @@
-"""Evaluating within a run changes nothing of the training."""
+"""Evaluations within a run do not change the training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,16 @@ from tests.launching import run_elastic_script
 from tests.ranks import IN_ORDER, OrderedStream, world_size
 from tests.scripts.all_callbacks import run_with_all
 from tests.scripts.resumable import CopyStates, run
-from tests.tasks import alone, equal, listener, normed_model, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import (
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
+    listener,
+    normed_model,
+    on_one_process,
+    weights,
+)
 
 
 def _classes(size: int) -> TensorDataset:
@@ -43,7 +52,7 @@ def _classes(size: int) -> TensorDataset:
 
 
 class AccuracyTrainer(Trainer):
-    """Metrics in the loop, as the ancestor's users write them."""
+    """Metrics in the loop, as users of pytorch-accelerated write them."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -67,7 +76,7 @@ def _classifier() -> nn.Module:
 
 
 class GathersEveryBatch(TrainerCallback):
-    """As the ancestor's users do: every rank has as many evaluation batches where there are samples for all."""
+    """As users of pytorch-accelerated do: every rank has as many evaluation batches if there are enough samples."""
 
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
@@ -96,7 +105,7 @@ class GathersForMetrics(Trainer):
                 own = torch.cat(self.own)
                 self.note("at the end", trainer.accelerator.gather_for_metrics(own).sort(dim=0).values)
 
-        super().__init__(small_model(), nn.MSELoss(), None, callbacks=[InEvents])
+        super().__init__(float64_model(), nn.MSELoss(), None, callbacks=[InEvents])
         self.seen: dict[str, list[Any]] = {}
         self.counts: list[int] = []
         self.own: list[torch.Tensor] = []
@@ -129,28 +138,28 @@ def test_the_trained_weights_are_the_same_with_and_without_it(accumulation):
     for callbacks in ([], [StepBasedEvaluationCallback(2)]):
         torch.manual_seed(0)
         model = normed_model()
-        trainer = quiet_trainer(model, callbacks=callbacks)
-        trainer.train(regression_data(48), 2, regression_data(9), 4, gradient_accumulation_steps=accumulation)
+        trainer = adamw_trainer(model, callbacks=callbacks)
+        trainer.train(float64_data(48), 2, float64_data(9), 4, gradient_accumulation_steps=accumulation)
         weights.append(model.state_dict())
         histories.append(trainer.run_history.to_dict())
-    assert equal(*weights)
+    assert equal_weights(*weights)
     plain, stepped = histories
     assert len(stepped.pop("intermediate_eval_loss")) == 24 // accumulation // 2
     assert stepped == plain
 
 
 def test_a_trainer_with_its_own_loader_evaluates_without_data():
-    data = regression_data(9)
+    data = float64_data(9)
 
     class Own(Trainer):
         def create_eval_dataloader(self, batch_size, eval_dl_kwargs=None):
             return DataLoader(data, batch_size=batch_size)
 
-    model = small_model()
+    model = float64_model()
     within = listener(on_train_epoch_end=lambda t: losses.append(t.evaluate()))
     losses: list[dict[str, float]] = []
     trainer = Own(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.05), callbacks=[within])
-    trainer.train(regression_data(8), 1)
+    trainer.train(float64_data(8), 1)
     losses.append(trainer.evaluate())
     assert losses == 2 * [trainer.evaluate(data)]
     assert losses[0]["evaluation_loss"] > 0
@@ -158,7 +167,7 @@ def test_a_trainer_with_its_own_loader_evaluates_without_data():
     assert len(trainer.predict(None)) == 9
 
 
-def test_modes_losses_and_generators_are_put_back():
+def test_run_evaluation_restores_modes_losses_and_generators():
     class Looks(TrainerCallback):
         def on_train_step_end(self, trainer, **kwargs):
             trainer.model[0].eval()
@@ -175,21 +184,21 @@ def test_modes_losses_and_generators_are_put_back():
         def on_eval_step_end(self, trainer, **kwargs):
             assert not any(module.training for module in trainer.model.modules())
 
-    trainer = quiet_trainer(normed_model(), callbacks=[Looks])
-    trainer.train(regression_data(16), 1, regression_data(9))
+    trainer = adamw_trainer(normed_model(), callbacks=[Looks])
+    trainer.train(float64_data(16), 1, float64_data(9))
     assert len(trainer.run_history.get_metric_values("mine_intermediate_eval_loss")) == 4
 
 
 def test_several_datasets_are_evaluated_by_name():
-    trainer = quiet_trainer(small_model(), callbacks=[StepBasedEvaluationCallback(2)])
-    trainer.train(regression_data(16), 1, {"a": regression_data(9), "b": regression_data(4)})
+    trainer = adamw_trainer(float64_model(), callbacks=[StepBasedEvaluationCallback(2)])
+    trainer.train(float64_data(16), 1, {"a": float64_data(9), "b": float64_data(4)})
     names = trainer.run_history.get_metric_names()
     assert {"a_intermediate_eval_loss", "b_intermediate_eval_loss", "a_eval_loss_epoch"} <= set(names)
 
 
-def test_an_evaluation_within_an_epoch_is_printed_at_once(capsys):
-    trainer = quiet_trainer(small_model(), callbacks=[LogMetricsCallback, StepBasedEvaluationCallback(2)])
-    trainer.train(regression_data(32), 1, regression_data(9))
+def test_an_evaluation_within_an_epoch_is_printed_immediately(capsys):
+    trainer = adamw_trainer(float64_model(), callbacks=[LogMetricsCallback, StepBasedEvaluationCallback(2)])
+    trainer.train(float64_data(32), 1, float64_data(9))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0].strip() for line in lines] == [
         "intermediate_eval_loss",
@@ -205,24 +214,24 @@ def test_a_run_evaluated_within_epochs_resumes_to_the_same_bits(tmp_path):
     for copy in sorted((tmp_path / "copies").glob("*/update-*"))[::4]:
         again = run(tmp_path / f"again-{copy.parent.name}", resume_from=copy, extra=extra[:1])
         assert again["history"] == whole["history"]
-        assert equal(again["weights"], whole["weights"])
+        assert equal_weights(again["weights"], whole["weights"])
 
 
 def test_evaluation_after_every_nth_epoch_and_the_last(tmp_path):
     stop = EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=0.0)
     best = SaveBestModelCallback(tmp_path / "best.pt", load_saved_checkpoint=False)
-    model = small_model()
-    trainer = quiet_trainer(model, callbacks=[best, stop], optimizer=torch.optim.SGD(model.parameters(), lr=1e-3))
-    trainer.train(regression_data(16), 5, regression_data(9), eval_every_n_epochs=2)
+    model = float64_model()
+    trainer = adamw_trainer(model, callbacks=[best, stop], optimizer=torch.optim.SGD(model.parameters(), lr=1e-3))
+    trainer.train(float64_data(16), 5, float64_data(9), eval_every_n_epochs=2)
     assert trainer.progress.epochs_completed == 5
     assert len(trainer.run_history.get_metric_values("eval_loss_epoch")) == 3
     assert trainer.run_history.to_dataframe()["eval_loss_epoch"].dropna().index.tolist() == [2, 4, 5]
     assert best.best_metric_epoch == 5
     # A metric that is never recorded is pointed out as soon as it was due.
     stop = EarlyStoppingCallback(watch_metric="accuracy", greater_is_better=True)
-    trainer = quiet_trainer(small_model(), callbacks=[stop, listener()])
+    trainer = adamw_trainer(float64_model(), callbacks=[stop, listener()])
     with pytest.raises(ValueError, match=r"EarlyStoppingCallback\(watch_metric='accuracy'\): the run has not"):
-        trainer.train(regression_data(16), 5, regression_data(9), eval_every_n_epochs=2)
+        trainer.train(float64_data(16), 5, float64_data(9), eval_every_n_epochs=2)
     assert trainer.progress.epoch == 2
 
 
@@ -232,10 +241,10 @@ def only_within_epochs(callbacks: list[Any], epochs: int = 3, rises: bool = Fals
     Args:
         rises: whether the loss rises, so that the first evaluation is the best
     """
-    model = small_model()
+    model = float64_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, maximize=rises)
-    trainer = quiet_trainer(model, optimizer=optimizer, callbacks=callbacks, seed=1)
-    data = {"train_dataset": regression_data(24), "eval_dataset": regression_data(9), "per_device_batch_size": 4}
+    trainer = adamw_trainer(model, optimizer=optimizer, callbacks=callbacks, seed=1)
+    data = {"train_dataset": float64_data(24), "eval_dataset": float64_data(9), "per_device_batch_size": 4}
     trainer.train(num_epochs=epochs, evaluate_every="4 updates", **(data | kwargs))
     return trainer
 
@@ -246,11 +255,11 @@ def losses_after_updates(epochs: int) -> dict[int, float]:
 
     def evaluate(trainer: Any, **kwargs: Any) -> None:
         if trainer.progress.update % 4 == 0 or trainer.progress.update == 6 * epochs:
-            apart = quiet_trainer(deepcopy(trainer.get_model()), callbacks=[])
-            found[trainer.progress.update] = apart.evaluate(regression_data(9), 4)["evaluation_loss"]
+            apart = adamw_trainer(deepcopy(trainer.get_model()), callbacks=[])
+            found[trainer.progress.update] = apart.evaluate(float64_data(9), 4)["evaluation_loss"]
 
-    trainer = quiet_trainer(small_model(), callbacks=[listener(on_update_end=evaluate)], seed=1)
-    trainer.train(regression_data(24), epochs, per_device_batch_size=4)
+    trainer = adamw_trainer(float64_model(), callbacks=[listener(on_update_end=evaluate)], seed=1)
+    trainer.train(float64_data(24), epochs, per_device_batch_size=4)
     return found
 
 
@@ -263,11 +272,11 @@ def test_evaluations_within_epochs_are_those_of_the_run(tmp_path):
     assert trainer.run_history.get_metric_values("squares") == pytest.approx(list(expected.values()))
     assert "intermediate_eval_loss" not in trainer.run_history
     assert best.best_metric == min(expected.values())
-    assert trainer.evaluate(regression_data(9), 4)["evaluation_loss"] == best.best_metric, "the weights of that update"
-    plain = quiet_trainer(small_model(), seed=1)
-    plain.train(regression_data(24), 3, per_device_batch_size=4)
+    assert trainer.evaluate(float64_data(9), 4)["evaluation_loss"] == best.best_metric, "the weights of that update"
+    plain = adamw_trainer(float64_model(), seed=1)
+    plain.train(float64_data(24), 3, per_device_batch_size=4)
     again = only_within_epochs([])
-    assert equal(weights(again.model), weights(plain.model))
+    assert equal_weights(weights(again.model), weights(plain.model))
 
 
 @pytest.mark.parametrize(("patience_in", "update"), [("evaluations", 12), ("epochs", 18)])
@@ -291,7 +300,7 @@ def test_the_best_model_within_an_epoch_stays_after_a_resume(saves_first, tmp_pa
         (tmp_path / folder).mkdir()
         shutil.copy(tmp_path / "whole/best.pt", tmp_path / folder)
         *found, saved = run(folder, resume_from=state)
-        assert (found, equal(saved, whole[2])) == ([*whole[:2]], True), state.name
+        assert (found, equal_weights(saved, whole[2])) == ([*whole[:2]], True), state.name
 
 
 def test_a_schedule_may_follow_evaluations_within_epochs():
@@ -331,11 +340,11 @@ def test_evaluations_refuse_bad_intervals_and_missing_data():
     with pytest.raises(ValueError, match="eval_every_n_steps=0 must be at least 1"):
         StepBasedEvaluationCallback(0)
     with pytest.raises(ValueError, match="eval_every_n_epochs=0 must be at least 1"):
-        quiet_trainer(small_model()).train(regression_data(8), 1, eval_every_n_epochs=0)
+        adamw_trainer(float64_model()).train(float64_data(8), 1, eval_every_n_epochs=0)
     with pytest.raises(ValueError, match="Pass eval_dataset to train"):
-        quiet_trainer(small_model(), callbacks=[StepBasedEvaluationCallback(1)]).train(regression_data(8), 1)
+        adamw_trainer(float64_model(), callbacks=[StepBasedEvaluationCallback(1)]).train(float64_data(8), 1)
     with pytest.raises(RuntimeError, match=r"call evaluate\(dataset\)"):
-        quiet_trainer(nn.Linear(5, 1).double()).run_evaluation()
+        adamw_trainer(nn.Linear(5, 1).double()).run_evaluation()
 
 
 @pytest.mark.processes
@@ -356,7 +365,7 @@ def test_all_callbacks_resume_the_same_bits_on_two_processes(tmp_path, job):
     for name in ("history", "order", "progress"):
         assert results[0][name] == results[1][name]
     for name in ("weights", "ema"):
-        assert equal(results[0][name], results[1][name])
+        assert equal_weights(results[0][name], results[1][name])
     # Only the first process of a machine prints.
     assert whole.output.count("Starting epoch 1/3") == 1
 
@@ -377,9 +386,9 @@ def dataset_sizes() -> Any:
 
 def test_evaluation_counts_every_sample_once_for_any_size(ranks):
     for result in ranks(dataset_sizes):
-        assert result.keys() == alone(dataset_sizes).keys() == set(range(1, 21))
+        assert result.keys() == on_one_process(dataset_sizes).keys() == set(range(1, 21))
         for size, (metrics, predictions) in result.items():
-            expected_metrics, expected = alone(dataset_sizes)[size]
+            expected_metrics, expected = on_one_process(dataset_sizes)[size]
             assert metrics == pytest.approx(expected_metrics, abs=1e-10)
             assert predictions.shape == expected.shape == (size, 3)
             assert torch.allclose(predictions, expected, atol=1e-12, rtol=0)
@@ -390,8 +399,8 @@ def gather_in_evaluation() -> Any:
     results = {}
     for size in range(world_size(), 25):
         gathers = GathersEveryBatch()
-        trainer = Trainer(small_model(), nn.MSELoss(), None, callbacks=[gathers])
-        trainer.evaluate(regression_data(size), per_device_batch_size=3)
+        trainer = Trainer(float64_model(), nn.MSELoss(), None, callbacks=[gathers])
+        trainer.evaluate(float64_data(size), per_device_batch_size=3)
         results[size] = torch.cat(gathers.seen)
     return results
 
@@ -400,15 +409,15 @@ def test_gathering_evaluation_batches_gives_the_data_in_order(ranks):
     for result in ranks(gather_in_evaluation):
         assert result.keys() == set(range(ranks.world_size, 25))
         for size, inputs in result.items():
-            assert torch.equal(inputs, regression_data(size).tensors[0])
+            assert torch.equal(inputs, float64_data(size).tensors[0])
 
 
 def gather_for_metrics() -> Any:
-    """What Accelerate's method gathers from 37 samples by batch size, of map data and of a stream."""
+    """The result of Accelerate's method for 37 samples by batch size, of map data and of a stream."""
     results = {}
     for batch_size in (1, 3, 5):
         for kind in ("map", "stream"):
-            data = regression_data(37)
+            data = float64_data(37)
             trainer = GathersForMetrics()
             given = data if kind == "map" else OrderedStream(data)
             metrics = trainer.evaluate(given, batch_size, None if kind == "map" else {"num_workers": 0})
@@ -417,8 +426,8 @@ def gather_for_metrics() -> Any:
 
 
 def test_gather_for_metrics_gives_every_evaluated_sample_once(ranks):
-    x, y = regression_data(37).tensors
-    loss = nn.functional.mse_loss(small_model()(x), y).item()
+    x, y = float64_data(37).tensors
+    loss = nn.functional.mse_loss(float64_model()(x), y).item()
     results = ranks(gather_for_metrics)
     for result in results:
         assert len(result) == 6
@@ -433,8 +442,8 @@ def test_gather_for_metrics_gives_every_evaluated_sample_once(ranks):
 
 
 def gather_for_metrics_in_training() -> Any:
-    """What it gathers in training, whose last step has fewer samples than ranks."""
-    data = regression_data(4 * world_size() + 1)
+    """Its result in training, when the last step has fewer samples than ranks."""
+    data = float64_data(4 * world_size() + 1)
     trainer = GathersForMetrics()
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
     trainer.train(data, 1, per_device_batch_size=2, train_dataloader_kwargs=IN_ORDER)
@@ -446,9 +455,9 @@ def test_gather_for_metrics_gathers_batches_of_training(ranks):
 
 
 def test_evaluating_within_a_run_leaves_no_trace_in_it(ranks):
-    for result in [*ranks(evaluate_inside), alone(evaluate_inside)]:
+    for result in [*ranks(evaluate_inside), on_one_process(evaluate_inside)]:
         without, within = result[0], result[1]
-        assert equal(without[0], within[0])
+        assert equal_weights(without[0], within[0])
         assert without[1] == within[1]
         assert result["metrics"].keys() == {"evaluation_loss"}
         assert result["training"]

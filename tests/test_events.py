@@ -1,4 +1,4 @@
-"""What fires when, who hears it, and how a run ends."""
+"""Events: their order, their listeners, and how a run ends."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from tests.launching import CAN_SHARD, two_are_enough
 from tests.sharded import sharded_trainer
 from tests.tasks import (
     Broken,
-    equal,
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
     listener,
     make_data,
     make_model,
     make_trainer,
-    quiet_trainer,
-    regression_data,
-    small_model,
     train,
     two_optimizers,
     weights,
@@ -149,7 +149,7 @@ def test_evaluate_and_predict_fire_a_steps_events_per_batch():
         assert names.count(event) == 3
 
 
-def test_step_events_carry_the_batch_and_what_the_step_returned():
+def test_step_events_carry_the_batch_and_the_output():
     recorder = recording_callback()
     data = make_data(4)
     train(make_trainer([recorder]), train_dataset=data)
@@ -186,12 +186,12 @@ def test_events_around_the_update_see_old_and_new_weights():
     start = weights(trainer.model)
     train(trainer, size=2)
     assert seen["on_backward_start"][1] is None
-    assert equal(seen["on_backward_end"][0], start)
-    assert equal(seen["on_optimizer_step_start"][0], start)
+    assert equal_weights(seen["on_backward_end"][0], start)
+    assert equal_weights(seen["on_optimizer_step_start"][0], start)
     assert torch.equal(seen["on_backward_end"][1], seen["on_optimizer_step_start"][1])
     assert seen["on_optimizer_step_end"][1] is None
-    assert not equal(seen["on_optimizer_step_end"][0], start)
-    assert equal(seen["on_train_step_end"][0], seen["on_optimizer_step_end"][0])
+    assert not equal_weights(seen["on_optimizer_step_end"][0], start)
+    assert equal_weights(seen["on_train_step_end"][0], seen["on_optimizer_step_end"][0])
 
 
 def test_gradients_are_clipped_before_on_optimizer_step_start():
@@ -325,7 +325,7 @@ def test_a_custom_event_of_an_overridden_step_is_called():
     assert heard == [1, 2]
 
 
-def test_a_custom_event_that_nobody_defines_is_no_error():
+def test_a_custom_event_without_listeners_is_no_error():
     callback: Any = recording_callback()
     trainer = make_trainer([callback])
     before = fired(callback)
@@ -378,7 +378,7 @@ UNKNOWN = {
 
 
 @pytest.mark.extension("other_libraries")
-def test_an_unknown_event_is_warned_of_with_the_one_meant():
+def test_an_unknown_event_is_warned_of_with_a_suggestion():
     methods = {name: lambda self, trainer, **kwargs: None for name in [*UNKNOWN, "on_checkpoint_uploaded"]}
     trainer = make_trainer([type("Listens", (TrainerCallback,), {"on_gpu": False, **methods})])
     with pytest.warns(UserWarning, match="is not an event") as caught:
@@ -391,7 +391,7 @@ def test_an_unknown_event_is_warned_of_with_the_one_meant():
 
 
 @pytest.mark.extension("other_libraries")
-def test_a_hook_that_means_two_events_is_warned_of_with_both():
+def test_a_hook_with_two_matching_events_names_both():
     methods = {"after_step": lambda self, trainer: None, "before_train": lambda self, trainer: None, "after_all": len}
     with pytest.warns(UserWarning, match="is not an event") as caught:
         train(make_trainer([type("Hook", (TrainerCallback,), methods)]))
@@ -403,11 +403,11 @@ def test_a_hook_that_means_two_events_is_warned_of_with_both():
 
 
 def warnings_of_unknown_events() -> list[str]:
-    """What this rank says of a misspelt event."""
+    """The warnings of this rank about a misspelt event."""
     misspelt = type("Misspelt", (TrainerCallback,), {"on_train_step" + "_ends": lambda self, trainer, **kwargs: None})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        quiet_trainer(small_model(), callbacks=[misspelt]).train(regression_data(8), 1)
+        adamw_trainer(float64_model(), callbacks=[misspelt]).train(float64_data(8), 1)
     return [str(warning.message) for warning in caught]
 
 
@@ -437,7 +437,7 @@ def test_the_handler_prints_each_event_with_its_listeners():
     assert lines == ["on_training_run_start: First", "on_train_step_end: Second, First, Second"]
 
 
-def test_a_handler_without_listeners_says_so():
+def test_a_handler_without_listeners_prints_none():
     assert "no callback" in repr(CallbackHandler())
 
 
@@ -462,7 +462,7 @@ def raising(event: str, error: BaseException) -> TrainerCallback:
 
 
 @pytest.mark.parametrize("event", DURING_TRAINING)
-def test_a_stop_in_any_event_ends_the_run_in_order(event):
+def test_a_stop_in_any_event_ends_the_run_cleanly(event):
     recorder = recording_callback()
     trainer = make_trainer([recorder, raising(event, StopTrainingError("enough"))])
     train(trainer, epochs=2, eval_dataset=True)
@@ -483,7 +483,7 @@ def test_a_stop_before_the_run_starts_ends_it_without_a_step():
 
 
 @pytest.mark.parametrize("event", ["on_stop_training_error", "on_training_run_end"])
-def test_a_stop_while_the_run_is_ending_ends_it_in_order_too(event):
+def test_a_stop_while_the_run_is_ending_ends_it_cleanly(event):
     recorder = recording_callback()
     stop_first = [raising("on_train_step_end", StopTrainingError("first"))] if "stop" in event else []
     trainer = make_trainer([recorder, *stop_first, raising(event, StopTrainingError("while ending"))])
@@ -503,7 +503,7 @@ def test_the_reason_of_a_stop_is_known_to_its_event_and_printed(capsys):
     assert "accuracy is good enough" in capsys.readouterr().out
 
 
-def test_a_stop_without_a_reason_has_one_all_the_same():
+def test_a_stop_without_a_reason_gets_a_default_reason():
     trainer = train(make_trainer([raising("on_train_step_end", StopTrainingError())]))
     assert trainer.stop_reason
 
@@ -517,7 +517,7 @@ def test_the_stop_reason_belongs_to_the_last_run():
     assert trainer.stop_reason is None
 
 
-def test_a_stop_in_an_overridden_method_ends_the_run_in_order():
+def test_a_stop_in_an_overridden_method_ends_the_run_cleanly():
     class Stopping(Trainer):
         def train_epoch_end(self):
             raise StopTrainingError("one epoch will do")
@@ -539,7 +539,7 @@ def test_a_subclass_of_the_stop_error_stops_too():
 @pytest.mark.parametrize(
     "event", ["on_evaluation_run_start", "on_eval_epoch_start", "on_eval_step_end", "on_eval_epoch_end"]
 )
-def test_a_stop_during_evaluate_ends_the_evaluation_in_order(event):
+def test_a_stop_during_evaluate_ends_it_cleanly(event):
     recorder = recording_callback()
     trainer = make_trainer([recorder, raising(event, StopTrainingError("enough"))])
     trainer.evaluate(make_data())
@@ -551,7 +551,7 @@ def test_a_stop_during_evaluate_ends_the_evaluation_in_order(event):
 
 
 class CustomError(Exception):
-    """An error that is no one else's."""
+    """An error that nothing else raises."""
 
 
 ERRORS = [CustomError("boom"), KeyboardInterrupt(), AttributeError("no such thing"), SystemExit(3), TypeError("odd")]
@@ -609,7 +609,7 @@ def test_an_attribute_error_inside_a_callback_propagates():
     assert "trainer.modell.train()" in "".join(traceback.format_exception(caught.value))
 
 
-def test_an_attribute_error_in_a_property_is_no_missing_event():
+def test_an_attribute_error_in_a_property_is_not_hidden():
     class Faulty(TrainerCallback):
         @property
         def on_train_epoch_start(self):
@@ -620,7 +620,7 @@ def test_an_attribute_error_in_a_property_is_no_missing_event():
 
 
 @pytest.mark.parametrize("name", ["optimizer_step", "calculate_train_batch_loss", "eval_epoch_end", "training_run_end"])
-def test_an_error_in_an_overridden_method_ends_the_run_in_order(name):
+def test_an_error_in_an_overridden_method_ends_the_run_cleanly(name):
     def fail(self: Trainer, *args: Any) -> None:
         raise CustomError(name)
 
@@ -678,7 +678,7 @@ def test_an_error_at_a_runs_end_still_notifies_later_callbacks(tmp_path, capsys)
     "error", [CustomError("x"), KeyboardInterrupt(), StopTrainingError("x"), NonFiniteLossError("x")]
 )
 @pytest.mark.parametrize("event", ["on_training_run_start", "on_backward_end", "on_eval_step_end"])
-def test_a_run_after_an_early_end_equals_one_of_a_fresh_trainer(event, error):
+def test_a_run_after_a_stopped_one_equals_a_fresh_run(event, error):
     trainer = make_trainer([raising(event, error)])
     try:
         train(trainer, size=8, batch_size=2, gradient_accumulation_steps=2, eval_dataset=True)
@@ -695,7 +695,7 @@ def test_a_run_after_an_early_end_equals_one_of_a_fresh_trainer(event, error):
         gradient_accumulation_steps=2,
         eval_dataset=True,
     )
-    assert equal(weights(trainer.model), weights(fresh.model))
+    assert equal_weights(weights(trainer.model), weights(fresh.model))
     assert trainer.run_history.to_dict() == fresh.run_history.to_dict()
     assert trainer.progress == fresh.progress
 
@@ -707,7 +707,7 @@ def test_a_run_does_not_start_with_a_failed_runs_gradients():
     trainer.model.load_state_dict(make_model(seed=5).state_dict())
     train(trainer)
     fresh = train(make_trainer(model=make_model(seed=5)))
-    assert equal(weights(trainer.model), weights(fresh.model))
+    assert equal_weights(weights(trainer.model), weights(fresh.model))
 
 
 @pytest.mark.parametrize("event", ["on_evaluation_run_start", "on_eval_step_end", "on_evaluation_run_end"])
@@ -734,7 +734,7 @@ def test_an_error_in_predict_fires_on_exception_once(event):
     assert trainer.predict(make_data()).shape == (6, 1)
 
 
-def test_an_error_of_the_dataset_ends_the_run_in_order():
+def test_an_error_of_the_dataset_ends_the_run_cleanly():
     recorder = recording_callback()
     with pytest.raises(OSError, match="scan 4 is unreadable"):
         train(make_trainer([recorder]), train_dataset=Broken(), train_dataloader_kwargs={"num_workers": 0})
@@ -771,7 +771,7 @@ class UpdatesOne(Trainer):
 
 
 class Recomputes(Trainer):
-    """Computes the gradients of each update once more."""
+    """Recomputes the gradients of each update."""
 
     def optimizer_step(self):
         self.recompute_gradients()
@@ -841,7 +841,7 @@ KINDS = {
     "manual": Kind(ManualStep, MANUAL, partial(make_trainer, trainer_class=UpdatesOne)),
     "manual, two optimizers": Kind(ManualStep, MANUAL, updating_each),
     "manual, accumulation": Kind(ManualStep, MANUAL, updating_each, TWO_STEPS),
-    "sharded": Kind(ShardedStep, make=sharded, how={"train_dataset": regression_data(8), **TWO_STEPS}),
+    "sharded": Kind(ShardedStep, make=sharded, how={"train_dataset": float64_data(8), **TWO_STEPS}),
 }
 GUARDED = {name: ["failed_batches"] for name, kind in KINDS.items() if kind.step == "GuardedStep"}
 OWNERS = GUARDED | {"compiled": ["compiled_step"]}
@@ -859,7 +859,7 @@ def declared(blocks: Iterable[Line]) -> list[Line]:
 
 
 def check_calls(recorder: Any, name: str, documented: str = "") -> set[str]:
-    """Check what was recorded against a block of the docstring, forget it, and return the names of the events."""
+    """Check the recorded calls against a block of the docstring, clear them, and return the names of the events."""
     calls, recorder.calls = recorder.calls, []
     block = with_step(BLOCKS[name], BLOCKS[documented]) if documented else BLOCKS[name]
     events = [event for event, _ in calls]
@@ -967,7 +967,7 @@ def test_evaluating_in_mid_epoch_leaves_model_and_run_unchanged():
     plain_model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     plain_model.load_state_dict(start)
     plain = train(make_trainer(model=plain_model), size=8)
-    assert equal(weights(interrupted.model), weights(plain.model))
+    assert equal_weights(weights(interrupted.model), weights(plain.model))
     history = interrupted.run_history
     assert history.get_metric_values("train_loss_epoch") == plain.run_history.get_metric_values("train_loss_epoch")
     assert len(history.get_metric_values("evaluation_loss")) == 4
@@ -977,7 +977,7 @@ def test_predicting_within_an_epoch_leaves_the_run_unchanged():
     predicting = listener(on_train_step_end=lambda trainer, **_: trainer.predict(make_data(3)))
     interrupted = train(make_trainer([predicting]), size=8, eval_dataset=True)
     plain = train(make_trainer(), size=8, eval_dataset=True)
-    assert equal(weights(interrupted.model), weights(plain.model))
+    assert equal_weights(weights(interrupted.model), weights(plain.model))
     assert interrupted.run_history.to_dict() == plain.run_history.to_dict()
 
 
@@ -993,7 +993,7 @@ def test_evaluate_without_arguments_uses_the_last_runs_eval_data():
 
 
 def noting(name: str, result: Any = None) -> tuple[type[Trainer], list[Any]]:
-    """A trainer whose method does what it did, and notes its arguments."""
+    """A trainer whose method also records its arguments."""
     calls: list[Any] = []
 
     def method(self: Trainer, *args: Any) -> Any:
@@ -1029,7 +1029,7 @@ def noting(name: str, result: Any = None) -> tuple[type[Trainer], list[Any]]:
         "evaluation_run_end": 1,
     }.items(),
 )
-def test_each_overridable_method_is_called_as_its_name_says(name, count):
+def test_each_overridable_method_has_its_number_of_calls(name, count):
     trainer_class, calls = noting(name)
     trainer = make_trainer(trainer_class=trainer_class)
     train(
@@ -1099,7 +1099,7 @@ def test_an_overridden_train_loss_is_minimised_and_recorded():
     assert losses[0] == pytest.approx(2 * losses[1], rel=1e-6)
 
 
-def test_an_overridden_eval_loss_is_what_is_recorded():
+def test_an_overridden_eval_loss_is_recorded():
     class Constant(Trainer):
         def calculate_eval_batch_loss(self, batch):
             return {"loss": torch.tensor(4.0), "model_outputs": None, "batch_size": len(batch[0])}
@@ -1109,7 +1109,7 @@ def test_an_overridden_eval_loss_is_what_is_recorded():
     assert trainer.evaluate(make_data())["evaluation_loss"] == 4.0
 
 
-def test_an_overridden_backward_step_makes_the_gradients():
+def test_an_overridden_backward_step_computes_the_gradients():
     class Nothing(Trainer):
         def backward_step(self, loss):
             (loss * 0).backward()
@@ -1117,21 +1117,21 @@ def test_an_overridden_backward_step_makes_the_gradients():
     trainer = make_trainer(trainer_class=Nothing)
     start = weights(trainer.model)
     train(trainer)
-    assert equal(weights(trainer.model), start)
+    assert equal_weights(weights(trainer.model), start)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 @pytest.mark.parametrize("name", ["optimizer_step", "scheduler_step"])
-def test_a_step_overridden_with_nothing_does_not_happen(name):
+def test_a_step_method_overridden_with_a_no_op_is_skipped(name):
     trainer_class = type("Without", (Trainer,), {name: lambda self: None})
     trainer = make_trainer(trainer_class=trainer_class)
     start = weights(trainer.model)
     train(trainer, create_scheduler_fn=lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (step + 1)))
-    assert equal(weights(trainer.model), start) == (name == "optimizer_step")
+    assert equal_weights(weights(trainer.model), start) == (name == "optimizer_step")
     assert (trainer.optimizer.param_groups[0]["lr"] == 0.1) == (name == "scheduler_step")
 
 
-def test_gradients_stay_if_optimizer_zero_grad_does_nothing():
+def test_an_empty_optimizer_zero_grad_keeps_gradients():
     trainer_class = type("Keeping", (Trainer,), {"optimizer_zero_grad": lambda self: None})
     trainer = train(make_trainer(trainer_class=trainer_class), size=4)
     model = make_model()
@@ -1140,7 +1140,7 @@ def test_gradients_stay_if_optimizer_zero_grad_does_nothing():
     for rows in (slice(0, 2), slice(2, 4)):
         nn.functional.mse_loss(model(x[rows]), y[rows]).backward()
         optimizer.step()
-    assert equal(weights(trainer.model), weights(model))
+    assert equal_weights(weights(trainer.model), weights(model))
 
 
 @pytest.mark.parametrize(("name", "during"), [("train_epoch_start", "train"), ("eval_epoch_start", "eval")])
@@ -1183,7 +1183,7 @@ def test_metrics_recorded_in_end_methods_precede_callbacks():
     assert metrics.keys() == {"in_eval_epoch_end", "evaluation_loss", "in_evaluation_run_end"}
 
 
-def test_an_overridden_prediction_step_is_what_predict_returns():
+def test_predict_returns_the_result_of_an_overridden_step():
     class Signs(Trainer):
         def calculate_predict_batch_output(self, batch):
             return {"sign": super().calculate_predict_batch_output(batch).sign()}

@@ -1,4 +1,4 @@
-"""A run equals the loop that one would write by hand."""
+"""A run equals a hand-written loop bit for bit."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from tests.streams import LengthBuckets
 from tests.tasks import (
     Overflows,
     Rows,
-    equal,
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
     hand_written_loop,
     largest_difference,
     listener,
-    quiet_trainer,
-    regression_data,
-    small_model,
     weights,
 )
 
 
-@pytest.mark.parametrize("dataset", [regression_data(37), Rows(regression_data(37))], ids=["memory", "rows"])
+@pytest.mark.parametrize("dataset", [float64_data(37), Rows(float64_data(37))], ids=["memory", "rows"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_training_equals_a_hand_written_loop_bit_for_bit(dataset, dtype):
     tensors = [t.to(dtype) for t in (dataset if isinstance(dataset, TensorDataset) else dataset.data).tensors]
     data = TensorDataset(*tensors) if isinstance(dataset, TensorDataset) else Rows(TensorDataset(*tensors))
-    ours, theirs = small_model(dtype=dtype), small_model(dtype=dtype)
+    ours, theirs = float64_model(dtype=dtype), float64_model(dtype=dtype)
     losses = hand_written_loop(theirs, torch.optim.AdamW(theirs.parameters(), lr=0.01), DataLoader(data, 8), epochs=3)
 
-    trainer = quiet_trainer(ours)
+    trainer = adamw_trainer(ours)
     trainer.train(data, 3, per_device_batch_size=8, train_dataloader_kwargs={"shuffle": False})
 
-    assert equal(ours.state_dict(), theirs.state_dict())
+    assert equal_weights(ours.state_dict(), theirs.state_dict())
     assert trainer.run_history.get_metric_values("train_loss_epoch") == losses
 
 
@@ -52,9 +52,9 @@ def test_training_equals_a_hand_written_loop_bit_for_bit(dataset, dtype):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_manual_seed_gives_the_bits_of_a_hand_written_loop(workers):
     def model() -> nn.Module:
-        return nn.Sequential(small_model(1), nn.Dropout(0.5), nn.Linear(1, 1).double())
+        return nn.Sequential(float64_model(1), nn.Dropout(0.5), nn.Linear(1, 1).double())
 
-    data = Rows(regression_data(21))
+    data = Rows(float64_data(21))
     torch.manual_seed(5)
     theirs = model()
     ours = copy.deepcopy(theirs)
@@ -63,25 +63,25 @@ def test_a_manual_seed_gives_the_bits_of_a_hand_written_loop(workers):
     hand_written_loop(theirs, torch.optim.AdamW(theirs.parameters(), lr=0.01), loader, epochs=3)
     torch.manual_seed(11)
     kwargs = {"num_workers": workers, "persistent_workers": False}
-    quiet_trainer(ours).train(data, 3, per_device_batch_size=4, train_dataloader_kwargs=kwargs)
-    assert equal(ours.state_dict(), theirs.state_dict())
+    adamw_trainer(ours).train(data, 3, per_device_batch_size=4, train_dataloader_kwargs=kwargs)
+    assert equal_weights(ours.state_dict(), theirs.state_dict())
 
 
-def test_in_memory_data_are_shuffled_as_a_dataloader_would():
-    data = regression_data(21)
-    ours, theirs = small_model(), small_model()
+def test_data_in_memory_are_shuffled_like_by_a_dataloader():
+    data = float64_data(21)
+    ours, theirs = float64_model(), float64_model()
     torch.manual_seed(11)
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=0.01)
     hand_written_loop(theirs, optimizer, DataLoader(data, 4, shuffle=True), epochs=3)
     torch.manual_seed(11)
-    quiet_trainer(ours).train(data, 3, per_device_batch_size=4)
-    assert equal(ours.state_dict(), theirs.state_dict())
+    adamw_trainer(ours).train(data, 3, per_device_batch_size=4)
+    assert equal_weights(ours.state_dict(), theirs.state_dict())
 
 
 def window_gradients(accumulation: int, size: int, batch: int = 6) -> list[dict[str, torch.Tensor]]:
     """The gradients of the mean loss of each window, along the weights that a plain loop takes."""
-    x, y = regression_data(size).tensors
-    model = small_model()
+    x, y = float64_data(size).tensors
+    model = float64_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     gradients = []
     for _ in range(3):
@@ -109,14 +109,14 @@ def test_accumulated_gradients_are_those_of_the_whole_window(alone, accumulation
 
 
 def test_micro_batches_of_unequal_size_weigh_by_their_samples():
-    x, y = regression_data(11).tensors
-    recorder, model = Recorder(), small_model()
-    trainer = quiet_trainer(model, callbacks=[recorder])
+    x, y = float64_data(11).tensors
+    recorder, model = Recorder(), float64_model()
+    trainer = adamw_trainer(model, callbacks=[recorder])
     kwargs = {"batch_sampler": LengthBuckets()}
     trainer.train(
-        regression_data(11), 1, per_device_batch_size=2, gradient_accumulation_steps=5, train_dataloader_kwargs=kwargs
+        float64_data(11), 1, per_device_batch_size=2, gradient_accumulation_steps=5, train_dataloader_kwargs=kwargs
     )
-    whole = small_model()
+    whole = float64_model()
     nn.functional.mse_loss(whole(x), y).backward()
     expected = {name: p.grad for name, p in whole.named_parameters()}
     assert len(recorder.gradients) == 1
@@ -126,10 +126,10 @@ def test_micro_batches_of_unequal_size_weigh_by_their_samples():
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_losses_over_items_weigh_by_their_items(accumulation):
     recorded = tokens()[accumulation]
-    x, y = regression_data(40).tensors
+    x, y = float64_data(40).tensors
     mask = torch.rand(40, 1, generator=torch.Generator().manual_seed(1)) < 0.6
     mask[::2] = True
-    model = small_model()
+    model = float64_model()
     window = slice(0, 6 * accumulation)
     ((model(x[window]) - y[window]) ** 2)[mask[window]].mean().backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
@@ -139,17 +139,17 @@ def test_losses_over_items_weigh_by_their_items(accumulation):
 def test_the_reported_loss_does_not_depend_on_accumulation():
     losses = []
     for accumulation in (1, 2, 5):
-        model = small_model()
+        model = float64_model()
         frozen = torch.optim.SGD(model.parameters(), lr=0.0)
-        trainer = quiet_trainer(model, optimizer=frozen)
-        trainer.train(regression_data(37), 1, per_device_batch_size=4, gradient_accumulation_steps=accumulation)
+        trainer = adamw_trainer(model, optimizer=frozen)
+        trainer.train(float64_data(37), 1, per_device_batch_size=4, gradient_accumulation_steps=accumulation)
         losses.append(trainer.run_history.get_latest_metric("train_loss_epoch"))
-    x, y = regression_data(37).tensors
-    expected = nn.functional.mse_loss(small_model()(x), y).item()
+    x, y = float64_data(37).tensors
+    expected = nn.functional.mse_loss(float64_model()(x), y).item()
     assert losses == pytest.approx([expected] * 3, abs=1e-12)
 
 
-def test_updates_and_schedule_have_the_length_asked_for():
+def test_updates_and_schedule_have_the_requested_length():
     for (accumulation, limit), run in schedule().items():
         steps_per_epoch = -(-37 // 6)
         expected = limit or 2 * -(-steps_per_epoch // accumulation)
@@ -158,8 +158,8 @@ def test_updates_and_schedule_have_the_length_asked_for():
 
 
 def test_a_limit_of_updates_ends_the_first_epoch_with_evaluation():
-    trainer = quiet_trainer(small_model())
-    trainer.train(regression_data(80), 5, regression_data(8), per_device_batch_size=4, max_num_train_steps=7)
+    trainer = adamw_trainer(float64_model())
+    trainer.train(float64_data(80), 5, float64_data(8), per_device_batch_size=4, max_num_train_steps=7)
     assert trainer.progress.update == 7
     assert trainer.run_history.to_dict().keys() == {"train_loss_epoch", "eval_loss_epoch"}
 
@@ -184,19 +184,17 @@ class CountsClips(Trainer):
 
 
 def test_clipping_happens_once_an_update():
-    model, seen = small_model(), SeesGradients()
+    model, seen = float64_model(), SeesGradients()
     trainer = CountsClips(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), callbacks=[seen])
-    trainer.train(
-        regression_data(24), 1, per_device_batch_size=2, gradient_accumulation_steps=3, gradient_clip_norm=0.1
-    )
+    trainer.train(float64_data(24), 1, per_device_batch_size=2, gradient_accumulation_steps=3, gradient_clip_norm=0.1)
     assert trainer.clips == trainer.progress.update == 4
     assert max(seen.norms) <= 0.1 + 1e-6
-    trainer.train(regression_data(24), 1, per_device_batch_size=2, gradient_clip_value=0.01)
+    trainer.train(float64_data(24), 1, per_device_batch_size=2, gradient_clip_value=0.01)
     assert max(seen.largest[4:]) <= 0.01
 
 
 def test_a_skipped_update_does_not_step_the_scheduler(scaled_accelerator):
-    model = small_model(dtype=torch.float32)
+    model = float64_model(dtype=torch.float32)
     before_second: list[dict[str, torch.Tensor]] = []
 
     class Weights(TrainerCallback):
@@ -211,13 +209,13 @@ def test_a_skipped_update_does_not_step_the_scheduler(scaled_accelerator):
         accelerator=scaled_accelerator,
     )
     trainer.train(
-        regression_data(16, dtype=torch.float32),
+        float64_data(16, dtype=torch.float32),
         1,
         per_device_batch_size=4,
         create_scheduler_fn=partial(StepLR, step_size=1, gamma=0.5),
     )
-    assert equal(before_second[0], before_second[1])  # the update was skipped
-    assert not equal(before_second[1], before_second[2])
+    assert equal_weights(before_second[0], before_second[1])  # the update was skipped
+    assert not equal_weights(before_second[1], before_second[2])
     assert trainer.scheduler.last_epoch == 3  # of four updates
 
 
@@ -228,11 +226,11 @@ def test_clipping_sees_unscaled_gradients(scaled_accelerator):
         if not scaled:
             accelerator = Accelerator(cpu=True)
             accelerator.native_amp = False
-        model, seen = small_model(dtype=torch.float32), SeesGradients()
+        model, seen = float64_model(dtype=torch.float32), SeesGradients()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=[seen], accelerator=accelerator)
         kwargs = {"train_dataloader_kwargs": {"shuffle": False}, "gradient_clip_norm": 100.0}
-        trainer.train(regression_data(16, dtype=torch.float32), 1, per_device_batch_size=4, **kwargs)
+        trainer.train(float64_data(16, dtype=torch.float32), 1, per_device_batch_size=4, **kwargs)
         norms.append(seen.norms)
     assert norms[1] == pytest.approx(norms[0], rel=1e-2)  # the second computes in reduced precision
 
@@ -246,9 +244,9 @@ def test_named_losses_are_summed_and_recorded_by_name():
 
         calculate_eval_batch_loss = calculate_train_batch_loss
 
-    model, summed = small_model(), small_model()
+    model, summed = float64_model(), float64_model()
     trainer = TwoLosses(model, None, torch.optim.AdamW(model.parameters(), lr=0.01), callbacks=[])
-    data = regression_data(12)
+    data = float64_data(12)
     trainer.train(data, 1, data, per_device_batch_size=4, train_dataloader_kwargs={"shuffle": False})
     loader = DataLoader(data, 4)
     hand_written_loop(
@@ -258,7 +256,7 @@ def test_named_losses_are_summed_and_recorded_by_name():
         1,
         lambda out, y: nn.functional.mse_loss(out, y) + out.abs().mean(),
     )
-    assert equal(model.state_dict(), summed.state_dict())
+    assert equal_weights(model.state_dict(), summed.state_dict())
     history = trainer.run_history.to_dict()
     assert {"train_loss_epoch", "train_fit_epoch", "train_size_epoch", "eval_fit_epoch"} <= history.keys()
     total = history["train_fit_epoch"][0] + history["train_size_epoch"][0]
@@ -266,17 +264,17 @@ def test_named_losses_are_summed_and_recorded_by_name():
 
 
 def test_two_trainers_in_one_process_do_not_disturb_each_other():
-    data = regression_data(20)
+    data = float64_data(20)
     kwargs = {"per_device_batch_size": 4, "train_dataloader_kwargs": {"shuffle": False}}
-    expected = small_model()
+    expected = float64_model()
     loader = DataLoader(data, 4)
     optimizer = torch.optim.AdamW(expected.parameters(), lr=0.01)
     hand_written_loop(expected, optimizer, loader, 2)
-    first, second = (quiet_trainer(small_model()) for _ in range(2))
+    first, second = (adamw_trainer(float64_model()) for _ in range(2))
     for trainer in (first, second, first, second):
         trainer.train(data, 1, **kwargs)
-    assert equal(first.model.state_dict(), expected.state_dict())
-    assert equal(second.model.state_dict(), expected.state_dict())
+    assert equal_weights(first.model.state_dict(), expected.state_dict())
+    assert equal_weights(second.model.state_dict(), expected.state_dict())
     assert first.progress.update == 5  # counts are those of the last run
     assert len(first.run_history.get_metric_values("train_loss_epoch")) == 1
     first.train(data, 1, reset_run_history=False, **kwargs)
@@ -285,16 +283,16 @@ def test_two_trainers_in_one_process_do_not_disturb_each_other():
 
 def test_a_seed_makes_a_run_repeatable():
     def run(seed: int | None) -> dict[str, torch.Tensor]:
-        model = nn.Sequential(small_model(), nn.Dropout(0.3))
-        quiet_trainer(model, seed=seed).train(regression_data(20), 2, per_device_batch_size=4)
+        model = nn.Sequential(float64_model(), nn.Dropout(0.3))
+        adamw_trainer(model, seed=seed).train(float64_data(20), 2, per_device_batch_size=4)
         return model.state_dict()
 
     torch.manual_seed(0)
     first = run(seed=1)
     torch.manual_seed(99)
-    assert equal(first, run(seed=1))
-    assert not equal(first, run(seed=2))
-    assert not equal(run(seed=None), run(seed=None))
+    assert equal_weights(first, run(seed=1))
+    assert not equal_weights(first, run(seed=2))
+    assert not equal_weights(run(seed=None), run(seed=None))
 
 
 def test_seed_mixing_has_no_collisions_among_neighbours():
@@ -303,8 +301,8 @@ def test_seed_mixing_has_no_collisions_among_neighbours():
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_the_users_model_comes_back_as_it_was_given(precision, no_accelerator):
-    model = small_model(dtype=torch.float32)
+def test_the_users_model_is_returned_unwrapped(precision, no_accelerator):
+    model = float64_model(dtype=torch.float32)
     attributes = set(vars(model))
     seen = []
 
@@ -320,8 +318,8 @@ def test_the_users_model_comes_back_as_it_was_given(precision, no_accelerator):
             return out
 
     model.append(Linear(1, 1))
-    trainer = quiet_trainer(model, Watch(), accelerator=Accelerator(cpu=True, mixed_precision=precision))
-    data = regression_data(16, dtype=torch.float32)
+    trainer = adamw_trainer(model, Watch(), accelerator=Accelerator(cpu=True, mixed_precision=precision))
+    data = float64_data(16, dtype=torch.float32)
     for _ in range(2):
         trainer.train(data, 1, data, per_device_batch_size=4)
     trainer.evaluate(data)
@@ -332,22 +330,22 @@ def test_the_users_model_comes_back_as_it_was_given(precision, no_accelerator):
     assert trainer.run_config.mixed_precision == precision
 
 
-def test_a_compiled_model_trains_as_the_plain_one():
-    plain = small_model(dtype=torch.float32)
+def test_a_compiled_model_trains_like_the_plain_one():
+    plain = float64_model(dtype=torch.float32)
     compiled = torch.compile(copy.deepcopy(plain), backend="eager")
-    data = regression_data(16, dtype=torch.float32)
+    data = float64_data(16, dtype=torch.float32)
     for model in (plain, compiled):
-        trainer = quiet_trainer(model)
+        trainer = adamw_trainer(model)
         trainer.train(data, 2, data, per_device_batch_size=4, train_dataloader_kwargs={"shuffle": False})
         assert trainer.model is model
-    assert equal(plain.state_dict(), trainer.get_model(keep_torch_compile=False).state_dict())
+    assert equal_weights(plain.state_dict(), trainer.get_model(keep_torch_compile=False).state_dict())
 
 
 def test_onecycle_needs_no_spare_steps():
-    model = small_model()
-    trainer = quiet_trainer(model)
+    model = float64_model()
+    trainer = adamw_trainer(model)
     trainer.train(
-        regression_data(20),
+        float64_data(20),
         2,
         per_device_batch_size=4,
         create_scheduler_fn=lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=10),
@@ -363,10 +361,10 @@ def test_gradient_norms_are_those_of_unscaled_gradients(scaled_accelerator):
                 trainer.skip_update()
 
         norms: list[float] = []
-        model = small_model(dtype=torch.float32)
+        model = float64_model(dtype=torch.float32)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer = quiet_trainer(model, None, optimizer, callbacks=[listener(on_optimizer_step_start=look)], **kwargs)
-        data = regression_data(16, dtype=torch.float32)
+        trainer = adamw_trainer(model, None, optimizer, callbacks=[listener(on_optimizer_step_start=look)], **kwargs)
+        data = float64_data(16, dtype=torch.float32)
         trainer.train(data, 1, per_device_batch_size=4, train_dataloader_kwargs={"shuffle": False})
         return norms, weights(model)
 

@@ -1,4 +1,4 @@
-"""The examples run, and show what they promise."""
+"""The examples run and give the promised results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_metrics_are_the_same_in_the_callback_and_in_the_loop():
     assert float(re.search(r"with averaged weights: ([\d.]+)", output)[1]) >= 0.95
 
 
-def test_an_event_of_a_user_reaches_the_callback():
+def test_a_custom_event_reaches_the_callback():
     output = run_script("examples/custom_event.py")
     counts = re.search(r"Hard batches per epoch: \[([\d, ]+)\]", output)[1].split(", ")
     assert len(counts) == 5
@@ -108,7 +108,7 @@ def test_mixup_trains_on_mixed_images_and_evaluates_on_real_ones():
     assert float(re.search(r"Test accuracy of the averaged weights: ([\d.]+)% of 360 digits", output)[1]) >= 96
 
 
-def test_a_search_tries_settings_and_draws_what_it_found(tmp_path):
+def test_a_search_tries_settings_and_plots_its_results(tmp_path):
     pytest.importorskip("optuna")
     pytest.importorskip("jsonargparse")
     output = run_script("examples/search.py", "--trials", "2", "--output", str(tmp_path))

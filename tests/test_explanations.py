@@ -1,4 +1,4 @@
-"""An error of a step says where it happened, with what, and what to do; a loss that trains something else is one."""
+"""Notes on errors of a step: where it happened, the inputs, and advice."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from pytorch_accel_lite.data import OwnShard
 from tests.launching import some_of
 from tests.ranks import IN_ORDER, rank
 from tests.tasks import (
-    equal,
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
     listener,
     make_data,
     make_model,
     make_trainer,
-    quiet_trainer,
-    regression_data,
-    small_model,
     train,
     weights,
 )
@@ -114,7 +114,7 @@ SPLITS, OF_FAILED_BATCHES = {"auto_microbatch": True}, pytest.mark.extension("fa
         pytest.param("calculate_eval_batch_loss", SPLITS, "not even a single sample fits", marks=OF_FAILED_BATCHES),
     ],
 )
-def test_an_error_of_memory_says_what_holds_it_and_what_to_do(method, kwargs, what, error):
+def test_an_out_of_memory_error_names_holders_and_remedies(method, kwargs, what, error):
     error.__dict__.clear()
     model = make_model()
     model.register_buffer("mean", torch.zeros(100))
@@ -205,7 +205,7 @@ def test_an_error_of_an_evaluation_within_a_step_has_one_note():
     assert of_callback == "In StepBasedEvaluationCallback.on_update_end."
 
 
-def test_notes_of_the_user_stay():
+def test_notes_added_by_the_user_stay():
     class Fails(Trainer):
         def calculate_train_batch_loss(self, batch):
             error = LookupError("mine")
@@ -218,7 +218,7 @@ def test_notes_of_the_user_stay():
 
 
 @OF_FAILED_BATCHES
-def test_what_ends_a_run_and_what_is_skipped_has_no_note():
+def test_skipped_batches_and_non_finite_losses_have_no_note():
     seen = []
     watch = listener(on_train_batch_skipped=lambda trainer, **kwargs: seen.append(kwargs))
     trainer = make_trainer([callbacks.SkipFailedBatchesCallback(), watch])
@@ -230,7 +230,7 @@ def test_what_ends_a_run_and_what_is_skipped_has_no_note():
     assert not hasattr(failure(infinite, make_data()), "__notes__")
 
 
-def test_where_less_is_known_less_is_reported():
+def test_a_note_omits_unknown_facts():
     class Fails(Trainer):
         def calculate_train_batch_loss(self, batch):
             self.model = None
@@ -374,7 +374,7 @@ def test_an_error_in_a_predictions_step_names_the_callback():
         ([*range(8), 9], "[0, 1, 2, 3, 4, 5, 6, 7, 9]"),
     ],
 )
-def test_many_samples_in_a_row_are_named_by_their_ends(sampler, listed):
+def test_ranges_of_samples_are_named_by_their_ends(sampler, listed):
     def fail(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no loss")
 
@@ -384,7 +384,7 @@ def test_many_samples_in_a_row_are_named_by_their_ends(sampler, listed):
     assert f"samples {listed} of the dataset" in note_of(caught.value)
 
 
-def test_an_error_in_a_metric_names_it_and_what_it_was_given():
+def test_an_error_in_a_metric_names_it_and_its_inputs():
     metrics = MetricsCallback({"accuracy": MulticlassAccuracy(3), "error": MeanSquaredError()})
     error = failure(make_trainer([metrics]), make_data(), eval_dataset=True, sanity_check=False)
     assert error.__notes__[0] == (
@@ -395,7 +395,7 @@ def test_an_error_in_a_metric_names_it_and_what_it_was_given():
     assert notes_of(error)[2].startswith("In evaluation, epoch 1, step 0:")
 
 
-def test_a_check_of_a_shipped_callback_says_all_itself():
+def test_checks_of_shipped_callbacks_have_complete_messages():
     only = MetricsCallback({"error": MeanSquaredError()}, only=["accuracy"])
     trainer = make_trainer([only])
     with pytest.raises(ValueError, match="there is no value named 'accuracy'") as caught:
@@ -404,15 +404,15 @@ def test_a_check_of_a_shipped_callback_says_all_itself():
 
 
 def note_of_an_unreadable_stream() -> str:
-    """What is said of a stream that the first process reads for all, and that fails."""
-    trainer = quiet_trainer(small_model(features=4, dtype=torch.float32))
+    """The notes on a failing stream that rank 0 reads for all."""
+    trainer = adamw_trainer(float64_model(features=4, dtype=torch.float32))
     with pytest.raises((OSError, RuntimeError)) as caught:
         trainer.train(ScanStream(), 1, per_device_batch_size=1, train_dataloader_kwargs={"num_workers": 0})
     return f"{caught.value}\n{note_of(caught.value)}"
 
 
 @pytest.mark.processes
-def test_all_processes_say_what_could_not_be_read(two_ranks):
+def test_an_unreadable_batch_is_named_on_all_processes(two_ranks):
     first, second = two_ranks(note_of_an_unreadable_stream)
     # The first process reads ahead of the steps that are computed.
     said = r"In training, epoch 1, step [0-2], reading a batch, on process {} of 2:\n  dataset: ScanStream"
@@ -421,9 +421,9 @@ def test_all_processes_say_what_could_not_be_read(two_ranks):
 
 
 def note_of_an_unreadable_sample() -> list[str]:
-    """What is said of samples that cannot be read in the same step of both processes."""
+    """The notes on unreadable samples in the same step of both processes."""
     kwargs = {"num_workers": 0, **IN_ORDER}
-    trainer = quiet_trainer(small_model(features=4, dtype=torch.float32))
+    trainer = adamw_trainer(float64_model(features=4, dtype=torch.float32))
     with pytest.raises(OSError, match="is damaged") as caught:
         trainer.train(Scans(2 * rank() + 1), 1, per_device_batch_size=2, train_dataloader_kwargs=kwargs)
     return notes_of(caught.value)
@@ -440,10 +440,10 @@ def test_each_process_names_its_own_samples(two_ranks):
 
 
 def note_of_an_error() -> str:
-    """What is said of an error that all ranks have in their first step."""
-    trainer = quiet_trainer(small_model(features=4))
+    """The notes on an error of all ranks in their first step."""
+    trainer = adamw_trainer(float64_model(features=4))
     try:
-        trainer.train(regression_data(12), 1, per_device_batch_size=2)
+        trainer.train(float64_data(12), 1, per_device_batch_size=2)
     except RuntimeError as error:
         return "\n".join(error.__notes__)
     return "no error"
@@ -466,7 +466,7 @@ def one_layer(outputs: int = 1) -> nn.Module:
 
 
 class Gives(nn.Module):
-    """A model that returns something else than a tensor."""
+    """A model that returns a given object."""
 
     def __init__(self, change: Any) -> None:
         super().__init__()
@@ -521,7 +521,7 @@ KNOWN: dict[str, tuple[nn.Module, Any, tuple[Any, ...], str]] = {
 
 @pytest.mark.filterwarnings("ignore:The last batch of an epoch has a single sample")
 @pytest.mark.parametrize(("model", "loss_func", "data", "answer"), KNOWN.values(), ids=KNOWN.keys())
-def test_errors_whose_text_does_not_say_what_to_do_are_explained(model, loss_func, data, answer):
+def test_unhelpful_error_messages_are_explained(model, loss_func, data, answer):
     assert answer in advice(model, loss_func, *data)
 
 
@@ -533,7 +533,7 @@ def test_errors_whose_text_does_not_say_what_to_do_are_explained(model, loss_fun
         ("accuracy", 1, TARGETS, "a metric for regression, such as 'r2score'"),
     ],
 )
-def test_metrics_that_do_not_fit_the_targets_say_what_to_do(metrics, outputs, targets, answer):
+def test_metrics_unfit_for_the_targets_are_explained(metrics, outputs, targets, answer):
     trainer = make_trainer(model=one_layer(outputs), loss_func=CE if outputs > 1 else MSE, metrics=metrics)
     data = TensorDataset(INPUTS, targets)
     _, mark, advice = "".join(notes_of(failure(trainer, data, eval_dataset=data))).partition("What to do: ")
@@ -585,7 +585,7 @@ def test_a_placeholder_inside_a_function_is_an_error(rate):
         TypeError, match=r"placeholder.*inside a function.*argument.*functools\.partial|functools\.partial"
     ):
         train(trainer, create_scheduler_fn=partial(LambdaLR, lr_lambda=rate))
-    assert equal(weights(trainer.model), start)
+    assert equal_weights(weights(trainer.model), start)
 
     def as_argument(step, total):
         return 1 - step / total
@@ -597,7 +597,7 @@ def test_a_placeholder_inside_a_function_is_an_error(rate):
 
 @pytest.mark.parametrize("argument", ["step_size", "gamma"])
 def test_a_placeholder_that_a_scheduler_keeps_is_an_error(argument):
-    """It would never be equal to an update's number, and the rate would stay as it is."""
+    """It would never equal the number of an update, so the rate would never change."""
     per_epoch = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
     trainer = make_trainer()
     with pytest.raises(TypeError, match=rf"StepLR has {argument}=.*UPDATE_STEPS.*functools\.partial"):
@@ -628,12 +628,12 @@ def test_outputs_and_targets_that_would_broadcast_are_an_error(loss_func, start)
     call = partial(trainer.train, data, 1) if start == "train" else partial(trainer.evaluate, data)
     with pytest.raises(ValueError, match=match):
         call(per_device_batch_size=2)
-    assert equal(weights(trainer.model), before)
+    assert equal_weights(weights(trainer.model), before)
     trainer.train(TensorDataset(INPUTS, TARGETS), 1)
     assert trainer.progress.update == 1
 
 
-def test_targets_of_a_dict_are_looked_at_too():
+def test_targets_in_a_dict_are_checked_too():
     class Named(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x)
@@ -653,7 +653,7 @@ def test_broadcasting_is_found_after_a_first_batch_of_one_sample():
 
 def test_one_target_for_all_outputs_is_left_to_the_loss_function():
     model = nn.Linear(4, 3)
-    trainer = quiet_trainer(model)
+    trainer = adamw_trainer(model)
     with pytest.warns(UserWarning, match="Using a target size"):
         trainer.train(TensorDataset(INPUTS, TARGETS), 1)  # (N, 3) and (N, 1)
     assert trainer.progress.update == 1

@@ -1,4 +1,4 @@
-"""Without an extra, the error names a command that works however this package was installed."""
+"""Errors about missing extras name a command that works for any installation."""
 
 from __future__ import annotations
 

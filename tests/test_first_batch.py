@@ -1,4 +1,4 @@
-"""What is said of the first batch of a run: losses that are sums, targets that nothing uses."""
+"""Checks of the first batch: losses that are sums, and unused targets."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def test_a_loss_written_as_a_sum_is_warned_of_in_the_first_batch(loss_func, kwar
 
 @pytest.mark.parametrize("loss_func", MEANS.values(), ids=MEANS)
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
-def test_a_mean_is_none(loss_func, batch_size):
+def test_a_mean_loss_is_not_warned_of(loss_func, batch_size):
     assert not warned(make_trainer(loss_func=loss_func), batch_size=batch_size)
 
 
 class Custom(Trainer):
-    """Makes a mean of a loss that is a sum, or not."""
+    """Divides a summed loss by the batch size if ``divides``."""
 
     divides = True
 
@@ -84,18 +84,18 @@ class Custom(Trainer):
 
 
 @pytest.mark.parametrize("divides", [True, False])
-def test_what_a_step_returns_counts_not_the_loss_function(divides):
+def test_an_own_step_that_divides_its_loss_is_not_warned_of(divides):
     trainer = make_trainer(trainer_class=Custom, loss_func=nn.MSELoss(reduction="sum"))
     trainer.divides = divides
     assert len(warned(trainer, size=16, batch_size=8)) == (not divides)
 
 
 def warnings_of_a_sum() -> list[str]:
-    """What a process says of a loss that is a sum."""
+    """The warnings of a process about a loss that is a sum."""
     return warnings_of(make_trainer(loss_func=nn.MSELoss(reduction="sum")), make_data(8))
 
 
-def test_a_sum_over_classes_is_one_and_rank_0_says_so(two_ranks):
+def test_a_loss_summed_over_classes_is_reported_by_rank_0(two_ranks):
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loss = lambda o, t: functional.cross_entropy(o, t, reduction="sum")  # noqa: E731
@@ -123,7 +123,7 @@ def trainer_of_three(model: nn.Module, *callbacks: Any, trainer_class: type[Trai
     [(nn.Linear(4, 1), Y + 1, Y), (nn.Linear(4, 3), Y, Y.expand(6, 3))],
     ids=["like a target", "of the shape of the outputs alone"],
 )
-def test_an_unused_third_target_is_pointed_out_once(model, aux, target):
+def test_an_unused_third_target_is_warned_of_once(model, aux, target):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         train(trainer_of_three(model), epochs=2, train_dataset=TensorDataset(X, aux, target))
@@ -157,7 +157,7 @@ class UsesThird(Trainer):
         "used by a step": (Y, lambda: trainer_of_three(nn.Linear(4, 1), trainer_class=UsesThird)),
     }.values(),
 )
-def test_a_third_element_that_is_something_else_is_none(third, trainer):
+def test_a_third_element_that_is_no_target_is_not_warned_of(third, trainer):
     made = trainer()
     second = classes().tensors[1] if isinstance(made.loss_func, nn.CrossEntropyLoss) else Y
     train(made, train_dataset=TensorDataset(X, second, third))  # a warning would be an error

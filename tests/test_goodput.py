@@ -1,4 +1,4 @@
-"""How the time of a job is spent, over its restarts, and states that are saved as often as a budget allows."""
+"""Goodput: how a job's time is spent over its restarts, and saving states within a time budget."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import pytest
 from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.callbacks import ProgressTableCallback, SaveTrainingStateCallback
 from tests.ranks import global_batch, rank, shared_folder, world_size
-from tests.tasks import Rows, equal, listener, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import Rows, adamw_trainer, equal_weights, float64_data, float64_model, listener, weights
 
 
 class Clock:
-    """A clock on which time passes only where a test says so."""
+    """A fake clock that tests advance."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -77,8 +77,8 @@ def run(clock: Clock, folder: Any, *callbacks: Any, epochs: int = 2, **kwargs: A
         on_eval_epoch_end=lambda trainer, **kwargs: clock.spend(10),
     )
     states = SaveTrainingStateCallback(folder, save_every_n_steps=3, save_at_end=False)
-    trainer = quiet_trainer(small_model(), callbacks=[slow, SlowState(clock, 0.5), states, *callbacks], seed=1)
-    data = {"train_dataset": SlowRows(regression_data(24), clock), "eval_dataset": regression_data(9)}
+    trainer = adamw_trainer(float64_model(), callbacks=[slow, SlowState(clock, 0.5), states, *callbacks], seed=1)
+    data = {"train_dataset": SlowRows(float64_data(24), clock), "eval_dataset": float64_data(9)}
     trainer.train(
         num_epochs=epochs, per_device_batch_size=4, train_dataloader_kwargs={"num_workers": 0}, **data, **kwargs
     )
@@ -105,20 +105,20 @@ def test_every_second_is_counted_once(clock, tmp_path):
     assert trainer.goodput.fractions == pytest.approx({kind: value / total for kind, value in WHOLE.items()})
     assert sum(trainer.goodput.fractions.values()) == pytest.approx(1)
     clock.spend(100)
-    trainer.evaluate(regression_data(9))
+    trainer.evaluate(float64_data(9))
     assert trainer.goodput.seconds == pytest.approx(WHOLE), "the run is over"
     assert str(trainer.goodput) == "evaluation 39.2%, training 23.5%, data 23.5%, starting 9.8%, saving 3.9%"
 
 
-def test_what_is_saved_within_an_evaluation_is_not_counted_twice(clock, tmp_path):
+def test_saving_within_an_evaluation_is_counted_once(clock, tmp_path):
     def save(trainer: Any, **kwargs: Any) -> None:
         clock.spend(10)
         trainer.save_checkpoint(tmp_path / "weights.pt")
 
-    model = small_model()
+    model = float64_model()
     model.register_state_dict_pre_hook(lambda *_: clock.spend(3))
-    trainer = quiet_trainer(model, callbacks=[listener(on_eval_epoch_end=save)])
-    trainer.train(regression_data(4), 2, eval_dataset=regression_data(4))
+    trainer = adamw_trainer(model, callbacks=[listener(on_eval_epoch_end=save)])
+    trainer.train(float64_data(4), 2, eval_dataset=float64_data(4))
     assert trainer.goodput.seconds == dict.fromkeys(WHOLE, 0.0) | {"evaluation": 20.0, "saving": 6.0}
 
 
@@ -134,7 +134,7 @@ def test_a_restart_adds_the_lost_time_and_the_time_down(clock, tmp_path, update,
     clock.now = saved_at - 1.7e9 + 34
     trainer = run(clock, folder, ProgressTableCallback(), resume_from="latest")
     seconds = trainer.goodput.seconds
-    assert equal(weights(trainer.model), weights(whole.model))
+    assert equal_weights(weights(trainer.model), weights(whole.model))
     assert (seconds["lost"], seconds["down"]) == pytest.approx((4, 30))
     assert seconds["starting"] == pytest.approx(10)
     # Of the save of the state itself, only what came before it knew the time is in it.
@@ -142,7 +142,7 @@ def test_a_restart_adds_the_lost_time_and_the_time_down(clock, tmp_path, update,
     assert f"Time of all attempts: {trainer.goodput}." in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_run_shows_that_it_is_alive_between_saves(tmp_path):
+def test_a_run_sends_heartbeats_between_saves(tmp_path):
     def wait(trainer: Any, **kwargs: Any) -> None:
         lock = tmp_path / ".lock"
         os.utime(lock, (1, 1))
@@ -150,13 +150,13 @@ def test_a_run_shows_that_it_is_alive_between_saves(tmp_path):
             time.sleep(0.05)
 
     states = SaveTrainingStateCallback(tmp_path, save_every_n_steps=3)
-    quiet_trainer(small_model(), callbacks=[states, listener(on_train_epoch_end=wait)]).train(regression_data(4), 1)
+    adamw_trainer(float64_model(), callbacks=[states, listener(on_train_epoch_end=wait)]).train(float64_data(4), 1)
     assert (tmp_path / ".lock").stat().st_mtime > 1
 
 
-def test_a_short_run_says_nothing_of_its_time(tmp_path, capsys):
-    trainer = quiet_trainer(small_model(), callbacks=[ProgressTableCallback()])
-    trainer.train(regression_data(8), 1)
+def test_a_short_run_does_not_report_its_time(tmp_path, capsys):
+    trainer = adamw_trainer(float64_model(), callbacks=[ProgressTableCallback()])
+    trainer.train(float64_data(8), 1)
     assert "Time:" not in capsys.readouterr().out
 
 
@@ -165,9 +165,9 @@ def saved(clock: Clock, folder: Any, overhead: float = 0.02, seconds: float = 0.
     state = SlowState(clock, seconds)
     slow = listener(on_update_end=lambda trainer, **kwargs: clock.spend(1), **kwargs.pop("events", {}))
     states = SaveTrainingStateCallback(folder, save_every="auto", overhead=overhead)
-    trainer = quiet_trainer(small_model(), callbacks=[slow, state, states], seed=1)
+    trainer = adamw_trainer(float64_model(), callbacks=[slow, state, states], seed=1)
     kwargs = {"num_epochs": 6, "per_device_batch_size": global_batch(2)} | kwargs
-    trainer.train(regression_data(200), **kwargs)
+    trainer.train(float64_data(200), **kwargs)
     return sorted(int(path.name[7:]) for path in folder.glob("update-*")), trainer
 
 
@@ -180,7 +180,7 @@ def test_states_are_saved_as_often_as_the_budget_allows(clock, tmp_path, overhea
     assert updates[-1] == 600
 
 
-def test_the_pace_follows_states_that_become_slower(clock, tmp_path):
+def test_saving_slows_down_when_states_become_slower(clock, tmp_path):
     def slow_down(trainer: Any, **kwargs: Any) -> None:
         if trainer.progress.epochs_completed == 3:
             next(each for each in trainer.callback_handler if isinstance(each, SlowState)).seconds = 2.0
@@ -191,13 +191,13 @@ def test_the_pace_follows_states_that_become_slower(clock, tmp_path):
     assert min(gaps[-3:-1]) > 2 * max(gaps[2:5])
 
 
-def test_a_resumed_run_keeps_the_pace(clock, tmp_path):
+def test_a_resumed_run_knows_the_cost_of_saving(clock, tmp_path):
     updates, whole = saved(clock, tmp_path / "whole")
     state = tmp_path / "whole" / f"update-{updates[5]:09d}"
     shutil.copytree(state, tmp_path / "killed" / state.name)
     resumed, trainer = saved(clock, tmp_path / "killed", resume_from="latest")
     assert resumed[1] - resumed[0] == pytest.approx(0.5 / 0.02, abs=2), "it knows how long a state takes"
-    assert equal(weights(trainer.model), weights(whole.model))
+    assert equal_weights(weights(trainer.model), weights(whole.model))
 
 
 def on_ranks() -> Any:
@@ -215,7 +215,7 @@ def test_processes_save_together_at_the_pace_of_the_slowest(two_ranks):
     assert first[0] == second[0] == 2
     assert first[1] == second[1]
     assert len(first[1]) > 2
-    assert equal(first[2], second[2])
+    assert equal_weights(first[2], second[2])
     assert second[3] <= 0.025
 
 

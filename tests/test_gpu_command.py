@@ -44,7 +44,7 @@ def results(**changes: Any) -> dict[str, Any]:
     return found | {"tests": [TEST, failed], "benchmarks": rows} | changes
 
 
-def test_the_page_of_the_documentation_says_what_has_run():
+def test_the_gpu_page_lists_what_has_run():
     text = (ROOT / "docs" / "results" / "gpu.md").read_text()
     assert text == NOTHING or text.startswith("Measured on one ")
 
@@ -66,13 +66,13 @@ def test_the_page_and_the_last_table_show_outcomes_and_ratios():
     assert page(results(rehearsal=True)).startswith(NOTHING)
 
 
-def test_nothing_of_what_passed_is_a_failure():
+def test_missing_results_are_a_failure():
     parts = [{"name": "tests", "outcome": "passed", "seconds": 1.0}]
     assert not command.has_failed(results(tests=[TEST], benchmarks=[ROW], parts=parts))
     assert command.has_failed(results(tests=[TEST], benchmarks=[], parts=parts))
 
 
-def test_a_part_that_hangs_is_ended_and_the_others_run(tmp_path, monkeypatch, capsys):
+def test_a_hanging_part_is_killed_and_the_others_run(tmp_path, monkeypatch, capsys):
     hangs = (
         "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('hangs', flush=True); time.sleep(99)"
     )
@@ -97,7 +97,7 @@ def test_all_parts_fit_into_eight_minutes(rehearses, tmp_path):
     assert variables.get("CUDA_VISIBLE_DEVICES") == ("" if rehearses else os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def test_what_a_part_that_was_ended_has_shown_is_kept(tmp_path):
+def test_results_of_an_aborted_part_are_kept(tmp_path):
     output = "\n".join(
         [
             "[gw0] [ 10%] PASSED tests/gpu/test_states.py::test_flat ",

@@ -1,4 +1,4 @@
-"""A number of accumulation steps that changes during the run: its gradients, its counts, and how it resumes."""
+"""Accumulation steps that change during a run: gradients, counts and resuming."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.placeholders import PlaceholderError
 from tests.launching import SOAK
 from tests.ranks import shared_folder, world_size
-from tests.tasks import equal, largest_difference, listener, regression_data, small_model, weights
+from tests.tasks import equal_weights, float64_data, float64_model, largest_difference, listener, weights
 
 GROWTH = {0: 1, 3: 2, 5: 4}
 BATCH, SIZE = 4, 37  # ten batches in an epoch, of which the last has one sample
@@ -35,7 +35,7 @@ class Own(Trainer):
 
 def run(growth: Any = GROWTH, epochs: Any = 3, kind: Any = Trainer, folder: Any = None, **kwargs: Any) -> Any:
     """Return the weights, the gradients of every update, and the samples of each."""
-    model = small_model()
+    model = float64_model()
     gradients: list[dict[str, torch.Tensor]] = []
     samples: list[list[int]] = [[]]
 
@@ -62,7 +62,7 @@ def run(growth: Any = GROWTH, epochs: Any = 3, kind: Any = Trainer, folder: Any 
     )
     size = BATCH // logical if logical else max(BATCH // world_size(), 2)
     options = {"per_device_batch_size": size, "gradient_accumulation_steps": growth} | kwargs
-    trainer.train(regression_data(SIZE), epochs, **options)
+    trainer.train(float64_data(SIZE), epochs, **options)
     return {"weights": weights(model), "gradients": gradients, "samples": samples[:-1], "trainer": trainer}
 
 
@@ -81,7 +81,7 @@ def batches_in_updates(epochs: int) -> list[int]:
 @pytest.mark.parametrize("kind", [Trainer, Own])
 def test_gradients_are_those_of_a_window_of_any_size(kind):
     result = run(kind=kind)
-    data, model = regression_data(SIZE), small_model()
+    data, model = float64_data(SIZE), float64_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sizes = [len(samples) for samples in result["samples"]]
     assert sizes[:5] == [4, 4, 4, 8, 8]
@@ -117,7 +117,7 @@ def resumed(**kwargs: Any) -> Any:
         for state in sorted((folder / "whole").glob("update-*"))[:-1]:
             again = run(folder=folder / f"after-{state.name}", resume_from=state, **kwargs)
             samples = whole["samples"][-len(again["samples"]) :]
-            same.append(equal(again["weights"], whole["weights"]) and again["samples"] == samples)
+            same.append(equal_weights(again["weights"], whole["weights"]) and again["samples"] == samples)
     return world_size(), same
 
 
@@ -153,10 +153,10 @@ def of_logical_processes() -> Any:
 @pytest.mark.extension("logical")
 def test_logical_processes_give_the_same_bits_on_two(two_ranks):
     for found in two_ranks(of_logical_processes):
-        assert equal(found, of_logical_processes())
+        assert equal_weights(found, of_logical_processes())
 
 
-def test_a_run_continues_on_other_sizes_of_windows(tmp_path):
+def test_a_run_continues_with_other_window_sizes(tmp_path):
     """A run of constant windows resumes with growing ones, in the middle of an epoch."""
     run(growth=3, epochs=1, folder=tmp_path / "states")
     state = tmp_path / "states" / "update-000000002"

@@ -1,4 +1,4 @@
-"""Importing: the names that users write, and what it does to the rest of the program, which is nothing."""
+"""Imports: public names, and no side effects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_all_public_names_exist(module):
 
 
 @pytest.mark.parametrize("module", ["", ".trainer", ".callbacks", ".schedulers"])
-def test_these_modules_say_what_is_public(module):
+def test_public_modules_declare_all(module):
     assert importlib.import_module(f"pytorch_accel_lite{module}").__all__
 
 
@@ -87,8 +87,8 @@ def test_imports_of_the_ancestor_work_with_the_package_renamed():
 
 
 @pytest.mark.programs
-def test_the_same_imports_work_with_the_ancestor_itself():
-    """So that the list above is not of names that the ancestor never had."""
+def test_the_imports_also_work_with_the_ancestor():
+    """Verifies the list above."""
     ancestor.skip_without_it()
     run_code(ANCESTORS_IMPORTS.replace("pytorch_accel_lite", "pytorch_accelerated"))
 

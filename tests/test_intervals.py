@@ -1,4 +1,4 @@
-"""Intervals of updates, epochs, samples or minutes: when evaluations, saves and rows are due."""
+"""Intervals of updates, epochs, samples or minutes for evaluations, saves and rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pytorch_accel_lite.callbacks import (
 )
 from tests.launching import some_of
 from tests.ranks import global_batch, world_size
-from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import adamw_trainer, equal_weights, float64_data, float64_model, listener, weights
 
 UPDATES_PER_EPOCH = 6
 
@@ -32,8 +32,8 @@ def run(evaluate_every: Any = None, callbacks: Any = (), epochs: int | None = 3,
     """Train with six updates of four samples in an epoch; return the trainer and the updates of its evaluations."""
     evaluated: list[int] = []
     note = listener(on_eval_epoch_end=lambda trainer, **kwargs: evaluated.append(trainer.progress.update))
-    trainer = quiet_trainer(small_model(), callbacks=[*callbacks, note], seed=1)
-    data = {"train_dataset": regression_data(24), "eval_dataset": regression_data(9)}
+    trainer = adamw_trainer(float64_model(), callbacks=[*callbacks, note], seed=1)
+    data = {"train_dataset": float64_data(24), "eval_dataset": float64_data(9)}
     trainer.train(
         num_epochs=epochs, per_device_batch_size=global_batch(4), evaluate_every=evaluate_every, **(data | kwargs)
     )
@@ -41,7 +41,7 @@ def run(evaluate_every: Any = None, callbacks: Any = (), epochs: int | None = 3,
 
 
 def due_after(every: str) -> list[int]:
-    """The updates after which an interval is due in three epochs, and the last, by another way of counting."""
+    """The updates at which an interval is due in three epochs, computed independently."""
     number, unit = every.split()
     per_update = {"updates": 1, "samples": 4, "epochs": Fraction(1, UPDATES_PER_EPOCH)}[unit]
     passed = [update * per_update // Fraction(number) for update in range(19)]
@@ -56,15 +56,15 @@ def test_evaluations_follow_each_interval_and_the_end(every):
     trainer, evaluated = run(every)
     assert evaluated == due_after(every)
     assert len(trainer.run_history["eval_loss_epoch"]) == len(evaluated)
-    assert equal(weights(trainer.model), weights(run()[0].model)), "evaluations change no weights"
+    assert equal_weights(weights(trainer.model), weights(run()[0].model)), "evaluations change no weights"
 
 
 @pytest.mark.parametrize("every", [Interval("4 updates"), Interval(4, "updates"), "4 update", " 4Updates "])
-def test_one_interval_has_several_spellings(every):
+def test_an_interval_has_several_spellings(every):
     assert run(every)[1] == due_after("4 updates")
 
 
-def test_an_epoch_needs_no_number():
+def test_an_interval_of_one_epoch_needs_no_number():
     assert run("epoch")[1] == run()[1] == [6, 12, 18]
 
 
@@ -93,7 +93,7 @@ def test_resumed_runs_keep_to_the_intervals_of_saved_states(every, tmp_path):
         folder = f"after-{state.name}"
         shutil.copytree(state, tmp_path / folder / state.name)
         again = train(folder, resume_from="latest")
-        assert equal(again[0], expected[0])
+        assert equal_weights(again[0], expected[0])
         assert again[1] == expected[1]
         assert (
             again[2]
@@ -105,7 +105,7 @@ def test_resumed_runs_keep_to_the_intervals_of_saved_states(every, tmp_path):
 
 
 class Clock(TrainerCallback):
-    """Lets every update take a second."""
+    """A clock on which every update takes a second."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -129,11 +129,11 @@ def test_intervals_of_time_carry_over_to_a_resumed_run(every, tmp_path, monkeypa
     )
     assert again == [update for update in first if update > 7]
     assert resumed.run_history.to_dict() == trainer.run_history.to_dict()
-    assert equal(weights(resumed.model), weights(trainer.model))
+    assert equal_weights(weights(resumed.model), weights(trainer.model))
 
 
-def test_times_are_looked_at_where_an_epoch_is_a_single_update(monkeypatch):
-    assert run("2 seconds", [Clock(monkeypatch)], epochs=7, train_dataset=regression_data(4))[1] == [2, 4, 6, 7]
+def test_intervals_of_time_work_with_one_update_per_epoch(monkeypatch):
+    assert run("2 seconds", [Clock(monkeypatch)], epochs=7, train_dataset=float64_data(4))[1] == [2, 4, 6, 7]
 
 
 def stop_in(event: str, update: int) -> TrainerCallback:
@@ -160,7 +160,7 @@ def test_no_evaluation_is_lost_or_repeated_where_a_run_stops(event, update, tmp_
     run(callbacks=[SaveTrainingStateCallback(tmp_path / "states"), stop_in(event, update)], **kwargs)
     again, _ = run(callbacks=[SaveTrainingStateCallback(tmp_path / "states")], resume_from="latest", **kwargs)
     assert again.run_history.to_dict() == whole.run_history.to_dict()
-    assert equal(weights(again.model), weights(whole.model))
+    assert equal_weights(weights(again.model), weights(whole.model))
     assert again.scheduler.state_dict() == whole.scheduler.state_dict()
 
 
@@ -233,7 +233,7 @@ def test_a_run_resumed_within_an_epoch_has_the_same_patience(update, tmp_path):
     comes_after_the_state = update % UPDATES_PER_EPOCH == 0
     assert again[0] == [each for each in whole[0] if each > update - comes_after_the_state]
     assert again[1] == whole[1]
-    assert equal(again[2], whole[2])
+    assert equal_weights(again[2], whole[2])
 
 
 def test_each_evaluation_steps_a_schedule_of_a_metric():
@@ -278,7 +278,7 @@ def test_an_interval_between_rows_that_is_never_due_is_named(tmp_path):
 
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Any:
-        return (regression_data(24)[index % 24] for index in range(10**9))
+        return (float64_data(24)[index % 24] for index in range(10**9))
 
 
 @pytest.mark.parametrize("every", ["5 updates", "20 samples"])
@@ -310,17 +310,17 @@ def test_a_fraction_of_an_unknown_length_is_an_error():
         (True, TypeError, "evaluate_every=True must be an interval"),
     ],
 )
-def test_what_is_no_interval_is_an_error(every, error, words):
+def test_an_invalid_interval_is_refused(every, error, words):
     with pytest.raises(error, match=re.escape(words)):
         run(every)
 
 
-def test_callbacks_name_the_argument_that_is_no_interval():
+def test_callbacks_name_the_argument_with_an_invalid_interval():
     with pytest.raises(ValueError, match=r"^save_every='often' must be"):
         SaveTrainingStateCallback(save_every="often")
 
 
-def test_two_ways_to_say_when_to_evaluate_are_an_error():
+def test_evaluate_every_and_eval_every_n_epochs_are_exclusive():
     with pytest.raises(ValueError, match="evaluate_every='2 epochs' is instead of eval_every_n_epochs=3"):
         run("2 epochs", eval_every_n_epochs=3)
 

@@ -1,4 +1,4 @@
-"""Models of Hugging Face whose loss is a mean over labels: each label that is not ignored weighs the same."""
+"""Hugging Face models with a loss averaged over labels: every label that is not ignored has the same weight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer
 from tests.ranks import IN_ORDER, Recorder
-from tests.tasks import largest_difference, listener, quiet_trainer
+from tests.tasks import adamw_trainer, largest_difference, listener
 
 SIZES = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
@@ -26,7 +26,7 @@ def causal_model() -> nn.Module:
 
 
 def token_rows(size: int = 12, length: int = 6) -> list[dict[str, torch.Tensor]]:
-    """Rows of which between one and all labels count."""
+    """Rows in which between one and all labels are not ignored."""
     ids = torch.randint(20, (size, length), generator=torch.Generator().manual_seed(0))
     rows = []
     for number, row in enumerate(ids):
@@ -66,7 +66,7 @@ def causal() -> dict[str, Any]:
     }
 
 
-def test_the_gradient_is_the_whole_batchs_for_unequal_labels():
+def test_unequal_label_counts_give_the_global_batchs_gradient():
     found = causal()
     assert largest_difference(found["gradient"], whole()) < TOLERANCE
 
@@ -113,7 +113,7 @@ def test_batches_without_any_label_count_for_nothing():
         row["labels"] = torch.full_like(row["labels"], -100)
     for size, accumulation in ((2, 1), (2, 2), (3, 4)):
         model = causal_model()
-        trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        trainer = adamw_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
         trainer.loss_func = None
         trainer.train(
             rows,
@@ -127,7 +127,7 @@ def test_batches_without_any_label_count_for_nothing():
 
 
 def items_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
-    """What a step says that the loss of a batch is a mean over."""
+    """The number of items that a step returns for the loss of a batch."""
     output = Trainer(model, None, None, callbacks=[]).calculate_eval_batch_loss(batch)
     return output.get("num_items_in_batch")
 
@@ -147,7 +147,7 @@ GPT2 = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 20, "bos_token_id"
     ],
     ids=["GPT-2", "Llama", "BERT for masked tokens", "BERT for tokens", "T5"],
 )
-def test_the_first_label_counts_where_nothing_is_shifted(make, labels):
+def test_the_first_label_counts_if_labels_are_not_shifted(make, labels):
     ids = torch.randint(20, (2, 4), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids.clone()}
     batch["labels"][:, 2] = -100
@@ -159,7 +159,7 @@ def test_the_first_label_counts_where_nothing_is_shifted(make, labels):
     assert torch.allclose(model(**batch).loss, mean)
 
 
-def test_a_loss_that_is_no_mean_over_labels_counts_by_samples():
+def test_a_loss_not_averaged_over_labels_is_weighted_by_samples():
     ids = torch.randint(20, (2, 4))
     classifier = transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES))
     assert items_of(classifier, {"input_ids": ids, "labels": torch.tensor([0, 1])}) is None
@@ -168,7 +168,7 @@ def test_a_loss_that_is_no_mean_over_labels_counts_by_samples():
     assert items_of(own, {"input_ids": ids, "labels": ids}) is None
 
 
-def test_a_custom_loss_function_is_weighed_as_its_step_says():
+def test_a_custom_loss_function_is_weighted_by_samples():
     rows = token_rows(4)
     batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 

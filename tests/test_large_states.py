@@ -1,4 +1,4 @@
-"""Training states with tensors large enough for files of their own: their bits, their damage, and older formats."""
+"""Training states with tensors in files of their own: exactness, damage and older formats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import nn
 from pytorch_accel_lite import NonFiniteLossError, Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents, verify_state
-from tests.tasks import changed_manifest, equal, quiet_trainer, regression_data
+from tests.tasks import adamw_trainer, changed_manifest, equal_weights, float64_data
 
 BIG, SEVERAL_PIECES = 150, 2100
 
@@ -31,7 +31,7 @@ def large_trainer(width: int = BIG, callbacks: Any = (), **kwargs: Any) -> Train
 
 
 def train(trainer: Trainer, **kwargs: Any) -> Trainer:
-    trainer.train(regression_data(8, dtype=torch.float32), 2, per_device_batch_size=4, **kwargs)
+    trainer.train(float64_data(8, dtype=torch.float32), 2, per_device_batch_size=4, **kwargs)
     return trainer
 
 
@@ -50,11 +50,11 @@ def test_momentum_and_averages_resume_to_the_same_bits(tmp_path, asynchronous):
         shutil.copytree(state, tmp_path / "again" / state.name)
         resumed = train(large_trainer(callbacks=callbacks(tmp_path / "again")), resume_from="latest")
         shutil.rmtree(tmp_path / "again")
-        assert equal(resumed.model.state_dict(), whole.model.state_dict())
+        assert equal_weights(resumed.model.state_dict(), whole.model.state_dict())
         momentum = [trainer.optimizer.state_dict()["state"] for trainer in (resumed, whole)]
-        assert all(equal(momentum[0][index], momentum[1][index]) for index in momentum[1])
+        assert all(equal_weights(momentum[0][index], momentum[1][index]) for index in momentum[1])
         averages = [next(iter(trainer.callback_handler)).state_dict() for trainer in (resumed, whole)]
-        assert equal(*(found["module"] for found in averages))
+        assert equal_weights(*(found["module"] for found in averages))
 
 
 def flip_last(content: bytearray) -> None:
@@ -80,7 +80,7 @@ def test_damage_anywhere_in_a_file_of_several_pieces_is_named(tmp_path, damage: 
         before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
         with pytest.raises(DamagedStateError, match=rf"{name}' is damaged: its content does not match its checksum"):
             trainer.load_training_state(tmp_path / "state")
-        assert equal(trainer.model.state_dict(), before)
+        assert equal_weights(trainer.model.state_dict(), before)
         path.write_bytes(intact)
     verify_state(tmp_path / "state")
 
@@ -96,7 +96,7 @@ class Kept:
         self.state = state
 
 
-def test_tensors_of_every_kind_come_back_as_they_were(tmp_path):
+def test_tensors_of_every_kind_are_restored_exactly(tmp_path):
     flat = torch.randn(40_000)
     kept = {
         "plain": torch.randn(200, 200),
@@ -156,7 +156,7 @@ def test_states_of_earlier_versions_are_verified_and_resumed(tmp_path, capsys):
     as_in_format_1(state)
     print_contents(state)
     assert "format 1" in capsys.readouterr().out
-    assert equal(train(small_trainer(), resume_from=state).model.state_dict(), whole.model.state_dict())
+    assert equal_weights(train(small_trainer(), resume_from=state).model.state_dict(), whole.model.state_dict())
     content = bytearray((state / "trainer.pt").read_bytes())
     flip_last(content)
     (state / "trainer.pt").write_bytes(content)
@@ -167,7 +167,7 @@ def test_states_of_earlier_versions_are_verified_and_resumed(tmp_path, capsys):
 def test_weights_of_any_size_are_checked():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
-    trainer = quiet_trainer(model)
+    trainer = adamw_trainer(model)
     with torch.no_grad():
         model[0].weight.fill_(1e30)  # whose squares overflow
         trainer.check_weights()
@@ -181,8 +181,8 @@ def test_weights_of_any_size_are_checked():
 
 
 @pytest.mark.parametrize("save", [Trainer.save_model, Trainer.save_checkpoint])
-def test_weights_that_are_not_finite_are_saved_with_a_warning(save, tmp_path):
-    trainer = quiet_trainer(nn.Linear(2, 2))
+def test_non_finite_weights_are_saved_with_a_warning(save, tmp_path):
+    trainer = adamw_trainer(nn.Linear(2, 2))
     save(trainer, tmp_path / "finite.safetensors")
     with torch.no_grad():
         trainer.model.bias[0] = math.nan
@@ -192,16 +192,16 @@ def test_weights_that_are_not_finite_are_saved_with_a_warning(save, tmp_path):
 
 
 def calls_while_resuming(folder: Path, length: int) -> int:
-    """The number of functions that are called while a run with a long history is resumed."""
+    """The number of function calls while a run with a long history is resumed."""
     trainer = large_trainer(5)
-    trainer.train(regression_data(8, dtype=torch.float32), 1)
+    trainer.train(float64_data(8, dtype=torch.float32), 1)
     for number in range(length):
         trainer.run_history.update_metric("own", number / 3)
     trainer.save_training_state(folder)
     resumed, calls = large_trainer(5), []
     sys.setprofile(lambda frame, event, arg: calls.append(event))
     try:
-        resumed.train(regression_data(8, dtype=torch.float32), 1, resume_from=folder)
+        resumed.train(float64_data(8, dtype=torch.float32), 1, resume_from=folder)
     finally:
         sys.setprofile(None)
     assert resumed.run_history["own"] == [number / 3 for number in range(length)]

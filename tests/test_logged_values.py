@@ -1,4 +1,4 @@
-"""Numbers that steps and callbacks log: means over an epoch, recorded with the losses; evaluations without a loss."""
+"""Values logged by steps and callbacks: means over an epoch; evaluations without a loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveTrainingStat
 from pytorch_accel_lite.data import OwnShard
 from tests.cases import SPLITTING
 from tests.ranks import IN_ORDER, global_batch, rank, shared_folder
-from tests.tasks import listener, make_data, make_trainer, regression_data, small_model, train
+from tests.tasks import float64_data, float64_model, listener, make_data, make_trainer, train
 
 
 class LogsNumbers(Trainer):
@@ -63,10 +63,10 @@ class EvaluatesByError(Trainer):
 
 
 def logged_numbers() -> dict[str, Any]:
-    """What is recorded of 11 samples, in batches of 4."""
+    """The recorded values of 11 samples in batches of 4."""
     x = torch.arange(11.0, dtype=torch.float64)[:, None]
     data = TensorDataset(x, x)
-    model = small_model(features=1)
+    model = float64_model(features=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     trainer = LogsNumbers(model, nn.MSELoss(), optimizer, callbacks=[LogsTheLoss])
     trainer.train(data, 2, data, per_device_batch_size=global_batch(4), train_dataloader_kwargs=IN_ORDER)
@@ -91,10 +91,10 @@ def rows_of_ranks_that_log_differently() -> list[dict[str, float]]:
     """The rows of seven samples, whose last batches are fillers on some ranks."""
     with shared_folder() as folder:
         log = callbacks.MetricsFileCallback(folder / "m.jsonl", every_n_updates=1)
-        model = small_model()
+        model = float64_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         trainer = LogsByRank(model, nn.MSELoss(), optimizer, callbacks=[log])
-        trainer.train(regression_data(7), 2, per_device_batch_size=1, train_dataloader_kwargs=IN_ORDER)
+        trainer.train(float64_data(7), 2, per_device_batch_size=1, train_dataloader_kwargs=IN_ORDER)
         trainer.barrier()
         rows = (folder / "m_updates.jsonl").read_text().splitlines()
         trainer.barrier()
@@ -161,7 +161,7 @@ def test_numbers_of_a_custom_batch_are_weighed_by_the_step():
     assert trainer.run_history.get_latest_metric("train_length_epoch") == (1 * 1 + 3 * 3) / 4
 
 
-def test_a_logged_number_is_as_it_was_when_logged():
+def test_a_logged_number_keeps_its_value():
     class Counts(Trainer):
         def calculate_train_batch_loss(self, batch):
             count = torch.ones(())
@@ -173,7 +173,7 @@ def test_a_logged_number_is_as_it_was_when_logged():
 
 
 @pytest.mark.parametrize("value", ["text", None, 1j, [1.0], torch.ones(2, dtype=torch.complex64), np.complex64(1)])
-def test_what_is_no_number_is_named(value):
+def test_logging_anything_but_a_number_is_refused(value):
     late = listener(on_train_step_end=lambda trainer, **_: trainer.log("x", value))
     with pytest.raises(TypeError, match=re.escape(f"log('x', {value!r}): the value must be a real number")):
         train(make_trainer([late]))
@@ -186,7 +186,7 @@ def test_numbers_of_all_kinds_are_logged(value):
 
 
 @pytest.mark.extension("failed_batches")
-def test_what_a_failed_step_has_logged_is_forgotten():
+def test_values_logged_by_a_failed_step_are_dropped():
     class FailsOnce(Trainer):
         attempts = 0
 
@@ -279,7 +279,7 @@ def test_rows_of_a_resumed_run_have_values_from_before(tmp_path):
 
 
 @pytest.mark.extension("metrics_file")
-def test_the_latest_value_reaches_what_logs_by_updates(tmp_path):
+def test_the_latest_value_reaches_loggers_by_update(tmp_path):
     logs = listener(on_backward_start=lambda t, step, **_: t.log("noise", float(step)))
     files = callbacks.MetricsFileCallback(tmp_path / "metrics.jsonl", every_n_updates=1)
     train(make_trainer([logs, files]))
@@ -335,10 +335,10 @@ def test_numbers_of_a_batch_that_was_split_are_averaged():
 
 
 def evaluations_without_loss() -> dict[str, Any]:
-    """What is recorded, and what ``evaluate`` returns, with and without numbers that are logged."""
+    """The recorded and returned values of evaluations with and without logged numbers."""
     x = torch.arange(11.0, dtype=torch.float64)[:, None]
     data = TensorDataset(x, x)
-    model = small_model(features=1)
+    model = float64_model(features=1)
     trainer = EvaluatesByError(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.0), callbacks=[])
     trainer.train(data, 1, data, per_device_batch_size=global_batch(4))
     history = {name: list(values) for name, values in trainer.run_history.to_dict().items()}
@@ -368,7 +368,7 @@ def test_watching_a_loss_that_an_evaluation_lacks_is_an_error():
     assert trainer.progress.epoch == 1
 
 
-def test_a_forgotten_loss_is_an_error_that_says_how_to_have_none():
+def test_a_missing_loss_func_is_an_error_with_advice():
     class Forgets(Trainer):
         def calculate_eval_batch_loss(self, batch):
             return {"outputs": 1}

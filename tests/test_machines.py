@@ -1,4 +1,4 @@
-"""Two machines, as network namespaces of this one, which share nothing but an object store."""
+"""Two machines, simulated by network namespaces, that share only an object store."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_two_machines_have_the_bits_of_two_processes_on_one(tmp_path, network):
 @pytest.mark.programs
 @pytest.mark.skipif(not SOAK, reason="takes two minutes: make soak")
 @pytest.mark.extension("hang_watch")
-def test_a_machine_that_is_cut_off_and_returns_loses_no_sample(tmp_path, network):
+def test_a_machine_that_reconnects_loses_no_sample(tmp_path, network):
     log = tmp_path / "log"
     folder = tmp_path / "run"
     folder.mkdir()

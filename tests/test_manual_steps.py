@@ -24,14 +24,14 @@ from pytorch_accel_lite.callbacks import (
 )
 from tests.ranks import check_processes, every_state, shared_folder, world_size
 from tests.tasks import (
-    equal,
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
     largest_difference,
     listener,
     make_data,
     make_trainer,
-    quiet_trainer,
-    regression_data,
-    small_model,
     train,
 )
 
@@ -95,7 +95,7 @@ COUNTS = [1.0, 4.0, 2.0, 2.0, 7.0, 1.0, 3.0, 5.0, 1.0, 1.0, 2.0]
 
 
 class OverItems(Trainer):
-    """The loss is a mean over the items of all samples: that of a sample with n of them is n."""
+    """A loss averaged over items; a sample with n items has a loss of n."""
 
     returns = False
 
@@ -110,7 +110,7 @@ class OverItems(Trainer):
 
 
 def by_hand(accumulation: int = 1, clip: float | None = None) -> dict[str, torch.Tensor]:
-    """The loop that one would write."""
+    """The hand-written loop."""
     generator, critic = make_networks()
     optimizers = make_optimizers(generator, critic)
     models = {"generator": generator, "critic": critic}
@@ -138,9 +138,9 @@ def by_hand(accumulation: int = 1, clip: float | None = None) -> dict[str, torch
     return copy.deepcopy({f"{n}.{name}": v for n, m in models.items() for name, v in m.state_dict().items()})
 
 
-def test_a_gan_has_the_bits_of_the_loop_by_hand():
+def test_a_gan_equals_the_hand_written_loop_bit_for_bit():
     trainer = train_gan()
-    assert equal(trainer.networks(), by_hand())
+    assert equal_weights(trainer.networks(), by_hand())
     assert trainer.progress.update == 14
 
 
@@ -163,7 +163,7 @@ def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
 
 
 class Weighed(Trainer):
-    """Losses that are means over some of the elements of a batch."""
+    """Losses averaged over some elements of a batch."""
 
     def train_step(self, batch):
         x, y = batch
@@ -176,15 +176,15 @@ class Weighed(Trainer):
 def test_windows_weighed_by_items_resume_to_the_same_bits(tmp_path):
     def training(folder, **kwargs):
         saving = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=1, save_at_end=False)
-        trainer = make_trainer([saving], small_model(dtype=torch.float32), Weighed, seed=3)
-        data = regression_data(64, dtype=torch.float32)
+        trainer = make_trainer([saving], float64_model(dtype=torch.float32), Weighed, seed=3)
+        data = float64_data(64, dtype=torch.float32)
         trainer.train(data, 2, per_device_batch_size=5, gradient_accumulation_steps=3, **kwargs)
         return trainer.model.state_dict()
 
     whole = training("whole")
     states = sorted((tmp_path / "whole").glob("update-*"))
     assert len(states) == 10
-    assert all(equal(training(state.name, resume_from=state), whole) for state in states)
+    assert all(equal_weights(training(state.name, resume_from=state), whole) for state in states)
 
 
 def mean_over_items(batch_size: int = 4, returns: bool = False) -> float:
@@ -236,13 +236,13 @@ def test_ranks_have_the_same_statistics_after_each_update(two_ranks):
     """Each rank normalises its own batches; the running statistics of rank 0 count, also beside the model."""
     first, second = two_ranks(normalised)
     for networks, others in zip(first[0], second[0], strict=True):
-        assert equal(networks, others)
+        assert equal_weights(networks, others)
     before, after = first[0][0], first[0][-1]
     for name in ("generator.1.running_mean", "critic.1.running_mean"):
         assert not torch.equal(before[name], after[name])
     assert after["critic.1.num_batches_tracked"] == 2 * len(first[0])
     for whole, resumed in (first, second):
-        assert all(map(equal, resumed, whole[3:]))
+        assert all(map(equal_weights, resumed, whole[3:]))
         assert len(resumed) == len(whole) - 3 == 11
 
 
@@ -275,7 +275,7 @@ def test_the_default_step_can_be_extended():
 
     expected = train(make_trainer(), epochs=2)
     trainer = train(make_trainer(trainer_class=Extended), epochs=2)
-    assert equal(trainer.model.state_dict(), expected.model.state_dict())
+    assert equal_weights(trainer.model.state_dict(), expected.model.state_dict())
     assert trainer.run_history.to_dict() == expected.run_history.to_dict()
 
 
@@ -296,7 +296,7 @@ def test_each_optimizer_has_its_schedule_in_one_update_a_step():
     assert events == one * 2
 
 
-def test_a_schedule_of_all_is_stepped_once_a_step():
+def test_a_shared_schedule_is_stepped_once_per_step():
     trainer = GAN()
     trainer.train(FULL, 1, per_device_batch_size=13, create_scheduler_fn=partial(ExponentialLR, gamma=0.5))
     assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.02 / 4, 0.05 / 4]
@@ -338,7 +338,7 @@ def test_gradients_that_no_step_of_a_window_uses_are_an_error():
         train(make_trainer(trainer_class=Rarely), gradient_accumulation_steps=2)
 
 
-def test_what_a_step_returns_is_recorded_and_seen():
+def test_the_output_of_a_manual_step_is_recorded():
     seen: list[Any] = []
 
     class Returns(GAN):
@@ -444,7 +444,7 @@ def test_networks_may_be_frozen_within_a_step():
 
     trainer = Freezes(seed=0)
     trainer.train(FULL, 2, per_device_batch_size=4, train_dataloader_kwargs={"shuffle": False})
-    assert equal(trainer.networks(), by_hand())
+    assert equal_weights(trainer.networks(), by_hand())
 
 
 class Reuses(GAN):
@@ -468,7 +468,7 @@ def test_losses_over_the_same_outputs_are_explained():
     assert "change the order of the updates" in changed.value.__notes__[0]
 
 
-def test_gradients_of_a_backward_pass_of_its_own_are_refused():
+def test_calling_backward_directly_is_refused():
     class Goes(GAN):
         def train_step(self, batch):
             super().train_step(batch)
@@ -490,7 +490,7 @@ def test_scaled_gradients_are_those_of_the_loop_by_hand(scaled_accelerator, accu
     trainer.train(FULL, 2, per_device_batch_size=4, train_dataloader_kwargs={"shuffle": False}, **arguments)
     expected = by_hand(accumulation, clip)
     difference = largest_difference(trainer.networks(), expected)
-    assert difference < 1e-12 if accumulation > 1 else equal(trainer.networks(), expected)
+    assert difference < 1e-12 if accumulation > 1 else equal_weights(trainer.networks(), expected)
     assert scaled_accelerator.scaler.get_scale() > 2.0**13
     assert trainer.run_history.get_latest_metric("gradient_norm_critic_max") < 10
 
@@ -547,7 +547,7 @@ def test_an_overflow_lowers_the_scale_beside_a_skipped_update(scaled_accelerator
 
 
 def step_of(step: Any, optimizer: Any = None, **kwargs: Any) -> None:
-    model = small_model(features=4, dtype=torch.float32)
+    model = float64_model(features=4, dtype=torch.float32)
     trainer_class = type("OneStep", (Trainer,), {"train_step": step})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer(model)
     trainer_class(model, nn.MSELoss(), optimizer, callbacks=kwargs.pop("callbacks", [])).train(make_data(), 1, **kwargs)
@@ -577,12 +577,12 @@ def both(model: nn.Module) -> dict[str, Any]:
         (lambda t, b: 1, None, TypeError, "train_step must return a dict or None, not int"),
     ],
 )
-def test_a_wrong_step_is_pointed_out(step, optimizer, error, message):
+def test_a_wrong_step_is_reported(step, optimizer, error, message):
     with pytest.raises(error, match=message):
         step_of(step, optimizer)
 
 
-def test_a_loss_returned_without_an_update_is_pointed_out():
+def test_a_manual_step_without_an_update_is_warned_of():
     def forgets(trainer, batch):
         return {"loss": trainer.loss_func(trainer.model(batch[0]), batch[1])}
 
@@ -601,8 +601,8 @@ def test_a_loss_returned_without_an_update_is_pointed_out():
 
 
 def test_update_is_refused_in_the_trainers_own_step():
-    model = small_model()
-    trainer = quiet_trainer(model)
+    model = float64_model()
+    trainer = adamw_trainer(model)
     with pytest.raises(RuntimeError, match=r"update\(\) is only for an overridden train_step"):
         trainer.update(torch.ones(1, requires_grad=True))
 
@@ -638,8 +638,8 @@ def test_the_rate_of_one_optimizer_is_found_by_its_own_loss():
     assert set(trainer.rates["generator"]) == {0.02}
     assert min(found.losses) < 0  # those of the critic, not of both
     assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.02, 0.05]
-    assert equal(trainer.networks(), before[0])
-    assert equal(trainer.average.state_dict(), before[1])
+    assert equal_weights(trainer.networks(), before[0])
+    assert equal_weights(trainer.average.state_dict(), before[1])
     with pytest.raises(
         ValueError, match=r"find_lr\(\) needs optimizer=, one of 'generator', 'critic': Averaging updates"
     ):

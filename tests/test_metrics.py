@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics: every sample once, every evaluation recorded once, on any number of processes."""
+"""Metrics of torchmetrics: each sample once, one record per evaluation, on any number of processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
 )
 from tests.scripts.resumable import CopyStates, run
-from tests.tasks import listener, make_data, make_trainer, quiet_trainer, regression_data, small_model, train
+from tests.tasks import adamw_trainer, float64_data, float64_model, listener, make_data, make_trainer, train
 
 
 def classification(size: int = 25) -> TensorDataset:
@@ -89,7 +89,7 @@ def _largest_output(batch: Any, batch_output: Any) -> Any:
     return (batch_output["model_outputs"].max(),)
 
 
-def test_metrics_of_an_evaluation_are_of_the_whole_set():
+def test_metrics_of_an_evaluation_cover_the_complete_dataset():
     data, model = classification(), classifier()
     metrics = {"accuracy": MulticlassAccuracy(3), "auroc": MulticlassAUROC(3)}
     trainer = class_trainer(MetricsCallback(metrics), model=model)
@@ -116,8 +116,8 @@ def test_training_metrics_have_a_prefix_and_restart_each_epoch():
             seen.append("reset")
             super().reset()
 
-    trainer = quiet_trainer(small_model(), callbacks=[MetricsCallback({"mse": Counts()}, train=True)])
-    trainer.train(regression_data(20), 2, regression_data(9), sanity_check=False)
+    trainer = adamw_trainer(float64_model(), callbacks=[MetricsCallback({"mse": Counts()}, train=True)])
+    trainer.train(float64_data(20), 2, float64_data(9), sanity_check=False)
     history = trainer.run_history.to_dict()
     assert len(history["train_mse"]) == len(history["mse"]) == 2
     assert sum(size for size in seen if size != "reset") == 2 * (20 + 9)
@@ -133,8 +133,8 @@ def test_training_metrics_have_a_prefix_and_restart_each_epoch():
     ],
 )
 def test_metrics_are_recorded_under_their_names(metrics, names):
-    trainer = quiet_trainer(small_model(), callbacks=[MetricsCallback(metrics)])
-    trainer.train(regression_data(20), 1, regression_data(9))
+    trainer = adamw_trainer(float64_model(), callbacks=[MetricsCallback(metrics)])
+    trainer.train(float64_data(20), 1, float64_data(9))
     assert set(trainer.run_history.get_metric_names()) == names | {"train_loss_epoch", "eval_loss_epoch"}
 
 
@@ -142,8 +142,8 @@ def test_metrics_of_special_evaluations_have_prefixes():
     ema = ModelEmaCallback(0.5, save_path=None, callbacks=[MetricsCallback({"mae": MeanAbsoluteError()})],
                            watch_metric="ema_model_a_eval_loss_epoch")  # fmt: skip
     callbacks = [StepBasedEvaluationCallback(2), MetricsCallback({"mae": MeanAbsoluteError()}), ema]
-    trainer = quiet_trainer(small_model(), callbacks=callbacks)
-    trainer.train(regression_data(32), 1, {"a": regression_data(9), "b": regression_data(4)})
+    trainer = adamw_trainer(float64_model(), callbacks=callbacks)
+    trainer.train(float64_data(32), 1, {"a": float64_data(9), "b": float64_data(4)})
     counts = {name: len(values) for name, values in trainer.run_history.to_dict().items() if "mae" in name}
     assert counts == {
         "a_intermediate_mae": 2,
@@ -168,14 +168,14 @@ class Quantiles(MeanAbsoluteError):
 def test_only_the_requested_values_of_a_metric_are_recorded():
     stop = EarlyStoppingCallback(watch_metric="middle", early_stopping_patience=50)
     metrics = MetricsCallback({"quantiles": Quantiles()}, only=["low", "middle"])
-    trainer = quiet_trainer(small_model(), callbacks=[metrics, stop])
-    trainer.train(regression_data(20), 2, regression_data(9))
+    trainer = adamw_trainer(float64_model(), callbacks=[metrics, stop])
+    trainer.train(float64_data(20), 2, float64_data(9))
     history = trainer.run_history.to_dict()
     assert set(history) == {"train_loss_epoch", "eval_loss_epoch", "low", "middle"}
     assert stop.best_metric == max(history["middle"])
     with pytest.raises(ValueError, match=r"no value named 'median', only low, middle, high"):
-        quiet_trainer(small_model(), callbacks=[MetricsCallback(Quantiles(), only=["median"])]).evaluate(
-            regression_data(9)
+        adamw_trainer(float64_model(), callbacks=[MetricsCallback(Quantiles(), only=["median"])]).evaluate(
+            float64_data(9)
         )
 
 
@@ -189,12 +189,12 @@ def test_a_metric_with_many_values_is_kept_as_lists():
 
 def test_metrics_may_come_after_a_callback_that_watches_them():
     stop = EarlyStoppingCallback(watch_metric="mae", early_stopping_patience=50)
-    trainer = quiet_trainer(small_model(), callbacks=[stop, MetricsCallback({"mae": MeanAbsoluteError()})])
-    trainer.train(regression_data(20), 2, regression_data(9))
+    trainer = adamw_trainer(float64_model(), callbacks=[stop, MetricsCallback({"mae": MeanAbsoluteError()})])
+    trainer.train(float64_data(20), 2, float64_data(9))
     assert stop.best_metric == min(trainer.run_history.get_metric_values("mae"))
 
 
-def test_dict_batches_and_models_of_transformers():
+def test_metrics_work_with_dict_batches_and_transformers():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -216,7 +216,7 @@ def test_metrics_of_unusual_outputs_require_a_transform():
     class Pair(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = small_model()
+            self.inner = float64_model()
 
         def forward(self, x):
             return self.inner(x), x
@@ -232,7 +232,7 @@ def test_metrics_of_unusual_outputs_require_a_transform():
         model = Pair()
         callbacks = [MetricsCallback({"mae": MeanAbsoluteError()}, **kwargs)]
         trainer = PairTrainer(model, None, torch.optim.SGD(model.parameters(), lr=0.01), callbacks=callbacks)
-        trainer.train(regression_data(8), 1, regression_data(4))
+        trainer.train(float64_data(8), 1, float64_data(4))
         return trainer
 
     with pytest.raises(ValueError, match=r"in a model output of type tuple .* Pass transform=lambda"):
@@ -318,8 +318,8 @@ def test_a_metric_may_give_a_plain_number():
         def compute(self):
             return round(float(super().compute()), 2)
 
-    trainer = quiet_trainer(small_model(), callbacks=[MetricsCallback({"mse": Rounded()})])
-    found = trainer.evaluate(regression_data(9))
+    trainer = adamw_trainer(float64_model(), callbacks=[MetricsCallback({"mse": Rounded()})])
+    found = trainer.evaluate(float64_data(9))
     assert found["mse"] == round(found["evaluation_loss"], 2)
     assert type(found["mse"]) is float
 
@@ -332,8 +332,8 @@ def training_metrics(folder: Path) -> Any:
     """The samples of an epoch, whose last step has a sample for one process only."""
     counts = MetricsCallback({"count": SumMetric()}, ones, train=True)
     saver = SaveTrainingStateCallback(folder, save_every_n_steps=1, save_at_end=False)
-    trainer = quiet_trainer(small_model(), callbacks=[counts, saver], seed=0)
-    trainer.train(regression_data(7), 1, per_device_batch_size=3)
+    trainer = adamw_trainer(float64_model(), callbacks=[counts, saver], seed=0)
+    trainer.train(float64_data(7), 1, per_device_batch_size=3)
     return trainer.run_history.to_dict()
 
 
@@ -342,14 +342,14 @@ def test_training_metrics_restart_with_fewer_processes(tmp_path, two_ranks):
     for result in two_ranks.run(training_metrics, tmp_path):
         assert result["train_count"] == [7.0]
     counts = MetricsCallback({"count": SumMetric()}, ones, train=True)
-    trainer = quiet_trainer(small_model(), callbacks=[counts, SaveTrainingStateCallback(tmp_path / "again")], seed=0)
+    trainer = adamw_trainer(float64_model(), callbacks=[counts, SaveTrainingStateCallback(tmp_path / "again")], seed=0)
     with pytest.warns(UserWarning, match="they were saved by 2 processes and are resumed on 1"):
-        trainer.train(regression_data(7), 1, per_device_batch_size=3, resume_from=tmp_path / "update-000000001")
+        trainer.train(float64_data(7), 1, per_device_batch_size=3, resume_from=tmp_path / "update-000000001")
     assert trainer.run_history.get_metric_values("train_count") == [1.0]
 
 
 @pytest.mark.processes
-def test_metrics_of_several_processes_are_those_of_the_whole_set(ranks):
+def test_metrics_of_several_processes_cover_the_complete_dataset(ranks):
     for found in ranks(metrics):
         assert found["few"] == pytest.approx(found["expected_few"], abs=1e-6)
         assert found["many"] == pytest.approx(found["expected_many"], abs=1e-6)
@@ -369,7 +369,7 @@ def test_metrics_of_several_processes_are_those_of_the_whole_set(ranks):
         ),
     ],
 )
-def test_metrics_refuse_what_is_no_metric(metrics, error, message):
+def test_metrics_refuse_invalid_metrics(metrics, error, message):
     with pytest.raises(error, match=message):
         MetricsCallback(metrics)
 
@@ -431,7 +431,7 @@ def test_metrics_by_name_are_those_of_torchmetrics(given, arguments, expected):
         ("mean squared error", {}, MeanSquaredError),
     ],
 )
-def test_the_task_follows_from_the_arguments(name, arguments, kind):
+def test_a_metrics_task_follows_from_its_arguments(name, arguments, kind):
     assert type(MetricsCallback(name, **arguments).metrics[name]) is kind
 
 
@@ -442,7 +442,7 @@ def test_arguments_that_no_metric_takes_are_refused():
         MetricsCallback(MulticlassAccuracy(3), num_classes=3)
 
 
-def test_metrics_of_the_trainer_come_beside_those_of_a_callback():
+def test_metrics_of_the_trainer_and_of_a_callback_combine():
     data = classification()
     second = MetricsCallback({"auroc": MulticlassAUROC(3)})
     trainer = class_trainer(second, metrics={"accuracy": MulticlassAccuracy(3)})
@@ -489,7 +489,7 @@ def test_prefixes_do_not_make_a_metric_the_name_of_a_loss(name, arguments, datas
     assert trainer.progress.step == 0
 
 
-def test_metrics_of_two_datasets_do_not_get_one_name():
+def test_metrics_of_two_datasets_have_different_names():
     trainer = make_trainer([MetricsCallback({"x": error_of(), "b_x": error_of()})])
     with pytest.raises(ValueError, match=r"Both MetricsCallback \(of eval_dataset\['a'\]\) and .*'a_b_x'"):
         train(trainer, eval_dataset={"a": make_data(), "a_b": make_data()})
@@ -524,7 +524,7 @@ def test_a_value_recorded_as_a_loss_is_an_error_in_that_epoch(event, name):
         train(trainer, epochs=2, eval_dataset={"a": make_data(), "b": make_data()})
 
 
-def test_a_history_takes_what_the_run_does_not_record():
+def test_a_history_accepts_loss_names_that_the_run_lacks():
     trainer = make_trainer([listener(on_train_epoch_end=update("eval_loss_epoch"))])
     train(trainer, epochs=2)
     trainer.run_history.update_metric("train_loss_epoch", 0.5)
@@ -569,7 +569,7 @@ def of_task(task: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_first_outputs_show_what_a_classifier_does(task):
+def test_the_first_outputs_show_the_kind_of_classifier(task):
     found, given = of_task(task)
     assert found == given
     assert all(len(values) == 2 for values in found.values())
@@ -580,7 +580,7 @@ def all_tasks() -> list[Any]:
 
 
 @pytest.mark.processes
-def test_processes_agree_on_what_a_classifier_does(ranks):
+def test_processes_agree_on_the_kind_of_classifier(ranks):
     for by_task in ranks(all_tasks):
         assert all(found == given for found, given in by_task)
 
@@ -597,7 +597,7 @@ def test_processes_without_samples_compute_the_same_accuracy(ranks):
     assert ranks(of_few_samples) == [of_few_samples()] * 3
 
 
-def test_a_list_of_names_and_the_best_of_several_classes():
+def test_several_metrics_by_name_and_top_k_accuracy():
     trainer, data = trainer_of("multiclass", ["accuracy", "top2", "top-3 accuracy", "mcc"])
     found = trainer.evaluate(data, 5)
     assert found["accuracy"] < found["top2"] < found["top-3 accuracy"] == 1
@@ -629,7 +629,7 @@ def test_training_metrics_whose_task_was_found_are_resumed(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4), (2, 5, 3, 4)])
-def test_pixels_are_not_taken_for_labels(shape):
+def test_pixel_targets_are_not_used_as_labels(shape):
     size = torch.Size(shape).numel() // 2
     data = TensorDataset(torch.randn(2, size), torch.zeros(shape))
     model = nn.Sequential(nn.Linear(size, size), nn.Unflatten(1, shape[1:]))
@@ -638,7 +638,7 @@ def test_pixels_are_not_taken_for_labels(shape):
         trainer.evaluate(data)
 
 
-def test_outputs_that_are_none_of_a_classifier_say_what_to_pass():
+def test_outputs_not_of_a_classifier_are_an_error_with_advice():
     trainer = make_trainer(
         metrics="accuracy", model=nn.Sequential(nn.Linear(4, 2)), loss_func=lambda *args: args[0].sum()
     )

@@ -1,4 +1,4 @@
-"""A program like minGPT: a small transformer, decayed and other weights in groups of their own, clipped gradients."""
+"""A program like minGPT: a small transformer with weight decay groups and clipped gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.launching import EarlyFork, run_forked
-from tests.tasks import equal, listener, weights
+from tests.tasks import equal_weights, listener, weights
 
 TEXT = "to be, or not to be, that is the question: whether 'tis nobler in the mind to suffer"
 LETTERS = sorted(set(TEXT))
@@ -120,14 +120,14 @@ def by_trainer(folder: Path | None = None, killed_at: int | None = None) -> dict
     return weights(model)
 
 
-def test_clipped_and_decayed_it_equals_its_hand_written_loop():
-    assert equal(by_trainer(), by_hand())
+def test_a_clipped_and_decayed_run_equals_the_loop():
+    assert equal_weights(by_trainer(), by_hand())
 
 
 @pytest.mark.programs
-def test_killed_in_each_epoch_it_still_equals_that_loop(tmp_path):
+def test_a_run_killed_in_each_epoch_equals_the_loop(tmp_path):
     for update, saved in ((3, 2), (9, 8)):
         killed = run_forked(partial(by_trainer, tmp_path, killed_at=update), kind=EarlyFork)
         assert killed.returncode == -signal.SIGKILL, killed.stdout
         assert max(tmp_path.glob("update-*")).name == f"update-{saved:09d}"
-    assert equal(by_trainer(tmp_path), by_hand())
+    assert equal_weights(by_trainer(tmp_path), by_hand())

@@ -1,4 +1,4 @@
-"""Mixed precision: the whole step is computed in autocast, also what it calls beside the model."""
+"""Mixed precision: autocast covers the whole step, including modules beside the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from pytorch_accel_lite import Trainer
-from tests.tasks import equal, hand_written_loop, listener, make_data, make_model, make_trainer, train, weights
+from tests.tasks import equal_weights, hand_written_loop, listener, make_data, make_model, make_trainer, train, weights
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_loss_computes_in_bf16_but_weights_stay_in_float32(bf16):
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
 
 
-def test_callbacks_and_the_backward_pass_are_outside_of_it(bf16):
+def test_callbacks_and_backward_passes_are_outside_autocast(bf16):
     inside = []
 
     def note(trainer: Trainer, **kwargs: Any) -> None:
@@ -135,7 +135,7 @@ def test_weights_that_a_step_has_changed_are_used_as_they_are(bf16):
     assert all(trainer.changed)
 
 
-def test_with_torchs_losses_it_is_the_loop_that_one_would_write(bf16):
+def test_mixed_precision_equals_a_hand_written_loop(bf16):
     data = make_data(12)
     ours, theirs = make_model(), make_model()
     train(make_trainer(model=ours, accelerator=bf16), epochs=2, train_dataset=data, batch_size=4)
@@ -143,10 +143,10 @@ def test_with_torchs_losses_it_is_the_loop_that_one_would_write(bf16):
     theirs.forward = lambda x: torch.autocast("cpu", torch.bfloat16)(forward)(x).float()
     loader = torch.utils.data.DataLoader(data, 4)
     hand_written_loop(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1), loader, 2)
-    assert equal(weights(ours), weights(theirs))
+    assert equal_weights(weights(ours), weights(theirs))
 
 
-def test_without_it_nothing_is_cast():
+def test_without_mixed_precision_nothing_is_cast():
     trainer = make_trainer(trainer_class=WithCritic)
     train(trainer, eval_dataset=True)
     assert trainer.parts[0].seen == {torch.float32}
@@ -160,14 +160,14 @@ def test_the_argument_gives_the_bits_of_an_accelerator_with_it():
     ours = train(make_trainer(mixed_precision="bf16"), eval_dataset=True)
     assert ours.run_config.mixed_precision == "bf16"
     theirs = train(make_trainer(accelerator=Accelerator(mixed_precision="bf16")), eval_dataset=True)
-    assert equal(weights(ours.model), weights(theirs.model))
+    assert equal_weights(weights(ours.model), weights(theirs.model))
     assert ours.run_history.to_dict() == theirs.run_history.to_dict()
     assert make_trainer(mixed_precision="bf16", accelerator=theirs.accelerator).accelerator is theirs.accelerator
 
 
 @pytest.mark.usefixtures("no_accelerator")
 @pytest.mark.parametrize(("argument", "expected"), [(None, "bf16"), ("no", "no")])
-def test_without_the_argument_it_is_that_of_the_launcher(monkeypatch, argument, expected):
+def test_mixed_precision_defaults_to_the_launchers(monkeypatch, argument, expected):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert make_trainer(mixed_precision=argument).accelerator.mixed_precision == expected
 
@@ -186,7 +186,7 @@ class CreatesOwn(Trainer):
         ({"mixed_precision": "bf16", "trainer_class": CreatesOwn}, "that of the accelerator is 'no'. Pass only one"),
     ],
 )
-def test_what_cannot_be_is_an_error_after_which_another_can(arguments, message):
+def test_a_refused_precision_does_not_fix_the_accelerator(arguments, message):
     with pytest.raises(ValueError, match=message):
         make_trainer(**arguments)
     if "trainer_class" not in arguments:
@@ -216,10 +216,10 @@ def test_trainers_of_a_process_have_each_their_precision():
     (first, of_first), (half, of_half), (last, of_last) = (trained(precision) for precision in (None, "bf16", None))
     assert (of_first, of_half, of_last) == ({torch.float32}, {torch.bfloat16}, {torch.float32})
     assert [trainer.accelerator.mixed_precision for trainer in (first, half, last)] == ["no", "bf16", "no"]
-    assert equal(weights(first.model), weights(last.model))
-    assert not equal(weights(first.model), weights(half.model))
+    assert equal_weights(weights(first.model), weights(last.model))
+    assert not equal_weights(weights(first.model), weights(half.model))
     before, (again, _) = weights(half.model), trained("bf16")
-    assert equal(before, weights(again.model))
+    assert equal_weights(before, weights(again.model))
     assert first.evaluate(make_data()) == last.evaluate(make_data())  # an earlier trainer keeps its own
     assert again.evaluate(make_data()) == half.evaluate(make_data())
 
@@ -236,5 +236,5 @@ def test_a_nested_run_of_another_trainer_has_its_own_precision(outer, inner):
 
     trainer, _ = trained(outer, listener(on_train_step_end=train_another))
     assert len(found) > 1
-    assert all(equal(each, alone[inner]) for each in found)
-    assert equal(weights(trainer.model), alone[outer])
+    assert all(equal_weights(each, alone[inner]) for each in found)
+    assert equal_weights(weights(trainer.model), alone[outer])

@@ -1,4 +1,4 @@
-"""compile_model and channels_last: the model is prepared in place, and learns what it would have learned."""
+"""compile_model and channels_last: the model is prepared in place and trains to the same results."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.tasks import (
     Blocks,
     Rows,
-    equal,
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
     image_data,
     image_model,
     largest_difference,
     listener,
-    quiet_trainer,
-    regression_data,
-    small_model,
     weights,
 )
 
@@ -32,7 +32,7 @@ from tests.tasks import (
 def train(model: nn.Module, callbacks: Any = (), channels_last: bool = False, resume_from: Any = None) -> Trainer:
     # Not Adam: it makes large numbers of the rounding errors that are the gradient of a bias before batch norm.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    trainer = quiet_trainer(
+    trainer = adamw_trainer(
         model, nn.CrossEntropyLoss(), optimizer, callbacks=callbacks, seed=1, channels_last=channels_last
     )
     trainer.train(image_data(), 2, image_data(7), per_device_batch_size=6, resume_from=resume_from)
@@ -41,7 +41,7 @@ def train(model: nn.Module, callbacks: Any = (), channels_last: bool = False, re
 
 @pytest.fixture(autouse=True)
 def forget_other_models():
-    """Torch compiles a few models in a process, and then no more: those of other tests count."""
+    """Reset torch's compiler, which compiles only a few models per process."""
     torch.compiler.reset()
 
 
@@ -50,7 +50,7 @@ class OwnModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = small_model()
+        self.layers = float64_model()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
@@ -59,19 +59,19 @@ class OwnModel(nn.Module):
 @pytest.mark.slow
 def test_a_model_compiled_in_place_trains_like_the_plain_one():
     plain = OwnModel()
-    model, compiled, data = copy.deepcopy(plain), [], regression_data(16)
+    model, compiled, data = copy.deepcopy(plain), [], float64_data(16)
 
     def backend(graph, inputs):
         compiled.append(graph)
         return graph.forward
 
     for each, options in ((plain, False), (model, {"backend": backend})):
-        trainer = quiet_trainer(each, compile_model=options)
+        trainer = adamw_trainer(each, compile_model=options)
         for _ in range(2):
             trainer.train(data, 1, data, per_device_batch_size=4, train_dataloader_kwargs={"shuffle": False})
         assert trainer.model is each
     assert len(compiled) == 2  # with gradients and without: the second run compiles nothing again
-    assert equal(weights(model), weights(plain))
+    assert equal_weights(weights(model), weights(plain))
     assert torch.equal(trainer.predict(data), plain(data.tensors[0]).detach())
 
 
@@ -108,7 +108,7 @@ def test_images_are_found_wherever_they_are_in_a_batch(batch):
             return self.inner(input)
 
     layouts: set[bool] = set()
-    trainer = quiet_trainer(Model(), nn.CrossEntropyLoss(), channels_last=True)
+    trainer = adamw_trainer(Model(), nn.CrossEntropyLoss(), channels_last=True)
     trainer.train(Rows(image_data()), 1, collate_fn=collate, train_dataloader_kwargs={"num_workers": 0})
     assert layouts == {True}
 
@@ -121,15 +121,15 @@ def test_a_run_with_channels_last_resumes_to_the_same_bits(tmp_path):
     train(whole, callbacks=[saving()], channels_last=True)
     trainer = train(again, callbacks=[saving()], channels_last=True, resume_from=tmp_path / "update-000000003")
     assert trainer.progress.update == 10
-    assert equal(weights(again), weights(whole))
+    assert equal_weights(weights(again), weights(whole))
 
 
-def test_a_model_that_accelerate_compiled_is_given_back(no_accelerator):
+def test_a_model_compiled_by_accelerate_is_returned(no_accelerator):
     kinds: set[str] = set()
     noting = listener(on_train_step_end=lambda trainer, **kwargs: kinds.add(type(trainer.model).__name__))
-    model = small_model()
-    trainer = quiet_trainer(model, accelerator=Accelerator(dynamo_backend="eager"), callbacks=[noting])
-    trainer.train(regression_data(8), 1)
+    model = float64_model()
+    trainer = adamw_trainer(model, accelerator=Accelerator(dynamo_backend="eager"), callbacks=[noting])
+    trainer.train(float64_data(8), 1)
     assert kinds == {"OptimizedModule"}
     assert trainer.model is model
 
@@ -148,14 +148,14 @@ def test_blocks_that_accelerate_compiled_keep_names_in_states(tmp_path, no_accel
         callbacks = [listener(on_train_step_end=look), SaveTrainingStateCallback(tmp_path / str(regional), 1)]
         model = Blocks()
         accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
-        trainer = quiet_trainer(model, accelerator=accelerator, callbacks=callbacks, seed=1)
-        data = regression_data(8, dtype=torch.float32)
+        trainer = adamw_trainer(model, accelerator=accelerator, callbacks=callbacks, seed=1)
+        data = float64_data(8, dtype=torch.float32)
         trainer.train(data, 2, per_device_batch_size=4, **kwargs)
         assert trainer.model is model
         return model
 
     whole = weights(run(regional=True))
     assert kinds == {"Blocks of OptimizedModule"}
-    assert equal(weights(run(regional=False)), whole)
+    assert equal_weights(weights(run(regional=False)), whole)
     state = tmp_path / "True" / "update-000000002"
-    assert equal(weights(run(regional=False, resume_from=state)), whole)
+    assert equal_weights(weights(run(regional=False, resume_from=state)), whole)

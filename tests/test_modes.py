@@ -1,4 +1,4 @@
-"""Modes that callbacks and overridden steps leave changed: of the model, and of torch as a whole."""
+"""Modes of the model and of torch that callbacks and overridden steps leave changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer
-from tests.tasks import equal, listener, make_data, quiet_trainer, weights
+from tests.tasks import adamw_trainer, equal_weights, listener, make_data, weights
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_evaluation_mode_left_by_a_step_ends_with_it(event, accumulation):
     with pytest.warns(UserWarning, match="Listener left the model in evaluation mode") as seen:
         left, losses = trained(once(event, to_evaluation), **kwargs)
     plain, plain_losses = trained(**kwargs)
-    assert equal(left, plain)
+    assert equal_weights(left, plain)
     assert losses == plain_losses
     assert len(seen) == 1
 
@@ -86,7 +86,7 @@ def test_training_mode_left_in_an_evaluation_ends_with_its_batch(event):
 
 
 def test_training_mode_left_in_a_prediction_ends_with_its_batch():
-    data, trainer = make_data(12), quiet_trainer(model_with_dropout())
+    data, trainer = make_data(12), adamw_trainer(model_with_dropout())
     expected = trainer.predict(data, 4)
     trainer.callback_handler.add_callback(listener(on_predict_step_end=lambda trainer, **kwargs: trainer.model.train()))
     with pytest.warns(UserWarning, match="left the model in training mode during prediction"):
@@ -101,7 +101,7 @@ def test_an_overridden_step_that_leaves_evaluation_mode_is_named():
 
     with pytest.warns(UserWarning, match="PseudoLabels left the model in evaluation mode") as seen:
         left, _ = trained(trainer_class=PseudoLabels)
-    assert equal(left, trained(trainer_class=Trainer)[0])
+    assert equal_weights(left, trained(trainer_class=Trainer)[0])
     assert len(seen) == 2  # one in each epoch
 
 
@@ -109,7 +109,7 @@ def test_an_overridden_step_that_leaves_evaluation_mode_is_named():
     ("event", "action", "phase"),
     [("on_train_epoch_start", to_evaluation, "training"), ("on_eval_epoch_start", to_training, "evaluation")],
 )
-def test_a_mode_set_before_the_steps_stays_with_a_warning(event, action, phase):
+def test_a_mode_set_before_an_epoch_stays_with_a_warning(event, action, phase):
     modes: list[bool] = []
     of_steps = {"training": "on_train_step_end", "evaluation": "on_eval_step_end"}[phase]
     note = listener(**{of_steps: lambda trainer, **kwargs: modes.append(trainer.model.training)})
@@ -118,7 +118,7 @@ def test_a_mode_set_before_the_steps_stays_with_a_warning(event, action, phase):
     assert modes == [phase == "evaluation"] * 3 + [phase == "training"] * 3
 
 
-def test_modes_that_are_meant_stay_without_a_word(recwarn):
+def test_intended_modes_stay_without_a_warning(recwarn):
     class Meant(Trainer):
         def train_epoch_start(self) -> None:
             self.model.eval()
@@ -139,7 +139,7 @@ def test_gradients_left_disabled_are_enabled_again(event):
     plain, _ = trained()
     with pytest.warns(UserWarning, match="left gradients disabled"):
         left, _ = trained(once(event, lambda trainer: torch.set_grad_enabled(False)))
-    assert equal(left, plain)
+    assert equal_weights(left, plain)
 
 
 def test_disabled_gradients_are_named_in_the_error():
@@ -147,7 +147,7 @@ def test_disabled_gradients_are_named_in_the_error():
         trained()
 
 
-def test_autocast_left_on_is_said_at_once():
+def test_autocast_left_enabled_is_reported_immediately():
     context = torch.autocast("cpu", torch.bfloat16)
     try:
         with pytest.warns(UserWarning, match="Listener left autocast on") as seen:
@@ -157,7 +157,7 @@ def test_autocast_left_on_is_said_at_once():
     assert len(seen) == 1
 
 
-def test_another_default_dtype_is_said_at_once():
+def test_a_changed_default_dtype_is_reported_immediately():
     with pytest.warns(UserWarning, match=r"Listener left torch.float64 as the default dtype"):
         trained(once("on_update_end", lambda trainer: torch.set_default_dtype(torch.float64)), trainer_class=Trainer)
 

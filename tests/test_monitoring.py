@@ -1,4 +1,4 @@
-"""What monitoring callbacks record is what can be computed by hand, and costs no read in a step."""
+"""Monitoring callbacks: values equal those computed by hand, and steps read no device values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pytorch_accel_lite.callbacks import (
 from tests.tasks import Overflows, listener, make_model, make_trainer, train
 
 
-def test_learning_rates_are_those_the_updates_were_made_with():
+def test_recorded_learning_rates_are_those_of_the_updates():
     seen: list[Any] = []
     look = listener(on_optimizer_step_end=lambda t: seen.append(t.step_metrics["lr"]))
     trainer = make_trainer([LearningRateMonitorCallback, look])
@@ -121,7 +121,7 @@ def test_without_a_scaler_there_is_no_loss_scale():
     assert "loss_scale" not in trainer.step_metrics
 
 
-def test_an_epoch_of_whose_updates_none_was_seen_has_no_norms(tmp_path):
+def test_an_epoch_without_observed_updates_has_no_norms(tmp_path):
     def run(*callbacks: Any, **kwargs: Any) -> Any:
         saving = SaveTrainingStateCallback(tmp_path, save_every_n_steps=1)
         return train(make_trainer([saving, *callbacks], seed=0), epochs=2, **kwargs)
@@ -145,7 +145,7 @@ def test_the_largest_norm_remembers_one_that_was_no_number():
 
 
 @pytest.mark.parametrize("defaults", [{}, {"lr": None}])
-def test_optimizers_without_a_rate_train_with_what_shows_rates(defaults):
+def test_optimizers_without_a_rate_train_with_rate_displays(defaults):
     class FindsItsOwn(torch.optim.Optimizer):
         def __init__(self, params):
             super().__init__(params, defaults)

@@ -1,4 +1,4 @@
-"""What a callback runs within a run, an evaluation or a prediction, leaves no trace on it."""
+"""Evaluations and predictions within a run do not change it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,17 @@ from pytorch_accel_lite import CallbackHandler, StopTrainingError, Trainer, Trai
 from pytorch_accel_lite.callbacks import MetricsCallback, ProgressBarCallback, SaveTrainingStateCallback
 from tests.launching import CAN_SHARD
 from tests.sharded import gathered, large_model, mesh_of, sharding_accelerator
-from tests.tasks import Broken, Rows, equal, listener, make_data, make_trainer, quiet_trainer, regression_data, weights
+from tests.tasks import (
+    Broken,
+    Rows,
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    listener,
+    make_data,
+    make_trainer,
+    weights,
+)
 
 HAS_TUNING = hasattr(Trainer, "find_lr")
 
@@ -38,13 +48,13 @@ class UsesIt(TrainerCallback):
         assert trainer.is_running
         assert trainer.is_sharded
         with pytest.raises(RuntimeError, match="cannot be called within a run"):
-            trainer.train(regression_data(8), 1)
+            trainer.train(float64_data(8), 1)
         if HAS_TUNING:
             with pytest.raises(RuntimeError, match="cannot be called within a run"):
-                trainer.find_lr(regression_data(8))
+                trainer.find_lr(float64_data(8))
         indices = trainer.batch_indices
-        trainer.evaluate(regression_data(5), 2)
-        trainer.predict(regression_data(5), 2)
+        trainer.evaluate(float64_data(5), 2)
+        trainer.predict(float64_data(5), 2)
         assert trainer.batch_indices == indices
 
 
@@ -55,22 +65,20 @@ def _used_again(create_trainer: Callable[[list[Any]], Trainer]) -> dict[str, tor
         callback = UsesIt()
         trainer = create_trainer([callback] if uses else [])
         assert not trainer.is_running
-        trainer.train(
-            regression_data(22), 1, regression_data(9), 3, gradient_accumulation_steps=2, gradient_clip_norm=1
-        )
+        trainer.train(float64_data(22), 1, float64_data(9), 3, gradient_accumulation_steps=2, gradient_clip_norm=1)
         assert callback.calls == (4 if uses else 0)
         assert not trainer.is_running
         if uses:
             before = gathered(trainer.get_model().state_dict())
-            metrics = trainer.evaluate(regression_data(9), 3)
+            metrics = trainer.evaluate(float64_data(9), 3)
             assert metrics["evaluation_loss"] == trainer.run_history.get_latest_metric("eval_loss_epoch")
-            assert trainer.predict(regression_data(9), 3).shape == (9, 1)
-            assert not HAS_TUNING or len(trainer.find_lr(regression_data(22), 3, num_steps=12).lrs) > 3
+            assert trainer.predict(float64_data(9), 3).shape == (9, 1)
+            assert not HAS_TUNING or len(trainer.find_lr(float64_data(22), 3, num_steps=12).lrs) > 3
             assert not trainer.is_running
-            assert equal(gathered(trainer.get_model().state_dict()), before)
-        trainer.train(regression_data(22), 1, regression_data(9), 3, gradient_accumulation_steps=2)
+            assert equal_weights(gathered(trainer.get_model().state_dict()), before)
+        trainer.train(float64_data(22), 1, float64_data(9), 3, gradient_accumulation_steps=2)
         found.append(gathered(trainer.get_model().state_dict()))
-    assert equal(*found)
+    assert equal_weights(*found)
     return found[0]
 
 
@@ -100,7 +108,7 @@ class Nested(TrainerCallback):
 
 
 class Witness(TrainerCallback):
-    """Writes down what comes after another callback at the same event can see of the run."""
+    """Records what a later callback sees of the run at the same event."""
 
     def __init__(self, event: str) -> None:
         self.seen: list[dict[str, Any]] = []
@@ -124,26 +132,26 @@ class Witness(TrainerCallback):
 
 
 def evaluate(trainer: Any) -> None:
-    found = trainer.evaluate(Rows(regression_data(9)), 4, HERE)
+    found = trainer.evaluate(Rows(float64_data(9)), 4, HERE)
     assert found.keys() == {"evaluation_loss"}
 
 
 def predict(trainer: Any) -> None:
-    assert trainer.predict(Rows(regression_data(9)), 4, HERE).shape == (9, 1)
+    assert trainer.predict(Rows(float64_data(9)), 4, HERE).shape == (9, 1)
 
 
 def predict_a_part(trainer: Any) -> None:
-    parts = trainer.predict_iter(Rows(regression_data(9)), 4, HERE)
+    parts = trainer.predict_iter(Rows(float64_data(9)), 4, HERE)
     next(parts)
     parts.close()
 
 
 def run(event: str, action: Any, seed: int | None) -> tuple[Any, Witness, Nested]:
     model, nested, witness = dropout_model(), Nested(event, action), Witness(event)
-    trainer = quiet_trainer(model, callbacks=[nested, witness], seed=seed)
+    trainer = adamw_trainer(model, callbacks=[nested, witness], seed=seed)
     torch.manual_seed(1)
     trainer.train(
-        Rows(regression_data(22)), 2, Rows(regression_data(7)), 4, gradient_accumulation_steps=2,
+        Rows(float64_data(22)), 2, Rows(float64_data(7)), 4, gradient_accumulation_steps=2,
         gradient_clip_norm=0.5,
         train_dataloader_kwargs=HERE, eval_dataloader_kwargs=HERE,
     )  # fmt: skip
@@ -154,7 +162,7 @@ def run(event: str, action: Any, seed: int | None) -> tuple[Any, Witness, Nested
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("action", [evaluate, predict, predict_a_part])
 @pytest.mark.parametrize("event", EVENTS)
-def test_the_run_continues_as_without_it(event, action, seed):
+def test_a_nested_run_does_not_change_the_outer_run(event, action, seed):
     plain, expected, _ = run(event, lambda trainer: None, seed)
     trainer, witness, nested = run(event, action, seed)
     assert nested.runs == len(witness.seen) > 1
@@ -165,13 +173,13 @@ def test_the_run_continues_as_without_it(event, action, seed):
             del seen[own], wanted[own]
         assert repr(seen.pop("run_config")) == repr(wanted.pop("run_config"))
         assert seen == wanted
-    assert equal(weights(trainer.model), weights(plain.model))
+    assert equal_weights(weights(trainer.model), weights(plain.model))
     history = trainer.run_history.to_dict()
     history.pop("evaluation_loss", None)
     assert history == plain.run_history.to_dict()
 
 
-def test_losses_of_a_nested_evaluation_are_not_those_of_the_run():
+def test_a_nested_evaluation_does_not_change_recorded_losses():
     def look(trainer):
         evaluate(trainer)
         assert trainer.recorded_losses.keys() == {"train_loss_epoch"}
@@ -185,32 +193,32 @@ def test_a_run_may_be_nested_in_an_evaluation_of_a_run():
     class Predicts(TrainerCallback):
         def on_eval_step_end(self, trainer, **kwargs):
             before = trainer.batch_indices
-            trainer.predict(regression_data(3))
+            trainer.predict(float64_data(3))
             seen.append(trainer.batch_indices == before)
 
-    trainer = quiet_trainer(model, callbacks=[Predicts])
-    trainer.train(Rows(regression_data(8)), 1, Rows(regression_data(7)), 4)
+    trainer = adamw_trainer(model, callbacks=[Predicts])
+    trainer.train(Rows(float64_data(8)), 1, Rows(float64_data(7)), 4)
     assert seen == [True, True]
 
 
-def test_predictions_read_in_turn_leave_the_trainer_as_it_was():
-    trainer = quiet_trainer(dropout_model())
-    first, second = (trainer.predict_iter(regression_data(size), 4) for size in (9, 6))
+def test_predict_iter_leaves_the_trainer_unchanged():
+    trainer = adamw_trainer(dropout_model())
+    first, second = (trainer.predict_iter(float64_data(size), 4) for size in (9, 6))
     shapes = [len(next(first)), len(next(second)), len(next(first)), len(next(second)), len(next(first))]
     assert shapes == [4, 4, 4, 2, 1]
     assert trainer.is_running
     assert [next(parts, None) for parts in (first, second)] == [None, None]
     assert not trainer.is_running
-    trainer.train(regression_data(8), 1)
+    trainer.train(float64_data(8), 1)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [("eval_every_n_epochs", 3), pytest.param("auto_microbatch", True, marks=pytest.mark.extension("failed_batches"))],
 )
-def test_the_run_config_holds_all_that_was_asked_for(name, value):
-    trainer = quiet_trainer(dropout_model())
-    trainer.train(regression_data(8), 1, **{name: value})
+def test_the_run_config_has_all_requested_values(name, value):
+    trainer = adamw_trainer(dropout_model())
+    trainer.train(float64_data(8), 1, **{name: value})
     assert getattr(trainer.run_config, name) == value
     assert trainer.run_config.to_dict()[name] == value
 
@@ -242,7 +250,7 @@ def by_the_user_is_used_again(folder: Path) -> Any:
 @pytest.mark.parametrize("case", [by_accelerate_is_used_again, by_the_user_is_used_again])
 def test_a_sharded_model_is_used_within_its_run_and_after_it(tmp_path, job, case):
     expected = job(2).run(case, tmp_path)
-    assert equal(expected[0], expected[1])
+    assert equal_weights(expected[0], expected[1])
 
 
 @pytest.mark.parametrize("event", ["on_train_step_end", "on_eval_step_end"])
@@ -283,33 +291,33 @@ def test_an_evaluation_stopped_after_a_run_is_not_its_end(tmp_path):
 
 @pytest.mark.parametrize("method", ["evaluate", "predict"])
 def test_evaluating_or_predicting_leaves_the_generators_alone(method):
-    trainer = quiet_trainer(dropout_model(), seed=0)
+    trainer = adamw_trainer(dropout_model(), seed=0)
     torch.manual_seed(0), np.random.seed(0), random.seed(0)
     drawn = []
     for _ in range(3):
-        getattr(trainer, method)(Rows(regression_data(5)), 4, HERE)
+        getattr(trainer, method)(Rows(float64_data(5)), 4, HERE)
         drawn.append((random.random(), np.random.rand()))
     random.seed(0), np.random.seed(0)
     assert drawn == [(random.random(), np.random.rand()) for _ in range(3)]
 
 
-def test_a_prediction_left_in_its_middle_ends_with_its_run():
+def test_an_abandoned_prediction_ends_with_its_run():
     errors: list[BaseException] = []
 
     def leave(trainer: Any, **kwargs: Any) -> None:
-        for _ in trainer.predict_iter(regression_data(9), 4):
+        for _ in trainer.predict_iter(float64_data(9), 4):
             raise errors[-1]
 
     for error in (StopTrainingError("enough"), ValueError("enough of this")):
         errors.append(error)  # which keeps the iterator, with its traceback
         trainer = make_trainer([listener(on_train_step_end=leave)], model=dropout_model(), loss_func=nn.MSELoss())
         with pytest.raises(ValueError, match=r"^enough of this") if isinstance(error, ValueError) else nullcontext():
-            trainer.train(regression_data(8), 1)
+            trainer.train(float64_data(8), 1)
         assert trainer.stop_reason == ("enough" if isinstance(error, StopTrainingError) else None)
         assert not trainer.is_running
         assert trainer.progress.update == 1
         trainer.callback_handler.clear_callbacks()
-        trainer.train(regression_data(8), 1)
+        trainer.train(float64_data(8), 1)
         assert trainer.progress.epochs_completed == 1
 
 
@@ -320,8 +328,8 @@ def test_interleaved_predictions_read_their_own_batches():
         def on_predict_step_end(self, trainer, **kwargs):
             seen.append((trainer.batch_indices, trainer.model.training))
 
-    trainer = quiet_trainer(dropout_model(), callbacks=[Looks])
-    first, second = (trainer.predict_iter(Rows(regression_data(size)), 2, HERE) for size in (5, 3))
+    trainer = adamw_trainer(dropout_model(), callbacks=[Looks])
+    first, second = (trainer.predict_iter(Rows(float64_data(size)), 2, HERE) for size in (5, 3))
     for parts in (first, second, first, second, first):
         next(parts)
         assert trainer.batch_indices is None
@@ -333,7 +341,7 @@ def test_a_prediction_read_step_by_step_does_not_hide_the_run():
 
     class Reads(TrainerCallback):
         def on_training_run_start(self, trainer, **kwargs):
-            parts.append(trainer.predict_iter(regression_data(40), 2))
+            parts.append(trainer.predict_iter(float64_data(40), 2))
 
         def on_optimizer_step_start(self, trainer, **kwargs):
             next(parts[0])
@@ -341,8 +349,8 @@ def test_a_prediction_read_step_by_step_does_not_hide_the_run():
 
     model = dropout_model()
     before = weights(model)
-    trainer = quiet_trainer(model, callbacks=[Reads])
-    trainer.train(regression_data(8), 1, per_device_batch_size=2)
+    trainer = adamw_trainer(model, callbacks=[Reads])
+    trainer.train(float64_data(8), 1, per_device_batch_size=2)
     named = dict(model.named_parameters())
     assert all(torch.equal(before[name], named[name]) for name in named)
     assert trainer.progress.update == 4
@@ -350,20 +358,20 @@ def test_a_prediction_read_step_by_step_does_not_hide_the_run():
 
 def test_the_data_of_a_run_are_forgotten_when_the_next_begins():
     alive: list[bool] = []
-    data = Rows(regression_data(8))
+    data = Rows(float64_data(8))
     held = weakref.ref(data)
     watch = listener(on_train_epoch_start=lambda trainer, **_: alive.append(held() is not None))
-    trainer = quiet_trainer(dropout_model(), callbacks=[watch])
+    trainer = adamw_trainer(dropout_model(), callbacks=[watch])
     trainer.train(data, 1)
     del data
-    trainer.train(Rows(regression_data(8)), 1)
+    trainer.train(Rows(float64_data(8)), 1)
     assert alive == [True, False]
 
 
 def test_a_closed_trainer_still_has_the_results_of_its_run():
-    with quiet_trainer(dropout_model()) as trainer:
-        trainer.train(regression_data(8), 1, per_device_batch_size=4)
-        left = trainer.predict_iter(regression_data(9), 4)
+    with adamw_trainer(dropout_model()) as trainer:
+        trainer.train(float64_data(8), 1, per_device_batch_size=4)
+        left = trainer.predict_iter(float64_data(9), 4)
         next(left)
     left.close()
     assert trainer.progress.update == 2
@@ -390,12 +398,12 @@ def predict_one_sample_within_a_run() -> Any:
 
     class Predicts(TrainerCallback):
         def on_train_epoch_end(self, trainer, **kwargs):
-            shapes.append(list(trainer.predict(regression_data(1)).shape))
+            shapes.append(list(trainer.predict(float64_data(1)).shape))
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-    trainer = quiet_trainer(model, callbacks=[Predicts])
-    trainer.train(regression_data(12), 2, per_device_batch_size=2)
+    trainer = adamw_trainer(model, callbacks=[Predicts])
+    trainer.train(float64_data(12), 2, per_device_batch_size=2)
     return shapes
 
 

@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom and show what they are kept with; runs and bars do not flood them."""
+"""The notebooks run and show their stored outputs; runs and bars print little."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def test_both_notebooks_exist():
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_shows_what_it_is_kept_with(ran, path):
-    """Where it does not: ``make notebooks``."""
+def test_a_notebook_shows_its_stored_outputs(ran, path):
+    """If this fails, run ``make notebooks``."""
     kept = nbformat.read(path, as_version=4)
     for cell, old in zip(ran[0][path.stem], kept.cells, strict=True):
         assert shown_by(cell) == shown_by(old), cell.source

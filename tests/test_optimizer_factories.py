@@ -1,4 +1,4 @@
-"""Optimizers that the trainer makes itself, once the model's parameters are in their final form."""
+"""Optimizers created by the trainer, once the model's parameters are final."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from pytorch_accel_lite.callbacks import EarlyStoppingCallback, LearningRateMoni
 from tests.launching import CAN_SHARD
 from tests.ranks import check_processes, every_state, final_weights, world_size
 from tests.sharded import gathered, large_model, mesh_of, sharding_accelerator
-from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model, two_optimizers, weights
+from tests.tasks import adamw_trainer, equal_weights, float64_data, float64_model, listener, two_optimizers, weights
 
-DATA = regression_data(26)
+DATA = float64_data(26)
 
 
 def train_with(make: Any, folder: Path | None = None, **kwargs: Any) -> Trainer:
     """Train with clipping, accumulation and a schedule; ``make`` gives the optimizer for a model."""
-    model = small_model()
+    model = float64_model()
     trainer = Trainer(model, nn.MSELoss(), make(model), callbacks=every_state(folder), seed=0)
     trainer.train(
         DATA,
@@ -80,7 +80,7 @@ class Counted:
 
 
 def test_a_factorys_optimizer_trains_to_the_same_bits():
-    assert equal(weights(train_with(factory).model), weights(train_with(made).model))
+    assert equal_weights(weights(train_with(factory).model), weights(train_with(made).model))
 
 
 def weights_of_made() -> dict[str, torch.Tensor]:
@@ -90,7 +90,7 @@ def weights_of_made() -> dict[str, torch.Tensor]:
 @pytest.mark.soak
 def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
     results = check_processes(two_ranks, partial(train_with, factory))
-    assert equal(results[0][0], two_ranks(weights_of_made)[0])
+    assert equal_weights(results[0][0], two_ranks(weights_of_made)[0])
 
 
 def sharded_by_accelerate() -> Any:
@@ -121,33 +121,33 @@ def sharded_by_the_user() -> Any:
 @pytest.mark.parametrize("case", [sharded_by_accelerate, sharded_by_the_user])
 def test_a_sharded_model_is_sharded_first(two_ranks, case):
     for with_factory, with_optimizer in two_ranks(case):
-        assert equal(with_factory, with_optimizer)
+        assert equal_weights(with_factory, with_optimizer)
 
 
-def test_a_gradient_scaler_works_with_what_a_factory_makes(scaled_accelerator):
+def test_a_gradient_scaler_works_with_a_factorys_optimizer(scaled_accelerator):
     found = []
     for make in (lambda model: two_optimizers, two_optimizers):
-        model = small_model()
+        model = float64_model()
         names: list[Any] = []
         note = listener(on_train_epoch_end=lambda trainer, names=names: names.append(type(trainer.optimizer["rest"])))
         optimizer = make(model)
-        trainer = quiet_trainer(model, optimizer=optimizer, callbacks=[note], accelerator=scaled_accelerator)
+        trainer = adamw_trainer(model, optimizer=optimizer, callbacks=[note], accelerator=scaled_accelerator)
         trainer.train(DATA, 2, gradient_clip_norm=0.5, **HERE)
         found.append(weights(model))
         assert names == [AdamW] * 2
         assert trainer.optimizer["rest"] is trainer.optimizer.parts["rest"]
         assert len(trainer.optimizer.state) == 4
-    assert equal(*found)
+    assert equal_weights(*found)
 
 
 # ------------------------------------------------------------------------------------------- when, and with what
 
 
 def test_a_factory_is_called_once_when_training_first_begins():
-    model, count = small_model(), Counted()
+    model, count = float64_model(), Counted()
     seen: list[int] = []
     callbacks = [listener(**{event: lambda trainer: seen.append(len(count.given)) for event in EVENTS})]
-    trainer = quiet_trainer(model, optimizer=count, callbacks=callbacks)
+    trainer = adamw_trainer(model, optimizer=count, callbacks=callbacks)
     trainer.evaluate(DATA)
     trainer.predict(DATA)
     assert not count.given
@@ -173,12 +173,12 @@ EVENTS = ["on_dataloaders_created", "on_training_run_start"]
 
 def test_a_factory_gets_the_parameters_that_require_gradients():
     for freezes_in_callback in (False, True):
-        model, count = small_model(), Counted()
+        model, count = float64_model(), Counted()
         freeze = partial(model[0].requires_grad_, False)
         callbacks = [listener(on_dataloaders_created=lambda trainer, freeze=freeze: freeze())]
         if not freezes_in_callback:
             freeze()
-        quiet_trainer(model, optimizer=count, callbacks=callbacks[: int(freezes_in_callback)]).train(DATA, 1)
+        adamw_trainer(model, optimizer=count, callbacks=callbacks[: int(freezes_in_callback)]).train(DATA, 1)
         assert list(map(id, count.given[0])) == list(map(id, model[2].parameters()))
 
 
@@ -194,19 +194,19 @@ def test_a_factory_may_take_named_parameters_or_the_model():
         return two_optimizers(model)
 
     for make in (by_name, of_model):
-        model = small_model()
+        model = float64_model()
         model[0].bias.requires_grad_(make is of_model)
-        trainer = quiet_trainer(model, optimizer=make)
+        trainer = adamw_trainer(model, optimizer=make)
         trainer.train(DATA, 1)
     assert given == [["0.weight", "2.weight", "2.bias"], model]
     assert list(trainer.optimizer) == ["matrix", "rest"]
 
 
-def test_a_class_and_a_list_of_optimizers_will_do():
+def test_an_optimizer_may_be_a_class_or_a_function_of_a_list():
     for make in (AdamW, lambda parameters: [SGD(parameters[:2], lr=0.1), SGD(parameters[2:], lr=0.1)]):
-        model = small_model()
+        model = float64_model()
         before = weights(model)
-        quiet_trainer(model, optimizer=make).train(DATA, 1)
+        adamw_trainer(model, optimizer=make).train(DATA, 1)
         assert not any(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
@@ -217,10 +217,10 @@ def test_a_compiled_model_has_its_plain_names():
         given.extend(name for name, _ in named_parameters)
         return SGD([p for _, p in named_parameters], lr=0.1)
 
-    model = small_model()
+    model = float64_model()
     options = {"backend": "eager"}
-    quiet_trainer(model, optimizer=by_name, compile_model=options).train(DATA, 1)
-    quiet_trainer(torch.compile(small_model(), **options), optimizer=by_name).train(DATA, 1)
+    adamw_trainer(model, optimizer=by_name, compile_model=options).train(DATA, 1)
+    adamw_trainer(torch.compile(float64_model(), **options), optimizer=by_name).train(DATA, 1)
     assert given == [name for name, _ in model.named_parameters()] * 2
 
 
@@ -232,7 +232,7 @@ def test_rates_are_recorded_and_watched_for_any_groups():
         return SGD([{"params": parameters[:1], "lr": 0.5}, {"params": parameters[1:]}], lr=0.1)
 
     watching = EarlyStoppingCallback(watch_metric="lr_1", greater_is_better=False, early_stopping_patience=5)
-    trainer = quiet_trainer(small_model(), optimizer=groups, callbacks=[LearningRateMonitorCallback, watching])
+    trainer = adamw_trainer(float64_model(), optimizer=groups, callbacks=[LearningRateMonitorCallback, watching])
     trainer.train(DATA, 2, DATA)
     assert trainer.run_history.get_metric_values("lr_0") == [0.5, 0.5]
     assert trainer.run_history.get_metric_values("lr_1") == [0.1, 0.1]
@@ -240,40 +240,40 @@ def test_rates_are_recorded_and_watched_for_any_groups():
 
 @pytest.mark.parametrize("tool", ["find_lr", "find_batch_size", "diagnose"])
 @pytest.mark.extension("tuning")
-def test_tools_make_the_optimizer_and_leave_it_fresh(tool):
-    model, count = small_model(), Counted()
-    trainer = quiet_trainer(model, optimizer=count)
+def test_tools_create_the_optimizer_and_leave_it_unused(tool):
+    model, count = float64_model(), Counted()
+    trainer = adamw_trainer(model, optimizer=count)
     getattr(trainer, tool)(DATA)
     assert len(count.given) == 1
     assert not trainer.optimizer.state
     trainer.train(DATA, 1, **HERE)
-    expected = small_model()
-    quiet_trainer(expected, optimizer=SMALL).train(DATA, 1, **HERE)
-    assert equal(weights(model), weights(expected))
+    expected = float64_model()
+    adamw_trainer(expected, optimizer=SMALL).train(DATA, 1, **HERE)
+    assert equal_weights(weights(model), weights(expected))
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "training_state"])
 def test_a_state_loaded_before_training_is_the_new_optimizers(tmp_path, kind):
-    saved = quiet_trainer(small_model(), optimizer=SMALL)
+    saved = adamw_trainer(float64_model(), optimizer=SMALL)
     saved.train(DATA, 1, **HERE)
     getattr(saved, f"save_{kind}")(tmp_path / "saved")
-    fresh = quiet_trainer(small_model(1), optimizer=SMALL)
+    fresh = adamw_trainer(float64_model(1), optimizer=SMALL)
     getattr(fresh, f"load_{kind}")(tmp_path / "saved")
     getattr(fresh, f"save_{kind}")(tmp_path / "again")  # with the state of what is not made yet
-    last = quiet_trainer(small_model(2), optimizer=SMALL)
+    last = adamw_trainer(float64_model(2), optimizer=SMALL)
     getattr(last, f"load_{kind}")(tmp_path / "again")
     for trainer in (saved, fresh, last):
         trainer.train(DATA, 1, **HERE)
-        assert equal(weights(trainer.model), weights(saved.model))
+        assert equal_weights(weights(trainer.model), weights(saved.model))
 
 
 def test_a_state_of_other_groups_is_refused_by_a_new_optimizer(tmp_path):
-    saved = quiet_trainer(small_model(), optimizer=lambda parameters: [SGD([p], lr=0.1) for p in parameters])
+    saved = adamw_trainer(float64_model(), optimizer=lambda parameters: [SGD([p], lr=0.1) for p in parameters])
     saved.save_checkpoint(tmp_path / "fresh.pt")
     assert "optimizer_state_dict" not in torch.load(tmp_path / "fresh.pt")
     saved.train(DATA, 1)
     saved.save_checkpoint(tmp_path / "saved.pt")
-    trainer = quiet_trainer(small_model(), optimizer=AdamW)
+    trainer = adamw_trainer(float64_model(), optimizer=AdamW)
     trainer.load_checkpoint(tmp_path / "saved.pt")
     with pytest.raises(ValueError, match="The state that was loaded does not fit what optimizer=Ada"):
         trainer.train(DATA, 1)
@@ -289,9 +289,9 @@ def test_a_state_of_other_groups_is_refused_by_a_new_optimizer(tmp_path):
         (nn.Linear(1, 1), r"optimizer=Linear\(.* must be an instance of torch.optim.Optimizer, several in a dict"),
     ],
 )
-def test_what_is_no_optimizer_and_no_function_is_refused_at_once(optimizer, message):
+def test_an_invalid_optimizer_argument_is_refused(optimizer, message):
     with pytest.raises(TypeError, match=message):
-        quiet_trainer(small_model(), optimizer=optimizer)
+        adamw_trainer(float64_model(), optimizer=optimizer)
 
 
 @pytest.mark.parametrize(
@@ -312,8 +312,8 @@ def test_what_is_no_optimizer_and_no_function_is_refused_at_once(optimizer, mess
         ),
     ],
 )
-def test_what_it_makes_is_checked_before_training(make, kwargs, error, message):
-    trainer = quiet_trainer(small_model(), optimizer=make)
+def test_the_result_of_a_factory_is_checked_before_training(make, kwargs, error, message):
+    trainer = adamw_trainer(float64_model(), optimizer=make)
     with pytest.raises(error, match=message):
         trainer.train(DATA, 1, **kwargs)
     assert not trainer.is_running
@@ -321,13 +321,13 @@ def test_what_it_makes_is_checked_before_training(make, kwargs, error, message):
 
 
 def test_a_model_with_nothing_to_train_is_refused():
-    trainer = quiet_trainer(small_model().requires_grad_(False), optimizer=AdamW)
+    trainer = adamw_trainer(float64_model().requires_grad_(False), optimizer=AdamW)
     with pytest.raises(ValueError, match="optimizer=AdamW: no parameter of Sequential requires a gradient"):
         trainer.train(DATA, 1)
 
 
 def test_an_optimizer_of_other_parameters_warns_at_the_call():
-    trainer = quiet_trainer(small_model(), optimizer=lambda parameters: SGD([torch.zeros(1)], lr=0.1))
+    trainer = adamw_trainer(float64_model(), optimizer=lambda parameters: SGD([torch.zeros(1)], lr=0.1))
     with pytest.warns(UserWarning, match="None of the 1 parameters of the optimizer belongs to the model") as caught:
         trainer.train(DATA, 1)
     assert caught[0].filename == __file__

@@ -1,4 +1,4 @@
-"""Several optimizers in a trainer, with schedulers by their names, and optimizers with modes."""
+"""Several optimizers in a trainer, schedulers by optimizer name, and optimizers with modes."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from pytorch_accel_lite.callbacks import (
 )
 from tests.ranks import check_processes, every_state, world_size
 from tests.tasks import (
-    equal,
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
     largest_difference,
     listener,
-    quiet_trainer,
-    regression_data,
-    small_model,
     two_optimizers,
     weights,
 )
 
-DATA = regression_data(26)
+DATA = float64_data(26)
 
 
 SCHEDULES = {"rest": partial(LinearLR, end_factor=0.1, total_iters=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS)}
@@ -45,7 +45,7 @@ SCHEDULES = {"rest": partial(LinearLR, end_factor=0.1, total_iters=TrainerPlaceh
 
 def train_with_two(folder: Path | None = None, epochs: int = 2, **kwargs: Any) -> Trainer:
     """Train with clipping, accumulation and a schedule for one of them."""
-    model = small_model()
+    model = float64_model()
     trainer = Trainer(model, nn.MSELoss(), two_optimizers(model), callbacks=every_state(folder), seed=0)
     trainer.train(
         DATA,
@@ -64,7 +64,7 @@ def train_with_two(folder: Path | None = None, epochs: int = 2, **kwargs: Any) -
 
 def by_hand(epochs: int = 2, batch_size: int = 4) -> nn.Module:
     """Windows of two batches weighed by samples, clipped over both optimizers, a schedule for one of them."""
-    model = small_model()
+    model = float64_model()
     optimizers = two_optimizers(model)
     batches = list(DataLoader(DATA, batch_size))
     windows = [batches[i : i + 2] for i in range(0, len(batches), 2)]
@@ -88,8 +88,8 @@ def test_two_optimizers_train_as_a_loop_that_steps_both():
 
 
 def test_without_windows_the_bits_are_those_of_the_loop():
-    model, expected = small_model(), small_model()
-    quiet_trainer(model, optimizer=two_optimizers(model)).train(
+    model, expected = float64_model(), float64_model()
+    adamw_trainer(model, optimizer=two_optimizers(model)).train(
         DATA, 2, per_device_batch_size=4, train_dataloader_kwargs={"shuffle": False}
     )
     optimizers = two_optimizers(expected)
@@ -99,16 +99,16 @@ def test_without_windows_the_bits_are_those_of_the_loop():
             for optimizer in optimizers.values():
                 optimizer.step()
                 optimizer.zero_grad()
-    assert equal(weights(model), weights(expected))
+    assert equal_weights(weights(model), weights(expected))
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_hooks_profiles_and_a_replaced_step_see_every_update(several):
+def test_optimizer_hooks_and_profilers_see_every_update(several):
     seen: list[str] = []
-    model = small_model()
+    model = float64_model()
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
     rest = torch.optim.SGD(model[2].parameters(), lr=0.1)
-    trainer = quiet_trainer(model, optimizer=[optimizer, rest] if several else optimizer)
+    trainer = adamw_trainer(model, optimizer=[optimizer, rest] if several else optimizer)
 
     def train() -> list[str]:
         seen.clear()
@@ -130,10 +130,10 @@ def test_hooks_profiles_and_a_replaced_step_see_every_update(several):
     optimizer.step = lambda: seen.append("replaced") or step()  # type: ignore[method-assign]
     before = weights(model)
     assert train() == ["replaced"]
-    assert not equal(weights(model), before)
+    assert not equal_weights(weights(model), before)
 
 
-def test_what_replaces_a_step_after_a_scheduler_is_called():
+def test_a_replaced_optimizer_step_is_called():
     seen = []
 
     class Replaces(TrainerCallback):
@@ -149,8 +149,8 @@ def test_what_replaces_a_step_after_a_scheduler_is_called():
 
     trained = []
     for callbacks in ([], [Replaces]):
-        model = small_model()
-        trainer = quiet_trainer(
+        model = float64_model()
+        trainer = adamw_trainer(
             model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=callbacks, seed=1
         )
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
@@ -159,7 +159,7 @@ def test_what_replaces_a_step_after_a_scheduler_is_called():
         assert [event.name for event in profiler.events()].count("Optimizer.step#SGD.step") == steps
         trained.append(weights(model))
     assert seen == ["replaced"] * steps
-    assert equal(*trained)
+    assert equal_weights(*trained)
 
 
 class OfTwoKinds(nn.Module):
@@ -173,7 +173,7 @@ class OfTwoKinds(nn.Module):
         return self.last(self.first(x.float()).double())
 
 
-@pytest.mark.parametrize("kind", [small_model, OfTwoKinds])
+@pytest.mark.parametrize("kind", [float64_model, OfTwoKinds])
 @pytest.mark.parametrize("limit", [0.05, 50.0])
 def test_gradients_are_clipped_to_the_bits_of_torchs_function(kind, limit):
     torch.manual_seed(0)
@@ -187,11 +187,11 @@ def test_gradients_are_clipped_to_the_bits_of_torchs_function(kind, limit):
         optimizer.step()
         optimizer.zero_grad()
     found = GradientNormCallback()
-    trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[found])
+    trainer = adamw_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[found])
     trainer.train(
         DATA, 1, per_device_batch_size=13, gradient_clip_norm=limit, train_dataloader_kwargs={"shuffle": False}
     )
-    assert equal(weights(model), weights(expected))
+    assert equal_weights(weights(model), weights(expected))
     assert trainer.run_history.get_latest_metric("gradient_norm_max") == max(norms)
 
 
@@ -213,15 +213,15 @@ def test_gradients_of_sorted_groups_are_clipped_to_the_same_bits(frozen):
         nn.utils.clip_grad_norm_(expected.parameters(), 0.01)
         optimizer.step()
         optimizer.zero_grad()
-    trainer = quiet_trainer(model, optimizer=torch.optim.AdamW(biases_last(model[frozen:]), lr=0.1))
+    trainer = adamw_trainer(model, optimizer=torch.optim.AdamW(biases_last(model[frozen:]), lr=0.1))
     trainer.train(DATA, 1, per_device_batch_size=2, gradient_clip_norm=0.01, train_dataloader_kwargs={"shuffle": False})
-    assert equal(weights(model), weights(expected))
+    assert equal_weights(weights(model), weights(expected))
 
 
 def test_a_list_of_optimizers_is_numbered():
-    model = small_model()
+    model = float64_model()
     parts = list(two_optimizers(model).values())
-    trainer = quiet_trainer(model, optimizer=parts)
+    trainer = adamw_trainer(model, optimizer=parts)
     assert list(trainer.optimizer) == ["0", "1"]
     assert trainer.optimizer["1"] is parts[1]
     with pytest.raises(KeyError, match="no optimizer 'rest', only '0', '1'"):
@@ -237,23 +237,23 @@ def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
 
 
 def test_several_optimizers_number_their_state_as_one():
-    model = small_model()
-    trainer = quiet_trainer(model, optimizer=two_optimizers(model))
+    model = float64_model()
+    trainer = adamw_trainer(model, optimizer=two_optimizers(model))
     trainer.train(DATA, 1)
     state = copy.deepcopy(trainer.optimizer.state_dict())
     assert [group["params"] for group in state["param_groups"]] == [[0, 1], [2], [3]]
     assert sorted(state["state"]) == [0, 1, 2, 3]
-    other = quiet_trainer(model, optimizer=two_optimizers(model)).optimizer
+    other = adamw_trainer(model, optimizer=two_optimizers(model)).optimizer
     other.load_state_dict(state)
     for name in ("matrix", "rest"):
         for number, kept in trainer.optimizer[name].state_dict()["state"].items():
-            assert equal(other[name].state_dict()["state"][number], kept)
+            assert equal_weights(other[name].state_dict()["state"][number], kept)
     assert other.state.keys() == set(model.parameters())
 
 
 def test_several_optimizers_can_be_copied_and_pickled():
-    model = small_model()
-    optimizer = quiet_trainer(model, optimizer=two_optimizers(model)).optimizer
+    model = float64_model()
+    optimizer = adamw_trainer(model, optimizer=two_optimizers(model)).optimizer
     for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert [len(group["params"]) for group in copied.param_groups] == [2, 1, 1]
         copied.step(lambda: torch.tensor(1.0))
@@ -261,8 +261,8 @@ def test_several_optimizers_can_be_copied_and_pickled():
 
 
 def test_a_state_of_other_groups_is_refused():
-    model = small_model()
-    optimizer = quiet_trainer(model, optimizer=two_optimizers(model)).optimizer
+    model = float64_model()
+    optimizer = adamw_trainer(model, optimizer=two_optimizers(model)).optimizer
     single = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="it has 1 parameter groups, but the optimizers have 3"):
         optimizer.load_state_dict(single.state_dict())
@@ -272,9 +272,9 @@ def test_a_state_of_other_groups_is_refused():
         optimizer.load_state_dict(state)
 
 
-def test_gradients_are_cleared_by_each():
-    model = small_model()
-    optimizer = quiet_trainer(model, optimizer=two_optimizers(model)).optimizer
+def test_zero_grad_clears_the_gradients_of_each_optimizer():
+    model = float64_model()
+    optimizer = adamw_trainer(model, optimizer=two_optimizers(model)).optimizer
     model(DATA[0][0]).sum().backward()
     optimizer.zero_grad(set_to_none=False)
     assert all(not parameter.grad.any() for parameter in model.parameters())
@@ -283,10 +283,10 @@ def test_gradients_are_cleared_by_each():
 
 
 def test_the_bar_and_the_table_show_the_rate_of_each(capsys):
-    model = small_model()
+    model = float64_model()
     bar = ProgressBarCallback(line_every_seconds=1e-9)
     callbacks = [bar, ProgressTableCallback(show_always=True)]
-    trainer = quiet_trainer(model, optimizer=two_optimizers(model), callbacks=callbacks)
+    trainer = adamw_trainer(model, optimizer=two_optimizers(model), callbacks=callbacks)
     shrinking = {"matrix": partial(ExponentialLR, gamma=0.2)}
     trainer.train(DATA, 2, per_device_batch_size=13, create_scheduler_fn=shrinking)
     out = capsys.readouterr().out
@@ -299,16 +299,16 @@ def test_the_bar_and_the_table_show_the_rate_of_each(capsys):
 # ------------------------------------------------------------------------------------------- schedulers
 
 
-def test_one_schedule_may_be_of_all():
-    model = small_model()
-    trainer = quiet_trainer(model, optimizer=two_optimizers(model))
+def test_one_schedule_may_drive_all_optimizers():
+    model = float64_model()
+    trainer = adamw_trainer(model, optimizer=two_optimizers(model))
     trainer.train(DATA, 1, per_device_batch_size=13, create_scheduler_fn=partial(ExponentialLR, gamma=0.5))
     assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.05 / 4, 0.02 / 4, 0.01 / 4]
 
 
 def test_a_schedule_of_a_metric_works_beside_one_of_steps():
-    model = small_model()
-    trainer = quiet_trainer(model, optimizer=two_optimizers(model))
+    model = float64_model()
+    trainer = adamw_trainer(model, optimizer=two_optimizers(model))
     trainer.train(
         DATA,
         3,
@@ -327,8 +327,8 @@ def test_a_schedule_of_a_metric_works_beside_one_of_steps():
 
 
 def test_rates_are_recorded_by_the_optimizers_names():
-    model = small_model()
-    trainer = quiet_trainer(model, optimizer=two_optimizers(model), callbacks=[LearningRateMonitorCallback])
+    model = float64_model()
+    trainer = adamw_trainer(model, optimizer=two_optimizers(model), callbacks=[LearningRateMonitorCallback])
     trainer.train(DATA, 1)
     names = ["lr_matrix", "lr_rest_0", "lr_rest_1"]
     assert [trainer.run_history.get_latest_metric(name) for name in names] == [0.05, 0.02, 0.01]
@@ -338,8 +338,8 @@ def test_rates_are_recorded_by_the_optimizers_names():
 
 
 def trained_by(optimizer: Any, **kwargs: Any) -> None:
-    model = small_model()
-    quiet_trainer(model, optimizer=optimizer(model)).train(DATA, 1, **kwargs)
+    model = float64_model()
+    adamw_trainer(model, optimizer=optimizer(model)).train(DATA, 1, **kwargs)
 
 
 def test_a_parameter_of_two_optimizers_is_refused():
@@ -361,7 +361,7 @@ def test_an_unfrozen_parameter_of_no_optimizer_is_refused():
         ({1: torch.optim.SGD([torch.zeros(1)])}, TypeError, "names of optimizers must be strings, not 1"),
     ],
 )
-def test_what_is_no_optimizer_is_refused(optimizer, error, message):
+def test_an_invalid_optimizer_is_refused(optimizer, error, message):
     with pytest.raises(error, match=message):
         trained_by(lambda model: optimizer)
 
@@ -394,9 +394,9 @@ def test_a_dict_of_schedules_needs_several_optimizers():
         trained_by(lambda model: torch.optim.SGD(model.parameters()), create_scheduler_fn={"a": StepLR})
 
 
-def test_a_group_is_added_to_one_of_them():
-    model = small_model()
-    optimizer = quiet_trainer(model, optimizer=two_optimizers(model)).optimizer
+def test_adding_a_group_names_the_single_optimizers():
+    model = float64_model()
+    optimizer = adamw_trainer(model, optimizer=two_optimizers(model)).optimizer
     with pytest.raises(TypeError, match=r"trainer.optimizer\['matrix'\].add_param_group"):
         optimizer.add_param_group({"params": [torch.zeros(1)]})
 
@@ -410,7 +410,7 @@ def schedule_free(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def schedule_free_by_hand(epochs: int) -> tuple[nn.Module, list[float]]:
-    model = small_model()
+    model = float64_model()
     optimizer = schedule_free(model)
     losses = []
     for _ in range(epochs):
@@ -426,9 +426,9 @@ def schedule_free_by_hand(epochs: int) -> tuple[nn.Module, list[float]]:
 
 
 def train_schedule_free(epochs: int, callbacks: Any = (), several: bool = False, **kwargs: Any) -> Trainer:
-    model = small_model()
+    model = float64_model()
     optimizer = schedule_free(model)
-    trainer = quiet_trainer(model, optimizer=[optimizer] if several else optimizer, callbacks=callbacks, seed=0)
+    trainer = adamw_trainer(model, optimizer=[optimizer] if several else optimizer, callbacks=callbacks, seed=0)
     order = {"shuffle": False}
     trainer.train(DATA, epochs, DATA, per_device_batch_size=13, train_dataloader_kwargs=order, **kwargs)
     return trainer
@@ -438,12 +438,12 @@ def train_schedule_free(epochs: int, callbacks: Any = (), several: bool = False,
 def test_an_optimizer_with_modes_has_the_bits_of_the_plain_loop(several):
     trainer = train_schedule_free(3, several=several)
     model, losses = schedule_free_by_hand(3)
-    assert equal(weights(trainer.model), weights(model))
+    assert equal_weights(weights(trainer.model), weights(model))
     assert trainer.run_history.get_metric_values("eval_loss_epoch") == pytest.approx(losses)
     assert trainer.evaluate(DATA)["evaluation_loss"] == pytest.approx(losses[-1])
 
 
-def test_what_is_saved_in_training_are_weights_for_evaluation(tmp_path):
+def test_weights_saved_in_training_are_in_evaluation_mode(tmp_path):
     saved = []
     best = SaveBestModelCallback(tmp_path / "best.pt", load_saved_checkpoint=False)
 
@@ -453,10 +453,10 @@ def test_what_is_saved_in_training_are_weights_for_evaluation(tmp_path):
 
     trainer = train_schedule_free(1, [best, listener(on_train_epoch_end=save)])
     model, _ = schedule_free_by_hand(1)
-    assert equal(torch.load(tmp_path / "best.pt")["model_state_dict"], weights(model))
+    assert equal_weights(torch.load(tmp_path / "best.pt")["model_state_dict"], weights(model))
     with torch.no_grad():
         assert torch.equal(saved[0], model(DATA.tensors[0]))
-    assert equal(weights(trainer.model), weights(model))
+    assert equal_weights(weights(trainer.model), weights(model))
 
 
 def test_schedule_free_optimizers_resume_to_the_same_bits(tmp_path):
@@ -466,10 +466,10 @@ def test_schedule_free_optimizers_resume_to_the_same_bits(tmp_path):
     assert len(folders) >= 4
     for folder in folders:
         again = SaveTrainingStateCallback(tmp_path / "again")
-        assert equal(weights(train_schedule_free(2, [again], resume_from=folder).model), weights(whole.model))
+        assert equal_weights(weights(train_schedule_free(2, [again], resume_from=folder).model), weights(whole.model))
 
 
-def test_the_best_weights_loaded_at_the_end_stay_as_they_were(tmp_path):
+def test_the_best_weights_loaded_at_the_end_stay_unchanged(tmp_path):
     best = SaveBestModelCallback(tmp_path / "best.pt")
 
     def spoil(trainer: Trainer, **kwargs: Any) -> None:
@@ -483,8 +483,8 @@ def test_the_best_weights_loaded_at_the_end_stay_as_they_were(tmp_path):
 
 @pytest.mark.extension("tuning")
 def test_the_learning_rate_finder_leaves_no_trace_of_modes():
-    model = small_model()
-    trainer = quiet_trainer(model, optimizer=schedule_free(model))
+    model = float64_model()
+    trainer = adamw_trainer(model, optimizer=schedule_free(model))
     before = weights(model)
     trainer.find_lr(DATA, per_device_batch_size=13, num_steps=10)
-    assert equal(weights(model), before)
+    assert equal_weights(weights(model), before)

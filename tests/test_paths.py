@@ -1,4 +1,4 @@
-"""Paths that users pass: what names nothing is refused at once, and no two runs write to one place."""
+"""Paths passed by users: invalid ones are refused early, and no two runs write to the same place."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WRITERS: dict[str, tuple[Callable[[Any], Any], str, bool]] = {
 
 
 def some(*names: str) -> Any:
-    """Let a test try some of them, without those of an extension that has been deleted."""
+    """Parametrize a test, without cases of deleted extensions."""
     owners = {
         "plot": "reports",
         "log": "reports",
@@ -53,7 +53,7 @@ def some(*names: str) -> Any:
 
 @pytest.mark.parametrize("path", ["", "s3://", "file://", "file:///", "a\0b", "~nobody-of-this-name/x"])
 @some(*WRITERS)
-def test_a_path_that_names_nothing_is_refused(tmp_path, monkeypatch, name, path):
+def test_an_empty_path_is_refused(tmp_path, monkeypatch, name, path):
     monkeypatch.chdir(tmp_path)
     write, argument, _ = WRITERS[name]
     with pytest.raises(ValueError, match=rf"^{argument}=.* (names nothing to read|begins with a home)"):
@@ -62,7 +62,7 @@ def test_a_path_that_names_nothing_is_refused(tmp_path, monkeypatch, name, path)
 
 
 @some(*(name for name, (_, _, is_file) in WRITERS.items() if is_file))
-def test_a_folder_is_no_path_of_a_file(tmp_path, name):
+def test_a_folder_is_refused_as_a_file_path(tmp_path, name):
     write, argument, _ = WRITERS[name]
     for path in (tmp_path, f"{tmp_path}/new/", tmp_path / ".."):
         with pytest.raises(ValueError, match=rf"{argument}=.* is a folder, but should be a file"):
@@ -116,7 +116,7 @@ def test_names_of_data_lead_to_no_other_folder(name, expected):
 
 
 def try_to_lock(*files: Path) -> str:
-    """What another process finds when it locks some files."""
+    """The results of another process that locks the files."""
     code = (
         "import fcntl, sys\n"
         "for path in sys.argv[1:]:\n"
@@ -180,7 +180,7 @@ def test_a_closed_copy_of_a_lock_does_not_free_it(tmp_path):
 
 
 @pytest.mark.parametrize("plant", [os.symlink, os.link])
-def test_a_lock_does_not_touch_what_others_have_put_in_its_place(tmp_path, plant):
+def test_a_lock_keeps_files_that_others_put_in_its_place(tmp_path, plant):
     (tmp_path / "states").mkdir()
     (tmp_path / "precious").write_text("mine")
     plant(tmp_path / "precious", tmp_path / "states" / ".lock")

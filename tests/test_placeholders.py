@@ -1,4 +1,4 @@
-"""Values of a run in the arguments of a scheduler factory, before they are known."""
+"""Placeholders for values of a run in the arguments of a scheduler factory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneC
 
 from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
 from pytorch_accel_lite.trainer import PlaceholderError, replace_trainer_placeholder_values
-from tests.tasks import Stream, equal, make_data, make_model, make_trainer, train, weights
+from tests.tasks import Stream, equal_weights, make_data, make_model, make_trainer, train, weights
 
 P = TrainerPlaceholderValues
 NAMES = [
@@ -52,7 +52,7 @@ VALUES = {
 
 
 def value_in(trainer: Trainer, expression: Any) -> Any:
-    """What a factory is given in place of an expression."""
+    """The value that a factory receives in place of an expression."""
     return replace_trainer_placeholder_values(trainer, partial(lambda value: value, expression))()
 
 
@@ -262,7 +262,7 @@ def test_placeholders_are_found_in_inner_partials(trainer):
     assert listed(1) == 2
 
 
-def test_a_factory_itself_is_not_changed_by_being_used(trainer):
+def test_using_a_factory_does_not_change_it(trainer):
     steps = [P.NUM_EPOCHS]
     factory = partial(dict, steps=steps, inner=partial(int, P.NUM_EPOCHS))
     replace_trainer_placeholder_values(trainer, factory)
@@ -272,7 +272,7 @@ def test_a_factory_itself_is_not_changed_by_being_used(trainer):
 
 
 @pytest.mark.parametrize("value", [print, 3, None, "NUM_EPOCHS", torch.optim.SGD])
-def test_what_holds_no_placeholder_is_returned_as_it_is(value, trainer):
+def test_values_without_placeholders_are_returned_unchanged(value, trainer):
     assert replace_trainer_placeholder_values(trainer, value) is value
 
 
@@ -373,7 +373,7 @@ def test_using_a_placeholder_too_early_is_an_error_naming_it(name, use):
 
 @pytest.mark.parametrize("other", ["7", None, [1], 1j, torch.tensor(2)], ids=repr)
 @pytest.mark.parametrize("symbol", OPERATORS)
-def test_arithmetic_with_what_is_no_number_is_an_error_at_once(symbol, other):
+def test_placeholder_arithmetic_with_non_numbers_is_an_error(symbol, other):
     with pytest.raises(TypeError):
         OPERATORS[symbol](P.NUM_EPOCHS, other)
     with pytest.raises(TypeError):
@@ -399,7 +399,7 @@ def refuse_run(match: str, factory: Any, **arguments: Any) -> None:
     with pytest.raises(PlaceholderError, match=match) as caught:
         train(trainer, create_scheduler_fn=factory, **arguments)
     assert isinstance(caught.value, ValueError)
-    assert equal(weights(trainer.model), start)
+    assert equal_weights(weights(trainer.model), start)
     assert trainer.progress.update == 0
     train(trainer)
     assert trainer.progress.update == 3
@@ -510,11 +510,11 @@ def test_expressions_have_the_name_of_their_first_placeholder():
     "make", [lambda p: p, lambda p: 2 * p + 1, lambda p: P.min(-p // 3, 4), lambda p: p % P.NUM_EPOCHS]
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_the_value_of_a_placeholder_is_what_it_computes(name, make, trainer):
+def test_a_placeholder_has_its_computed_value(name, make, trainer):
     expression = make(P[name])
     assert eval(expression.value, {"trainer": trainer}) == value_in(trainer, expression)
 
 
-def test_an_object_with_the_ancestors_names_has_values():
+def test_placeholders_work_with_names_of_the_ancestor():
     like = SimpleNamespace(run_config=SimpleNamespace(), _train_dataloader=[1, 2, 3], _eval_dataloader=[1])
     assert value_in(like, P.TRAIN_DATALOADER_LEN * 2 + P.EVAL_DATALOADER_LEN) == 7

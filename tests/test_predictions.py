@@ -1,4 +1,4 @@
-"""Predictions: of any kind, in order, of one process and of several."""
+"""Predictions of any structure, in order, on one or several processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.data.splitting import concatenate
 from tests.launching import run_python
 from tests.ranks import OrderedStream
-from tests.tasks import alone, listener, quiet_trainer, regression_data, small_model
+from tests.tasks import adamw_trainer, float64_data, float64_model, listener, on_one_process
 
 
 class OfManyKinds(nn.Module):
@@ -44,14 +44,14 @@ class Draws(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.inner = small_model()
+        self.inner = float64_model()
 
     def forward(self, x):
         return self.inner(x) if self.training else x[:, :1] * 0 + torch.rand(len(x), 1)
 
 
 def test_a_prediction_within_a_run_draws_its_own_random_numbers():
-    data = regression_data(6)
+    data = float64_data(6)
     found = []
 
     def look(trainer: Any, **kwargs: Any) -> None:
@@ -59,7 +59,7 @@ def test_a_prediction_within_a_run_draws_its_own_random_numbers():
         found.extend([trainer.predict(data, 2), torch.cat(list(trainer.predict_iter(data, 2)))])
         assert torch.equal(torch.get_rng_state(), before)
 
-    quiet_trainer(Draws(), callbacks=[listener(on_train_epoch_end=look)]).train(data, 1, None, 3)
+    adamw_trainer(Draws(), callbacks=[listener(on_train_epoch_end=look)]).train(data, 1, None, 3)
     whole, parts = found
     assert len(whole.unique()) == 6
     assert torch.equal(whole, parts)
@@ -69,12 +69,12 @@ def predicted_streams() -> Any:
     """Predictions and losses of streams, of full and of incomplete last rounds of batches."""
     results = {}
     for size in range(1, 14):
-        trainer, data = quiet_trainer(small_model()), regression_data(size)
+        trainer, data = adamw_trainer(float64_model()), float64_data(size)
         stream = OrderedStream(data)
         results[size] = {
             "predictions": trainer.predict(stream, per_device_batch_size=2),
             "losses": trainer.evaluate(stream, per_device_batch_size=2),
-            "expected": small_model()(data.tensors[0]).detach(),
+            "expected": float64_model()(data.tensors[0]).detach(),
             "expected_losses": trainer.evaluate(data, per_device_batch_size=2),
         }
     return results
@@ -99,11 +99,11 @@ def predict_structures() -> Any:
 
     torch.manual_seed(0)
     trainer = Trainer(Structured(), None, None, callbacks=[])
-    return trainer.predict(regression_data(7), per_device_batch_size=2)
+    return trainer.predict(float64_data(7), per_device_batch_size=2)
 
 
 def test_predictions_keep_their_structure_and_order(ranks):
-    one = alone(predict_structures)
+    one = on_one_process(predict_structures)
     assert one.keys() == {"out", "pair"}  # a mean over the batch is no prediction of a sample
     assert isinstance(one["pair"], tuple)
     for result in ranks(predict_structures):
@@ -118,7 +118,7 @@ def many_kinds_of_predictions() -> Any:
     for model in (OfManyKinds(), OfRaggedSamples()):
         trainer = Trainer(model, None, None, callbacks=[])
         for size in (1, 7, 26):
-            data = regression_data(size)
+            data = float64_data(size)
             parts = list(trainer.predict_iter(data, 2))
             parts_of_first = list(trainer.predict_iter(data, 2, only_first=True))
             results[type(model).__name__, size] = {
@@ -132,7 +132,7 @@ def many_kinds_of_predictions() -> Any:
 
 
 def test_predictions_of_any_kind_are_those_of_one_process(ranks):
-    one = alone(many_kinds_of_predictions)
+    one = on_one_process(many_kinds_of_predictions)
     for rank, result in enumerate(ranks(many_kinds_of_predictions)):
         for key, found in result.items():
             expected = one[key]["all"]

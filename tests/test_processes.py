@@ -1,4 +1,4 @@
-"""Jobs of several processes: they give what one process gives, they stop together, they end in order."""
+"""Jobs of several processes: the results of one process, stopping together, clean shutdown."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.launching import (
 from tests.ranks import rank as own_rank
 from tests.ranks import shared_folder, world_size
 from tests.sharded import create_model, fit, shard
-from tests.tasks import largest_difference, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import adamw_trainer, float64_data, float64_model, largest_difference, weights
 
 
 class Strange(nn.Module):
@@ -69,7 +69,7 @@ def _threads_and_descriptors() -> tuple[int, int]:
 
 
 class AddedOnOne(TrainerCallback):
-    """Would be left alone in its barrier."""
+    """A callback added on one rank only, whose barrier would hang."""
 
     def on_training_run_start(self, trainer, **kwargs):
         trainer.barrier()
@@ -85,7 +85,7 @@ pytestmark = pytest.mark.processes
 
 
 def gather() -> Any:
-    trainer = Trainer(small_model(), None, None, callbacks=[])
+    trainer = Trainer(float64_model(), None, None, callbacks=[])
     mine = torch.arange(own_rank() + 1) + 10 * own_rank()
     return {
         "ragged": trainer.gather(mine),
@@ -110,8 +110,8 @@ def test_gather_takes_tensors_of_unequal_length(ranks):
 
 
 def gather_unlike() -> dict[str, str]:
-    """What is said of tensors that differ in more than their length between the first process and the others."""
-    trainer, said = Trainer(small_model(), None, None, callbacks=[]), {}
+    """The errors for tensors that differ between processes in more than their length."""
+    trainer, said = Trainer(float64_model(), None, None, callbacks=[]), {}
     ones, is_first = torch.ones(2, 3), own_rank() == 0
     for name, mine in {
         "shape": ones if is_first else torch.ones(2, 5),
@@ -150,7 +150,7 @@ def test_gather_leaves_out_rows_that_are_padding(ranks):
 
 def failures() -> Any:
     """The weights are written by the first process alone, where they cannot be."""
-    trainer, said = quiet_trainer(small_model()), []
+    trainer, said = adamw_trainer(float64_model()), []
     with shared_folder() as folder:
         file = folder / "file"
         file.touch()
@@ -168,7 +168,7 @@ def failures() -> Any:
 
 
 @two_are_enough
-def test_what_one_rank_cannot_do_is_an_error_of_all(ranks):
+def test_an_error_on_one_rank_is_an_error_on_all(ranks):
     for rank, (*saving, pickling, gathering) in enumerate(ranks(failures)):
         model, checkpoint = saving
         assert model.startswith("FileExistsError: " if rank == 0 else "OSError: Rank 0 failed: FileExistsError: ")
@@ -181,7 +181,7 @@ def test_what_one_rank_cannot_do_is_an_error_of_all(ranks):
 
 def sparse_tensors_left() -> list[bool]:
     """Whether sparse tensors that were exchanged are still in memory after they have been dropped."""
-    trainer = quiet_trainer(small_model())
+    trainer = adamw_trainer(float64_model())
     references = []
     for layout in (torch.sparse_coo, torch.sparse_csr):
         gathered = trainer.all_gather_object(torch.eye(3).to_sparse(layout=layout))
@@ -201,9 +201,9 @@ def trainers_in_turn() -> Any:
     """One trainer after another, each in a block of its own, as for folds of a cross-validation."""
     means = []
     for _ in range(2):
-        model = small_model()
-        with quiet_trainer(model) as trainer:
-            trainer.train(regression_data(12), 1)
+        model = float64_model()
+        with adamw_trainer(model) as trainer:
+            trainer.train(float64_data(12), 1)
             means.append(trainer.gather(torch.tensor([float(model[0].weight.detach().mean())])).tolist())
     return means
 
@@ -216,7 +216,7 @@ def test_a_trainer_can_follow_another_that_was_closed(ranks):
 
 
 def process_helpers() -> Any:
-    trainer = quiet_trainer(small_model())
+    trainer = adamw_trainer(float64_model())
     folder = Path(trainer.broadcast_object(tempfile.mkdtemp()))
 
     def leave_a_file(name: str) -> list[str]:
@@ -267,7 +267,7 @@ def test_processes_gather_broadcast_and_wait(ranks):
 def strange_buffers() -> tuple[dict[str, list[Any]], list[int]]:
     """The buffers after those of the first process have been copied to all, and what is between two of them."""
     module = Strange()
-    quiet_trainer(small_model()).sync_buffers(module)
+    adamw_trainer(float64_model()).sync_buffers(module)
     return {name: buffer.tolist() for name, buffer in module.named_buffers()}, module.around.tolist()
 
 
@@ -282,8 +282,8 @@ def test_buffers_of_any_kind_are_copied_from_the_first_process(ranks):
 
 
 def objects_of_any_length() -> list[tuple[Any, Any]]:
-    """What all processes give, and what each gets: short, long on one process or another, long on all, and neither."""
-    trainer = Trainer(small_model(), None, None, callbacks=[])
+    """The objects sent and received: short, long on some or all processes, or missing."""
+    trainer = Trainer(float64_model(), None, None, callbacks=[])
     found = []
     for lengths in ((0, 1, 2), (3000, 0, 5), (0, 70_000, 0), (5000, 9000, 1012), (1010, 1011, 1013)):
         of_all = [(number, "x" * length) for number, length in enumerate(lengths[: world_size()])]
@@ -308,8 +308,8 @@ def many_trainers() -> Any:
     with shared_folder() as folder:
         for number in range(50):
             saving = SaveTrainingStateCallback(folder / f"states {number}", asynchronous=True)
-            trainer = quiet_trainer(small_model(), callbacks=[saving], seed=0)
-            trainer.train(regression_data(8), 1, per_device_batch_size=2)
+            trainer = adamw_trainer(float64_model(), callbacks=[saving], seed=0)
+            trainer.train(float64_data(8), 1, per_device_batch_size=2)
             saved.add(len(list((folder / f"states {number}").glob("update-*"))))
             del trainer, saving
             if number in (2, 49):
@@ -334,8 +334,8 @@ def writers_side_by_side() -> Any:
                 SaveTrainingStateCallback(folder / f"{number} {name}", 1, 1, max_checkpoints=None, asynchronous=True)
                 for name in ("first", "second")
             ]
-            trainer = quiet_trainer(small_model(), callbacks=savers, seed=0)
-            trainer.train(regression_data(24), 2, per_device_batch_size=2)
+            trainer = adamw_trainer(float64_model(), callbacks=savers, seed=0)
+            trainer.train(float64_data(24), 2, per_device_batch_size=2)
             paths = [path for saver in savers for path in saver.save_dir.glob("update-*")]
             found.append([verify_state(path)["world_size"] for path in paths])
         trainer.barrier()
@@ -353,9 +353,9 @@ def test_training_in_a_notebook_on_two_processes(tmp_path):
     run_script("tests/scripts/notebook.py", str(tmp_path))
     results = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
     assert [result["processes"] for result in results] == [2, 2]
-    model = small_model()
+    model = float64_model()
     kwargs = {"per_device_batch_size": 6, "train_dataloader_kwargs": {"shuffle": False}}
-    quiet_trainer(model).train(regression_data(30), 2, **kwargs)
+    adamw_trainer(model).train(float64_data(30), 2, **kwargs)
     assert all(largest_difference(result["weights"], weights(model)) < 1e-10 for result in results)
 
 
@@ -376,7 +376,7 @@ EXITS = [("caught", "0")]  # each way, and each rank, with SOAK
 @pytest.mark.soak
 @pytest.mark.parametrize(("how", "rank"), [(a, b) for a in ("caught", "exits") for b in "01"] if SOAK else EXITS)
 def test_a_rank_that_leaves_a_run_by_sys_exit_ends_the_job(how, rank):
-    """Also if it has caught the error before, so that the interpreter prints none."""
+    """Also if it has caught its error, so that no traceback is printed."""
     done = launch([*TORCHRUN, "2", "tests/scripts/failing_rank.py", how, rank], warm="launcher")
     assert done.returncode != 0
     assert done.stdout.count("has caught: sample") >= (how == "caught")
@@ -391,13 +391,13 @@ def test_the_signal_that_killed_a_rank_is_the_root_cause():
 
 
 def unlike_calls() -> dict[str, str]:
-    """What is said if the last rank has other datasets or callbacks than the others, or makes another call."""
-    data = regression_data(12)
+    """The errors if the last rank has other datasets or callbacks, or makes another call."""
+    data = float64_data(12)
     is_last = own_rank() == world_size() - 1
 
     def error_of(call: Callable[[Trainer], Any], callbacks: Sequence[Any] = (), seed: int | None = None) -> str:
         try:
-            call(quiet_trainer(small_model(), callbacks=callbacks, seed=seed))
+            call(adamw_trainer(float64_model(), callbacks=callbacks, seed=seed))
         except ValueError as error:
             return str(error)
         return "no error"
@@ -457,7 +457,7 @@ ALONE = {
 # Those of a group wait for the limit together; every fourth case without SOAK.
 @pytest.mark.soak
 @pytest.mark.parametrize("cases", [[*ALONE][:4], [*ALONE][4:]] if SOAK else [[*ALONE][::4]])
-def test_a_call_on_one_rank_alone_is_named(cases):
+def test_a_call_on_only_one_rank_is_named(cases):
     commands = [[*TORCHRUN, "2", "tests/scripts/unlike_ranks.py", case] for case in cases]
     for case, done in zip(cases, launch_together(commands, warm=True), strict=True):
         assert done.returncode != 0, case
@@ -517,7 +517,7 @@ def timeouts_of_own_groups(folder: Path, timeout: timedelta) -> list[timedelta]:
     model = shard(create_model(), "tp")  # which makes groups of its own
     before = [*dist.distributed_c10d._world.pg_map]
     saving = SaveTrainingStateCallback(folder, asynchronous=True)
-    fit(quiet_trainer(model, callbacks=[saving], accelerator=accelerator), "tp", epochs=1)
+    fit(adamw_trainer(model, callbacks=[saving], accelerator=accelerator), "tp", epochs=1)
     return [timeout_of(group) for group in dist.distributed_c10d._world.pg_map if group not in before]
 
 

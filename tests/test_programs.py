@@ -1,4 +1,4 @@
-"""Programs as people write them, against the loops that they come from: the same bits, also after being killed."""
+"""Complete programs against the loops they come from: bit for bit, also after being killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.launching import run_forked
-from tests.tasks import equal, listener, weights
+from tests.tasks import equal_weights, listener, weights
 
 Weights = dict[str, torch.Tensor]
 
@@ -455,11 +455,11 @@ def trained(program: Program, callbacks: list[Any], **kwargs: Any) -> Weights:
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_a_program_has_the_bits_of_its_loop(program):
+def test_a_program_equals_its_loop_bit_for_bit(program):
     seed(0)
     expected = program.by_hand()
     seed(0)
-    assert equal(trained(program, []), expected)
+    assert equal_weights(trained(program, []), expected)
 
 
 def kill(trainer: Trainer, **kwargs: Any) -> None:
@@ -482,4 +482,4 @@ def test_a_program_that_is_killed_resumes_to_the_same_bits(program, tmp_path):
     assert run_forked(until_killed).returncode == -signal.SIGKILL
     assert (tmp_path / "killed" / "update-000000004").is_dir()
     seed(1)
-    assert equal(trained(program, [saving("killed")], resume_from="latest"), whole)
+    assert equal_weights(trained(program, [saving("killed")], resume_from="latest"), whole)

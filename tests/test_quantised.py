@@ -1,4 +1,4 @@
-"""Adapters on a base that bitsandbytes or torchao has quantised, whose weights are never trained nor written."""
+"""Adapters on a base quantised by bitsandbytes or torchao, which is neither trained nor saved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import print_contents
 from tests.ranks import run_and_resume, world_size
-from tests.tasks import equal, largest_difference, weights
+from tests.tasks import equal_weights, largest_difference, weights
 
 pytest.importorskip("peft")
 KINDS = {"int8 of torchao": "torchao", "nf4 of bitsandbytes": "bitsandbytes", "int8 of bitsandbytes": "bitsandbytes"}
@@ -99,7 +99,7 @@ def test_adapters_resume_to_the_same_bits_without_the_base(kind, tmp_path, capsy
     whole = train(kind, base, tmp_path / "states")
     state = state_after(tmp_path / "states", 3)  # after an evaluation
     assert not [name for name in safetensors.torch.load_file(state / "model.safetensors") if "k_proj" in name]
-    assert equal(adapters(train(kind, base, None, state)), adapters(whole))
+    assert equal_weights(adapters(train(kind, base, None, state)), adapters(whole))
     print_contents(state)
     assert "left out: " in capsys.readouterr().out
     other = save_base(tmp_path / "other", seed=1)
@@ -135,12 +135,12 @@ def test_files_lack_the_quantised_weights(kind, tmp_path, trainable_only):
     for saved in (path, tmp_path / "best.pt"):
         other = Trainer(with_lora(kind, base), None, None)
         other.load_checkpoint(saved, load_optimizer=False)
-        assert equal(adapters(other), adapters(trainer))
+        assert equal_weights(adapters(other), adapters(trainer))
     with pytest.warns(UserWarning, match="frozen weights of .* are not those"):
         Trainer(with_lora(kind, save_base(tmp_path / "other", 1)), None, None).load_checkpoint(path)
 
 
-def test_the_average_shares_the_base(kind, tmp_path):
+def test_averages_share_the_frozen_base(kind, tmp_path):
     base = save_base(tmp_path / "base")
 
     def run(folder: Path | None, resume_from: Path | None = None) -> dict[str, torch.Tensor]:
@@ -153,10 +153,10 @@ def test_the_average_shares_the_base(kind, tmp_path):
         return {name: averaged[name].clone() for name in adapters(trainer)}
 
     whole = run(tmp_path / "states")
-    assert equal(run(None, state_after(tmp_path / "states", 3)), whole)
+    assert equal_weights(run(None, state_after(tmp_path / "states", 3)), whole)
     loaded = Trainer(with_lora(kind, base), None, None)
     loaded.load_checkpoint(tmp_path / "ema.pt", load_optimizer=False)
-    assert equal(adapters(loaded), whole)
+    assert equal_weights(adapters(loaded), whole)
 
 
 def base_numbers(trainer: Trainer) -> dict[str, int]:
@@ -166,7 +166,7 @@ def base_numbers(trainer: Trainer) -> dict[str, int]:
 
 
 @pytest.mark.extension("checking")
-def test_neither_evaluation_nor_a_check_changes_the_base(kind, tmp_path):
+def test_evaluations_and_checks_do_not_change_the_base(kind, tmp_path):
     model = with_lora(kind, save_base(tmp_path / "base"))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     trainer = Trainer(model, None, optimizer, callbacks=[], seed=3)
@@ -181,7 +181,7 @@ def test_neither_evaluation_nor_a_check_changes_the_base(kind, tmp_path):
 def test_recomputed_activations_give_the_same_adapters(kind, tmp_path):
     base = save_base(tmp_path / "base")
     plain, recomputed = (train(kind, base, None, activation_checkpointing=value) for value in (False, True))
-    assert equal(adapters(plain), adapters(recomputed))
+    assert equal_weights(adapters(plain), adapters(recomputed))
 
 
 def of_processes(kind: str, base: Path, logical: bool, folder: Path, resume_from: Path | None = None) -> Trainer:
@@ -199,8 +199,8 @@ def test_processes_train_and_resume_adapters(kind, tmp_path, two_ranks, logical)
     base = save_base(tmp_path / "base")
     alone = adapters(of_processes(kind, base, logical, tmp_path / "alone"))
     for whole, *others in two_ranks.run(resumed, kind, base, logical):
-        assert all(equal(other, whole) for other in others)
-        assert equal(whole, alone) if logical else largest_difference(whole, alone) < 1e-3
+        assert all(equal_weights(other, whole) for other in others)
+        assert equal_weights(whole, alone) if logical else largest_difference(whole, alone) < 1e-3
 
 
 def test_a_quantised_head_cannot_be_trained(tmp_path):

@@ -1,4 +1,4 @@
-"""Processes that train one model hold the same weights, or the run says that they do not."""
+"""Replicas hold the same weights, or the run reports that they differ."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from tests.ranks import rank, world_size
-from tests.tasks import equal, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import adamw_trainer, equal_weights, float64_data, float64_model, weights
 
-DATA = regression_data(48)
+DATA = float64_data(48)
 
 
 class BareModel(Trainer):
@@ -69,7 +69,7 @@ class WithSpare(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.used = small_model()
+        self.used = float64_model()
         self.spare = nn.Linear(5, 1)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ class CountsInForward(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.used = small_model()
+        self.used = float64_model()
         self.mean = nn.Parameter(torch.zeros(1), requires_grad=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ class CountsInForward(nn.Module):
 
 
 def _frozen_model() -> nn.Module:
-    model = small_model()
+    model = float64_model()
     model[0].requires_grad_(False)
     return model
 
@@ -109,7 +109,7 @@ class UpsetAt(TrainerCallback):
 
 
 def _train(trainer_class: type[Trainer] = Trainer, model: nn.Module | None = None, **kwargs: Any) -> Any:
-    model = small_model() if model is None else model
+    model = float64_model() if model is None else model
     kwargs.setdefault("callbacks", [])
     trainer = trainer_class(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.05), seed=0, **kwargs)
     try:
@@ -128,7 +128,7 @@ class Compares(TrainerCallback):
 
 
 def drifting() -> dict[str, Any]:
-    """How far each run came, and what it said, or the weights at its end."""
+    """The number of updates and the error of each run, or its final weights."""
     return {
         "bare model": _train(BareModel),
         "bare sometimes": _train(BareSometimes),
@@ -148,7 +148,7 @@ def found(ranks):
     return ranks(drifting)
 
 
-def test_a_step_on_the_bare_model_is_found_after_one_update(ranks, found):
+def test_bypassing_ddp_is_found_after_one_update(ranks, found):
     others = ", ".join(map(str, range(1, ranks.world_size)))
     for update, _, said in (result["bare model"] for result in found):
         assert update == 1
@@ -157,7 +157,7 @@ def test_a_step_on_the_bare_model_is_found_after_one_update(ranks, found):
         assert "Call self.model(...)" in said
 
 
-def test_a_bare_model_called_at_times_is_found_after_the_epoch(found):
+def test_bypassing_ddp_in_some_steps_is_found_after_the_epoch(found):
     for update, epoch, said in (result["bare sometimes"] for result in found):
         assert (update > 1, epoch) == (True, 1)
         assert "never called" not in said
@@ -186,14 +186,14 @@ def test_a_single_differing_bit_is_found_at_the_epochs_end(ranks, found):
         assert result["one bit, checked often"][0] == 2
 
 
-def test_weights_may_differ_on_purpose(found):
+def test_weights_may_differ_between_processes_on_purpose(found):
     first, *others = (result["on purpose"] for result in found)
-    assert not any(equal(first, other) for other in others)
+    assert not any(equal_weights(first, other) for other in others)
 
 
-def test_parameters_that_are_unused_may_be_looked_for(found):
+def test_find_unused_parameters_may_be_requested(found):
     first, *others = (result["unused, as said"] for result in found)
-    assert all(equal(first, other) for other in others)
+    assert all(equal_weights(first, other) for other in others)
 
 
 def agreeing() -> list[dict[str, torch.Tensor]]:
@@ -203,14 +203,14 @@ def agreeing() -> list[dict[str, torch.Tensor]]:
 def test_weights_that_agree_are_left_unchanged(ranks):
     results = ranks(agreeing)
     for by_rank in zip(*results, strict=True):
-        assert all(equal(by_rank[0], other) for other in by_rank)
+        assert all(equal_weights(by_rank[0], other) for other in by_rank)
 
 
 def asked_for_other_things() -> list[str]:
-    """What is said where the ranks are given different arguments."""
+    """The errors if ranks get different arguments."""
     said = []
     for seed, arguments in ((rank(), {}), (0, {"per_device_batch_size": 2 + rank()}), (0, {"num_epochs": 1 + rank()})):
-        trainer = quiet_trainer(copy.deepcopy(small_model()), seed=seed)
+        trainer = adamw_trainer(copy.deepcopy(float64_model()), seed=seed)
         try:
             trainer.train(DATA, **{"num_epochs": 1} | arguments)
         except ValueError as error:

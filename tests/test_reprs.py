@@ -1,4 +1,4 @@
-"""What the things that people print are shown as."""
+"""The reprs of public objects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.tasks import make_data, make_trainer, train
 # ------------------------------------------------------------------------------------------------ trainers
 
 
-def test_a_trainer_shows_what_it_trains_and_what_listens():
+def test_a_trainers_repr_shows_its_model_and_callbacks():
     trainer = make_trainer([EarlyStoppingCallback(2)])
     assert repr(trainer) == (
         "Trainer(\n"
@@ -115,7 +115,7 @@ def test_a_callback_is_shown_as_its_constructor_with_arguments(callback_class, t
                 assert ast.literal_eval(keyword.value) == value
 
 
-def test_what_has_been_changed_since_is_shown_as_it_is_now():
+def test_a_repr_shows_changed_arguments():
     stopping = EarlyStoppingCallback(3)
     stopping.early_stopping_patience = 5
     assert repr(stopping) == "EarlyStoppingCallback(early_stopping_patience=5)"
@@ -284,7 +284,7 @@ def test_the_settings_of_a_run_are_shown_without_the_defaults():
     assert repr(trainer.current_run) == f"Run(training, {trainer.progress})"
 
 
-def test_losses_are_shown_where_that_reads_no_device():
+def test_losses_are_shown_if_that_needs_no_device_read():
     tracker = LossTracker()
     tracker.update(0.5, 2)
     assert repr(tracker) == "LossTracker(average=0.5, running_count=2)"
@@ -300,7 +300,7 @@ def test_metrics_are_shown_by_name():
 
 
 @pytest.mark.extension("tuning")
-def test_what_is_found_is_shown_once(capsys):
+def test_results_of_finders_are_shown_once(capsys):
     """A console and a notebook show what is returned; a script prints it."""
     trainer = make_trainer()
     rates = trainer.find_lr(make_data(20), num_steps=10)
@@ -321,7 +321,7 @@ def test_help_shows_a_trainers_methods_and_none_of_their_makers():
     assert not re.search(r" object( at 0x\w+)?>", text)
 
 
-def test_help_is_plain_text_with_what_users_call_first():
+def test_help_is_plain_text_with_the_main_methods_first():
     text = pydoc.plain(pydoc.render_doc(Trainer))
     methods = re.findall(r"^ \|  ([a-z]\w*)\(self", text, re.MULTILINE)
     assert methods[:4] == ["train", "evaluate", "predict", "predict_iter"]
@@ -330,7 +330,7 @@ def test_help_is_plain_text_with_what_users_call_first():
         assert not re.search(r":(class|meth|func|attr|data|mod|doc):`|:(param|ivar|cvar|returns?|raises)\b.*:", shown)
 
 
-def test_a_trainer_lists_what_is_there_and_its_users_own_names():
+def test_dir_lists_existing_and_user_defined_names():
     class Own(Trainer):
         _scale = 2.0
 

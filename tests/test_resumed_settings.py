@@ -1,4 +1,4 @@
-"""Resuming with other settings: one line says what differs and which holds; settings that do not matter are silent."""
+"""Resuming with changed settings: a line says what differs and which value holds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pytorch_accel_lite.callbacks import (
 )
 from tests.launching import SOAK
 from tests.ranks import rank, shared_folder
-from tests.tasks import equal, make_data
+from tests.tasks import equal_weights, make_data
 
 DIFFERS = "The settings of this program are not those of the run that it resumes."
 
@@ -75,7 +75,7 @@ def run(folder: Path, epochs: int = 1, resume: bool = False, **changes: Any) -> 
 
 
 def said(folder: Path, capsys: Any, first: dict[str, Any], then: dict[str, Any]) -> str:
-    """What is said about settings by a run that resumes another one."""
+    """The message about settings of a run that resumes another one."""
     run(folder, **first)
     capsys.readouterr()
     run(folder, 2, resume=True, **(first | then))
@@ -138,7 +138,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("case", NAMED)
-def test_what_differs_is_said_with_what_holds(case, tmp_path, capsys, monkeypatch):
+def test_changed_settings_are_reported_with_their_values(case, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first, then, words = NAMED[case]
     message = said(tmp_path / "states", capsys, first, then)
@@ -146,7 +146,7 @@ def test_what_differs_is_said_with_what_holds(case, tmp_path, capsys, monkeypatc
     assert bool(words) == bool(message)
 
 
-def test_the_state_holds_until_options_are_set_at_the_start(tmp_path, capsys):
+def test_restored_options_hold_until_a_callback_sets_them(tmp_path, capsys):
     class SetRate(TrainerCallback):
         def on_training_run_start(self, trainer, **kwargs):
             trainer.optimizer.param_groups[0]["lr"] = 0.5
@@ -172,7 +172,7 @@ def another(folder: Path) -> Trainer:
     return Trainer(model, nn.MSELoss(), torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.0), callbacks=[])
 
 
-def test_a_checkpoint_says_what_it_sets_and_leaves_out(tmp_path, capsys):
+def test_loading_a_checkpoint_prints_what_it_restores(tmp_path, capsys):
     trainer, path = another(tmp_path), tmp_path / "checkpoint.pt"
     capsys.readouterr()
     trainer.load_checkpoint(path)
@@ -187,7 +187,7 @@ def test_a_checkpoint_says_what_it_sets_and_leaves_out(tmp_path, capsys):
 
 
 @pytest.mark.filterwarnings("ignore:The training state holds the state of callback")
-def test_a_state_that_is_loaded_says_which_options_it_sets(tmp_path, capsys):
+def test_loading_a_state_prints_changed_options(tmp_path, capsys):
     another(tmp_path).load_training_state(tmp_path / "state")
     assert (
         f"'{tmp_path}/state' has set options of the optimizer: optimizer.lr=0.01 (not 0.5)." in capsys.readouterr().out
@@ -195,7 +195,7 @@ def test_a_state_that_is_loaded_says_which_options_it_sets(tmp_path, capsys):
 
 
 class Augmented(Dataset):
-    """Samples with noise from every kind of generator, from one of its own and from one that no seed reaches.
+    """Samples with noise from all generators, its own, and one that cannot be seeded.
 
     It counts what is read, and opens its file when it is first read.
     """
@@ -216,7 +216,7 @@ class Augmented(Dataset):
         return torch.full((4,), index + noise), torch.tensor([unseeded])
 
 
-def test_random_augmentation_is_no_difference_and_stays_as_it_is(tmp_path, capsys):
+def test_random_augmentation_does_not_count_as_a_difference(tmp_path, capsys):
     assert said(tmp_path, capsys, {"data": Augmented}, {}) == ""
 
 
@@ -233,7 +233,7 @@ def test_reading_samples_for_comparison_leaves_no_trace(tmp_path):
     whole, rest = tmp_path / "whole", tmp_path / "rest"
     expected = run(whole, 2).model.state_dict()
     run(rest)
-    assert equal(run(rest, 2, resume=True).model.state_dict(), expected)
+    assert equal_weights(run(rest, 2, resume=True).model.state_dict(), expected)
 
 
 class Faulty(Dataset):
@@ -254,7 +254,7 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.parametrize(("data", "updates"), [(Stream, 3), (Faulty, 2)])
-def test_data_that_cannot_be_read_at_will_are_not_compared(data, updates, tmp_path, capsys):
+def test_data_without_random_access_are_not_compared(data, updates, tmp_path, capsys):
     train = {"max_num_train_steps": updates, "train_dataloader_kwargs": {"shuffle": False} if data is Faulty else None}
     run(tmp_path, None, data=data, train=train)
     run(tmp_path, None, data=data, train=train, resume=True)
@@ -275,7 +275,7 @@ def resumed_on_several() -> list[str]:
         return on_several(folder)
 
 
-def test_the_main_process_alone_says_what_differs(two_ranks, tmp_path, capsys):
+def test_only_the_main_process_reports_differences(two_ranks, tmp_path, capsys):
     first, second = two_ranks(resumed_on_several)
     assert len(first) == 1
     assert "optimizer.lr=0.01 (not 0.5)" in first[0]
@@ -288,7 +288,7 @@ def saved_on_several() -> str | None:
         return shutil.copytree(folder / "states", tempfile.mkdtemp(), dirs_exist_ok=True) if rank() == 0 else None
 
 
-def test_another_number_of_processes_is_no_difference(two_ranks, capsys):
+def test_the_number_of_processes_does_not_count_as_a_difference(two_ranks, capsys):
     folder = Path(next(filter(None, two_ranks(saved_on_several))))
     run(folder, 2, resume=True)
     shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""Samplers and streams with generators or a state of their own, resumed at the end and in the middle of epochs."""
+"""Samplers and streams with generators or states of their own, resumed at and within epochs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Rows(Dataset[Any]):
 
 
 class OwnStream(IterableDataset[Any]):
-    """Draws its order and noise from a generator that nobody else seeds."""
+    """Draws its order and noise from its own generator."""
 
     def __init__(self):
         self.rng = np.random.default_rng(5)
@@ -78,7 +78,7 @@ class OwnBatches:
 
 
 class InPlace(Sampler[int]):
-    """Shuffles what the last epoch has shuffled, as samplers of buckets and of pairs do."""
+    """Shuffles the order of the previous epoch, as bucket samplers do."""
 
     def __init__(self):
         self.order = np.arange(SIZE)
@@ -92,7 +92,7 @@ class InPlace(Sampler[int]):
 
 
 class Counts(InPlace):
-    """Depends on how often it has been asked, and has a state or not."""
+    """Depends on how often it was read, with or without a state."""
 
     def __init__(self):
         self.times = 0
@@ -279,7 +279,7 @@ class Remembers(InPlace):
 
 
 @pytest.mark.parametrize("at", [-2, 9])
-def test_what_cannot_be_repeated_is_named_and_the_run_goes_on(tmp_path, monkeypatch, at):
+def test_data_that_cannot_be_repeated_are_warned_of(tmp_path, monkeypatch, at):
     monkeypatch.setitem(SOURCES, "lost", (ShufflesInPlace, dict))
     train("lost", interrupted=(at, tmp_path / "stream"))
     with pytest.warns(UserWarning, match="The training data, a ShufflesInPlace, give other batches than when the"):
@@ -290,7 +290,7 @@ def test_what_cannot_be_repeated_is_named_and_the_run_goes_on(tmp_path, monkeypa
         assert train("lost", resume_from=tmp_path / "sampler") is not None
 
 
-def test_batches_that_come_once_are_named_before_training(tmp_path, monkeypatch, capsys):
+def test_one_shot_iterators_are_warned_of_before_training(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(SOURCES, "once", (lambda: OwnShard(iter([X] * 9)), None))
     train("once", interrupted=(2, tmp_path / "state"), epochs=1)
     said = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""How long a run is, how it ends, and what may be called within it."""
+"""Runs: their length, their end, and calls that are allowed within them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pytorch_accel_lite.callbacks import (
 )
 from tests.cases import StopsAt
 from tests.ranks import world_size
-from tests.tasks import equal, listener, make_data, make_model, make_trainer, raises_at, train, weights
+from tests.tasks import equal_weights, listener, make_data, make_model, make_trainer, raises_at, train, weights
 
 
 def raises(error: BaseException) -> Any:
@@ -104,7 +104,7 @@ def test_a_state_of_a_runs_last_update_resumes_without_another(here, accumulatio
     resumed = run([SaveTrainingStateCallback("states", save_every_n_steps=1)], resume_from="latest")
     assert resumed.progress == whole.progress
     assert resumed.run_history.to_dict() == whole.run_history.to_dict()
-    assert equal(weights(resumed.model), weights(whole.model))
+    assert equal_weights(weights(resumed.model), weights(whole.model))
 
 
 @pytest.mark.filterwarnings("ignore:The training state holds the state of callback")
@@ -136,11 +136,11 @@ def check_trained_further(outcome: Any, change: str) -> None:
     assert reason is None
     progress, end, history, schedule = further
     assert (progress, history, schedule) == (whole[0], whole[2], whole[3])
-    assert equal(end, whole[1])
+    assert equal_weights(end, whole[1])
 
 
 def trained_further(folder: Path, event: str, change: str) -> Any:
-    """What a run is at its end that was stopped and trained further, and one that never was; what they print."""
+    """The results and output of a run that was stopped and trained further, and of an uninterrupted one."""
 
     def run(epochs: int, *callbacks: TrainerCallback) -> Any:
         trainer = make_trainer([*callbacks, SaveTrainingStateCallback(folder)], seed=3)
@@ -175,7 +175,7 @@ def test_a_run_that_one_process_stopped_is_trained_further(tmp_path, two_ranks, 
     check_trained_further(first, "callback")
     assert second[1][2] is None
     assert second[1][0][0] == first[1][0][0]
-    assert equal(second[1][0][1], first[1][0][1])
+    assert equal_weights(second[1][0][1], first[1][0][1])
 
 
 @pytest.mark.parametrize("interval", ["epochs", "evaluations"])
@@ -196,13 +196,13 @@ def test_a_run_stopped_early_continues_with_more_patience(here, interval):
     assert further.progress == whole.progress
     assert further.progress.update > stopped.progress.update
     assert further.run_history.to_dict() == whole.run_history.to_dict()
-    assert equal(weights(further.model), weights(whole.model))
+    assert equal_weights(weights(further.model), weights(whole.model))
     longer = run("states", 3, epochs=12)  # its patience starts over
     assert longer.progress.update > further.progress.update
     assert all(reason.startswith(f"{metric} has improved by ") for reason in (longer.stop_reason, further.stop_reason))
 
 
-def test_a_callbacks_changing_attribute_is_no_changed_argument(here):
+def test_a_changed_callback_attribute_is_no_changed_argument(here):
     class StopsAfter(TrainerCallback):
         def __init__(self, left: int) -> None:
             self.left = left
@@ -248,7 +248,7 @@ def test_a_stop_in_an_evaluation_within_a_run_ends_the_run(here):
     assert trainer.stop_reason == "good enough"
 
 
-def test_what_is_recorded_after_a_stopped_epoch_belongs_to_it():
+def test_values_recorded_after_a_stopped_epoch_belong_to_it():
     stop = listener(on_eval_epoch_end=lambda t, **_: raises(StopTrainingError())() if t.progress.epoch == 2 else None)
     trainer = train(make_trainer([stop]), epochs=5, eval_dataset=True)
     trainer.callback_handler.clear_callbacks()
@@ -273,7 +273,7 @@ def test_training_within_a_run_is_refused():
     train(trainer)
 
 
-def test_before_any_run_there_is_nothing_to_step_or_to_clip():
+def test_step_methods_have_nothing_to_do_before_any_run():
     trainer = make_trainer()
     model = trainer.model
     trainer.scheduler_step()
@@ -283,7 +283,7 @@ def test_before_any_run_there_is_nothing_to_step_or_to_clip():
         trainer.clip_gradients()
 
 
-def test_breaking_off_a_prediction_is_no_error():
+def test_abandoning_a_prediction_is_no_error():
     told: list[Any] = []
     trainer = make_trainer(
         [
@@ -301,7 +301,7 @@ def test_breaking_off_a_prediction_is_no_error():
 # -------------------------------------------------------------------------------------- states of its end
 
 
-def test_the_newest_state_of_all_savers_is_gone_on_from(here, capsys):
+def test_a_run_resumes_from_the_newest_state_of_all_savers(here, capsys):
     def run(updates: int) -> Trainer:
         savers = [
             SaveTrainingStateCallback("epochs", save_every_n_epochs=1),
@@ -335,14 +335,14 @@ def test_a_stop_is_saved_even_if_its_moment_was_saved_already(here):
     assert again.stop_reason == "enough"
 
 
-def test_a_stop_within_a_window_says_that_nothing_is_saved(here, capsys):
+def test_a_stop_within_a_window_reports_that_nothing_is_saved(here, capsys):
     stop = listener(on_train_step_end=lambda t, step, **_: raises(StopTrainingError("enough"))() if step == 2 else None)
     train(make_trainer([SaveTrainingStateCallback("states"), stop]), size=20, gradient_accumulation_steps=4)
     assert list(Path("states").glob("update-*")) == []
     assert "No training state was saved: the run was stopped within an accumulation window" in capsys.readouterr().out
 
 
-def test_weights_that_are_not_finite_never_replace_good_ones(here):
+def test_non_finite_weights_never_replace_good_ones(here):
     x, y = make_data(20).tensors
     y[8] = float("nan")
     trainer = make_trainer([SaveTrainingStateCallback("states", save_every_n_steps=1, max_checkpoints=2)], seed=0)
@@ -377,19 +377,19 @@ def weighted_trainer(callbacks: Any = (), **kwargs: Any) -> Trainer:
 def test_states_hold_the_parameters_of_the_loss_function(here):
     whole = train(weighted_trainer([SaveTrainingStateCallback("states", save_every_n_steps=1)]), epochs=2)
     resumed = train(weighted_trainer(), epochs=2, resume_from="states/update-000000002")
-    assert equal(weights(resumed.model), weights(whole.model))
+    assert equal_weights(weights(resumed.model), weights(whole.model))
     assert torch.equal(resumed.loss_func.scale, whole.loss_func.scale)
     assert whole.loss_func.scale != 1
 
 
 @pytest.mark.extension("tuning")
-def test_a_trial_puts_back_parameters_of_the_loss_function(here):
+def test_a_trial_restores_parameters_of_the_loss_function(here):
     trainer = weighted_trainer()
     trainer.find_lr(make_data(40), num_steps=10)
     assert trainer.loss_func.scale == 1
 
 
-def test_clipping_covers_exactly_what_the_optimizer_trains():
+def test_clipping_covers_exactly_the_optimizers_parameters():
     trainer = weighted_trainer([listener(on_optimizer_step_start=lambda t: seen.append(t.loss_func.scale.grad))])
     seen: list[torch.Tensor] = []
     train(trainer, gradient_clip_value=1e-3)
@@ -412,7 +412,7 @@ def test_clipping_covers_exactly_what_the_optimizer_trains():
 
 
 class Holding(nn.Linear):
-    """A model with entries that safetensors has no place for."""
+    """A model with entries that safetensors cannot store."""
 
     def __init__(self) -> None:
         super().__init__(4, 1)
@@ -439,11 +439,11 @@ def test_a_run_of_a_model_with_lazy_layers_can_be_resumed(here):
         return train(make_trainer([SaveTrainingStateCallback("s", save_every_n_steps=1)], lazy(), seed=0), **kwargs)
 
     whole, resumed = run(epochs=2), run(epochs=2, resume_from="s/update-000000002")
-    assert equal(weights(resumed.model), weights(whole.model))
+    assert equal_weights(weights(resumed.model), weights(whole.model))
 
 
 class Own(RunHistory):
-    """A history as users of the ancestor wrote them."""
+    """A history as users of pytorch-accelerated wrote them."""
 
     def __init__(self) -> None:
         self.inner = InMemoryRunHistory()
@@ -517,7 +517,7 @@ def test_a_run_with_an_unsaved_history_resumes_at_the_next_epoch(here):
     assert stopping.early_stopping_patience_counter == 1
 
 
-def test_states_hold_only_what_a_loss_function_has_learned(here):
+def test_states_hold_only_learned_parts_of_a_loss_function(here):
     class Distilling(nn.Module):
         def __init__(self, student: nn.Module) -> None:
             super().__init__()
@@ -541,10 +541,10 @@ def test_states_hold_only_what_a_loss_function_has_learned(here):
         pytest.warns(UserWarning, match=r"holds nothing for the attribute 'optimizer\[0\]\[4\]'"),
     ):
         plain.load_training_state("state")
-    assert equal(weights(plain.model), weights(model))
+    assert equal_weights(weights(plain.model), weights(model))
 
 
-def test_a_learned_loss_that_is_not_finite_is_not_saved(here):
+def test_a_non_finite_learned_loss_is_not_saved(here):
     def spoil(trainer: Trainer, **_: Any) -> None:
         if trainer.progress.update == 2:
             trainer.loss_func.scale.data.fill_(float("nan"))
@@ -555,7 +555,7 @@ def test_a_learned_loss_that_is_not_finite_is_not_saved(here):
     assert [path.name for path in Path("states").glob("update-*")] == ["update-000000001"]
 
 
-def test_a_best_model_that_is_not_finite_is_not_saved(here):
+def test_a_non_finite_best_model_is_not_saved(here):
     def spoil(trainer: Trainer) -> None:
         trainer.model[0].weight.data.fill_(float("nan"))
 

@@ -1,4 +1,4 @@
-"""The evaluation is tried before training: what it finds, and that it leaves nothing behind."""
+"""The sanity check, an evaluation before training: what it finds, and that it has no side effects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.base.text import notes_of
 from pytorch_accel_lite.callbacks import MetricsCallback, ProgressTableCallback, SaveTrainingStateCallback
-from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import adamw_trainer, equal_weights, float64_data, float64_model, listener, weights
 
 
 class Restless(nn.Linear):
@@ -39,7 +39,7 @@ class Rows(Dataset[Any]):
     """Draws from a generator of its own, and counts what is read."""
 
     def __init__(self, size: int) -> None:
-        self.data = regression_data(size)
+        self.data = float64_data(size)
         self.generator = np.random.default_rng(0)
         self.read: list[int] = []
 
@@ -59,8 +59,8 @@ def trained(sanity_check: bool, **kwargs: Any) -> tuple[Trainer, Rows]:
     model, rows, events = Restless(), Rows(9), []
     names = ("on_eval_epoch_end", "on_eval_step_end", "on_train_step_end")
     noting = listener(**{name: lambda t, name=name, **_: events.append(name) for name in names})
-    trainer = quiet_trainer(model, callbacks=[MetricsCallback("mse"), noting], **kwargs)
-    trainer.train(regression_data(20), 2, rows, sanity_check=sanity_check)
+    trainer = adamw_trainer(model, callbacks=[MetricsCallback("mse"), noting], **kwargs)
+    trainer.train(float64_data(20), 2, rows, sanity_check=sanity_check)
     trainer.events = events
     return trainer, rows
 
@@ -68,7 +68,7 @@ def trained(sanity_check: bool, **kwargs: Any) -> tuple[Trainer, Rows]:
 @pytest.mark.parametrize("kwargs", [{}, {"seed": 3}], ids=["", "seed"])
 def test_the_sanity_check_leaves_no_trace(kwargs):
     (tried, read), (plain, read_plain) = trained(True, **kwargs), trained(False, **kwargs)
-    assert equal(weights(tried.model), weights(plain.model))
+    assert equal_weights(weights(tried.model), weights(plain.model))
     assert tried.run_history.to_dict() == plain.run_history.to_dict()
     assert tried.events == plain.events
     assert read.read == read_plain.read
@@ -77,7 +77,7 @@ def test_the_sanity_check_leaves_no_trace(kwargs):
     assert tried.progress == plain.progress
 
 
-def test_the_sanity_check_reads_one_batch_of_each_dataset_here():
+def test_the_sanity_check_reads_one_batch_of_each_dataset():
     seen = []
 
     class Noting(Rows):
@@ -94,16 +94,16 @@ def test_the_sanity_check_reads_one_batch_of_each_dataset_here():
     ):
         seen.clear()
         with pytest.raises(KeyError, match=r"^'here'"):
-            quiet_trainer(small_model(), callbacks=[stop]).train(
-                regression_data(8), 1, data, per_device_batch_size=4, **kwargs
+            adamw_trainer(float64_model(), callbacks=[stop]).train(
+                float64_data(8), 1, data, per_device_batch_size=4, **kwargs
             )
         assert seen == expected
 
 
 def refused(error: type[Exception], data: Any, *callbacks: Any, model: Any = None, **kwargs: Any) -> list[str]:
-    trainer = quiet_trainer(model or small_model(), callbacks=[*callbacks], **kwargs)
+    trainer = adamw_trainer(model or float64_model(), callbacks=[*callbacks], **kwargs)
     with pytest.raises(error) as caught:
-        trainer.train(regression_data(20), 1, data)
+        trainer.train(float64_data(20), 1, data)
     assert trainer.progress.update == 0
     notes = notes_of(caught.value)
     assert notes[-1].startswith("The evaluation was tried on one batch before the first update")
@@ -111,7 +111,7 @@ def refused(error: type[Exception], data: Any, *callbacks: Any, model: Any = Non
 
 
 def test_mistakes_are_found_before_training(capsys):
-    inputs, targets = regression_data(9).tensors
+    inputs, targets = float64_data(9).tensors
     (note, _) = refused(RuntimeError, {"valid": TensorDataset(inputs[:, :4], targets)}, ProgressTableCallback)
     assert "Failed (RuntimeError) before the first epoch, after 0." in capsys.readouterr().out
     assert note.startswith("In evaluation on 'valid', step 0:\n  batch: ")
@@ -131,7 +131,7 @@ def test_mistakes_are_found_before_training(capsys):
 
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
-        yield from regression_data(4)
+        yield from float64_data(4)
 
 
 class OwnStep(Trainer):
@@ -155,9 +155,9 @@ class Listens(TrainerCallback):
         pytest.param("split", marks=pytest.mark.extension("failed_batches")),
     ],
 )
-def test_what_cannot_be_tried_silently_is_left_to_the_evaluation(case):
+def test_the_sanity_check_skips_steps_with_side_effects(case):
     passes = []
-    model = small_model()
+    model = float64_model()
     kind = OwnStep if case == "own step" else Trainer
     if case == "hook":
         model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
@@ -171,12 +171,12 @@ def test_what_cannot_be_tried_silently_is_left_to_the_evaluation(case):
         callbacks=[Listens] if case == "own event" else [],
     )
     trainer.train(
-        regression_data(8), 1, Stream() if case == "stream" else regression_data(4), auto_microbatch=case == "split"
+        float64_data(8), 1, Stream() if case == "stream" else float64_data(4), auto_microbatch=case == "split"
     )
     assert passes[0] is True
 
 
-def test_a_resumed_run_does_not_try_it_again(tmp_path):
+def test_a_resumed_run_skips_the_sanity_check(tmp_path):
     evaluations: list[bool] = []
 
     class Loss(nn.MSELoss):
@@ -186,20 +186,20 @@ def test_a_resumed_run_does_not_try_it_again(tmp_path):
 
     for epochs, tried in ((1, True), (2, False)):
         evaluations.clear()
-        trainer = quiet_trainer(small_model(), Loss(), callbacks=[SaveTrainingStateCallback(tmp_path)])
-        trainer.train(regression_data(8), epochs, regression_data(4), resume_from="latest")
+        trainer = adamw_trainer(float64_model(), Loss(), callbacks=[SaveTrainingStateCallback(tmp_path)])
+        trainer.train(float64_data(8), epochs, float64_data(4), resume_from="latest")
         assert evaluations[0] is tried
 
 
 def failures_of_ranks() -> list[Any]:
-    inputs, targets = regression_data(9).tensors
-    trainer = quiet_trainer(small_model())
+    inputs, targets = float64_data(9).tensors
+    trainer = adamw_trainer(float64_model())
     try:
-        trainer.train(regression_data(20), 1, TensorDataset(inputs[:, :4], targets))
+        trainer.train(float64_data(20), 1, TensorDataset(inputs[:, :4], targets))
     except RuntimeError as error:
         return [trainer.progress.update, notes_of(error)[-1][:30]]
     return []
 
 
-def test_all_processes_make_the_sanity_check(two_ranks):
+def test_all_processes_run_the_sanity_check(two_ranks):
     assert two_ranks(failures_of_ranks) == [[0, "The evaluation was tried on on"]] * 2

@@ -1,4 +1,4 @@
-"""Saving a model in a directory: its weights, what is written beside them, and what cannot be saved."""
+"""Saving a model to a directory: weights, additional files, and refused paths."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from pytorch_accel_lite.extending import MODEL_FORMS, MODEL_WRITERS, ModelForm, 
 from tests.launching import CAN_SHARD
 from tests.saved_models import saved_sharded, trained
 from tests.sharded import create_model
-from tests.tasks import equal, quiet_trainer, small_model
+from tests.tasks import adamw_trainer, equal_weights, float64_model
 
 
 def test_frozen_weights_may_be_left_out_of_a_directory(tmp_path):
-    model = small_model()
+    model = float64_model()
     model[0].requires_grad_(False)
-    quiet_trainer(model).save_model(tmp_path, trainable_only=True)
+    adamw_trainer(model).save_model(tmp_path, trainable_only=True)
     assert safetensors.torch.load_file(tmp_path / "model.safetensors").keys() == {"2.weight", "2.bias"}
-    other = small_model()
-    quiet_trainer(other).load_checkpoint(tmp_path)
-    assert equal(other.state_dict(), model.state_dict())
+    other = float64_model()
+    adamw_trainer(other).load_checkpoint(tmp_path)
+    assert equal_weights(other.state_dict(), model.state_dict())
 
 
-def test_what_cannot_be_saved_is_an_error_that_says_why(tmp_path):
-    trainer = quiet_trainer(small_model())
+def test_invalid_paths_of_models_are_refused(tmp_path):
+    trainer = adamw_trainer(float64_model())
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"path='.*/file' is a file, but should be a directory .* or move the file"):
         trainer.save_model(tmp_path / "file")
@@ -45,8 +45,8 @@ def test_what_cannot_be_saved_is_an_error_that_says_why(tmp_path):
 @CAN_SHARD
 def test_all_processes_save_a_sharded_model_as_one(tmp_path, two_ranks):
     for whole in two_ranks.run(saved_sharded, tmp_path):
-        assert equal(whole, dict(create_model().state_dict()))
-        assert equal(safetensors.torch.load_file(tmp_path / "sharded" / "model.safetensors"), whole)
+        assert equal_weights(whole, dict(create_model().state_dict()))
+        assert equal_weights(safetensors.torch.load_file(tmp_path / "sharded" / "model.safetensors"), whole)
 
 
 # ------------------------------------------------------------------------- what is written beside the weights
@@ -68,7 +68,7 @@ class Licence:
         self.written.append(saved)
 
 
-def test_what_users_write_is_beside_the_weights_of_a_directory(tmp_path, monkeypatch):
+def test_registered_writers_add_files_to_a_saved_model(tmp_path, monkeypatch):
     licence = Licence()
     monkeypatch.setitem(MODEL_WRITERS, "licence", licence)
     trainer = trained(epochs=1)
@@ -85,7 +85,7 @@ def test_what_users_write_is_beside_the_weights_of_a_directory(tmp_path, monkeyp
 def test_without_any_writer_the_error_names_the_extension(tmp_path, monkeypatch):
     for name in [*MODEL_WRITERS]:
         monkeypatch.delitem(MODEL_WRITERS, name)
-    trainer = quiet_trainer(small_model())
+    trainer = adamw_trainer(float64_model())
     with pytest.raises(
         ValueError, match=r"card_data=\{'license': 'mit'\} belongs to the extension 'reports', which is not"
     ):
@@ -98,7 +98,7 @@ def test_without_any_writer_the_error_names_the_extension(tmp_path, monkeypatch)
 
 
 class Pickled(ModelForm):
-    """Saves small models as their fans want them, and loads them again."""
+    """A model form that saves the weights of ``nn.Sequential`` with ``torch.save``."""
 
     def writer_of(self, trainer: Any, model: Any) -> Any:
         if not isinstance(model, torch.nn.Sequential):
@@ -115,27 +115,27 @@ class Pickled(ModelForm):
 
 def test_models_are_saved_and_loaded_in_a_form_of_users(tmp_path, monkeypatch):
     monkeypatch.setitem(MODEL_FORMS, "pickled", Pickled())
-    trainer, other = quiet_trainer(small_model()), quiet_trainer(small_model())
+    trainer, other = adamw_trainer(float64_model()), adamw_trainer(float64_model())
     torch.nn.init.ones_(trainer.model[0].weight)
     trainer.save_model(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} - {"README.md", "curves.png"} == {"weights.pt"}
     other.load_checkpoint(tmp_path)
-    assert equal(other.model.state_dict(), trainer.model.state_dict())
+    assert equal_weights(other.model.state_dict(), trainer.model.state_dict())
     trainer.save_model(tmp_path, trainable_only=True)
     assert not (tmp_path / "weights.pt").exists()
     assert (tmp_path / "model.safetensors").exists()
     linear = torch.nn.Linear(2, 1)
-    quiet_trainer(linear).save_model(tmp_path / "other")  # not of this form
+    adamw_trainer(linear).save_model(tmp_path / "other")  # not of this form
     assert (tmp_path / "other" / "model.safetensors").exists()
 
 
 def test_without_its_form_a_models_weights_are_saved(tmp_path, monkeypatch):
     for name in [*MODEL_FORMS]:
         monkeypatch.delitem(MODEL_FORMS, name)
-    model = small_model()
+    model = float64_model()
     model.__class__ = type("Net", (torch.nn.Sequential,), {"__module__": "transformers.models.net"})
     with pytest.warns(UserWarning, match=r"as transformers does belongs to the extension 'pretrained', which"):
-        quiet_trainer(model).save_model(tmp_path)
+        adamw_trainer(model).save_model(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} - {"README.md", "curves.png"} == {"model.safetensors"}
 
 
@@ -147,4 +147,4 @@ def test_without_their_form_adapters_are_an_error_that_names_it(tmp_path, monkey
     monkeypatch.setitem(sys.modules, "peft", peft)
     (tmp_path / "adapter_model.safetensors").touch()
     with pytest.raises(ValueError, match=r"adapter_model.safetensors' belongs to the extension 'pretrained', which is"):
-        quiet_trainer(small_model()).load_checkpoint(tmp_path)
+        adamw_trainer(float64_model()).load_checkpoint(tmp_path)

@@ -1,4 +1,4 @@
-"""The schedules that are shipped: their rates, their states, and runs that go on from before or after a decay."""
+"""Shipped schedules: rates, states, and runs continued before or after a decay."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tests.launching import run_code, some_of
 from tests.scripts.resumable import CopyStates
 from tests.tasks import (
     Stream,
-    equal,
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
     listener,
     make_data,
     make_model,
-    quiet_trainer,
-    regression_data,
-    small_model,
     weights,
 )
 
@@ -53,7 +53,7 @@ def rates(scheduler: SchedulerBase, updates: int = 50) -> list[Any]:
 
 
 class Noting(TrainerCallback):
-    """Notes the rate that each update is made with, and the weights after it, by the number of updates made."""
+    """Records the learning rate of each update, and the weights after it."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
@@ -222,7 +222,7 @@ def rates_of_layers(create: Any, **kwargs: Any) -> list[list[float]]:
     used: list[list[float]] = []
     model = make_model()
     note = listener(on_optimizer_step_start=lambda t: used.append([g["lr"] for g in t.optimizer.param_groups]))
-    trainer = quiet_trainer(model, optimizer=torch.optim.SGD(decayed_groups(model), lr=0.1), callbacks=[note])
+    trainer = adamw_trainer(model, optimizer=torch.optim.SGD(decayed_groups(model), lr=0.1), callbacks=[note])
     trainer.train(make_data(6), 2, per_device_batch_size=2, create_scheduler_fn=create, **kwargs)
     return used
 
@@ -247,7 +247,7 @@ def test_cosine_applies_the_factors_of_layer_decay_as_timm_does():
         assert ours.get_last_lr() == pytest.approx(rates_of_timm)
 
 
-def test_rates_that_follow_their_factors_are_not_scaled_again():
+def test_layer_decay_factors_are_applied_only_once():
     groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": 0.1 * s, "lr_scale": s} for s in (0.3, 1.0)]
     optimizer = torch.optim.SGD(groups)
     before = [group["lr"] for group in optimizer.param_groups]
@@ -310,7 +310,7 @@ def test_each_period_is_stable_then_decays_from_the_base_rate():
 
 
 @pytest.mark.parametrize(("total", "ratio", "expected"), [(100, 0.29, 29), (17, 0.3, 5), (4, 0.1, 1), (8, 1.0, 8)])
-def test_a_decay_has_whole_updates_of_its_share_at_least_one(total, ratio, expected):
+def test_a_decay_has_at_least_one_update(total, ratio, expected):
     scheduler = WSDLrScheduler(make_optimizer(), total_steps=total, decay_phase_ratio=ratio)
     assert scheduler.get_decay_info()[0]["decay_steps"] == expected
 
@@ -318,7 +318,7 @@ def test_a_decay_has_whole_updates_of_its_share_at_least_one(total, ratio, expec
 @pytest.mark.parametrize(
     ("warmup", "cooldown", "expected"), [(4, 0, (10, 0)), (20, 0, (10, 0)), (2, 2, (5, 5)), (300, 100, (7, 2))]
 )
-def test_a_warm_up_as_long_as_the_run_takes_half_of_it(warmup, cooldown, expected):
+def test_a_warm_up_as_long_as_the_run_is_halved(warmup, cooldown, expected):
     said = (
         f"num_warmup_epochs={warmup} and num_cooldown_epochs={cooldown} leave nothing of total_num_epochs=4 .* {{}} of"
     )
@@ -374,7 +374,7 @@ def test_the_warm_up_of_wsd_is_a_hundredth_of_the_run_by_default(ancestors):
         assert own == pytest.approx(other, rel=1e-12)
 
 
-def test_checkpoints_are_at_halves_and_the_last_at_the_end():
+def test_checkpoint_steps_end_at_the_last_step():
     assert estimate_checkpoint_steps(100, 2) == [50, 100]
     assert estimate_checkpoint_steps(17, 3) == [4, 8, 17]
     for number in range(1, 7):
@@ -395,7 +395,7 @@ def test_checkpoints_are_at_halves_and_the_last_at_the_end():
     ],
 )
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_update_n_is_made_with_the_rate_after_n_updates(create, accumulation):
+def test_each_update_uses_the_rate_of_its_scheduler_step(create, accumulation):
     trainer = run(create, epochs=6, gradient_accumulation_steps=accumulation)
     assert len(trainer.noting.rates) == (18, 12)[accumulation - 1]
     assert trainer.noting.rates == [values[0] for values in rates(trainer.scheduler, len(trainer.noting.rates))]
@@ -505,8 +505,8 @@ def test_a_named_schedule_resumes_with_another_batch_size(tmp_path):
         ),
     ],
 )
-def test_names_and_warm_ups_that_cannot_be_are_named(arguments, error, message):
-    trainer = quiet_trainer(make_model())
+def test_invalid_schedule_names_and_warm_ups_are_named(arguments, error, message):
+    trainer = adamw_trainer(make_model())
     with pytest.raises(error, match=message):
         trainer.train(make_data(6), 1, **arguments)
     assert trainer.progress.update == 0
@@ -531,7 +531,7 @@ def test_a_custom_schedule_is_stepped_and_kept_in_states(tmp_path):
     assert scheduler.get_last_lr() == [0.1 / 16]
 
 
-def test_values_may_be_one_for_all_one_each_or_none():
+def test_scheduler_values_may_be_single_per_group_or_none():
     class Chosen(SchedulerBase):
         values: Any = None
 
@@ -551,7 +551,7 @@ def test_values_may_be_one_for_all_one_each_or_none():
         scheduler.step_update(3)
 
 
-def test_a_rate_that_is_a_tensor_stays_the_same_tensor():
+def test_a_tensor_learning_rate_stays_the_same_tensor():
     rate = torch.tensor(0.5)
     optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=rate, capturable=True)
     scheduler = CosineLrScheduler(optimizer, 1, 10)
@@ -585,14 +585,14 @@ def saved_run(folder: Path, factory: Any, *callbacks: Any, resume_from: Any = No
 
 
 def test_a_state_from_before_the_decay_continues_to_a_longer_run(tmp_path):
-    """WSD with a training state: the same bits as if the longer run had been wanted from the start."""
+    """The same bits as a run of the longer length from the start."""
     create = WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0, decay_phase_ratio=0.5)
     short = saved_run(tmp_path, create, epochs=4)
     assert short.noting.rates[-1] < 0.05
     longer = saved_run(tmp_path, create, epochs=8, resume_from=tmp_path / "states" / "update-000000006")
     from_the_start = run(create, epochs=8)
     assert longer.noting.rates == from_the_start.noting.rates[6:]
-    assert equal(weights(longer.model), weights(from_the_start.model))
+    assert equal_weights(weights(longer.model), weights(from_the_start.model))
 
 
 # ----------------------------------------------------------------------------------------- bad input
@@ -663,7 +663,7 @@ def test_an_optimizer_that_does_not_fit_is_explained():
         Halving(make_optimizer(), "betas")
 
 
-def test_all_shapes_go_from_the_base_rate_to_the_smallest():
+def test_all_decay_shapes_go_from_the_base_to_the_minimum():
     for shape in DECAYS.values():
         assert shape(0.0, 0.05) == 1.0
         assert shape(1.0, 0.05) == pytest.approx(0.05)
@@ -752,14 +752,14 @@ def test_a_schedule_stepped_after_epochs_resumes_its_bits(tmp_path, stepping):
     for copy in some_of(copies):
         resumed = train(tmp_path / copy.parent.name, resume_from=copy)
         assert resumed.noting.rates == whole.noting.rates[18 - len(resumed.noting.rates) :]
-        assert equal(weights(resumed.model), weights(whole.model))
+        assert equal_weights(weights(resumed.model), weights(whole.model))
         assert resumed.scheduler.state_dict() == whole.scheduler.state_dict()
         assert resumed.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
 
 
 def test_a_schedule_of_a_metric_steps_when_it_was_measured():
-    model = small_model()
-    trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    model = float64_model()
+    trainer = adamw_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     seen = []
 
     class Follows(torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -768,9 +768,9 @@ def test_a_schedule_of_a_metric_steps_when_it_was_measured():
             super().step(metrics, epoch)
 
     trainer.train(
-        regression_data(16),
+        float64_data(16),
         5,
-        regression_data(9),
+        float64_data(9),
         create_scheduler_fn=Follows,
         scheduler_interval="epoch",
         scheduler_metric="eval_loss_epoch",
@@ -780,7 +780,7 @@ def test_a_schedule_of_a_metric_steps_when_it_was_measured():
     assert len(seen) == 3
 
 
-def test_schedules_of_groups_and_of_timm_are_seen():
+def test_plot_schedule_shows_groups_and_timm_schedules():
     from timm.scheduler import StepLRScheduler
 
     assert schedule_values(partial(StepLRScheduler, decay_t=1, decay_rate=0.5), 6, [1.0, 0.1], num_epochs=3) == [

@@ -1,4 +1,4 @@
-"""What the pages on training schemes say about several processes and about resuming, with the code of these pages."""
+"""The pages on training schemes: their claims about several processes and resuming, with their code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from pytorch_accel_lite.callbacks import MetricsCallback, SaveTrainingStateCallback
 from tests.launching import ROOT
 from tests.ranks import IN_ORDER, global_batch
-from tests.tasks import equal, weights
+from tests.tasks import equal_weights, weights
 
 
 def names_on(page: str, blocks: list[int], until: str = "the end of the page") -> dict[str, Any]:
@@ -84,7 +84,7 @@ def test_a_detector_resumes_to_the_same_bits(tmp_path):
     whole = run("whole")
     resumed = run("resumed", resume_from=tmp_path / "whole" / "update-000000003")
     assert resumed["history"] == whole["history"]
-    assert equal(resumed["weights"], whole["weights"])
+    assert equal_weights(resumed["weights"], whole["weights"])
 
 
 @pytest.mark.processes

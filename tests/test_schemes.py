@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import MoveModulesToDeviceCallback, SaveTrainingStateCallback
 from tests.ranks import IN_ORDER, shared_folder, world_size
-from tests.tasks import equal, largest_difference, raises_at, regression_data, small_model, weights
+from tests.tasks import equal_weights, float64_data, float64_model, largest_difference, raises_at, weights
 
 BETA = 0.5
 
@@ -81,7 +81,7 @@ def train(folder: Path | None = None, dropout: float = 0.2, seed: int | None = 0
 
 
 def by_hand() -> dict[str, torch.Tensor]:
-    """The loop that one would write."""
+    """The hand-written loop."""
     model, optimizer = make(0.2)
     reference = copy.deepcopy(model).eval()
 
@@ -107,14 +107,14 @@ def by_hand() -> dict[str, torch.Tensor]:
 
 def test_preferences_are_learned_with_the_bits_of_a_loop():
     trainer = train(seed=None)
-    assert equal(weights(trainer.model), by_hand())
+    assert equal_weights(weights(trainer.model), by_hand())
     accuracies = trainer.run_history.get_metric_values("eval_accuracy_epoch")
     assert min(accuracies) > 0.7
 
 
-def test_the_reference_stays_as_it_was_and_gets_no_gradients():
+def test_the_reference_model_is_unchanged_without_gradients():
     trainer = train()
-    assert equal(weights(trainer.reference), weights(make(0)[0]))
+    assert equal_weights(weights(trainer.reference), weights(make(0)[0]))
     assert all(parameter.grad is None for parameter in trainer.reference.parameters())
     with torch.no_grad():
         assert trainer.evaluate(PAIRS)["evaluation_accuracy"] > 0.5
@@ -143,18 +143,18 @@ def test_preferences_learned_on_processes_resume_the_same_bits(two_ranks):
         assert found["accuracies"] == alone["accuracies"]
         assert len(found["resumed"]) == 3
         for state, history in found["resumed"]:
-            assert equal(state, found["whole"])
+            assert equal_weights(state, found["whole"])
             assert history == found["history"]
 
 
-DATA = regression_data(20)
+DATA = float64_data(20)
 FOLDS = [[*range(7)], [*range(7, 14)], [*range(14, 20)]]
 
 
 def train_fold(folder: Path, fold: int, fails_at: int | None = None) -> tuple[dict[str, torch.Tensor], float]:
     """Train on the other folds; return the weights and the loss on this one."""
 
-    model = small_model()
+    model = float64_model()
     saving = SaveTrainingStateCallback(folder / str(fold), save_every_n_steps=2)
     callbacks = [saving, raises_at(fails_at, OSError("the disk is gone"), "on_train_step_start")]
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
@@ -172,5 +172,5 @@ def test_an_interrupted_cross_validation_ends_in_the_same_bits(tmp_path):
     again = [train_fold(tmp_path / "again", fold) for fold in range(3)]
     alone = train_fold(tmp_path / "alone", 2)
     for found, expected in zip([*again, alone], [*whole, whole[2]], strict=True):
-        assert equal(found[0], expected[0])
+        assert equal_weights(found[0], expected[0])
         assert found[1] == expected[1]

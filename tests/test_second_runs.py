@@ -1,4 +1,4 @@
-"""A second run with the same trainer: at which rates it trains, and how its epochs follow those of the first."""
+"""A second run with the same trainer: its learning rates and its epochs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pytorch_accel_lite.schedulers import CosineLrScheduler, WSDLrScheduler
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, world_size
 from tests.tasks import (
-    equal,
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
     listener,
     make_model,
     make_trainer,
-    quiet_trainer,
-    regression_data,
-    small_model,
     train,
     weights,
 )
@@ -33,7 +33,7 @@ COSINE = partial(CosineAnnealingLR, T_max=TOTAL)
 
 
 class Rates(TrainerCallback):
-    """Notes the rate and the momentum that each update is made with."""
+    """Records the learning rate and momentum of each update."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
@@ -102,7 +102,7 @@ def test_a_second_schedule_begins_as_with_a_new_optimizer(first, second):
     assert max(expected.rates) > 0.05
 
 
-def test_a_rate_that_is_a_tensor_returns_to_its_first_value():
+def test_a_tensor_learning_rate_returns_to_its_first_value():
     trainer, seen = noting(lr=torch.tensor(0.1, dtype=torch.float64))
     for _ in range(2):
         train(trainer, epochs=2, create_scheduler_fn=COSINE)
@@ -118,7 +118,7 @@ def test_another_trainer_with_the_optimizer_begins_at_its_rates():
     assert (seen.rates[0], seen.momenta[0]) == (0.1, 0.5)
 
 
-def test_a_rate_set_by_hand_is_where_the_next_schedule_begins():
+def test_the_next_schedule_starts_at_a_rate_set_by_hand():
     trainer, seen = noting()
     train(trainer, epochs=2, create_scheduler_fn=COSINE)
     for group in trainer.optimizer.param_groups:
@@ -166,12 +166,12 @@ def test_a_run_without_a_scheduler_says_at_which_rate_it_trains(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_the_second_run_trains():
+def test_a_second_run_trains():
     trainer, _ = noting()
     train(trainer, epochs=2, create_scheduler_fn=COSINE)
     before = weights(trainer.model)
     train(trainer, epochs=2, create_scheduler_fn=COSINE)
-    assert not equal(before, weights(trainer.model))
+    assert not equal_weights(before, weights(trainer.model))
 
 
 # ----------------------------------------------------------------------------------- advice that is true
@@ -190,7 +190,7 @@ def test_a_rate_of_0_for_a_whole_epoch_is_reported(capsys):
     before = weights(trainer.model)
     said = advice_of(trainer, capsys, epochs=1)
     assert "The learning rate was 0 throughout this epoch, so no weight has changed. Set 'lr'" in said
-    assert equal(before, weights(trainer.model))
+    assert equal_weights(before, weights(trainer.model))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_rate_of_0_for_a_whole_epoch_is_reported(capsys):
         (lambda epoch: 0.5 * epoch, "The next rate of LambdaLR is 0.05: start"),
     ],
 )
-def test_a_schedule_at_0_is_not_one_that_begins_at_0(shape, expected, capsys):
+def test_a_schedule_that_stays_at_0_is_not_a_warm_up(shape, expected, capsys):
     trainer, _ = noting()
     said = advice_of(
         trainer, capsys, create_scheduler_fn=partial(LambdaLR, lr_lambda=shape), scheduler_interval="epoch"
@@ -209,7 +209,7 @@ def test_a_schedule_at_0_is_not_one_that_begins_at_0(shape, expected, capsys):
     assert "warm-up" not in said or "start its warm-up above 0" in said
 
 
-def test_a_group_that_is_trained_keeps_the_advice_away(capsys):
+def test_advice_ignores_frozen_groups_if_another_trains(capsys):
     model = make_model()
     groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters(), "lr": 0.1}]
     for schedule in (None, COSINE):
@@ -235,7 +235,7 @@ class MakesNone(Trainer):
         return None
 
 
-def test_other_errors_of_an_overridden_create_scheduler_are_kept():
+def test_other_errors_of_create_scheduler_are_kept():
     class Broken(Trainer):
         def create_scheduler(self) -> Any:
             return ExponentialLR(self.optimizer)
@@ -250,14 +250,14 @@ def test_an_overridden_create_scheduler_may_use_the_function():
 
 
 @pytest.mark.parametrize("function", [None, partial(ExponentialLR, gamma=0.1)])
-def test_an_overridden_create_scheduler_may_make_its_own_or_none(function):
+def test_create_scheduler_may_return_its_own_scheduler_or_none(function):
     assert type(train(make_trainer(trainer_class=MakesItsOwn), create_scheduler_fn=function).scheduler) is ExponentialLR
     trainer = train(make_trainer(trainer_class=MakesNone), create_scheduler_fn=function)
     assert trainer.scheduler is None
     assert trainer.optimizer.param_groups[0] == make_trainer(model=trainer.model).optimizer.param_groups[0]
 
 
-def test_what_is_no_scheduler_is_refused_whoever_made_it():
+def test_an_invalid_scheduler_is_refused():
     class Wrong(Trainer):
         def create_scheduler(self) -> Any:
             return "cosine"
@@ -275,7 +275,7 @@ def test_a_one_cycle_schedule_that_is_too_short_is_an_error(interval, length):
     create = partial(OneCycleLR, max_lr=0.1, total_steps=length)
     with pytest.raises(ValueError, match=r"total_steps=\d, but the run steps it \d times.*MAX_NUM_TRAIN_STEPS"):
         train(trainer, epochs=2, create_scheduler_fn=create, scheduler_interval=interval)
-    assert equal(before, weights(trainer.model))
+    assert equal_weights(before, weights(trainer.model))
 
 
 # -------------------------------------------------------------------------------------- after an interrupt
@@ -290,7 +290,7 @@ def interrupts(error: BaseException, at_update: int = 7) -> TrainerCallback:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), StopTrainingError("enough"), RuntimeError("lost")])
-def test_after_an_interrupt_a_second_run_follows_without_a_hole(error):
+def test_after_an_interrupt_a_second_run_continues_the_epochs(error):
     losses: list[float] = []
     note = listener(on_train_step_end=lambda t, batch_output, **_: losses.append(batch_output["loss"].item()))
     shown: list[dict[str, Any]] = []
@@ -335,7 +335,7 @@ def test_an_epoch_interrupted_in_evaluation_has_its_losses_once():
     assert len(trainer.run_history.get_metric_values("train_loss_epoch")) == 3
 
 
-def test_a_state_saved_at_an_interrupt_holds_no_half_epoch(tmp_path):
+def test_a_state_saved_at_an_interrupt_has_complete_steps(tmp_path):
     def run(folder: str, *callbacks: Any, **kwargs: Any) -> Trainer:
         saving = SaveTrainingStateCallback(tmp_path / folder)
         return train(make_trainer([saving, *callbacks], seed=1), epochs=3, size=8, **kwargs)
@@ -354,7 +354,7 @@ def test_a_state_saved_at_an_interrupt_holds_no_half_epoch(tmp_path):
     assert len(paused.run_history.get_metric_values("train_loss_epoch")) == 2
     resumed = run("states", pauses, resume_from="latest")
     assert resumed.run_history.to_dict() == whole.run_history.to_dict()
-    assert equal(weights(resumed.model), weights(whole.model))
+    assert equal_weights(weights(resumed.model), weights(whole.model))
 
 
 def stopped_in_mid_epoch() -> Any:
@@ -375,11 +375,11 @@ def stopped_in_mid_epoch() -> Any:
             totals, counts = zip(*trainer.all_gather_object(self.sums), strict=True)
             means.append(sum(totals) / sum(counts))
 
-    model = small_model()
+    model = float64_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    trainer = quiet_trainer(model, optimizer=optimizer, callbacks=[Stops])
+    trainer = adamw_trainer(model, optimizer=optimizer, callbacks=[Stops])
     for _ in range(2):
-        data = regression_data(10 * world_size())
+        data = float64_data(10 * world_size())
         trainer.train(data, 3, per_device_batch_size=2, train_dataloader_kwargs=IN_ORDER, reset_run_history=False)
     return [(row["epoch"], row["train_loss_epoch"]) for row in trainer.run_history.rows()], means
 

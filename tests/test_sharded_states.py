@@ -34,7 +34,7 @@ from tests.sharded import (
     sharded_trainer,
     train_and_resume,
 )
-from tests.tasks import equal, largest_difference, quiet_trainer, same
+from tests.tasks import adamw_trainer, equal_weights, largest_difference, same_bits
 
 
 def saved(how: str, folder: Path, **options: Any) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def test_runs_resume_from_shards_to_the_same_bits(tmp_path, job, how, processes,
     options = {"sharded": True, "asynchronous": asynchronous}
     for uninterrupted, *resumed in job(processes).run(train_and_resume, how, tmp_path, **options):
         for again in resumed:
-            assert equal(again["weights"], uninterrupted["weights"])
+            assert equal_weights(again["weights"], uninterrupted["weights"])
             assert again["history"] == uninterrupted["history"]
     state = tmp_path / how / "update-000000002"
     files = verify_state(state)["files"]
@@ -71,7 +71,7 @@ def alone():
     return result_of(fit(sharded_trainer("whole"), "whole", update=12))
 
 
-def test_shards_or_a_whole_state_resume_on_any_process_count(tmp_path, job):
+def test_sharded_and_plain_states_resume_on_any_process_count(tmp_path, job):
     expected = alone()
     job(2).run(saved, "fsdp", tmp_path, sharded="auto")
     saved("whole", tmp_path, sharded="auto")
@@ -88,7 +88,7 @@ def test_shards_or_a_whole_state_resume_on_any_process_count(tmp_path, job):
     first = {"shards": resumed["one, of shards"][0], "state": resume("whole", of_whole)}
     for name, by_rank in resumed.items():
         for found in by_rank:
-            assert same(found["restored"], first[name.split()[-1]]["restored"]), name
+            assert same_bits(found["restored"], first[name.split()[-1]]["restored"]), name
             assert largest_difference(found["weights"], expected["weights"]) < 1e-6, name
 
 
@@ -130,7 +130,7 @@ def resumed_by_itself(folder: Path | str, epochs: int = 2) -> dict[str, Any]:
 @pytest.mark.soak
 @pytest.mark.timeout(7200 if SOAK else 1800)
 def test_sigkill_at_each_file_operation_leads_to_the_same_bits(tmp_path):
-    """Of one process, at every twenty-third; ``make soak`` kills at each."""
+    """Kills one process at every twenty-third operation; ``make soak`` at each."""
 
     def run(folder, number=0):
         def fork(rank):
@@ -151,7 +151,7 @@ def test_sigkill_at_each_file_operation_leads_to_the_same_bits(tmp_path):
         killed = run(folder, number) != 0
         assert not killed or run(folder) == 0
         found = torch.load(folder / "result.pt")
-        assert equal(found["weights"], whole["weights"])
+        assert equal_weights(found["weights"], whole["weights"])
         assert found["history"] == whole["history"]
         assert [path.name for path in folder.glob("states/update-*")] == ["update-000000008"]
         if not killed:  # the run had fewer operations
@@ -166,7 +166,7 @@ def test_shards_in_a_remote_store_resume_to_the_same_bits(tmp_path):
         whole = resumed_by_itself("memory://bucket/whole")
         resumed_by_itself("memory://bucket/run", epochs=1)
         resumed = resumed_by_itself("memory://bucket/run")
-        assert equal(resumed["weights"], whole["weights"])
+        assert equal_weights(resumed["weights"], whole["weights"])
         assert resumed["history"] == whole["history"]
 
     (status,) = in_forks(fork, tmp_path / "output")
@@ -201,7 +201,7 @@ def test_a_missing_file_of_shards_is_an_error(tmp_path, job):
 
 def test_sharded_states_without_shards_are_an_error(tmp_path):
     saving = SaveTrainingStateCallback(tmp_path, sharded=True)
-    trainer = quiet_trainer(nn.Linear(5, 1).double(), callbacks=[saving])
+    trainer = adamw_trainer(nn.Linear(5, 1).double(), callbacks=[saving])
     with pytest.raises(ValueError, match=r"sharded=True: the weights of Linear are not sharded. Shard the model"):
         trainer.train(DATA, 1)
     assert trainer.progress.update == 0
@@ -210,7 +210,7 @@ def test_sharded_states_without_shards_are_an_error(tmp_path):
 
 
 def loaded(how: str, folder: Path) -> dict[str, Any]:
-    """The weights that a sharded model loads from a directory, and those of the file that it is saved as."""
+    """The weights that a sharded model loads from a directory, and those of its saved file."""
     model = create_model()
     nn.init.zeros_(model[0].weight)
     trainer = Trainer(shard(model, how), nn.MSELoss(), None, [], accelerator=Accelerator(cpu=True))
@@ -227,9 +227,9 @@ def test_a_sharded_model_loads_a_directory_and_saves_one_file(tmp_path, job, how
         safetensors.torch.save_file({name: whole[name]}, tmp_path / file)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     for found in job(processes).run(loaded, how, tmp_path):
-        assert equal(found, whole)
-    assert equal(safetensors.torch.load_file(tmp_path / "again" / f"{how}.safetensors"), whole)
-    trainer = quiet_trainer(create_model())
+        assert equal_weights(found, whole)
+    assert equal_weights(safetensors.torch.load_file(tmp_path / "again" / f"{how}.safetensors"), whole)
+    trainer = adamw_trainer(create_model())
     (tmp_path / "model-0.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"model-0.safetensors is missing in .*, whose index names"):
         trainer.load_checkpoint(tmp_path)
@@ -259,6 +259,6 @@ def test_transformers_saves_a_sharded_model(tmp_path, two_ranks, tied):
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(tmp_path)
     for found in two_ranks.run(saved_by_transformers, tmp_path):
-        assert equal(found, dict(model.state_dict()))
+        assert equal_weights(found, dict(model.state_dict()))
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    assert equal(again.state_dict(), model.state_dict())
+    assert equal_weights(again.state_dict(), model.state_dict())

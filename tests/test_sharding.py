@@ -1,4 +1,4 @@
-"""Models that come sharded: who reads which data, gradients, and what is refused."""
+"""Sharded models: which process reads which data, gradients, and refused combinations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.sharded import (
     sharding_accelerator,
     train_and_resume,
 )
-from tests.tasks import Rows, Stream, equal, largest_difference, listener, regression_data
+from tests.tasks import Rows, Stream, equal_weights, float64_data, largest_difference, listener
 
 
 class Noisy(Rows):
@@ -73,7 +73,7 @@ pytestmark = [pytest.mark.processes, CAN_SHARD]
 
 
 def trained(how: str) -> dict[str, Any]:
-    """Everything that a run counts, sums and gathers."""
+    """Train, and return all counts, sums and gathered values."""
     seen: list[list[int]] = []
     norms: list[float] = []
     counting = listener(
@@ -84,7 +84,7 @@ def trained(how: str) -> dict[str, Any]:
     trainer = fit(sharded_trainer(how, callbacks), how)
     found = result_of(trainer) | {"seen": seen, "norms": norms}
     found["config"] = trainer.run_config.train_total_batch_size, trainer.run_config.num_update_steps_per_epoch
-    found["predictions"] = trainer.predict(regression_data(7), 2)
+    found["predictions"] = trainer.predict(float64_data(7), 2)
     found["gathered"] = trainer.gather(torch.tensor([trainer.data_ranks.rank]))
     found["stays"] = trainer.tensor_to_numeric(torch.tensor(1.0), "sum")
     return found
@@ -92,7 +92,7 @@ def trained(how: str) -> dict[str, Any]:
 
 @functools.cache
 def alone():
-    """What one process gives, with the same updates."""
+    """The result of one process with the same updates."""
     return trained("whole")
 
 
@@ -110,7 +110,7 @@ def check_same_as_alone(found, tolerance=1e-12):
 
 
 @pytest.mark.parametrize(("how", "processes"), [("fsdp", 2), ("layers", 2), ("hsdp", 4)])
-def test_sharded_models_learn_what_one_process_learns(job, how, processes):
+def test_sharded_models_train_like_one_process(job, how, processes):
     for found in job(processes).run(trained, how):
         check_same_as_alone(found)
 
@@ -131,7 +131,7 @@ def test_gradients_in_shards_are_clipped_by_value(two_ranks):
 
 
 def source_that_fails(how: str) -> tuple[str, int]:
-    """What ends a run in which one process cannot read its data, and after how many updates."""
+    """The error, and the number of updates, of a run in which one process cannot read its data."""
     trainer = sharded_trainer(how, [], 0.0, Breaking)
     try:
         trainer.train(DATA, 1, per_device_batch_size=2)
@@ -151,11 +151,11 @@ def in_single_precision(how: str) -> dict[str, list[float]]:
     model = shard(create_model().float(), how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     trainer = Trainer(model, nn.MSELoss(), optimizer, [], seed=3, accelerator=Accelerator(cpu=True))
-    fit(trainer, how, regression_data(26, dtype=torch.float32))
+    fit(trainer, how, float64_data(26, dtype=torch.float32))
     return trainer.run_history.to_dict()
 
 
-def test_losses_in_single_precision_are_those_of_replicas(two_ranks):
+def test_single_precision_losses_equal_those_of_replicas(two_ranks):
     replicas = two_ranks.run(in_single_precision, "whole")[0]
     for found in two_ranks.run(in_single_precision, "fsdp"):
         for name, values in replicas.items():
@@ -181,12 +181,12 @@ def by_accelerate(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_accelerate_shards_in_two_dimensions(tmp_path, job):
+def test_accelerate_may_shard_in_two_dimensions(tmp_path, job):
     """Its states are saved in shards and resumed, too."""
     for whole, resumed in job(4).run(by_accelerate, tmp_path):
         assert whole["dimensions"] == 2
         assert largest_difference(whole["weights"], alone()["weights"]) < 1e-12
-        assert equal(resumed["weights"], whole["weights"])
+        assert equal_weights(resumed["weights"], whole["weights"])
         assert resumed["history"] == whole["history"]
 
 
@@ -196,7 +196,7 @@ def test_runs_of_sharded_models_resume_to_the_same_bits(tmp_path, job, how, proc
     for uninterrupted, *resumed in job(processes).run(train_and_resume, how, tmp_path):
         assert len(resumed) == 2
         for again in resumed:
-            assert equal(again["weights"], uninterrupted["weights"])
+            assert equal_weights(again["weights"], uninterrupted["weights"])
             assert again["history"] == uninterrupted["history"]
 
 
@@ -205,7 +205,7 @@ def reductions(how: str) -> dict[str, int]:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # seen only by the mode that counts
     trainer = sharded_trainer(how)
     with CommDebugMode() as counting:
-        trainer.train(regression_data(4 * world_size()), 1, per_device_batch_size=1, gradient_accumulation_steps=4)
+        trainer.train(float64_data(4 * world_size()), 1, per_device_batch_size=1, gradient_accumulation_steps=4)
     counts = {str(name): count for name, count in counting.get_comm_counts().items()}
     return {kind: sum(n for name, n in counts.items() if kind in name) for kind in ("reduce_scatter", "allreduce")}
 
@@ -239,7 +239,7 @@ def test_weights_are_averaged_and_evaluated_in_shards(tmp_path, job, how, proces
         assert whole["history"]["ema_model_eval_loss_epoch"] == pytest.approx(
             expected["history"]["ema_model_eval_loss_epoch"], abs=1e-12
         )
-        assert equal(resumed["average"], whole["average"])
+        assert equal_weights(resumed["average"], whole["average"])
         assert resumed["history"] == whole["history"]
 
 
@@ -259,7 +259,7 @@ def averaged_statistics() -> dict[str, Any]:
     keeping = listener(on_training_run_start=keep, on_optimizer_step_end=keep)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     trainer = Trainer(model, nn.MSELoss(), optimizer, [keeping, average], accelerator=Accelerator(cpu=True), seed=3)
-    held_out = regression_data(9)
+    held_out = float64_data(9)
     trainer.train(DATA, 2, held_out, 8 // world_size(), gradient_clip_norm=0.3)
     assert average.ema is not None
     mean = gathered(average.ema.module.state_dict())
@@ -270,7 +270,7 @@ def averaged_statistics() -> dict[str, Any]:
 
 def test_statistics_of_a_sharded_model_are_averaged_as_weights(two_ranks):
     first, second = two_ranks(averaged_statistics)
-    assert equal(first["average"], second["average"])
+    assert equal_weights(first["average"], second["average"])
     start, *later = first["states"]
     assert len(later) == 8
     for name, average in first["average"].items():
@@ -280,7 +280,7 @@ def test_statistics_of_a_sharded_model_are_averaged_as_weights(two_ranks):
         torch.testing.assert_close(average, expected, atol=1e-12, rtol=0)
         assert not torch.equal(average, start[name]), name
     for found in (first, second):
-        assert equal(found["weights"], first["states"][-1])  # evaluating the average leaves the model as it was
+        assert equal_weights(found["weights"], first["states"][-1])  # evaluating the average leaves the model as it was
         history = found["history"]["ema_model_eval_loss_epoch"]
         assert history[-1] == pytest.approx(first["loss_of_average"], abs=1e-12)
 
@@ -298,7 +298,7 @@ def placed(source: Path | None, training: bool = True) -> dict[str, Any]:
     return {"before": before, "after": gathered(trainer.get_model().state_dict())}
 
 
-def test_a_model_from_the_meta_device_starts_as_if_unsharded(tmp_path, two_ranks):
+def test_a_meta_device_model_starts_like_an_unsharded_one(tmp_path, two_ranks):
     torch.manual_seed(3)
     torch.set_default_dtype(torch.float64)
     try:
@@ -306,14 +306,14 @@ def test_a_model_from_the_meta_device_starts_as_if_unsharded(tmp_path, two_ranks
     finally:
         torch.set_default_dtype(torch.float32)
     for found in two_ranks.run(placed, None):
-        assert equal(found["before"], nn.Sequential(*layers).state_dict())
-        assert not equal(found["before"], found["after"])
+        assert equal_weights(found["before"], nn.Sequential(*layers).state_dict())
+        assert not equal_weights(found["before"], found["after"])
     alone = placed(None)
-    assert equal(alone["before"], found["before"])
+    assert equal_weights(alone["before"], found["before"])
     save_file(alone["after"], tmp_path / "model.safetensors")
     for source in (tmp_path, tmp_path / "model.safetensors"):
         for found in two_ranks.run(placed, source):
-            assert equal(found["before"], alone["after"])
+            assert equal_weights(found["before"], alone["after"])
 
 
 def placed_wrongly(how: str) -> str:
@@ -362,7 +362,7 @@ def of_transformers(folder: Path) -> dict[str, Any]:
     return {"sharded": trainer.is_sharded} | result_of(trainer)
 
 
-def test_a_model_of_transformers_comes_sharded(tmp_path, two_ranks):
+def test_a_sharded_transformers_model_trains(tmp_path, two_ranks):
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers, "DistributedConfig"):
         pytest.skip("this version of transformers has no DistributedConfig")
@@ -415,7 +415,7 @@ def random_data_alike(how: str) -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize(("how", "processes"), [("tp", 2), ("tp_fsdp", 4)])
-def test_processes_that_divide_a_model_also_share_random_numbers(job, how, processes):
+def test_tensor_parallel_processes_share_random_numbers(job, how, processes):
     by_rank = job(processes).run(random_data_alike, how)
     for first, second in zip(by_rank[::2], by_rank[1::2], strict=True):
         for (batches, dropped), (others, dropped_there) in zip(first, second, strict=True):
@@ -461,6 +461,6 @@ def error_of(how: str) -> str:
     ("accelerate_meta", 2, "cannot tell the parameters of an optimizer apart (accelerate issue 3930)"),
     ("tp_config", 2, "has tp_size=2, but 1 process(es) share the weights of Sequential by tensor parallelism"),
 ])  # fmt: skip
-def test_what_cannot_be_trained_is_refused(job, how, processes, message):
+def test_unsupported_sharded_trainings_are_refused(job, how, processes, message):
     for said in job(processes).run(error_of, how):
         assert message in said

@@ -1,4 +1,4 @@
-"""Streams on several processes: dealt out by the first, or divided into parts."""
+"""Streams on several processes: dealt out by rank 0, or divided into parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.ranks import OrderedStream, Recorder
 from tests.ranks import rank as own_rank
 from tests.ranks import world_size as job_size
 from tests.streams import Keeps, SavesEachUpdate, ShuffledSamples, Sums, source, train_on
-from tests.tasks import equal, listener, quiet_trainer, regression_data, same, small_model, weights
+from tests.tasks import adamw_trainer, equal_weights, float64_data, float64_model, listener, same_bits, weights
 
 
 class Part(NamedTuple):
@@ -91,7 +91,7 @@ class Named(IterableDataset):
 
 def read_by_training(stream: Any) -> dict[str, Any]:
     recorder, text = Recorder(), StringIO()
-    trainer = quiet_trainer(small_model(), callbacks=[recorder])
+    trainer = adamw_trainer(float64_model(), callbacks=[recorder])
     with redirect_stdout(text):
         trainer.train(stream, 2, stream, per_device_batch_size=2)
     return {
@@ -227,8 +227,8 @@ def test_each_process_reads_its_part_of_a_divisible_stream(two_ranks, tmp_path, 
         resumed = two_ranks.run(train_on, kind, resume_from=tmp_path / f"{update}", size=31)
         for before, after in zip(whole, resumed, strict=True):
             seen = min(update, len(before["seen"]) // 2) + max(update - steps, 0)
-            assert same(after["seen"], before["seen"][seen:])
-            assert equal(after["weights"], before["weights"])
+            assert same_bits(after["seen"], before["seen"][seen:])
+            assert equal_weights(after["weights"], before["weights"])
         if kind == "cut":
             assert sum(len(result["read"]) for result in resumed) <= len(numbers_in(resumed)) + 15
 
@@ -241,8 +241,8 @@ def test_hugging_faces_streams_are_divided_by_their_shards(two_ranks, tmp_path):
     assert "as sharded by split_dataset_by_node (IterableDataset)" in whole[0]["printed"]
     resumed = two_ranks.run(train_on, "six shards", resume_from=tmp_path / "2")
     for before, after in zip(whole, resumed, strict=True):
-        assert same(after["seen"], before["seen"][2:])
-        assert equal(after["weights"], before["weights"])
+        assert same_bits(after["seen"], before["seen"][2:])
+        assert equal_weights(after["weights"], before["weights"])
     alone = train_on("six shards", resume_from=tmp_path / "2")
     seen = [{"seen": result["seen"][:2]} for result in whole]
     assert sorted(numbers_in(seen) + numbers_in([alone])) == sorted([*range(26)] * 2)
@@ -281,7 +281,7 @@ def test_any_number_of_processes_completes_a_divided_stream(two_ranks, job, tmp_
 
 
 @pytest.mark.parametrize("kind", ["cut", "forgetful cut"])
-def test_what_is_left_of_divided_streams_has_its_noise(two_ranks, tmp_path, kind):
+def test_the_rest_of_divided_streams_keeps_its_noise(two_ranks, tmp_path, kind):
     whole = two_ranks.run(train_on, kind, tmp_path, size=31)
     alone = train_on(kind, resume_from=tmp_path / "2", size=31)
     left = [torch.cat(result["seen"])[6:size].tolist() for result, size in zip(whole, (16, 15), strict=True)]
@@ -313,14 +313,14 @@ def test_reading_ahead_changes_no_random_numbers_of_steps(two_ranks, tmp_path, k
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_process_whose_part_is_empty_waits_for_the_others(ranks, size):
+def test_a_process_with_an_empty_part_waits_for_the_others(ranks, size):
     found = ranks.run(train_on, "cut", size=size)
     assert sorted(numbers_in(found)) == sorted([*range(size)] * 2)
-    assert all(equal(result["weights"], found[0]["weights"]) for result in found)
+    assert all(equal_weights(result["weights"], found[0]["weights"]) for result in found)
 
 
 def dealt_batches() -> Any:
-    """What each process is dealt in an epoch of training and one of evaluation, of each kind of batches."""
+    """The batches dealt to each process in training and in evaluation, by kind of batch."""
     found = {}
     loader = DataLoader(Mixed(), None)
     for training in (True, False):
@@ -360,7 +360,7 @@ def test_batches_of_any_kind_are_dealt(ranks):
 
 
 def failing_streams() -> dict[str, Any]:
-    """How many steps there are, and what is said, when one process cannot read."""
+    """The number of steps, and the error, when one process cannot read."""
     found = {}
     all_numbers = [*range(24)]
     streams = {
@@ -384,7 +384,7 @@ def failing_streams() -> dict[str, Any]:
     return found
 
 
-def test_what_fails_on_one_process_ends_the_run_on_all(two_ranks):
+def test_a_stream_error_on_one_process_ends_the_run_on_all(two_ranks):
     for rank, found in enumerate(two_ranks(failing_streams)):
         of_reader = "OSError: " if rank == 0 else "OSError: Rank 0 failed: OSError: "
         of_second = "OSError: " if rank == 1 else "OSError: Rank 1 failed: OSError: "
@@ -436,7 +436,7 @@ def test_the_smaller_the_batches_the_further_ahead_they_are_read(two_ranks):
             assert found[name]["ahead"][0] == 2  # it does not start with many
             assert len(found[name]["ahead"]) == 50
             assert [int(x[0, 0]) for x in found[name]["seen"]] == [*range(50 - 7 * rank)]
-            assert equal(found[name]["weights"], found["small"]["weights"])
+            assert equal_weights(found[name]["weights"], found["small"]["weights"])
 
 
 def streams_within_streams() -> Any:
@@ -474,7 +474,7 @@ def streams_within_streams() -> Any:
 def test_streams_are_evaluated_while_another_is_read(two_ranks):
     for found in two_ranks(streams_within_streams):
         for name in ("shelf", "cut", "own part"):
-            assert equal(found[name, False], found[name, True]), name
+            assert equal_weights(found[name, False], found[name, True]), name
 
 
 def read_streams() -> Any:
@@ -483,7 +483,7 @@ def read_streams() -> Any:
     random.seed(own_rank())
     for size in (1, 7, 24):
         recorder = Recorder()
-        trainer = quiet_trainer(small_model(), callbacks=[recorder])
+        trainer = adamw_trainer(float64_model(), callbacks=[recorder])
         trainer.train(ShuffledSamples(size), 2, per_device_batch_size=2, gradient_accumulation_steps=2)
         results["stream", size] = torch.cat(recorder.inputs) if recorder.inputs else torch.empty(0, 5)
         results["updates", size] = trainer.progress.update
@@ -495,10 +495,10 @@ def read_streams() -> Any:
             return OwnShard(DataLoader(TensorDataset(*(t[:keep] for t in mine.tensors)), batch_size))
 
     recorder = Recorder()
-    model = small_model()
+    model = float64_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     trainer = OwnShards(model, nn.MSELoss(), optimizer, callbacks=[recorder])
-    trainer.train(regression_data(20), 2, per_device_batch_size=2)
+    trainer.train(float64_data(20), 2, per_device_batch_size=2)
     results["own"] = {
         "inputs": torch.cat(recorder.inputs),
         "weights": weights(model),
@@ -508,27 +508,27 @@ def read_streams() -> Any:
     return results
 
 
-def test_a_stream_is_dealt_out_once_in_equally_many_updates(ranks):
+def test_a_stream_is_divided_once_into_equal_update_counts(ranks):
     results = ranks(read_streams)
     for size in (1, 7, 24):
-        expected = regression_data(size).tensors[0].repeat(2, 1)
+        expected = float64_data(size).tensors[0].repeat(2, 1)
         seen = torch.cat([result["stream", size] for result in results])
         assert torch.equal(seen.sort(0).values, expected.sort(0).values)
         assert len({result["updates", size] for result in results}) == 1
 
 
-def test_own_shards_of_unequal_length_are_used_up_without_a_hang(ranks):
+def test_unequal_own_shards_are_read_without_a_hang(ranks):
     own = [result["own"] for result in ranks(read_streams)]
     first = len(range(0, 20, ranks.world_size))
     assert [len(result["inputs"]) for result in own] == [2 * first, *[2] * (ranks.world_size - 1)]
     assert {result["samples"] for result in own} == {2 * (first + ranks.world_size - 1)}
     assert {result["updates"] for result in own} == {2 * -(-first // 2)}
-    assert all(equal(result["weights"], own[0]["weights"]) for result in own)
+    assert all(equal_weights(result["weights"], own[0]["weights"]) for result in own)
 
 
 def streams_that_share_themselves_out() -> Any:
     """Each epoch has all samples once, of streams of which each process has a part, and of one that gives all."""
-    data = list(regression_data(24))
+    data = list(float64_data(24))
     split = SplitStream(data, Part(own_rank(), job_size()))
     results = {
         "split": read_by_training(split),
@@ -565,7 +565,7 @@ def hugging_face_streams() -> Any:
     from datasets import Dataset
     from datasets.distributed import split_dataset_by_node
 
-    x, y = regression_data(24).tensors
+    x, y = float64_data(24).tensors
     rows = Dataset.from_dict({"x": x.tolist(), "y": y.tolist()})
     results = {}
     for name, num_shards in (("by shards", 6), ("by samples", 5), ("whole", 6)):
@@ -587,7 +587,7 @@ def test_streams_split_by_hugging_face_are_read_by_each_process(ranks, kind):
 
 
 def hugging_face_tables() -> dict[str, str]:
-    """What is said of tables that were split, or shuffled otherwise, on each process; and of the same on all."""
+    """The errors for tables that were split or shuffled differently on each process, and the result of equal ones."""
     from datasets import Dataset
     from datasets.distributed import split_dataset_by_node
 
@@ -599,7 +599,7 @@ def hugging_face_tables() -> dict[str, str]:
         "the same": rows.shuffle(seed=0),
     }.items():
         model = nn.Linear(1, 1)
-        trainer = quiet_trainer(model)
+        trainer = adamw_trainer(model)
         try:
             trainer.train(table, 1, collate_fn=lambda rows: [torch.stack([row[k] for row in rows]) for k in "xy"])
             said[name] = "trained"
@@ -617,8 +617,8 @@ def test_a_table_that_each_process_has_a_part_of_is_refused(two_ranks):
 
 
 def streams_shared_out_wrongly() -> Any:
-    """What is said of parts that are not those of the processes."""
-    data, said = list(regression_data(24)), {}
+    """The errors for parts that do not match the processes."""
+    data, said = list(float64_data(24)), {}
     for name, stream in {
         "the same on all": SplitStream(data, Part(0, job_size())),
         "for others": SplitStream(data, Part(own_rank(), job_size() + 1)),
@@ -643,13 +643,13 @@ def test_streams_not_sharded_over_the_processes_are_refused(ranks):
 
 def assert_each_sample_once(found):
     """In each of two epochs, and in evaluation."""
-    x, _ = regression_data(24).tensors
+    x, _ = float64_data(24).tensors
     assert torch.equal(torch.cat([result["inputs"] for result in found]).sort(0).values, x.repeat(2, 1).sort(0).values)
-    model = small_model()
+    model = float64_model()
     for result in found:
         assert result["samples"] == 48
         assert result["losses"] == found[0]["losses"]
-        assert equal(result["weights"], found[0]["weights"])
+        assert equal_weights(result["weights"], found[0]["weights"])
     model.load_state_dict(found[0]["weights"])
-    whole = quiet_trainer(model).evaluate(regression_data(24))["evaluation_loss"]
+    whole = adamw_trainer(model).evaluate(float64_data(24))["evaluation_loss"]
     assert found[0]["losses"][-1] == pytest.approx(whole, abs=1e-10)

@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds without a warning, its search finds, and its lines fit their columns."""
+"""The documentation site: no warnings, a working search, and lines that fit their columns."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 
 def is_newest(file: Path) -> bool:
-    """Whether a file is newer than everything that the pages are made of."""
+    """Whether a file is newer than all sources of the pages."""
     if not file.exists():
         return False
     patterns = ["*.md", "docs/**/*", "examples/**/*", "pytorch_accel_lite/**/*.py"]
@@ -108,7 +108,7 @@ def is_newest(file: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pages as ``make docs`` builds them: those that it has built if nothing they are made of is newer."""
+    """The pages of ``make docs``, built if they are missing or outdated."""
     folder = tmp_path_factory.mktemp("site")
     if is_newest(BUILT / ".finished"):
         shutil.copytree(BUILT, folder, dirs_exist_ok=True)

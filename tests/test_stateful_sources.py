@@ -1,4 +1,4 @@
-"""Sources that report where they are: a resumed run reads nothing that it has already seen."""
+"""Sources that report their position: a resumed run does not read samples again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import StepBasedEvaluationCallback
 from tests.streams import Forgetful, Keeps, SavesEachUpdate, Shelf, Sums, hugging_face, mixed, rows, shuffled, train_on
-from tests.tasks import equal, listener, same
+from tests.tasks import equal_weights, listener, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torchdata
 BATCHES = 9  # in an epoch of 26 samples
@@ -42,8 +42,8 @@ def require(kind: str) -> None:
 def test_a_stream_with_a_state_for_its_loader_only_is_reread(tmp_path):
     whole = train_on("for its loader", tmp_path)
     resumed = train_on("for its loader", resume_from=tmp_path / f"{BATCHES + 4}")
-    assert same(resumed["seen"], whole["seen"][BATCHES + 4 :])
-    assert equal(resumed["weights"], whole["weights"])
+    assert same_bits(resumed["seen"], whole["seen"][BATCHES + 4 :])
+    assert equal_weights(resumed["weights"], whole["weights"])
 
 
 @pytest.mark.parametrize("kind", ["shelf", "hugging face", "loader", pytest.param("workers", marks=pytest.mark.slow)])
@@ -53,8 +53,8 @@ def test_a_stateful_source_resumes_without_reading_again(tmp_path, kind):
     assert len(whole["seen"]) == 2 * BATCHES
     for update in (BATCHES + 4,) if kind == "workers" else (1, BATCHES - 1, BATCHES, BATCHES + 4, 2 * BATCHES - 1):
         resumed = train_on(kind, resume_from=tmp_path / f"{update}")
-        assert same(resumed["seen"], whole["seen"][update:])
-        assert equal(resumed["weights"], whole["weights"])
+        assert same_bits(resumed["seen"], whole["seen"][update:])
+        assert equal_weights(resumed["weights"], whole["weights"])
         if kind != "workers":  # which read in other processes
             assert len(resumed["read"]) == sum(map(len, whole["seen"][update:]))
         assert "read again" not in resumed["printed"]
@@ -71,7 +71,7 @@ def test_a_source_that_cannot_report_all_is_read_again(tmp_path, kind, reason):
     require(kind)
     whole = train_on(kind, tmp_path)
     resumed = train_on(kind, resume_from=tmp_path / "4")
-    assert same(resumed["seen"], whole["seen"][4:])
+    assert same_bits(resumed["seen"], whole["seen"][4:])
     assert "read again from IterableDataset" in resumed["printed"]
     assert reason in resumed["printed"]
 
@@ -79,12 +79,12 @@ def test_a_source_that_cannot_report_all_is_read_again(tmp_path, kind, reason):
 def test_a_stream_without_a_state_is_reread_with_its_noise(tmp_path):
     whole = train_on("forgetful", tmp_path)
     resumed = train_on("forgetful", resume_from=tmp_path / "4")
-    assert same(resumed["seen"], whole["seen"][4:])
+    assert same_bits(resumed["seen"], whole["seen"][4:])
     assert len(resumed["read"]) == 2 * 26
 
 
 @pytest.mark.extension("mixtures")
-def test_a_resumed_stream_is_whole_in_its_next_pass():
+def test_a_resumed_stream_is_complete_in_its_next_pass():
     """Hugging Face's streams return to a loaded state whenever they are read in the same epoch."""
     require("hugging face")
     stream = mixed({"rows": hugging_face(8, [])})
@@ -122,7 +122,7 @@ def test_an_evaluation_of_the_resumed_stream_counts_all_samples(tmp_path):
         pytest.param("mixture", marks=pytest.mark.extension("mixtures")),
     ],
 )
-def test_streams_that_have_become_shorter_are_reported(kind):
+def test_streams_that_became_shorter_are_reported(kind):
     def make(size: int) -> Any:
         stream = Forgetful(range(size))
         return shuffled(stream, 3) if kind == "blocks" else mixed({"all": stream}, repeat=False)
@@ -149,7 +149,7 @@ def test_steps_may_count_anything_when_a_stream_is_read_again(tmp_path, factor):
         trainer = Counts(model, None, torch.optim.SGD(model.parameters(), lr=1e-4), callbacks, seed=5)
         trainer.train(Forgetful(range(32)), 1, per_device_batch_size=4, resume_from=resume_from)
         seen.append(keeps.seen)
-    assert same(seen[1], seen[0][3:])
+    assert same_bits(seen[1], seen[0][3:])
 
 
 @pytest.mark.slow
@@ -165,8 +165,8 @@ def test_workers_draw_the_same_numbers_when_a_stream_is_reread(tmp_path, has_gen
             Shuffled(range(24)), 2, per_device_batch_size=4, train_dataloader_kwargs=kwargs, resume_from=resume_from
         )
         seen.append(keeps.seen)
-    assert not same(seen[0][:6], seen[0][6:])
-    assert same(seen[1], seen[0][8:])
+    assert not same_bits(seen[0][:6], seen[0][6:])
+    assert same_bits(seen[1], seen[0][8:])
 
 
 def test_a_stateful_stream_continues_with_another_batch_size(tmp_path):
@@ -185,7 +185,7 @@ def test_a_stateful_stream_continues_with_another_batch_size(tmp_path):
     ],
     ids=["alone", "shuffled", "mixture"],
 )
-def test_a_source_that_something_else_began_to_read_is_reread(tmp_path, capsys, wrap):
+def test_a_source_that_other_code_began_to_read_is_reread(tmp_path, capsys, wrap):
     """A stream that is evaluated in the middle of an epoch reports the position of the evaluation."""
 
     class Copies(Shelf):  # each iteration has a position of its own, the latest is reported
@@ -210,10 +210,10 @@ def test_a_source_that_something_else_began_to_read_is_reread(tmp_path, capsys, 
         return keeps.seen
 
     whole = run()
-    assert same(run(resume_from=tmp_path / "4"), whole[4:])
+    assert same_bits(run(resume_from=tmp_path / "4"), whole[4:])
     name = type(wrap(Copies(()))).__name__
     assert f"read again from {name}: the training state holds no position" in capsys.readouterr().out
-    assert same(run(resume_from=tmp_path / "3"), whole[3:])  # read before the evaluation
+    assert same_bits(run(resume_from=tmp_path / "3"), whole[3:])  # read before the evaluation
     assert "read again" not in capsys.readouterr().out
 
 
@@ -235,7 +235,7 @@ def test_states_are_taken_only_if_a_run_may_keep_them(seed, states):
     assert asked == [train] * states
 
 
-def test_a_position_that_does_not_fit_is_an_error_that_says_so(tmp_path):
+def test_a_mismatched_position_is_explained(tmp_path):
     pytest.importorskip("torchdata.stateful_dataloader")
     train_on("shelf", tmp_path)
     with pytest.raises(ValueError, match=r"does not fit the training data, a StatefulDataLoader .* as it was when"):
@@ -279,8 +279,8 @@ def test_processes_continue_hugging_faces_split_stream(two_ranks, tmp_path):
 def check_resumed_on(ranks, tmp_path, kind):
     whole, resumed = resumed_on(ranks, kind, tmp_path / "states", 2)
     for before, after in zip(whole, resumed, strict=True):
-        assert same(after["seen"], before["seen"][2:])
-        assert equal(after["weights"], before["weights"])
+        assert same_bits(after["seen"], before["seen"][2:])
+        assert equal_weights(after["weights"], before["weights"])
         assert "read again" not in after["printed"]
     read = [*chain(*(result["read"] for result in resumed))]
     seen = [int(x) for result in resumed for batch in result["seen"] for x in batch[:, 0]]
@@ -305,7 +305,7 @@ def test_other_processes_read_a_stateful_sources_parts_again(two_ranks, job, tmp
 
 
 @pytest.mark.processes
-def test_a_stateful_part_that_has_run_out_repeats_its_last_batch(two_ranks, tmp_path):
+def test_an_exhausted_stateful_part_repeats_its_last_batch(two_ranks, tmp_path):
     """The shares of 26 samples are 13 and 12 at a time of one: the second waits with zero weight.
 
     The state of update 12 is saved right after its last batch, when it does not wait yet.
@@ -314,7 +314,7 @@ def test_a_stateful_part_that_has_run_out_repeats_its_last_batch(two_ranks, tmp_
 
 
 @pytest.mark.processes
-def test_a_hugging_face_part_that_ran_out_repeats_its_last_batch(two_ranks, tmp_path):
+def test_an_exhausted_hugging_face_part_repeats_its_last_batch(two_ranks, tmp_path):
     """The parts of 13 samples in six shards have seven and six."""
     require("split")
     check_resumed_where_a_part_ends(two_ranks, "six shards", tmp_path, 13, (6, 7))
@@ -327,5 +327,5 @@ def check_resumed_where_a_part_ends(ranks, kind, tmp_path, size, updates):
         counts = [len(result["seen"]) for result in (*whole, *resumed)]
         assert sum(counts[:2]) - sum(counts[2:]) == min(2 * update, counts[0] + counts[1] >> 1)
         for before, after in zip(whole, resumed, strict=True):
-            assert same(after["seen"], before["seen"][-len(after["seen"]) :])
-            assert equal(after["weights"], before["weights"])
+            assert same_bits(after["seen"], before["seen"][-len(after["seen"]) :])
+            assert equal_weights(after["weights"], before["weights"])

@@ -1,4 +1,4 @@
-"""Runs that are stopped, end or fail: at the same update on every process."""
+"""Stopped, finished and failed runs: all processes end at the same update."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.cases import NaNOnOneRank, StopsAt, nan_on_one_rank
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, shared_folder
 from tests.tasks import (
-    equal,
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
     listener,
     make_data,
     make_trainer,
-    quiet_trainer,
-    regression_data,
-    small_model,
     train,
     warnings_of,
     weights,
@@ -67,7 +67,7 @@ class Hears(TrainerCallback):
 
 
 @two_are_enough
-def test_a_loss_that_is_not_finite_ends_all_ranks_at_one_update(ranks):
+def test_a_non_finite_loss_ends_all_ranks_at_one_update(ranks):
     results = ranks(nan_on_one_rank)
     assert len({result["update"] for result in results}) == 1
     for result in results:
@@ -76,9 +76,9 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_at_one_update(ranks):
 
 
 def stop_on_one_rank() -> Any:
-    model = small_model()
-    trainer = quiet_trainer(model, callbacks=[StopsAt("on_train_step_end", 3)])
-    trainer.train(regression_data(2000), 2, per_device_batch_size=1)
+    model = float64_model()
+    trainer = adamw_trainer(model, callbacks=[StopsAt("on_train_step_end", 3)])
+    trainer.train(float64_data(2000), 2, per_device_batch_size=1)
     return {"reason": trainer.stop_reason, "update": trainer.progress.update, "weights": weights(model)}
 
 
@@ -87,20 +87,20 @@ def test_a_stop_requested_by_one_rank_stops_all_at_one_update(ranks):
     assert {result["reason"] for result in results} == {"enough"}
     assert len({result["update"] for result in results}) == 1
     assert results[0]["update"] < 2 * 2000 // ranks.world_size
-    assert all(equal(result["weights"], results[0]["weights"]) for result in results)
+    assert all(equal_weights(result["weights"], results[0]["weights"]) for result in results)
 
 
 def time_limit() -> Any:
-    """A run that pauses again and again, and one that does not."""
+    """The results of a run that pauses repeatedly, and of an uninterrupted one."""
     outcomes = []
     with shared_folder() as folder:
         for limit in (1e-9, 3600):
             updates, reason = [], ""
             while reason is not None:
-                model = small_model()
+                model = float64_model()
                 saving = SaveTrainingStateCallback(folder / f"limit {limit}", save_at_end=False)
-                trainer = quiet_trainer(model, callbacks=[TimeLimitCallback(limit), saving], seed=3)
-                trainer.train(regression_data(24), 2, per_device_batch_size=3, resume_from="latest")
+                trainer = adamw_trainer(model, callbacks=[TimeLimitCallback(limit), saving], seed=3)
+                trainer.train(float64_data(24), 2, per_device_batch_size=3, resume_from="latest")
                 reason = trainer.stop_reason
                 updates.append(trainer.progress.update)
             outcomes.append({"updates": updates, "weights": weights(model)})
@@ -108,22 +108,22 @@ def time_limit() -> Any:
 
 
 @two_are_enough
-def test_a_limit_of_time_pauses_all_ranks_at_the_same_update(ranks):
+def test_a_time_limit_pauses_all_ranks_at_the_same_update(ranks):
     for paused, whole in ranks(time_limit):
         assert len(paused["updates"]) > 2
         assert paused["updates"] == ranks(time_limit)[0][0]["updates"]
         assert len(whole["updates"]) == 1
         assert paused["updates"][-1] == whole["updates"][-1]
-        assert equal(paused["weights"], whole["weights"])
+        assert equal_weights(paused["weights"], whole["weights"])
 
 
 def stop_before_communicating_callbacks() -> Any:
-    """The others of the event still run on the rank that asks for a stop: they talk to the other ranks."""
+    """After a stop on one rank, later callbacks of the event still run there, as they may communicate."""
     timing = callbacks.TimingCallback(show=False)
-    trainer = quiet_trainer(
-        small_model(), callbacks=[StopsAt("on_train_epoch_end"), callbacks.ThroughputCallback(), timing]
+    trainer = adamw_trainer(
+        float64_model(), callbacks=[StopsAt("on_train_epoch_end"), callbacks.ThroughputCallback(), timing]
     )
-    trainer.train(regression_data(16), num_epochs=3, per_device_batch_size=4)
+    trainer.train(float64_data(16), num_epochs=3, per_device_batch_size=4)
     return {"reason": trainer.stop_reason, "epoch": trainer.progress.epoch, "run": timing.totals["run"]}
 
 
@@ -137,14 +137,14 @@ def test_a_stop_in_an_event_leaves_no_rank_waiting_for_another(ranks):
 
 
 def nan_with_logger() -> Any:
-    """All ranks end together: the rows until then are written."""
+    """All ranks end together, and all rows until then are written."""
     with shared_folder() as folder:
         log = callbacks.MetricsFileCallback(folder / "m.jsonl", every_n_updates=1)
-        model = small_model()
+        model = float64_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         trainer = NaNOnOneRank(model, nn.MSELoss(), optimizer, callbacks=[TerminateOnNaNCallback, log])
         with suppress(NonFiniteLossError):
-            trainer.train(regression_data(64), num_epochs=1, per_device_batch_size=2)
+            trainer.train(float64_data(64), num_epochs=1, per_device_batch_size=2)
         trainer.barrier()
         rows = (folder / "m_updates.jsonl").read_text().splitlines()
         trainer.barrier()
@@ -159,12 +159,12 @@ def test_rows_are_written_until_all_ranks_end_together(ranks):
 
 
 def error_with_logger() -> Any:
-    """Nobody knows that the other ranks fail too: what was averaged with them is written."""
+    """If all ranks fail, the rows that were already averaged are written."""
     with shared_folder() as folder:
-        log, model = callbacks.MetricsFileCallback(folder / "m.jsonl", every_n_updates=1), small_model()
+        log, model = callbacks.MetricsFileCallback(folder / "m.jsonl", every_n_updates=1), float64_model()
         trainer = Fails(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), callbacks=[log])
         with suppress(ValueError):
-            trainer.train(regression_data(64), num_epochs=1, per_device_batch_size=2)
+            trainer.train(float64_data(64), num_epochs=1, per_device_batch_size=2)
         trainer.barrier()
         rows = (folder / "m_updates.jsonl").read_text().splitlines()
         trainer.barrier()
@@ -178,10 +178,10 @@ def test_rows_are_written_until_an_error_that_all_ranks_have(ranks):
 
 
 def stopped_evaluation() -> Any:
-    trainer = Trainer(small_model(), nn.MSELoss(), None, callbacks=[StopsFirstEvaluation])
+    trainer = Trainer(float64_model(), nn.MSELoss(), None, callbacks=[StopsFirstEvaluation])
     reasons = []
     for _ in range(2):
-        trainer.evaluate(regression_data(20), per_device_batch_size=2)
+        trainer.evaluate(float64_data(20), per_device_batch_size=2)
         reasons.append(trainer.stop_reason)
     return reasons
 
@@ -192,28 +192,28 @@ def test_an_evaluation_that_was_stopped_does_not_stop_the_next(ranks):
 
 
 def nan_while_ending() -> Any:
-    trainer = quiet_trainer(small_model(), callbacks=[StopsAt("on_train_epoch_end"), NaNAtTheEnd()])
+    trainer = adamw_trainer(float64_model(), callbacks=[StopsAt("on_train_epoch_end"), NaNAtTheEnd()])
     raised = None
     try:
-        trainer.train(regression_data(12), 1)
+        trainer.train(float64_data(12), 1)
     except NonFiniteLossError as error:
         raised = str(error)
-    return raised, "evaluation_loss" in trainer.evaluate(regression_data(6))
+    return raised, "evaluation_loss" in trainer.evaluate(float64_data(6))
 
 
 @two_are_enough
-def test_what_is_found_while_a_run_ends_ends_that_run(ranks):
+def test_a_nan_found_while_a_run_ends_belongs_to_that_run(ranks):
     assert nan_while_ending() == ("found while ending", True)
     assert ranks(nan_while_ending) == [("found while ending", True)] * ranks.world_size
 
 
 def states_with_nan() -> Any:
     """Only one rank sees the NaN, and the ranks talk rarely; states are saved often."""
-    data = regression_data(400)
+    data = float64_data(400)
     data.tensors[0][23] = math.nan
     with shared_folder() as folder:
         saver = SaveTrainingStateCallback(folder / "nan", save_every_n_steps=1, max_checkpoints=2)
-        trainer = quiet_trainer(small_model(), callbacks=[TerminateOnNaNCallback, saver], seed=0)
+        trainer = adamw_trainer(float64_model(), callbacks=[TerminateOnNaNCallback, saver], seed=0)
         failed = None
         try:
             trainer.train(data, 2, per_device_batch_size=2, train_dataloader_kwargs=IN_ORDER)
@@ -226,7 +226,7 @@ def states_with_nan() -> Any:
 
 
 @two_are_enough
-def test_no_state_of_weights_that_are_not_finite_is_written(ranks):
+def test_states_with_non_finite_weights_are_not_written(ranks):
     for result in ranks(states_with_nan):
         assert result["failed"] is not None
         assert len(result["finite"]) == 2
@@ -234,10 +234,10 @@ def test_no_state_of_weights_that_are_not_finite_is_written(ranks):
 
 
 def stop_before_others() -> Any:
-    """What a callback after the one that stops the run has heard."""
+    """The events of a callback after the one that stops the run."""
     heard: list[int] = []
     callbacks = [StopsAtEpochTwo(), Hears(heard)]
-    quiet_trainer(small_model(), callbacks=callbacks).train(regression_data(12), 3, regression_data(6))
+    adamw_trainer(float64_model(), callbacks=callbacks).train(float64_data(12), 3, float64_data(6))
     return heard
 
 
@@ -260,7 +260,7 @@ class Sqrt(Trainer):
 
 
 @pytest.mark.parametrize("listed", [[], [TerminateOnNaNCallback]])
-def test_weights_that_the_last_update_made_nan_are_pointed_out(listed):
+def test_nan_weights_of_the_last_update_are_reported(listed):
     trainer = make_trainer(listed, trainer_class=Sqrt)
     with pytest.warns(UserWarning, match="ended, after update 3, with weights that are infinite or NaN") as said:
         train(trainer)
@@ -269,7 +269,7 @@ def test_weights_that_the_last_update_made_nan_are_pointed_out(listed):
 
 
 def warnings_of_weights() -> list[str]:
-    """What a process says of weights that are NaN at the end, on the last process alone."""
+    """The warnings about weights that are NaN at the end on the last process only."""
 
     def spoil(trainer: Trainer) -> None:
         if trainer.ranks.rank == trainer.ranks.world_size - 1:
@@ -278,7 +278,7 @@ def warnings_of_weights() -> list[str]:
     return warnings_of(make_trainer([listener(on_training_run_end=spoil)]), make_data(8))
 
 
-def test_nan_weights_of_another_rank_are_told_by_the_first(two_ranks):
+def test_nan_weights_of_another_rank_are_reported_by_rank_0(two_ranks):
     first, second = two_ranks(warnings_of_weights)
     assert len(first) == 1
     assert "with weights that are infinite or NaN" in first[0]

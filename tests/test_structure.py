@@ -167,12 +167,12 @@ def test_trainer_like_has_the_signatures_of_trainer():
 
 
 @pytest.mark.extension(*OFFERED)
-def test_the_public_interface_is_what_is_written_down():
-    """A change is meant, or a mistake: ``python -m tests.interface`` writes it down again."""
+def test_the_public_interface_equals_interface_txt():
+    """After an intended change, run ``python -m tests.interface``."""
     assert list(interface.lines()) == interface.FILE.read_text().splitlines()
 
 
-def test_the_map_names_files_that_exist():
+def test_internals_names_existing_files():
     named = re.findall(r"`((?:\w+/)+\w+\.py)`", (ROOT / "docs" / "internals.md").read_text())
     assert len(named) > 50
     deleted = tuple(f"extensions/{name}/" for name in OFFERED if not (PACKAGE / "extensions" / name).exists())
@@ -197,6 +197,6 @@ def test_each_test_file_has_a_docstring_and_no_long_name():
         assert max(map(len, re.findall(r"def (test_\w+)", text)), default=0) <= 60, path
 
 
-def test_a_comment_for_the_documentation_begins_once():
+def test_attribute_comments_have_one_marker():
     for path in PACKAGE.rglob("*.py"):
         assert not re.search(r"#:.*#:", path.read_text()), path

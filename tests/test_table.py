@@ -1,4 +1,4 @@
-"""The table of a run, its summary, and the bar below it."""
+"""The table of a run, its summary, and the progress bar below it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pytorch_accel_lite.callbacks import (
 )
 from tests.launching import two_are_enough
 from tests.ranks import rank
-from tests.tasks import Stream, listener, make_data, make_model, make_trainer, raises_at, told, train
+from tests.tasks import Stream, listener, make_data, make_model, make_trainer, notes_of_error, raises_at, train
 from tests.terminals import Terminal
 
 
@@ -70,7 +70,7 @@ def test_a_notebook_shows_the_last_of_many_epochs_and_the_best(capsys, monkeypat
         assert "(the last 3 of 6 rows; all metrics are in trainer.run_history)" in outputs[-1][kind]
 
 
-def test_a_run_that_fails_at_once_is_no_empty_notebook_table(capsys, monkeypatch):
+def test_a_run_that_fails_early_shows_no_empty_table(capsys, monkeypatch):
     monkeypatch.setattr("pytorch_accel_lite.callbacks.progress_table.in_notebook", lambda: True)
 
     def fail(*_: torch.Tensor) -> torch.Tensor:
@@ -150,7 +150,7 @@ def test_an_evaluation_within_an_epoch_is_a_row_of_the_table(capsys):
     assert "intermediate" not in lines[0]
 
 
-def test_a_custom_evaluation_within_a_run_is_for_the_row(capsys):
+def test_a_custom_evaluation_in_a_run_is_in_its_row(capsys):
     nested = listener(on_training_run_epoch_end=lambda t: t.evaluate(make_data(4)))
     trainer = make_trainer(table(nested))
     train(trainer, epochs=2, eval_dataset=True)
@@ -161,7 +161,7 @@ def test_a_custom_evaluation_within_a_run_is_for_the_row(capsys):
     assert "Trained 2 epochs" in summary
 
 
-def test_an_evaluation_alone_is_a_line(capsys):
+def test_an_evaluation_outside_a_run_prints_a_line(capsys):
     trainer = make_trainer(table())
     found = trainer.evaluate(make_data())["evaluation_loss"]
     (line,) = printed(capsys)
@@ -193,7 +193,7 @@ def test_numbers_in_the_table_are_equally_precise(capsys, monkeypatch):
     assert row.split()[2:-2] == ["1.23e+06", "1.50e-05", "12,345", "0.6667", "nan"]
 
 
-def test_a_columns_format_changes_once_when_a_loss_grows(capsys):
+def test_a_column_widens_once_when_a_loss_grows(capsys):
     losses = [0.5, 9999.99994, 24039.7578, 7.37e7, 3.0, 1e-7, -2.5e30]
 
     def record(trainer: Trainer, **kwargs: Any) -> None:
@@ -210,7 +210,7 @@ def test_a_columns_format_changes_once_when_a_loss_grows(capsys):
     assert {len(line) for line in body} == {len(head)}
 
 
-def test_a_metric_that_comes_later_is_a_column_at_the_right(capsys):
+def test_a_metric_recorded_later_is_a_new_last_column(capsys):
     def record(trainer: Trainer, **kwargs: Any) -> None:
         if trainer.progress.epoch > 1:
             trainer.run_history.update_metric("late", 0.25)
@@ -246,7 +246,7 @@ def test_a_stream_has_rows_within_its_epoch_with_running_means(updates, every, c
 
 
 def rows_of_a_stream() -> list[float]:
-    """Train where only the first process shows a table; return the losses of this process."""
+    """Train with a table on the first process, and return the losses of this process."""
     seen: list[float] = []
     gather = listener(on_train_step_end=lambda t, batch_output, **_: seen.append(batch_output["loss"].item()))
     callbacks = [ProgressTableCallback(show_always=rank() == 0), gather]
@@ -276,7 +276,7 @@ def test_rows_within_an_epoch_can_be_requested(capsys):
 
 
 @pytest.mark.extension("profiling")
-def test_a_table_fits_its_terminal_and_says_where_the_rest_is(capsys, monkeypatch):
+def test_a_wide_table_is_cut_and_names_the_hidden_columns(capsys, monkeypatch):
     def follow(trainer: Trainer) -> None:
         monkeypatch.setenv("COLUMNS", {1: "45", 2: "160"}.get(trainer.progress.epoch, "80"))
 
@@ -410,7 +410,7 @@ def test_an_interrupted_run_says_where_it_is_saved_last(tmp_path, monkeypatch, c
         train(make_trainer(table(interrupt, SaveTrainingStateCallback("states"))))
     lines = printed(capsys)
     assert lines[0] == "Stopping because of SIGINT."
-    said = told(caught.value, " ".join(lines))
+    said = notes_of_error(caught.value, " ".join(lines))
     assert said.index("Interrupted in epoch 1, after update 2, in") < said.index("The run is saved in")
     assert said.endswith('resume_from="latest".')
 
@@ -484,7 +484,7 @@ def test_a_failed_run_shows_all_epochs_but_the_unfinished_one(error, always, cap
         assert last == "Starting epoch 2/3" if name else last.startswith("  eval_loss_epoch: ")
 
 
-def test_in_a_terminal_what_is_printed_leaves_the_table_whole(monkeypatch):
+def test_printing_in_a_terminal_does_not_break_the_table(monkeypatch):
     terminal = Terminal(80, monkeypatch)
 
     def disturb(trainer: Trainer, step: int, **kwargs: Any) -> None:
@@ -513,7 +513,7 @@ def test_in_a_terminal_what_is_printed_leaves_the_table_whole(monkeypatch):
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
-def test_the_first_numbers_that_fit_are_whole_beside_the_bar(columns, monkeypatch):
+def test_numbers_that_fit_beside_the_bar_are_not_cut(columns, monkeypatch):
     terminal = Terminal(columns, monkeypatch)
     with terminal.streams():
         bar = ProgressBarCallback(refresh_seconds=0)
@@ -556,5 +556,5 @@ def test_prints_at_the_end_of_an_epoch_are_below_its_row(always, capsys):
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.416, "0.42s"), (12.34, "12.3s"), (59.96, "1:00"), (245, "4:05"), (7445, "2:04:05")]
 )
-def test_a_duration_is_as_short_as_can_be_read(seconds, text):
+def test_durations_are_formatted_briefly(seconds, text):
     assert format_duration(seconds) == text

@@ -1,4 +1,4 @@
-"""timm's schedulers give the learning rates that timm's own training script gives."""
+"""timm's schedulers have the learning rates of timm's own training script."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rates_of(optimizer: Any) -> list[float]:
 
 
 class Noting(TrainerWithTimmScheduler):
-    """Notes the learning rates that each update is made with."""
+    """Records the learning rates of each update."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.rates: list[list[float]] = []
@@ -178,7 +178,7 @@ def test_a_torch_scheduler_in_a_timm_trainer_is_refused():
         train(trainer, create_scheduler_fn=partial(StepLR, step_size=1))
 
 
-def test_a_timm_scheduler_elsewhere_says_which_trainer_steps_it():
+def test_timm_schedulers_in_a_plain_trainer_name_the_right_one():
     timms = partial(scheduler.CosineLRScheduler, t_initial=9)
     with pytest.raises(TypeError, match=r"CosineLRScheduler.step needs an argument.*TrainerWithTimmScheduler"):
         train(make_trainer(), create_scheduler_fn=timms)

@@ -1,4 +1,4 @@
-"""What is remembered of a run: metrics, running means, progress, and what was asked for."""
+"""The records of a run: metrics, running means, progress and settings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_new_history_is_empty_and_at_epoch_one():
     assert history.to_dict() == {}
 
 
-def test_values_come_back_in_the_order_of_recording():
+def test_values_are_returned_in_the_order_of_recording():
     history = InMemoryRunHistory()
     for value in (3, 1, 2):
         history.update_metric("score", value)
@@ -54,7 +54,7 @@ def test_values_come_back_in_the_order_of_recording():
     assert list(history.get_metric_names()) == ["score", "other"]
 
 
-def test_any_value_can_be_recorded_and_comes_back_as_it_was():
+def test_any_value_can_be_recorded_and_is_returned_unchanged():
     history = InMemoryRunHistory()
     matrix = torch.eye(2)
     for value in (math.nan, {"a": 1}, matrix):
@@ -120,7 +120,7 @@ def test_reset_forgets_metrics_and_returns_to_epoch_one():
     assert (history.current_epoch, history.to_dict()) == (1, {})
 
 
-def test_the_dict_is_a_copy():
+def test_to_dict_of_a_history_returns_a_copy():
     history = filled()
     copied = history.to_dict()
     copied["accuracy"].append(1)
@@ -132,7 +132,7 @@ def test_the_dict_is_a_copy():
     }
 
 
-def test_asking_for_an_unknown_metric_does_not_make_it_known():
+def test_asking_for_an_unknown_metric_does_not_create_it():
     history = InMemoryRunHistory()
     assert list(history.get_metric_values("mine")) == []
     assert list(history.get_metric_names()) == []
@@ -255,7 +255,7 @@ class ListHistory(RunHistory):
         self.__init__()
 
 
-def test_a_history_of_a_user_is_used():
+def test_a_users_history_is_used():
     history = ListHistory()
     trainer = make_trainer(DEFAULT_CALLBACKS, run_history=history)
     train(trainer, epochs=2, eval_dataset=True)
@@ -268,7 +268,7 @@ def test_a_history_of_a_user_is_used():
     assert trainer.evaluate().keys() == {"evaluation_loss"}
 
 
-def test_an_empty_history_of_a_user_is_not_taken_for_none():
+def test_a_users_empty_history_is_used():
     class Sized(InMemoryRunHistory):
         def __len__(self):
             return len(self.get_metric_names())
@@ -351,7 +351,7 @@ def test_a_loss_changed_in_place_later_does_not_change_the_mean():
     assert tracker.average == 2.0
 
 
-def test_a_reset_mean_starts_from_nothing():
+def test_a_reset_running_mean_starts_at_zero():
     tracker = LossTracker()
     tracker.update(torch.tensor(5.0), 2)
     tracker.reset()
@@ -375,7 +375,7 @@ def test_progress_restarts_in_every_run():
     assert (trainer.progress.epoch, trainer.progress.update, trainer.progress.samples) == (1, 2, 4)
 
 
-def test_progress_makes_the_round_trip_through_its_state():
+def test_progress_survives_a_state_round_trip():
     progress = Progress(epoch=3, epochs_completed=2, step=5, update=17, samples_in_epoch=40, samples=200)
     state = progress.state_dict()
     restored = Progress()
@@ -403,7 +403,7 @@ def test_a_state_with_a_missing_count_is_an_error_that_names_it():
 # ------------------------------------------------------------------------------------------- run config
 
 
-def test_the_run_config_says_what_was_asked_for():
+def test_the_run_config_has_the_requested_values():
     trainer = make_trainer(seed=5)
     train(
         trainer,
@@ -451,7 +451,7 @@ def test_the_run_config_cannot_be_changed():
         config.num_epochs = 5
 
 
-def test_the_dict_of_a_run_config_is_a_copy():
+def test_to_dict_of_a_run_config_returns_a_copy():
     config = train(make_trainer()).run_config
     values = config.to_dict()
     values["num_epochs"] = 99
@@ -474,12 +474,12 @@ def test_each_run_has_its_own_config():
     assert (first.num_epochs, trainer.run_config.num_epochs) == (2, 3)
 
 
-def test_there_is_no_run_config_before_the_first_run():
+def test_the_run_config_is_none_before_the_first_run():
     assert make_trainer().run_config is None
 
 
 @pytest.mark.parametrize("is_reloaded", [False, True])
-def test_what_is_evaluated_after_a_run_is_none_of_its_values(is_reloaded):
+def test_later_evaluations_do_not_change_a_runs_values(is_reloaded):
     x = torch.arange(12.0).view(-1, 1)
     easy, hard = TensorDataset(x, x), TensorDataset(x, x + 9)
     model = nn.Linear(1, 1)
@@ -503,7 +503,7 @@ def test_what_is_evaluated_after_a_run_is_none_of_its_values(is_reloaded):
     assert history.current_epoch == 3
 
 
-def test_nested_evaluations_after_a_run_have_its_last_epoch():
+def test_nested_evaluations_after_a_run_use_its_last_epoch():
     x = torch.ones(4, 1)
     data = TensorDataset(x, x)
     inner = []

@@ -1,4 +1,4 @@
-"""The programs of the first pages pass strict type checkers, as their readers' own code does."""
+"""The programs of the first pages pass strict type checkers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_programs_of_the_first_pages_pass_pyright(programs):
         ("from pytorch_accel_lite.callbacks import Early", {"EarlyStoppingCallback"}),
     ],
 )
-def test_an_editor_completes_what_there_is(typed, offered):
+def test_an_editor_completes_existing_names(typed, offered):
     """By jedi, which notebooks and many editors ask."""
     jedi = pytest.importorskip("jedi")
     found = {it.name for it in jedi.Script(f"{USES}\n{typed}").complete()}

@@ -1,4 +1,4 @@
-"""What people write who come from other libraries is answered with ours, in one line."""
+"""Names of other libraries, and misspelled ones: the error suggests the name to use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TRAINER: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "answer"), TRAINER, ids=[next(iter(a)) for a, _ in TRAINER])
-def test_an_argument_that_a_trainer_does_not_have(arguments, answer):
+def test_unknown_arguments_of_trainers_are_explained(arguments, answer):
     assert answer in message(TypeError, lambda: make_trainer(**arguments))
 
 
@@ -53,7 +53,7 @@ TRAIN: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "answer"), TRAIN, ids=["+".join(a) for a, _ in TRAIN])
-def test_an_argument_that_train_does_not_have(arguments, answer):
+def test_unknown_arguments_of_train_are_explained(arguments, answer):
     assert answer in message(TypeError, lambda: make_trainer().train(make_data(), **arguments))
 
 
@@ -61,13 +61,13 @@ CALLBACKS: list[tuple[Any, str, str]] = [(SaveTrainingStateCallback, "every", "D
 
 
 @pytest.mark.parametrize(("callback", "word", "answer"), CALLBACKS, ids=[f"{c.__name__}-{w}" for c, w, _ in CALLBACKS])
-def test_an_argument_that_a_callback_does_not_have(callback, word, answer):
+def test_unknown_arguments_of_callbacks_are_explained(callback, word, answer):
     assert answer in message(TypeError, lambda: callback(**{word: 3}))
 
 
 @pytest.mark.parametrize("tool", ["find_lr", "find_batch_size", "diagnose"])
 @pytest.mark.extension("tuning", "other_libraries")
-def test_an_argument_that_a_tool_does_not_have(tool):
+def test_unknown_arguments_of_tools_are_explained(tool):
     trainer = make_trainer()
     call = partial(getattr(trainer, tool), make_data())
     assert f"{tool}() has no argument 'dataloader_kwargs': it is called train_" in message(
@@ -79,7 +79,7 @@ def test_an_argument_that_a_tool_does_not_have(tool):
 
 
 @pytest.mark.parametrize("name", ["test", "validate"])
-def test_other_names_of_evaluate(name):
+def test_other_names_for_evaluate_are_suggested(name):
     assert f"Trainer has no {name}(). Call evaluate(dataset)." in message(
         AttributeError, lambda: getattr(make_trainer(), name)
     )
@@ -94,7 +94,7 @@ def test_counts_named_as_in_other_libraries_point_to_progress():
     assert trainer.global_step == 3
 
 
-def test_fit_is_train():
+def test_fit_suggests_train():
     trainer = make_trainer()
     assert "Trainer has no fit(). Call train(" in message(AttributeError, lambda: trainer.fit(make_data(), 3))
     assert not hasattr(trainer, "fit")
@@ -106,7 +106,7 @@ def test_fit_is_train():
     assert make_trainer(trainer_class=Fits).fit() == "mine"
 
 
-def test_a_subclass_has_the_arguments_that_it_has():
+def test_arguments_of_a_subclass_are_respected():
     class Own(Trainer):
         def __init__(self, model, batch_size, **kwargs):
             super().__init__(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), **kwargs)
@@ -130,7 +130,7 @@ def test_signatures_are_those_that_editors_and_help_show():
     assert "early_stopping_patience" in inspect.signature(EarlyStoppingCallback).parameters
 
 
-def test_a_warning_of_train_is_of_the_line_that_called_it():
+def test_warnings_of_train_point_to_the_calling_line():
     forgotten = torch.optim.SGD(make_model(1).parameters(), lr=0.1)
     trainer = make_trainer(optimizer=forgotten)
     with warnings.catch_warnings(record=True) as caught:
@@ -139,7 +139,7 @@ def test_a_warning_of_train_is_of_the_line_that_called_it():
     assert [Path(warning.filename).name for warning in caught] == [Path(__file__).name]
 
 
-def test_a_custom_constructor_that_forgets_ours_is_pointed_out():
+def test_a_constructor_without_super_init_is_reported():
     class Own(Trainer):
         def __init__(self, model):
             self.model = model
@@ -152,7 +152,7 @@ def test_a_custom_constructor_that_forgets_ours_is_pointed_out():
 # -------------------------------------------------------------------------------------- values of arguments
 
 
-def test_loss_and_optimizer_in_the_wrong_order():
+def test_swapped_loss_and_optimizer_are_reported():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert "must be callable, or None." in message(TypeError, lambda: Trainer(model, optimizer, nn.MSELoss()))
@@ -166,7 +166,7 @@ def test_loss_and_optimizer_in_the_wrong_order():
         ("accelerator", Accelerator, "an instance, not a class: Accelerator(...)."),
     ],
 )
-def test_a_class_in_place_of_an_instance(argument, value, answer):
+def test_a_class_passed_as_an_instance_is_named(argument, value, answer):
     model = make_model()
     given = {"model": model, "loss_func": nn.MSELoss(), "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
     assert answer in message(TypeError, lambda: Trainer(**(given | {argument: value})))
@@ -194,7 +194,7 @@ def test_inputs_and_targets_in_place_of_a_dataset():
 
 @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
 @pytest.mark.parametrize(("data", "answer"), DATA.values(), ids=DATA.keys())
-def test_something_else_in_place_of_a_dataset(name, data, answer):
+def test_arguments_that_are_not_a_dataset_are_named(name, data, answer):
     trainer = make_trainer()
     text = message(TypeError, lambda: trainer.train(**({"train_dataset": make_data(), "num_epochs": 1} | {name: data})))
     assert text.startswith(name)
@@ -234,7 +234,7 @@ def test_values_that_a_run_cannot_resume_from_are_refused(value, error, answer):
     assert answer in message(error, lambda: train(make_trainer(), resume_from=value))
 
 
-def test_a_checkpoint_is_no_training_state(tmp_path):
+def test_resuming_from_a_checkpoint_is_explained(tmp_path):
     trainer = make_trainer()
     trainer.save_checkpoint(tmp_path / "model.pt")
     text = message(NotADirectoryError, lambda: train(trainer, resume_from=tmp_path / "model.pt"))
@@ -262,7 +262,7 @@ def test_an_overridden_create_scheduler_may_pass_arguments():
     assert trainer.scheduler.step_size == 2
 
 
-def test_of_targets_that_are_missing_only_that_is_reported():
+def test_missing_targets_are_reported_once():
     only_inputs = TensorDataset(INPUTS)
     text = message(ValueError, lambda: make_trainer(callbacks=[]).train(only_inputs, 1))
     assert "holds no targets for loss_func" in text

@@ -1,4 +1,4 @@
-"""What users hold in attributes of their trainers and callbacks: kept by training states, or said not to be."""
+"""Users' attributes of trainers and callbacks: saved in training states, or reported."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from pytorch_accel_lite.extending_callbacks import keep_in_eval, release_from_ev
 from tests import shipped
 from tests.launching import two_are_enough
 from tests.ranks import every_state, rank, run_and_resume, shared_folder
-from tests.tasks import equal, regression_data, same, small_model
+from tests.tasks import equal_weights, float64_data, float64_model, same_bits
 
-DATA = regression_data(24)
+DATA = float64_data(24)
 
 
 class Transition(NamedTuple):
@@ -51,7 +51,7 @@ class Phase(enum.Enum):
 
 
 def plain(value: Any) -> Any:
-    """A value as what ``same`` compares."""
+    """Convert a value to types that ``same_bits`` compares."""
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple, deque)):
@@ -63,11 +63,11 @@ class Agent(Trainer):
     """Has an environment, a replay buffer, a target network and some numbers, and registers none of them."""
 
     def __init__(self, seed: int, callbacks: Any) -> None:
-        model = small_model(seed)
+        model = float64_model(seed)
         super().__init__(model, None, torch.optim.Adam(model.parameters(), lr=0.02), callbacks, seed=0)
         self.environment = Walk(seed + rank())
         self.replay: deque[Transition] = deque(maxlen=12)
-        self.target = small_model(seed + 1)
+        self.target = float64_model(seed + 1)
         self.average = 0.0
         self.phase = Phase.EXPLORING
         self.totals = {"reward": np.zeros(2), "episodes": 0}
@@ -133,7 +133,7 @@ class Distilled(Trainer):
 
 
 def train_distilled(folder: Path, resume_from: Path | None = None) -> Distilled:
-    model = small_model(9 if resume_from else 0)
+    model = float64_model(9 if resume_from else 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     trainer = Distilled(model, None, optimizer, [Momentum(), *every_state(folder)], seed=0)
     trainer.train(DATA, 3, per_device_batch_size=4, resume_from=resume_from)
@@ -194,18 +194,18 @@ HELD = {
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("train", "result"), HELD.values(), ids=HELD)
-def test_what_users_hold_in_attributes_resumes_to_the_same_bits(train, result):
+def test_user_attributes_resume_bit_for_bit(train, result):
     whole, *resumed = run_and_resume(train, result)
     assert len(resumed) >= 2
-    assert all(same(whole, run) for run in resumed)
+    assert all(same_bits(whole, run) for run in resumed)
 
 
 @two_are_enough
 @pytest.mark.parametrize(("train", "result"), HELD.values(), ids=HELD)
-def test_processes_resume_what_each_holds_to_the_same_bits(ranks, train, result):
+def test_attributes_of_each_process_resume_bit_for_bit(ranks, train, result):
     for whole, *resumed in ranks.run(run_and_resume, train, result):
         assert len(resumed) >= 2
-        assert all(same(whole, run) for run in resumed)
+        assert all(same_bits(whole, run) for run in resumed)
 
 
 # ------------------------------------------------------------------------------------------------ how they are kept
@@ -213,7 +213,7 @@ def test_processes_resume_what_each_holds_to_the_same_bits(ranks, train, result)
 
 class Holder(Trainer):
     def __init__(self, callbacks: Any = (), **held: Any) -> None:
-        model = small_model()
+        model = float64_model()
         super().__init__(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks, seed=0)
         vars(self).update(held)
 
@@ -235,7 +235,7 @@ def test_attributes_are_restored_in_place(tmp_path):
     assert trainer.rows[0] is parts[0]
     assert trainer.counts["a"] is parts[1]
     assert trainer.walk.noise is parts[2]
-    assert equal({"t": trainer.tensor, "r": parts[0]}, {"t": torch.ones(3), "r": torch.ones(2)})
+    assert equal_weights({"t": trainer.tensor, "r": parts[0]}, {"t": torch.ones(3), "r": torch.ones(2)})
     assert trainer.rows[1] == 5
     assert parts[1].tolist() == [1, 1]
     assert trainer.walk.noise.random() == Walk(1).noise.random()
@@ -300,7 +300,7 @@ class Partly(Trainer):
 
     def __init__(self, seed: int, callbacks: Any = ()) -> None:
         torch.manual_seed(seed)
-        model, head = small_model(), nn.Linear(1, 1).double()
+        model, head = float64_model(), nn.Linear(1, 1).double()
         optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.01)
         super().__init__(model, nn.MSELoss(), optimizer, callbacks, seed=0)
         self.head, self.losses, self.steps, self.generator = head, [], 0, threading.Lock()
@@ -361,22 +361,22 @@ def test_unsaved_attributes_are_names(tmp_path):
         trainer.train(DATA, 1)
 
 
-def test_long_buffers_are_kept_as_few_tensors_and_equal(tmp_path):
+def test_long_replay_buffers_are_saved_as_few_tensors(tmp_path):
     frames = [torch.full((3,), float(number)) for number in range(101)]
     steps = [Transition(frames[number], number / 2) for number in range(100)]
     dicts = [{"state": frames[n], "next": frames[n + 1], "a": np.float32(n), "done": n % 3 == 0} for n in range(100)]
     saved(tmp_path, steps=deque(steps), dicts=dicts)
     fresh = Holder(steps=deque(), dicts=[])
     fresh.load_training_state(tmp_path / "state")
-    assert same(plain(steps), plain([*fresh.steps]))
+    assert same_bits(plain(steps), plain([*fresh.steps]))
     assert type(fresh.steps[0]) is Transition
-    assert same(dicts, fresh.dicts)
+    assert same_bits(dicts, fresh.dicts)
     assert type(fresh.dicts[0]["a"]) is np.float32
     with zipfile.ZipFile(tmp_path / "state/trainer.pt") as file:
         assert len(file.namelist()) < 40
 
 
-def test_generators_and_views_of_a_tensor_stay_what_they_are(tmp_path):
+def test_generators_and_tensor_views_are_kept(tmp_path):
     whole = torch.arange(6.0)
     trainer = saved(
         tmp_path,
@@ -404,7 +404,7 @@ class Busy(TrainerCallback):
         self.count += 1
 
 
-def test_what_cannot_be_kept_is_named_once_before_training(tmp_path, capsys):
+def test_attributes_that_cannot_be_saved_are_named_once(tmp_path, capsys):
     busy = Busy()
     saving = SaveTrainingStateCallback(tmp_path, save_every_n_epochs=1)
     with Path(__file__).open() as file:
@@ -420,7 +420,7 @@ def test_what_cannot_be_kept_is_named_once_before_training(tmp_path, capsys):
     assert next(fresh.steps) == 0
 
 
-def test_a_setting_that_is_new_holds_and_is_named(tmp_path, capsys):
+def test_a_new_setting_holds_and_is_named(tmp_path, capsys):
     def train(epochs: int, **held: Any) -> Holder:
         trainer = Holder([SaveTrainingStateCallback(tmp_path)], **held)
         trainer.train(DATA, epochs, per_device_batch_size=8, resume_from="latest")
@@ -445,7 +445,7 @@ class Warming(TrainerCallback):
         self.heat += 1
 
 
-def test_a_difference_is_said_once_and_a_moved_folder_never(tmp_path, capsys):
+def test_differences_are_reported_once_and_moved_folders_never(tmp_path, capsys):
     def train(epochs: int, *arguments: Any, **held: Any) -> Warming:
         warming = Warming(*arguments)
         trainer = Holder([warming, SaveTrainingStateCallback(tmp_path)], **held)
@@ -479,7 +479,7 @@ def test_constant_random_tensors_are_those_of_the_first_run(tmp_path, capsys):
 
 
 def test_a_module_that_the_resumed_program_lacks_is_named(tmp_path):
-    saved(tmp_path, teacher=small_model(3))
+    saved(tmp_path, teacher=float64_model(3))
     with pytest.warns(UserWarning, match="holds objects that only the program can create, but has not: teacher"):
         Holder(teacher=None).load_training_state(tmp_path / "state")
 
@@ -506,16 +506,16 @@ def test_the_best_model_has_the_teacher_that_it_was_trained_with(tmp_path):
             super().optimizer_step()
             self.teacher[0].weight.data.add_(0.1)
 
-    trainer = Taught([best], teacher=small_model(2))
+    trainer = Taught([best], teacher=float64_model(2))
     trainer.train(DATA, 1, per_device_batch_size=8)
-    fresh = Taught(teacher=small_model(4))
+    fresh = Taught(teacher=float64_model(4))
     fresh.load_checkpoint(tmp_path / "best.pt")
-    assert equal(fresh.teacher.state_dict(), trainer.teacher.state_dict())
+    assert equal_weights(fresh.teacher.state_dict(), trainer.teacher.state_dict())
 
 
 @pytest.mark.parametrize("kind", shipped.SHIPPED, ids=lambda kind: kind.__name__)
 def test_a_shipped_callback_has_no_attributes_like_a_users(kind, tmp_path, monkeypatch):
-    """Its constructor creates all of them, so those of a user's subclass can be told from ours."""
+    """Its constructor creates all attributes, so that those of a user's subclass can be distinguished."""
     monkeypatch.chdir(tmp_path)
     callback = shipped.build(type(kind.__name__, (kind,), {}))
     callback.of_the_user = 1

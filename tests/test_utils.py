@@ -1,4 +1,4 @@
-"""The small helpers of utils, and those of the trainer, on one process; several: tests/test_processes.py."""
+"""Helpers of utils and of the trainer on one process; for several, see tests/test_processes.py."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_trainer_trains_on_a_slice(dataset):
 
 
 @pytest.mark.parametrize("decorator", [local_process_zero_first, local_process_zero_only, world_process_zero_only])
-def test_alone_a_decorated_function_is_the_function(decorator):
+def test_on_one_process_a_decorator_changes_nothing(decorator):
     @decorator
     def divide(a, b=1):
         """Divide."""
@@ -66,7 +66,7 @@ def test_alone_a_decorated_function_is_the_function(decorator):
         divide(1, b=0)
 
 
-def test_helpers_of_the_trainer_alone():
+def test_helpers_of_the_trainer_on_one_process():
     trainer = make_trainer()
     trainer.barrier()
     assert trainer.broadcast_object("x") == "x"

@@ -1,4 +1,4 @@
-"""The oldest versions on which the suite is run are the lower bounds that pyproject.toml states."""
+"""The oldest tested versions equal the lower bounds in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_page_names_the_extras_with_untested_lower_bounds():
     assert "except those of the extras `ray` and `bench`" in (ROOT / "docs" / "versions.md").read_text()
 
 
-def test_the_oldest_python_is_the_one_that_make_takes():
+def test_make_uses_the_oldest_supported_python():
     oldest = PROJECT["requires-python"].removeprefix(">=")
     assert f"OLDEST_PYTHON ?= python{oldest}\n" in (ROOT / "Makefile").read_text()
     assert f"Programming Language :: Python :: {oldest}" in PROJECT["classifiers"]

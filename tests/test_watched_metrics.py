@@ -1,4 +1,4 @@
-"""What a run is known to record before it begins, which values of a metric are better, and trying the evaluation."""
+"""Watched metrics: checks before a run that they will be recorded, and which values are better."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from tests.launching import some_of, two_are_enough
 from tests.ranks import shared_folder
 from tests.shipped import RUN, SHIPPED, build
 from tests.tasks import (
+    adamw_trainer,
+    float64_data,
+    float64_model,
     listener,
     make_data,
     make_trainer,
-    quiet_trainer,
+    notes_of_error,
     raises_at,
-    regression_data,
-    small_model,
-    told,
     train,
 )
 
@@ -69,7 +69,7 @@ class Script(Metric):
 
 
 def scores(values: list[float], higher: bool | None = True) -> MetricsCallback:
-    """Record them as ``score``, a metric that says so of itself."""
+    """Records given values as ``score``, with a declared direction."""
     return MetricsCallback({"score": type("Said", (Script,), {"higher_is_better": higher})(values)})
 
 
@@ -178,13 +178,13 @@ def test_an_argument_that_contradicts_the_metric_is_an_error(where, here):
     assert trainer.progress.step == 0
 
 
-def test_of_losses_of_the_run_greater_values_are_never_better(here):
+def test_greater_losses_are_never_better(here):
     callback = SaveBestModelCallback("best.pt", greater_is_better=True)
     assert steps_of(make_trainer([callback]), ValueError, "the metric itself smaller is better", eval_dataset=True) == 0
 
 
 @pytest.mark.parametrize("where", WATCHERS)
-def test_smaller_is_better_with_a_warning_if_nothing_is_known(where, here):
+def test_an_unknown_direction_means_smaller_with_a_warning(where, here):
     record = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("mine", float(t.progress.epoch)))
     watcher = WATCHERS[where]("mine")
     trainer = make_trainer([record, watcher], seed=0)
@@ -200,7 +200,7 @@ def test_smaller_is_better_with_a_warning_if_nothing_is_known(where, here):
 
 
 @pytest.mark.parametrize(("greater", "best"), [(True, 2), (False, 1)])
-def test_of_a_metric_that_says_nothing_the_argument_decides(greater, best, here):
+def test_the_argument_decides_the_direction_of_a_plain_metric(greater, best, here):
     callback = SaveBestModelCallback("best.pt", "score", greater)
     train(make_trainer([scores([1, 2], None), callback]), epochs=2, eval_dataset=True)
     assert callback.best_metric_epoch == best
@@ -299,17 +299,15 @@ def test_messages_name_the_direction_after_the_epochs_metrics(here, capsys):
 
 
 def warnings_of_watched_metrics() -> list[str]:
-    """What this rank says of a metric of unknown direction, and of another that may not be recorded."""
+    """The warnings of this rank about a metric of unknown direction, and one that may not be recorded."""
     with shared_folder() as folder, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         best = SaveBestModelCallback(folder / "best.pt", watch_metric="mae")
-        trainer = quiet_trainer(small_model(), callbacks=[RecordsMae, best])
-        trainer.train(regression_data(8), 1, regression_data(4))
+        trainer = adamw_trainer(float64_model(), callbacks=[RecordsMae, best])
+        trainer.train(float64_data(8), 1, float64_data(4))
         stopping = EarlyStoppingCallback(watch_metric="eval_loss_epochs")
         with suppress(ValueError):
-            quiet_trainer(small_model(), callbacks=[RecordsMae, stopping]).train(
-                regression_data(8), 1, regression_data(4)
-            )
+            adamw_trainer(float64_model(), callbacks=[RecordsMae, stopping]).train(float64_data(8), 1, float64_data(4))
         return [str(warning.message) for warning in caught if warning.filename == __file__]
 
 
@@ -328,7 +326,7 @@ def test_one_process_warns_of_watched_metrics_on_behalf_of_all(ranks):
 
 
 @pytest.mark.parametrize("where", WATCHERS)
-def test_a_metric_that_nothing_records_is_named_at_once(where, here):
+def test_an_unrecorded_metric_is_named_before_training(where, here):
     trainer = make_trainer([scores([1.0]), WATCHERS[where]("scroe", True)])
     expected = f"{where}'scroe'): the run will not record it. Did you mean 'score'? It records: train_loss_epoch, score"
     with pytest.raises(ValueError, match=r"watch_metric='scroe'.: the run will not record it") as caught:
@@ -358,7 +356,7 @@ def test_the_metric_of_a_scheduler_is_checked_too():
         assert steps_of(make_trainer(), ValueError, match, **run) == 0
 
 
-def test_of_several_datasets_there_is_no_loss_without_their_name(here):
+def test_losses_of_several_datasets_have_their_names(here):
     trainer = make_trainer([SaveBestModelCallback("best.pt")])
     data = {"a": make_data(4), "b": make_data(4)}
     assert steps_of(trainer, ValueError, "It records: train_loss_epoch, a_eval_loss_epoch", eval_dataset=data) == 0
@@ -369,7 +367,7 @@ def test_watching_evaluations_never_made_in_epochs_is_an_error():
     assert steps_of(trainer, ValueError, "'intermediate_eval_loss'.*will not record it", eval_dataset=True) == 0
 
 
-def test_what_a_custom_callback_may_record_is_only_warned_of(here):
+def test_a_metric_of_a_custom_callback_is_only_warned_of(here):
     record = listener(on_train_epoch_end=lambda t: t.run_history.update_metric("eval_loss_epoch", 1.0))
     best = SaveBestModelCallback("best.pt")
     with pytest.warns(UserWarning, match=r"unless Listener does\. train\(\) was given no eval_dataset"):
@@ -382,12 +380,12 @@ def own_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["eval_loss_epoch", "eval_square_epoch", "intermediate_eval_loss"])
-def test_no_loss_of_ones_own_records_evaluations_without_data(name, here):
+def test_own_losses_need_data_to_record_evaluations(name, here):
     trainer = make_trainer([SaveBestModelCallback("best.pt", name)], loss_func=own_loss)
     assert steps_of(trainer, ValueError, f"{name}'.*the run will not record it", eval_dataset=None) == 0
 
 
-def test_a_loss_of_ones_own_may_record_training_losses(here):
+def test_own_loss_names_may_be_those_of_training_losses(here):
     def named(outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"square": own_loss(outputs, targets)}
 
@@ -396,12 +394,12 @@ def test_a_loss_of_ones_own_may_record_training_losses(here):
     assert best.best_metric is not None
 
 
-def test_a_best_training_loss_is_said_to_be_of_the_epochs_end(here, capsys):
+def test_the_best_training_loss_is_that_of_the_epochs_end(here, capsys):
     train(make_trainer([SaveBestModelCallback("best.pt", "train_loss_epoch")]))
     assert "a mean over that epoch; the weights are those at its end" in capsys.readouterr().out
 
 
-def test_what_a_custom_trainer_may_record_is_not_refused(here):
+def test_metrics_of_a_custom_trainer_are_not_refused(here):
     class Records(Trainer):
         def train_epoch_end(self):
             self.run_history.update_metric("mine_loss", 1.0)
@@ -437,7 +435,7 @@ def test_all_that_shipped_callbacks_record_is_known_to_the_run(here):
 # ---------------------------------------------------------------------- a metric that did not come after all
 
 
-def test_a_metric_that_did_not_come_is_an_error(here):
+def test_a_metric_that_was_not_recorded_is_an_error(here):
     own = listener(on_train_step_end=lambda t, **_: None)
     for where, make in WATCHERS.items():
         trainer = make_trainer([own, make("never", True)], seed=0)
@@ -505,7 +503,7 @@ def test_a_run_that_fails_is_not_reported_as_finished(error, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "Finishing training run"
 
 
-def test_a_run_that_is_stopped_in_order_is_reported_as_finished(capsys):
+def test_a_stopped_run_is_reported_as_finished(capsys):
     def stop(trainer: Trainer, **kwargs: Any) -> None:
         raise StopTrainingError("enough")
 
@@ -523,7 +521,7 @@ def test_an_interrupted_run_says_where_it_is_saved(asynchronous, here, capsys):
     trainer = make_trainer([PrintProgressCallback, listener(on_train_step_end=interrupt), saver])
     with pytest.raises(KeyboardInterrupt) as caught:
         train(trainer)
-    assert told(caught.value, capsys.readouterr().out).endswith(
+    assert notes_of_error(caught.value, capsys.readouterr().out).endswith(
         " Stopping because of SIGINT. The run is saved in 'states/update-000000002', after update 2. To resume it, "
         'call train() with the same arguments and resume_from="latest".'
     )
@@ -537,13 +535,13 @@ def test_a_run_that_fails_says_where_it_was_saved_last(here, capsys):
     trainer = make_trainer([saving, raises_at(3, ValueError("broken"))])
     with pytest.raises(ValueError, match="broken") as caught:
         train(trainer)
-    assert "The run is saved in 'states/update-000000002', after update 2." in told(
+    assert "The run is saved in 'states/update-000000002', after update 2." in notes_of_error(
         caught.value, capsys.readouterr().out
     )
     assert caught.value.__notes__[-1].startswith("The run is saved in")  # below what happened
 
 
-def test_a_failing_evaluation_after_a_run_is_not_called_saved(here, capsys):
+def test_a_failing_later_evaluation_is_not_reported_as_saved(here, capsys):
     trainer = train(make_trainer([SaveTrainingStateCallback("states")]))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         trainer.evaluate([(torch.zeros(3), torch.zeros(1))])

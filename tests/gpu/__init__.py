@@ -1,1 +1,1 @@
-"""What needs a GPU: run by ``make gpu``; with ``ARGS=--rehearse`` on a CPU, with small sizes and stand-ins."""
+"""Tests and benchmarks for a GPU: ``make gpu``; with ``ARGS=--rehearse`` on a CPU with small sizes and stand-ins."""

@@ -141,7 +141,7 @@ class Running:
         self._start = time.monotonic()
 
     def wait(self, seconds: float) -> dict[str, Any]:
-        """Return how it has ended; after a number of seconds, end it."""
+        """Wait for the end and return the outcome; kill the part after its time limit."""
         outcome = ""
         try:
             self._process.wait(max(seconds, 1.0))
@@ -158,7 +158,7 @@ class Running:
         return self.file.read_text(errors="replace")
 
     def _end(self) -> None:
-        """Let it write what it knows, then kill it and all that it has started."""
+        """Let the part write its results, then kill it with its children."""
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             self._process.send_signal(signal.SIGINT)
             self._process.wait(PATIENCE)
@@ -195,7 +195,7 @@ def run_parts(rehearses: bool, folder: Path, deadline: float) -> list[dict[str, 
 
 
 def read_tests(folder: Path, done: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tests with their outcomes and figures; of a part that left no XML, what its output tells."""
+    """The tests with their outcomes and figures; from the output if a part left no XML."""
     found: list[dict[str, Any]] = []
     for part, name in (("tests", "tests.xml"), ("tests alone", "alone.xml")):
         try:

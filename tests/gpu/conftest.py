@@ -1,4 +1,4 @@
-"""What all tests on a GPU share. They run alone, without the fixtures of the other tests, which fork this process."""
+"""Fixtures of the GPU tests, which run without those of the other tests, as these fork the process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _on_its_own(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Leave no settings, no process group and no memory to the next test."""
+    """Reset settings, process groups and memory after each test."""
     if not RUNS:
         yield
         return

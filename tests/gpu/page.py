@@ -1,4 +1,4 @@
-"""The page of what was measured on a GPU, and the table that the command prints last, from the same results."""
+"""The page of GPU results, and the table that the command prints at the end."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def spread(ratios: list[float]) -> str:
 
 
 def summary(results: dict[str, Any]) -> str:
-    """Return what is printed last: outcomes, first lines of failures, ratios."""
+    """Return the final summary: outcomes, first lines of failures, ratios."""
     found = outcomes(results)
     lines = ["", f"{results['machine']['device']}, {results['seconds']:.0f} s"]
     lines += [f"  {part['name']:<22} {part['seconds']:>6} s  {part['outcome']}" for part in results["parts"]]

@@ -77,7 +77,7 @@ def resnet() -> nn.Module:
 
 @cache
 def pools_deterministically() -> bool:
-    """Whether torch has a deterministic kernel for the backward pass of max pooling, which it had not always."""
+    """Whether torch has a deterministic kernel for the backward pass of max pooling, as newer versions do."""
     x = torch.ones(1, 1, 4, 4, device=DEVICE, requires_grad=True)
     try:
         with deterministic():
@@ -193,7 +193,7 @@ def plain_loop(
     make_overflow: int | None = None,
     compile_with: dict[str, Any] | None = None,
 ) -> list[torch.Tensor]:
-    """Train as one would without a trainer, and return the losses, which are on the device.
+    """Train in a plain loop, and return the losses, on the device.
 
     Args:
         make_overflow: the number of the step whose loss is infinite
@@ -234,7 +234,7 @@ def plain_loop(
 
 
 def half_precision() -> Accelerator:
-    """An accelerator in fp16, which scales gradients; Accelerate makes none for a CPU, so there it is put together."""
+    """An accelerator in fp16 with a gradient scaler, which has to be added by hand on a CPU."""
     if ON_GPU:
         handler = GradScalerKwargs(init_scale=SCALE, growth_interval=GROWS_AFTER)
         return Accelerator(mixed_precision="fp16", kwargs_handlers=[handler])
@@ -263,7 +263,7 @@ def fit(trainer: Trainer, task: Task, batches: int, epochs: int = 1, **kwargs: A
 
 
 def forget_accelerators() -> None:
-    """Let the next accelerator have settings of its own, such as mixed precision."""
+    """Reset Accelerate's state, so that the next accelerator has its own settings."""
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
@@ -284,7 +284,7 @@ def distance(first: nn.Module, second: nn.Module) -> float:
 
 
 def moved(before: dict[str, torch.Tensor], model: nn.Module) -> torch.Tensor:
-    """What was added to the parameters since they were copied, as one vector: with SGD at a rate of 1, gradients."""
+    """The change of the parameters since they were copied, as a vector: with SGD at a rate of 1, the gradients."""
     after = dict(model.named_parameters())
     return torch.cat([(before[name].to(DEVICE) - after[name].detach()).flatten().double() for name in before])
 
@@ -312,7 +312,7 @@ def free_memory() -> None:
 
 
 def peak_of(action: Callable[[], Any]) -> int:
-    """The most bytes that are allocated at a time on the device, beyond those that were before."""
+    """The peak of allocated bytes on the device, beyond those allocated before."""
     free_memory()
     if not ON_GPU:
         counting = pytest.importorskip("pytorch_accel_lite.extensions.memory_estimate.live_bytes")  # may be deleted

@@ -1,4 +1,4 @@
-"""Sequences packed in a row, by flash and flex attention: gradients are those of each sequence by itself."""
+"""Packed sequences with flash and flex attention: gradients equal those of each sequence alone."""
 
 from __future__ import annotations
 

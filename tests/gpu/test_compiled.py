@@ -1,4 +1,4 @@
-"""Compiled models and steps, CUDA graphs, and the channels-last format: as in a plain loop with the same."""
+"""Compiled models and steps, CUDA graphs and channels-last equal a plain loop with the same settings."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def by_hand(task: Task, precision: str, compile_with: dict[str, Any] | None) -> 
 @pytest.mark.parametrize(
     ("kind", "precision"), [("transformer", "no"), ("transformer", "bf16"), ("resnet", "bf16")][: sized(3, 1)]
 )
-def test_a_compiled_step_trains_as_the_compiled_loop(kind, precision):
+def test_a_compiled_step_trains_like_the_compiled_loop(kind, precision):
     task = Task(kind)
     model = task.model()
     compiled = trainer_of(
@@ -65,7 +65,7 @@ def test_a_compiled_step_trains_as_the_compiled_loop(kind, precision):
 
 
 @pytest.mark.parametrize("precision", sized(["no", "bf16"], ["bf16"]))
-def test_a_compiled_model_trains_as_the_loop(precision):
+def test_a_compiled_model_trains_like_the_loop(precision):
     task = Task("transformer")
     model = task.model()
     trainer = trainer_of(
@@ -77,7 +77,7 @@ def test_a_compiled_model_trains_as_the_loop(precision):
 
 @pytest.mark.parametrize("accumulation", sized([1, 3], [3]))
 def test_cuda_graphs_train_as_the_loop_also_over_windows(accumulation):
-    """Graphs overwrite what they returned: neither losses, gradients of a window nor logged means may be lost."""
+    """Graphs overwrite their outputs; losses, gradients of a window and logged means must survive."""
     task = Task("transformer")
     histories, models = [], []
     for options in (False, GRAPHS or True):

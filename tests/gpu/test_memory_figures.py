@@ -1,4 +1,4 @@
-"""What is said of memory before a run is what the allocator measures; and a run takes no more than the plain loop."""
+"""Memory estimates equal the allocator's figures, and a run needs no more memory than a plain loop."""
 
 from __future__ import annotations
 

@@ -109,8 +109,8 @@ def watched_trainer(task: Task, callbacks: list[Any] = (), **kwargs: Any) -> tup
     return trainer_of(task, [watch, *callbacks, WatchAgain(watch)], **kwargs), watch
 
 
-def test_the_plain_loop_does_not_wait():
-    """What the others are compared with; a model that waits by itself would say nothing of a trainer."""
+def test_a_plain_loop_does_not_wait():
+    """The control: a model that itself waits would make the other tests meaningless."""
     for kind in ("resnet", "transformer"):
         task = Task(kind)
         model = task.model().to(on_device([torch.zeros(1)])[0].device)

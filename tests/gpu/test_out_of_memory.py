@@ -44,7 +44,7 @@ class Wide(nn.Module):
 
 @contextmanager
 def little_memory(model: Wide, spare: int = 400 * MIB) -> Iterator[None]:
-    """Let torch have only this many bytes more than it holds now."""
+    """Limit torch's memory to this many bytes more than it holds now."""
     model.most = FITS
     if ON_GPU:
         free_memory()
@@ -95,7 +95,7 @@ def test_auto_microbatch_gives_the_gradient_of_the_whole_batch():
         assert float((gradient - expected).norm() / expected.norm()) < 1e-4
 
 
-def test_without_it_the_error_names_what_held_the_memory(monkeypatch, tmp_path):
+def test_out_of_memory_without_splitting_names_held_memory(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     model = Wide()
     trainer = wide_trainer(model, optimizer=adamw(model))
@@ -123,8 +123,8 @@ def readable_by_the_viewer(path: Path) -> None:
     assert _memory_viz.segsum(snapshot)
 
 
-def test_a_run_goes_on_after_memory_ran_out():
-    """What the failed attempt held is free again."""
+def test_a_run_continues_after_running_out_of_memory():
+    """The memory of the failed attempt is freed."""
     model = Wide()
     trainer = wide_trainer(model)
     with little_memory(model):
@@ -135,7 +135,7 @@ def test_a_run_goes_on_after_memory_ran_out():
 
 
 @pytest.mark.extension("tuning")
-def test_find_batch_size_ends_and_leaves_the_memory_as_it_was():
+def test_find_batch_size_ends_and_frees_its_memory():
     model = Wide()
     trainer = wide_trainer(model)
     update(trainer, 8)

@@ -1,4 +1,4 @@
-"""A run gives the bits of the loop that one would write, in each precision, with deterministic kernels."""
+"""A run equals a hand-written loop bit for bit in each precision, with deterministic kernels."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_fused_and_default_optimizers_equal_the_plain_loop(kind):
 
 
 def test_batches_copied_on_a_side_stream_are_those_computed():
-    """A loader that copies each batch during the step before; what reads too early would see other numbers."""
+    """A loader that copies each batch during the previous step, so that reading too early gives other numbers."""
     task = Task("resnet")
     batches = [tuple(map(pinned, batch)) for batch in task.batches(STEPS)]
     model = task.model()

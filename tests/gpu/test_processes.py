@@ -1,4 +1,4 @@
-"""One process on NCCL, sharded; and two processes on the one GPU, by gloo: what they train is what the loop trains."""
+"""One process on NCCL, sharded, and two processes on one GPU by gloo train like the loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def free_port() -> int:
 
 @functools.cache
 def results(processes: int) -> list[dict[str, tuple[Any, str | None]]]:
-    """What each rank of a job returns for each case; of a job that hangs, what it has done before."""
+    """The results of each rank by case; for a job that hangs, those of its completed cases."""
     cases = ALONE if processes == 1 else TOGETHER
     changes = {} if ON_GPU else {"ACCELERATE_USE_CPU": "1"}
     launcher = [*TORCHRUN, str(processes), "-m"]
@@ -84,7 +84,7 @@ def far(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> floa
 
 
 @pytest.mark.parametrize("case", ["plain", "fsdp2", "tensor_parallel"])
-def test_one_process_on_nccl_trains_what_the_loop_trains(case):
+def test_one_process_on_nccl_trains_like_the_loop(case):
     if not (ON_GPU or hasattr(torch.cpu.Stream, "record_event")):
         pytest.skip("sharding on a CPU needs a newer torch")
     (found,) = each_rank(1, case)
@@ -93,7 +93,7 @@ def test_one_process_on_nccl_trains_what_the_loop_trains(case):
 
 
 @CAN_SHARD
-def test_a_sharded_model_is_evaluated_as_the_whole():
+def test_a_sharded_model_is_evaluated_like_an_unsharded_one():
     (found,) = each_rank(1, "evaluation_of_a_sharded_model")
     task = Task("transformer")
     model = task.model().to(DEVICE)
@@ -102,7 +102,7 @@ def test_a_sharded_model_is_evaluated_as_the_whole():
     assert found == pytest.approx(float(torch.stack(losses).mean()), rel=1e-4)
 
 
-def test_two_processes_train_what_the_loop_trains():
+def test_two_processes_on_one_gpu_train_like_the_loop():
     first, second = each_rank(2, "ddp")
     assert far(first["weights"], second["weights"]) == 0
     assert far(first["weights"], by_hand()) < NEAR

@@ -1,4 +1,4 @@
-"""A run that is killed by SIGKILL resumes to the same bits: workers, pinned memory, augmentation, fp16, compiled."""
+"""A run killed by SIGKILL resumes to the same bits: workers, pinned memory, augmentation, fp16, compiled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from tests.gpu.parts import ON_GPU, sized
 from tests.gpu.resumable import DIES_AFTER
 from tests.launching import ROOT, environment
-from tests.tasks import same
+from tests.tasks import same_bits
 
 
 def start(kind: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -43,6 +43,6 @@ def test_a_killed_run_resumes_to_the_same_bits(kind, tmp_path):
     end(start(kind, killed), 0)
     expected, found = (torch.load(folder / "final.pt", weights_only=False) for folder in (whole, killed))
     for name in expected:
-        assert same(found[name], expected[name]), name
+        assert same_bits(found[name], expected[name]), name
     changes: dict[str, Any] = expected["scale"] or {}
     assert kind != "fp16" or changes["scale"] != 2.0**10  # the scale is not that of the start

@@ -1,4 +1,4 @@
-"""States of a model of 1 GB: how long training waits for them, and that memory stays flat."""
+"""Training states of a model of 1 GB: how long training waits for them, and constant memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rows(steps: int) -> TensorDataset:
 
 
 class Pauses(TrainerCallback):
-    """Measures how long the device computes nothing because of a state, and the memory of both sides after it."""
+    """Measures how long the device idles because of a state, and the memory of device and host after it."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

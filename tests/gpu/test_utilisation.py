@@ -1,4 +1,4 @@
-"""The utilisation that is recorded is that of a product of known size, by its own timing."""
+"""The recorded utilisation of a matrix product equals that of its own timing."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def seconds_by_hand() -> float:
     return begin.elapsed_time(end) / 1e3 / STEPS
 
 
-def test_the_utilisation_is_that_of_a_product_of_known_size(measured):
-    """The epochs, each of one update, are many: the last of them are taken, when nothing is new any more."""
+def test_utilisation_is_exact_for_a_matrix_product(measured):
+    """Uses the last of many epochs of one update each, after all warm-up."""
     throughput = callbacks.ThroughputCallback(count_flops=True, peak_flops=PEAK, window=STEPS)
     model = products()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)

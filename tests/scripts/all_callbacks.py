@@ -25,7 +25,7 @@ from tests.scripts.resumable import run
 
 
 class Dies(TrainerCallback):
-    """Kills the whole job at an update, the first time that it comes there."""
+    """Kills the whole job at an update, once."""
 
     def __init__(self, folder: Path, update: int) -> None:
         self.folder, self.update = folder, update

@@ -7,7 +7,7 @@ import sys
 import torch
 
 from pytorch_accel_lite import TrainerCallback
-from tests.tasks import Rows, quiet_trainer, regression_data, small_model
+from tests.tasks import Rows, adamw_trainer, float64_data, float64_model
 
 how = sys.argv[1] if sys.argv[1:] else "fails"
 failing_rank = int(sys.argv[2]) if sys.argv[2:] else 1
@@ -30,10 +30,10 @@ class Exits(TrainerCallback):
 
 
 torch.set_num_threads(1)
-trainer = quiet_trainer(small_model(), callbacks=[Exits])
+trainer = adamw_trainer(float64_model(), callbacks=[Exits])
 assert trainer.accelerator.num_processes == int(os.environ["WORLD_SIZE"]) == 2
 try:
-    trainer.train(Fails(regression_data(40)), 2, per_device_batch_size=2, train_dataloader_kwargs=IN_ORDER)
+    trainer.train(Fails(float64_data(40)), 2, per_device_batch_size=2, train_dataloader_kwargs=IN_ORDER)
 except OSError as error:
     if how != "caught":
         raise

@@ -15,7 +15,7 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
 )
 from tests.scripts.resumable import Lingers
-from tests.tasks import quiet_trainer, regression_data, small_model
+from tests.tasks import adamw_trainer, float64_data, float64_model
 
 EPOCHS, UPDATES = 3, 12
 
@@ -52,8 +52,8 @@ def run(
     )
     others = [*slow, *monitors, *loggers(folder, mlflow), StepBasedEvaluationCallback(2)]
     both = [saving, *others] if saver_first else [*others, saving]
-    trainer = quiet_trainer(small_model(), callbacks=both, seed=2)
-    data = regression_data(24)
+    trainer = adamw_trainer(float64_model(), callbacks=both, seed=2)
+    data = float64_data(24)
     trainer.train(data, EPOCHS, data, per_device_batch_size=6 // trainer.ranks.world_size, resume_from="latest")
     return trainer
 

@@ -10,12 +10,12 @@ from pytorch_accel_lite import notebook_launcher
 
 
 def training(folder: str) -> None:
-    from tests.tasks import quiet_trainer, regression_data, small_model, weights
+    from tests.tasks import adamw_trainer, float64_data, float64_model, weights
 
     torch.set_num_threads(1)
-    model = small_model()
-    trainer = quiet_trainer(model)
-    trainer.train(regression_data(30), 2, per_device_batch_size=3, train_dataloader_kwargs={"shuffle": False})
+    model = float64_model()
+    trainer = adamw_trainer(model)
+    trainer.train(float64_data(30), 2, per_device_batch_size=3, train_dataloader_kwargs={"shuffle": False})
     result = {"weights": weights(model), "processes": trainer.accelerator.num_processes}
     torch.save(result, f"{folder}/rank{trainer.accelerator.process_index}.pt")
 

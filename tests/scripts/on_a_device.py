@@ -62,7 +62,7 @@ def results_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def with_waits(run: Callable[[int], Trainer], steps: int = 40) -> dict[str, Any]:
-    """Return what a run of 10 steps and more gives, and what the steps beyond those have waited for."""
+    """Return the result of a run, and the waits of its steps after the first ten."""
     results, waited = {}, []
     for size in (20, 20 + 2 * steps):
         waits.clear()
@@ -356,7 +356,7 @@ def case_resumed() -> Any:
 
 
 def case_saved_in_the_background() -> Any:
-    """States of which the device makes copies while it trains on; what they have become, and what was waited for."""
+    """States copied by the device during training: their contents, and the waits."""
 
     def run(folder: str, size: int, **kwargs: Any) -> Trainer:
         saving = SaveTrainingStateCallback(folder, save_every_n_steps=2, asynchronous=True, max_checkpoints=None)
@@ -373,7 +373,7 @@ def case_saved_in_the_background() -> Any:
 
 
 class Scaled(nn.Module):
-    """A loss with a scale that is learned and a mean that is kept."""
+    """A loss with a learned scale and a running mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -442,7 +442,7 @@ def case_timing() -> Any:
 
 
 def run(case: str) -> Any:
-    """Run a case in a folder of its own; what it prints is dropped."""
+    """Run a case in its own folder, without its output."""
     before, output = os.getcwd(), io.StringIO()
     with tempfile.TemporaryDirectory() as workplace:
         os.chdir(workplace)

@@ -26,7 +26,7 @@ EPOCHS = 3
 
 
 class Shuffles:
-    """Ready batches, in another order each time."""
+    """Ready batches, shuffled for each pass."""
 
     def __init__(self, batches: list[Any]) -> None:
         self.batches = batches
@@ -116,7 +116,7 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def by_hand(kind: str) -> dict[str, torch.Tensor]:
-    """The loop that one would write."""
+    """The hand-written loop."""
     model, optimizer = make()
     batches = make_batches(kind)
     for _ in range(EPOCHS):
@@ -144,7 +144,7 @@ class OwnBatches(Trainer):
 
 
 class Records(TrainerCallback):
-    """Remembers the batch of every step and random numbers that are drawn after it."""
+    """Records the batch of every step and random numbers drawn after it."""
 
     saves_attributes = False  # those of a run alone
 

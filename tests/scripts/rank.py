@@ -1,4 +1,4 @@
-"""A rank of a tests/rank_pool.py job: runs the functions that it is sent, and leaves no trace of one in the next."""
+"""A rank of a tests/rank_pool.py job: it runs the functions that it receives, and resets global state in between."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 
 
 class Surroundings:
-    """What a function may change for those after it."""
+    """Global state that a function may change."""
 
     def __init__(self) -> None:
         self._folder = os.getcwd()

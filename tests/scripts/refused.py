@@ -2,10 +2,10 @@
 
 from accelerate import PartialState
 
-from tests.tasks import quiet_trainer, small_model
+from tests.tasks import adamw_trainer, float64_model
 
 PartialState()
 try:
-    print(f"made on {quiet_trainer(small_model()).accelerator.num_processes} processes")
+    print(f"made on {adamw_trainer(float64_model()).accelerator.num_processes} processes")
 except RuntimeError as error:
     print(f"RuntimeError: {error}")

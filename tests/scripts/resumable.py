@@ -1,4 +1,4 @@
-"""A run with everything that has a state: started again with the same command, it goes on where it was.
+"""A run with every kind of state, which resumes when the same command is run again.
 
 python resumable.py FOLDER [ACCUMULATION [WORKERS [DELAY [EPOCHS [ASYNCHRONOUS]]]]]
 
@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint.weights import full_state_dict
-from tests.tasks import Rows, regression_data
+from tests.tasks import Rows, float64_data
 
 EPOCHS, SIZE, GLOBAL_BATCH = 3, 22, 6
 
@@ -41,7 +41,7 @@ class Augmented(Rows):
 
 
 class OrderCallback(TrainerCallback):
-    """Changes the data in each epoch, and remembers the samples of every step, by which a resumed run is compared."""
+    """Changes the data in each epoch, and records the samples of every step, to compare a resumed run."""
 
     def __init__(self) -> None:
         self.order: list[list[int]] = []
@@ -80,10 +80,10 @@ class CopyStates(TrainerCallback):
 
 
 class Lingers(TrainerCallback):
-    """Stays in an update until the process is killed: however late that is, the run has not ended before.
+    """Waits in an update until the process is killed, so that the run cannot end before.
 
     Args:
-        update: which one; ``None`` for a run that is to end
+        update: the number of the update; ``None`` for a run that is not killed
     """
 
     def __init__(self, update: int | None = None) -> None:
@@ -111,7 +111,7 @@ class SlowTrainer(Trainer):
 
 
 class Holding(SlowTrainer):
-    """Trains a head that no state knows by name, and holds a buffer, a generator and counts."""
+    """Trains a head that a closure holds, and has a replay buffer, a generator and counts as attributes."""
 
     def __init__(self, head: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -132,7 +132,7 @@ class Holding(SlowTrainer):
 
 
 class Teaches(TrainerCallback):
-    """Pulls the weights to those of a teacher that follows them, and trains the first layer from the second epoch."""
+    """Pulls the weights towards those of a momentum teacher, and unfreezes the first layer in the second epoch."""
 
     def on_training_run_start(self, trainer, **kwargs):
         self.teacher = copy.deepcopy(trainer.get_model())
@@ -149,6 +149,21 @@ class Teaches(TrainerCallback):
         for slow, fast in zip(self.teacher.parameters(), trainer.get_model().parameters(), strict=True):
             slow.data.lerp_(fast.data, 0.1)
             fast.data.lerp_(slow.data, 0.05)
+
+
+def script(folder: Path, *arguments: object) -> list[str]:
+    """The arguments of Python that run this script."""
+    return ["tests/scripts/resumable.py", str(folder), *map(str, arguments)]
+
+
+def saved_states(folder: Path) -> list[Path]:
+    """The training states of a run, from the oldest to the newest."""
+    return sorted(path for path in (folder / "states").iterdir() if path.name.startswith("update-"))
+
+
+def final_state(folder: Path) -> dict[str, Any]:
+    """What a run has written to FOLDER/final.pt."""
+    return torch.load(folder / "final.pt", weights_only=False)
 
 
 def make_model() -> nn.Module:
@@ -215,9 +230,9 @@ def run(
     trainer.delay = delay
     total = TrainerPlaceholderValues.NUM_EPOCHS * TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
     trainer.train(
-        Augmented(regression_data(size)),
+        Augmented(float64_data(size)),
         epochs,
-        Augmented(regression_data(9)),
+        Augmented(float64_data(9)),
         per_device_batch_size=batch or GLOBAL_BATCH // trainer.accelerator.num_processes,
         gradient_accumulation_steps=accumulation,
         create_scheduler_fn=partial(OneCycleLR, max_lr=0.05, total_steps=total) if schedule else None,
@@ -241,7 +256,7 @@ def run(
 
 
 def run_to_the_end(folder: Path, **kwargs: Any) -> None:
-    """Write what the run ended with to ``final.pt``, which is there only then."""
+    """Run to the end, and write the result to ``final.pt``."""
     result = run(folder, **kwargs)
     if result["main"]:
         torch.save(result, folder / "unfinished.pt")

@@ -8,7 +8,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.utils import local_process_zero_only
-from tests.tasks import regression_data, small_model
+from tests.tasks import float64_data, float64_model
 
 torch.set_num_threads(1)
 # Before there is a trainer, which makes a process of this one.
@@ -17,13 +17,13 @@ how = sys.argv[1]
 
 
 def make() -> Trainer:
-    model = small_model()
+    model = float64_model()
     return Trainer(model, nn.MSELoss(), torch.optim.AdamW(model.parameters()))
 
 
 def run(trainer: Trainer) -> None:
-    trainer.train(regression_data(40), 2, regression_data(9), per_device_batch_size=4)
-    trainer.predict(regression_data(5))
+    trainer.train(float64_data(40), 2, float64_data(9), per_device_batch_size=4)
+    trainer.predict(float64_data(5))
     print(f"two processes: {trainer.accelerator.num_processes == 2}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""A run that is interrupted once it trains, and then started again with the same arguments."""
+"""A submitit job that is interrupted during training and requeued with the same arguments."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class SaysThatItTrains(TrainerCallback):
 
 
 def train(folder: Path, **saver: Any) -> None:
-    """Train slowly at first; nothing but the training states tells the runs apart."""
+    """Train slowly in the first run; only training states distinguish the runs."""
     torch.set_num_threads(1)
     delay = 0.0 if any(folder.glob("states/update-*")) else 0.5
     run_to_the_end(folder, delay=delay, extra=(SaysThatItTrains(folder),), save_every_n_steps=None, **saver)
 
 
 class Submitted:
-    """What submitit is given: it calls it again with the same arguments."""
+    """The callable for submitit, which calls it again with the same arguments."""
 
     def __call__(self, folder: Path) -> None:
         train(folder)

@@ -1,4 +1,4 @@
-"""Two ranks that do not do the same; the argument says what."""
+"""Two ranks that make different calls; the argument selects them."""
 
 import os
 import sys
@@ -9,12 +9,12 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from tests.tasks import quiet_trainer, regression_data, small_model
+from tests.tasks import adamw_trainer, float64_data, float64_model
 
 case, _, left_out = sys.argv[1].partition(", not in step ")
 torch.set_num_threads(1)
 is_first = os.environ["RANK"] == "0"
-data = regression_data(16)
+data = float64_data(16)
 short = InitProcessGroupKwargs(timeout=timedelta(seconds=5))
 
 
@@ -41,11 +41,11 @@ callbacks = {"evaluates in a callback": [EvaluatesAlone], "gathers": [GathersFor
 accelerator = Accelerator(cpu=True, kwargs_handlers=[short])
 assert accelerator.num_processes == int(os.environ["WORLD_SIZE"]) == 2
 options = {"callbacks": callbacks.get(case, []), "accelerator": accelerator}
-model = small_model()
+model = float64_model()
 if case == "updates":
     trainer = UpdatesAlone(model, torch.nn.MSELoss(), torch.optim.SGD(model.parameters(), 0.1), **options)
 else:
-    trainer = quiet_trainer(model, **options)
+    trainer = adamw_trainer(model, **options)
 if case == "evaluates" and is_first:
     trainer.evaluate(data)
 if case == "predicts" and not is_first:
@@ -57,4 +57,4 @@ if case == "gathers rows" and not is_first:
 if case in ("updates", "evaluates in a callback"):
     trainer.train(data, 2, per_device_batch_size=2)
 if case == "gathers":
-    trainer.evaluate(regression_data(1))
+    trainer.evaluate(float64_data(1))

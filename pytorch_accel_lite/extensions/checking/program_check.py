@@ -23,7 +23,7 @@ from pytorch_accel_lite.extending import (
     render,
     replaced,
 )
-from pytorch_accel_lite.extensions.checking import checks_of_data, checks_of_models, checks_of_training
+from pytorch_accel_lite.extensions.checking import data_checks, model_checks, training_checks
 from pytorch_accel_lite.extensions.checking.probing import Finding, NotApplicableError, Probe, Status
 from pytorch_accel_lite.schedulers import resolve_names
 
@@ -33,26 +33,26 @@ Check = Callable[[Probe], Iterable[Finding]]
 
 #: All checks, the cheapest first.
 CHECKS: tuple[Check, ...] = (
-    checks_of_models.check_runs,
-    checks_of_training.check_broadcast,
-    checks_of_training.check_initial_loss,
-    checks_of_training.check_schedule,
-    checks_of_models.check_determinism,
-    checks_of_models.check_batch_independence,
-    checks_of_models.check_permutation,
-    checks_of_training.check_mean_loss,
-    checks_of_training.check_processes,
-    checks_of_training.check_precision,
-    checks_of_models.check_causality,
-    checks_of_models.check_padding,
-    checks_of_training.check_gradients,
-    checks_of_models.check_inputs_matter,
-    checks_of_training.check_targets_matter,
-    checks_of_models.check_reload,
-    checks_of_data.check_augmentation,
-    checks_of_data.check_data,
-    checks_of_data.check_leakage,
-    checks_of_training.check_learns,
+    model_checks.check_runs,
+    training_checks.check_broadcast,
+    training_checks.check_initial_loss,
+    training_checks.check_schedule,
+    model_checks.check_determinism,
+    model_checks.check_batch_independence,
+    model_checks.check_permutation,
+    training_checks.check_mean_loss,
+    training_checks.check_processes,
+    training_checks.check_precision,
+    model_checks.check_causality,
+    model_checks.check_padding,
+    training_checks.check_gradients,
+    model_checks.check_inputs_matter,
+    training_checks.check_targets_matter,
+    model_checks.check_reload,
+    data_checks.check_augmentation,
+    data_checks.check_data,
+    data_checks.check_leakage,
+    training_checks.check_learns,
 )
 
 
@@ -224,13 +224,13 @@ def check(
     if request.num_epochs is request.max_num_train_steps is None:
         request.num_epochs = 1
     schedule = resolve_names(values["create_scheduler_fn"], values["warmup_steps"], request.scheduler_interval)
-    train_copy, eval_copy = map(checks_of_data.independent_copy, (train_dataset, eval_dataset))
+    train_copy, eval_copy = map(data_checks.independent_copy, (train_dataset, eval_dataset))
     callbacks, size = list(self.callback_handler), per_device_batch_size
     loading = values["train_dataloader_kwargs"], values["collate_fn"]
     with Snapshot() as before, replaced(self, division=Division()):
         trial = Trial(self, "check", train_copy, size, request, *loading, supports=("train_step", "closure"))
         with trial.running():
-            before.keep_generators_of(checks_of_data.owners_of_generators([train_dataset, eval_dataset]))
+            before.keep_generators_of(data_checks.owners_of_generators([train_dataset, eval_dataset]))
             if eval_dataset is not None:
                 trial.read_evaluation(eval_copy, values["eval_dataloader_kwargs"])
             probe = Probe(trial, callbacks, schedule, seconds)

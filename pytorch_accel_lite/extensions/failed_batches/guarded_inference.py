@@ -89,7 +89,7 @@ class GuardedInference(InferenceStep):
             return
         name = run.data.eval_dataset_name
         where = skipped.phase + (f" on {name!r}" if name else "")
-        error = f"First error: {_in_a_line(skipped.batches[0].failure['error'])}"
+        error = f"First error: {_first_line(skipped.batches[0].failure['error'])}"
         if not any(has_computed for _, has_computed in gathered):
             raise RuntimeError(f"All batches of the {where} failed: {_describe(trainer, skipped)}. {error}") from (
                 skipped.first_error
@@ -98,7 +98,7 @@ class GuardedInference(InferenceStep):
 
 
 def _before_step(run: Run) -> Snapshot:
-    """Keep the state that a step may change before it fails: logged values and random generators."""
+    """Save the state that a failing step may change: logged values and random generators."""
     before = Snapshot()
     before.keep_states([run.loss_trackers])
     before.keep_generators()
@@ -151,7 +151,7 @@ def _compute_in_parts(trainer: TrainerLike, run: Run, batch: Batch, compute: Com
 
 
 def _compute_if_it_fits(trainer: TrainerLike, run: Run, compute: ComputeBatch) -> BatchOutput | None:
-    """Return the output of the current evaluation batch; ``None``, without a trace, if it must be split to fit."""
+    """Return the output of the current evaluation batch; ``None``, with the state restored, if it must be split."""
     batch = run.batch
     assert batch is not None
     before = _before_step(run)
@@ -181,7 +181,7 @@ def _describe(trainer: TrainerLike, skipped: SkippedBatches) -> str:
     return f"{count}{', '.join(shown)}" + (f" and {len(batches) - len(shown)} more" * (len(batches) > len(shown)))
 
 
-def _in_a_line(error: str) -> str:
+def _first_line(error: str) -> str:
     """Return the type and the first line of an error; for an error in a worker process, without the traceback."""
     name, lines = error.partition(":")[0], error.splitlines()
     return next(line for line in reversed(lines) if line.startswith(name))

@@ -34,7 +34,7 @@ DONE, OUT_OF_MEMORY, FAILED = range(3)
 
 
 class GuardedStep(PlainStep):
-    """A step that may fail without a trace, on all processes together, and is skipped or repeated in smaller parts.
+    """A step that, if it fails on any process, is undone on all, and then skipped or repeated in smaller parts.
 
     With several processes, nothing is communicated until each process has reported its outcome: the step calls the
     module inside ``DistributedDataParallel``, and gradients are averaged at the end of the window.

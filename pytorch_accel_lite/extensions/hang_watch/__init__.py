@@ -1,10 +1,10 @@
-"""Which process waits for which, in a thread of each process, and where each is if a run makes no progress."""
+"""Detecting hangs: a thread in each process reports which process waits for which, and where each of them is."""
 
 from pytorch_accel_lite.extending import OBSERVERS
 from pytorch_accel_lite.extensions.hang_watch.hang_watch_callback import HangWatchCallback
-from pytorch_accel_lite.extensions.hang_watch.job_observer import WatchOfJob
+from pytorch_accel_lite.extensions.hang_watch.job_observer import JobObserver
 from pytorch_accel_lite.extensions.hang_watch.waits import is_waiting
 
 __all__ = ["HangWatchCallback", "is_waiting"]
 
-OBSERVERS.append(WatchOfJob())
+OBSERVERS.append(JobObserver())

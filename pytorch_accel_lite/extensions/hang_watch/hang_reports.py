@@ -1,4 +1,4 @@
-"""The thread of ``HangWatchCallback``, which reports runs without a new step: where each process is."""
+"""The thread of ``HangWatchCallback``, which reports the position of each process if a run makes no progress."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _stores: Any = dist  # its type stubs lack the stores
 
 
 class Progressed(NamedTuple):
-    """How far a process is: its number of steps and ends of epochs, its epoch, and its step."""
+    """The progress of a process: its number of steps and ends of epochs, its epoch, and its step."""
 
     events: int
     epoch: int
@@ -37,7 +37,7 @@ class Progressed(NamedTuple):
 
 
 class StackPosition(NamedTuple):
-    """Where a process is.
+    """The position of a process.
 
     Args:
         epoch: the epoch of the process
@@ -63,8 +63,8 @@ class HangWatch(threading.Thread):
     Args:
         seconds: how long a run may make no progress
         ranks: the processes of the job
-        progress: returns how far this process is; called in the thread
-        name: names the watch in the store of the job
+        progress: returns the progress of this process; called in the thread
+        name: the prefix of the watch's keys in the store of the job
 
     Attributes:
         may_end: whether a report may end the job
@@ -93,12 +93,12 @@ class HangWatch(threading.Thread):
         while not self._is_over.wait(self._interval):
             _dump_stacks_unless_called_again(self._seconds, self.may_end)
             try:
-                self._look()
+                self._check()
             except RuntimeError:  # the process that serves the store has ended
                 self._store, self._is_shared = _stores.HashStore(), False
 
     def allow_ending(self) -> None:
-        """Let a report end the job from now on, and also the collectives of a process that cannot end itself."""
+        """From now on, a report may end the job. Lower the timeouts of collectives, for processes that cannot exit."""
         if not self.may_end:
             self.may_end = True
             self._timeouts.set(2 * self._seconds + 6 * _LONGEST_INTERVAL)
@@ -118,7 +118,7 @@ class HangWatch(threading.Thread):
             if reason:
                 self._store.set(f"left/{self._rank}", reason)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._note_progress()
         waited = time.monotonic() - self._since
         if waited >= self._seconds / 2:
@@ -209,7 +209,7 @@ def _print(text: str) -> None:
 
 
 def _dump_stacks_unless_called_again(seconds: float, end: bool) -> None:
-    """Make C code print the stacks if native code holds Python's lock, so that this thread cannot run."""
+    """Have faulthandler print the stacks if native code holds the GIL, so that this thread cannot run."""
     if sys.__stderr__ is not None:
-        with suppress(OSError, ValueError):  # it is not a file
+        with suppress(OSError, ValueError):  # not a real file
             faulthandler.dump_traceback_later(seconds + _LONGEST_INTERVAL, exit=end, file=sys.__stderr__)

@@ -1,4 +1,4 @@
-"""Starting the watch of a job with its first trainer, telling it of runs, and stopping it with the job."""
+"""Connects ``JobWatch`` to trainers: starts it with the first one, reports runs to it, stops it with the job."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _VARIABLE = "PT_ACC_HANG_SECONDS"
 _SECONDS = 40.0  # seconds of waiting before the first report
 
 
-class WatchOfJob:
-    """Has a ``JobWatch`` of the job that this process is in, if it is a job of several processes."""
+class JobObserver:
+    """Owns the ``JobWatch`` of this process, if its job has several processes."""
 
     def __init__(self) -> None:
         self._watch: JobWatch | None = None
         self._job: dist.ProcessGroup | None = None
 
     def begin(self, ranks: Ranks) -> None:
-        """Start the watch of a job, unless it has one. Call it on every process."""
+        """Start the watch of a job, if it has none yet. Call it on every process."""
         if self._job is dist.group.WORLD:
             return
         self.end("")
@@ -43,7 +43,7 @@ class WatchOfJob:
 
     @contextmanager
     def observing(self, trainer: OpenTrainer) -> Iterator[None]:
-        """Tell the watch of a run within a block, on every process."""
+        """Report a run to the watch for the duration of a block, on every process."""
         watch = self._watch if trainer.ranks.world_size > 1 else None
         if watch is None:
             yield
@@ -62,11 +62,11 @@ class WatchOfJob:
             watch.leave(number)
 
     def find_loss(self) -> str:
-        """Return which other processes are lost and, if possible, why; an empty text without a watch."""
+        """Return which other processes are lost and, if known, why; an empty string without a watch."""
         return "" if self._watch is None else self._watch.find_loss()
 
     def end(self, reason: str) -> None:
-        """Stop the watch of this process; the reason is for processes that still wait for it."""
+        """Stop the watch of this process. Other processes that still wait for it report the reason."""
         if self._watch is not None:
             if reason:
                 self._watch.note(reason)

@@ -1,4 +1,4 @@
-"""The thread, in each process of a job, that reports calls in which one waits for others, and ends a stuck job."""
+"""A thread in each process of a job that reports processes waiting for each other, and ends a stuck job."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXIT_CODE = 75
 _LONGEST_INTERVAL = 4.0
 _MOST_BYTES = 1 << 20  # maximum read and written by a waiting process between two checks
 _MOST_CPU = 0.2  # maximum share of CPU time of a waiting thread
-_PATIENCE = 5.0  # seconds in which a process tries to learn why it has lost another
+_PATIENCE = 5.0  # seconds to wait for the reason of a loss
 _HINT = (
     " Those in the backward pass wait for gradients that another process does not have: of a step in which it skips "
     "its backward pass, or of parameters that its loss does not depend on."
@@ -67,7 +67,7 @@ class JobWatch(threading.Thread):
     Args:
         rank: the rank of this process
         processes: the host, the namespace of process ids and the process id of each rank
-        store: texts by key that all processes share, if any
+        store: the key-value store of the job, if any
         seconds: how long to wait before the first report; the time doubles with each further report
 
     Attributes:
@@ -79,7 +79,7 @@ class JobWatch(threading.Thread):
         self.begun = 0
         self._rank = rank
         self._processes = processes
-        self._store: Any = store  # None if the others cannot be asked
+        self._store: Any = store  # None if the others cannot be reached
         self._seconds = seconds
         self._interval = min(seconds / 10, _LONGEST_INTERVAL)
         self._is_over = threading.Event()
@@ -135,14 +135,14 @@ class JobWatch(threading.Thread):
         """Check until the watch is stopped."""
         while not self._is_over.wait(self._interval):
             with suppress(Exception):  # for example, the process of the store has ended
-                self._look()
+                self._check()
 
     def stop(self) -> None:
         """End the thread before the interpreter ends: it must not be in C++ code then."""
         self._is_over.set()
         self.join(4 * _LONGEST_INTERVAL)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         waited = self._find_waited()
         if not waited and self._was_reported:
             self._was_reported = False
@@ -159,7 +159,7 @@ class JobWatch(threading.Thread):
             return
         if (self._has_left and not waited) or not self._can_ask():  # torch prints errors if the store has ended
             return
-        self._obey()
+        self._exit_if_ended()
         asked = self._store.add("asked", 0)
         if asked > self._answered:
             self._answer(asked, waited)
@@ -172,7 +172,7 @@ class JobWatch(threading.Thread):
         return self._store is not None and not (self._rank and self._is_served_by_first and self._has_ended(0))
 
     def _find_waited(self) -> float:
-        """Return how long the watched thread has waited at the same place, without computing or copying."""
+        """Return how long the watched thread has waited at the same position, without computing or copying."""
         places, waits = signature(sys._current_frames().get(self._watched))
         now = time.monotonic()
         if not waits:
@@ -202,7 +202,7 @@ class JobWatch(threading.Thread):
         self._store.set(f"{wave}/{self._rank}", json.dumps(self._place(waited)))
 
     def _ask(self, wave: int) -> dict[int, _Place]:
-        """Return the places of all processes that answer in time."""
+        """Return the positions of the processes that answer in time."""
         keys = {rank: f"{wave}/{rank}" for rank in range(len(self._processes))}
         deadline = time.monotonic() + 2 * self._interval + 2
         while time.monotonic() < deadline and not self._store.check([*keys.values()]):
@@ -243,7 +243,7 @@ class JobWatch(threading.Thread):
         return "which does not answer: native code keeps Python from running, or its process or machine is lost"
 
     def _find_verdict(self, places: dict[int, _Place]) -> str:
-        """Return why the processes certainly cannot continue; an empty text if they may."""
+        """Return why the job is certainly stuck, or an empty string if it may continue."""
         waiting = {rank: place for rank, place in places.items() if place.waited >= self._seconds / 2}
         for rank, place in waiting.items():
             if not place.runs or place.is_own:
@@ -263,8 +263,8 @@ class JobWatch(threading.Thread):
         note = self._note_of(rank)
         return note is not None and note[0] >= run
 
-    def _obey(self) -> None:
-        """End this process if a report has said so."""
+    def _exit_if_ended(self) -> None:
+        """Exit if a report has ended the job."""
         key = f"{self._answered}/end"
         if self._answered and self._store.check([key]):
             ending, self._verdict = json.loads(self._store.get(key))
@@ -285,19 +285,19 @@ class JobWatch(threading.Thread):
         return state in "ZX"
 
     def find_loss(self) -> str:
-        """Return which other processes are lost and, if possible, why."""
+        """Return which other processes are lost and, if known, why."""
         others = [rank for rank in range(len(self._processes)) if rank != self._rank]
         run = self._runs[-1][0] if self._runs else self.begun
         deadline = time.monotonic() + _PATIENCE
         while True:
             is_late = time.monotonic() > deadline
             ended = [rank for rank in others if self._has_ended(rank)]
-            time.sleep(0.05)  # the last note may still be on its way
+            time.sleep(0.05)  # the last note may not have arrived yet
             if self._verdict:
                 return self._verdict
             with suppress(RuntimeError):  # the process that serves the store has ended
                 if self._can_ask():
-                    self._obey()
+                    self._exit_if_ended()
                 notes = {rank: note for rank in others if (note := self._note_of(rank)) and note[0] >= run}
                 if notes:
                     return " ".join(f"Rank {rank} {reason}" for rank, (_, reason) in notes.items())
@@ -319,7 +319,7 @@ def _print(text: str) -> None:
 
 
 def end_process() -> None:
-    """End this process at once, because its other threads hang."""
+    """Exit at once, without joining the other threads, which hang."""
     with suppress(Exception):
         sys.stdout.flush()
     os._exit(EXIT_CODE)

@@ -1,4 +1,4 @@
-"""The process groups of a job: a connection to their store of texts, and their time limits."""
+"""The process groups of a job: a connection to their key-value store, and their timeouts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STORE_TIMEOUT = timedelta(seconds=10)
 
 
 def connect_to_store(name: str) -> Store | None:
-    """Return a store of short texts by key, which all processes of the job share; ``None`` if there is none.
+    """Return a key-value store that all processes of the job share; ``None`` if there is none.
 
     It is a separate connection to the store of the default process group. The group's own connection cannot be shared:
     a collective that waits on it would block all other users.

@@ -1,4 +1,4 @@
-"""Logical processes: runs that give the same bits on any number of real ones, for ``Trainer(logical_processes=8)``."""
+"""Logical processes, ``Trainer(logical_processes=8)``: the same bits on any number of real processes."""
 
 from pytorch_accel_lite.extending import DIVISIONS, STEP_KINDS
 from pytorch_accel_lite.extensions.logical.kept_shares import KeepsShares

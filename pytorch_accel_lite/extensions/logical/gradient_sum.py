@@ -15,12 +15,12 @@ from pytorch_accel_lite.extending import Ranks, share_bounds
 
 #: The gradients of the parameters, in their order; ``None`` where there is none.
 Gradients = list[torch.Tensor | None]
-#: Returns what each process sends, in rows of bytes.
+#: All-gathers bytes: returns a row for each process.
 Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
 def add_gradients(first: Gradients, second: Gradients) -> Gradients:
-    """Add gradients to others in place. A missing one adds nothing."""
+    """Add gradients to others in place. Missing gradients count as zero."""
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
     if pairs:
         torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
@@ -33,15 +33,15 @@ class GradientSum:
     The shares of a step are added in a tree (``TreeSum``), the sums of the steps one after another. A process
     holds the gradients of one share and, for each level of the tree, at most one sum. Each process adds up one slice of
     the gradients over all processes: it receives that slice of the nodes of all others after each step, and sends its
-    sum to all at the end of the window, as in an all-reduce. All additions are in the dtype of the gradients. In place
-    of missing gradients, negative zeros are sent, which change no bit of what they are added to.
+    sum to all at the end of the window, as in an all-reduce. All additions are in the dtype of the gradients. Missing
+    gradients are sent as negative zeros, which change no bit of a sum.
 
     Args:
         ranks: the processes that add up the gradients
         count: number of logical processes
 
     Attributes:
-        room: bytes at the end of what each process sends last, a multiple of 8; whoever gathers it may fill them
+        room: bytes reserved at the end of each process's last message, a multiple of 8, for the caller of ``finish()``
     """
 
     room = 0
@@ -54,7 +54,7 @@ class GradientSum:
         self.restart()
 
     def restart(self) -> None:
-        """Drop what has been added in this window, and divide the shares among the processes as they are now."""
+        """Discard the sums of this window, and divide the shares among the current processes."""
         world_size = self._ranks.world_size
         self._blocks = [blocks_of(range(*share_bounds(self._count, rank, world_size))) for rank in range(world_size)]
         self._tree.nodes.clear()
@@ -91,7 +91,7 @@ class GradientSum:
         self._tree.push(Node(0, number, gradients))
 
     def _add_empty_shares(self, number: int) -> None:
-        """Add nothing for the shares before this one that have no samples."""
+        """Add missing gradients for the preceding shares that have no samples."""
         blocks = self._tree.nodes
         blocks_of_rank = self._blocks[self._ranks.rank]
         following = blocks[-1].start + (1 << blocks[-1].level) if blocks else blocks_of_rank[0][1]
@@ -122,7 +122,7 @@ class GradientSum:
         Parameters that had a gradient in no share get none.
 
         Args:
-            gather_last: gathers what each process sends last, whose last ``room`` bytes are its own; in place of torch
+            gather_last: all-gathers the last messages, and may fill their last ``room`` bytes; torch's by default
         """
         if self._ranks.world_size == 1:
             for parameter, gradient in zip(self._parameters, self._total or (), strict=True):
@@ -145,7 +145,7 @@ class GradientSum:
             self._parameters[index].grad = None
 
     def _gather(self, sent: torch.Tensor) -> torch.Tensor:
-        """Return what each process sends, in rows."""
+        """All-gather bytes: return a row for each process."""
         gathered = sent.new_empty(self._ranks.world_size, len(sent))
         dist.all_gather_into_tensor(gathered.view(-1), sent)
         return gathered
@@ -181,7 +181,7 @@ class GradientSum:
         return self._with_room(tree.total(), is_last)  # a copy, which does not keep the others in memory
 
     def _with_room(self, total: torch.Tensor, is_last: bool) -> torch.Tensor:
-        """Return a copy, followed by the room that is left at the end of the last slice."""
+        """Return a copy, followed by the reserved room if this is the last slice."""
         room = self.room // total.element_size() if is_last else 0
         if not room:
             return total.clone()
@@ -210,7 +210,7 @@ class GradientSum:
 
 
 def _give_gradients(parameters: Sequence[nn.Parameter], rows: torch.Tensor) -> list[torch.Tensor]:
-    """Give parameters their gradients from rows that follow one another; return the parts of what follows them.
+    """Set the gradients of parameters from consecutive rows; return the parts of the remainder.
 
     Args:
         rows: contiguous except for gaps between them
@@ -234,7 +234,7 @@ def _give_gradients(parameters: Sequence[nn.Parameter], rows: torch.Tensor) -> l
 
 
 def _cut(rows: torch.Tensor, sizes: Sequence[int]) -> list[list[torch.Tensor]]:
-    """Return pieces of rows that follow one another, each as its parts in one or several rows."""
+    """Split consecutive rows into pieces. Each piece is a list of parts, as it may span several rows."""
     if rows.is_contiguous():
         return [[piece] for piece in rows.view(-1).split(sizes)]  # type: ignore[no-untyped-call]
     pieces: list[list[torch.Tensor]] = [[] for _ in sizes]

@@ -1,4 +1,4 @@
-"""What callbacks keep of each logical process."""
+"""Callbacks with a state for each logical process."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pytorch_accel_lite.extending_callbacks import StateDict
 
 @runtime_checkable
 class KeepsShares(Protocol):
-    """A callback that keeps something of each logical process, changed in ``on_backward_end``.
+    """A callback that keeps a state for each logical process, which changes in ``on_backward_end``.
 
-    In a job that outlives its processes, each process keeps that of all, as it was after the latest update.
+    Under ``launch``, each process holds the states of all logical processes, as of the latest update.
     """
 
     def states_of_shares(self) -> list[StateDict]:
-        """Return what is kept of the logical processes of this process, in their order, as values and tensors."""
+        """Return the states of the logical processes of this process, in order, as values and tensors."""
 
     def load_states_of_shares(self, states: Sequence[StateDict], first: int) -> None:
-        """Take over what another process has returned, or this one before.
+        """Load states that another process, or an earlier call on this one, has returned.
 
         Args:
             first: number of the first logical process

@@ -70,10 +70,10 @@ class LogicalProcesses(Division):
         return self.shares.total
 
     def divide(self, ranks: Ranks) -> None:
-        """Divide the logical processes among the real ones, of which there may be others than before.
+        """Divide the logical processes among the current real ones.
 
         Raises:
-            ValueError: if there are more of them
+            ValueError: if there are more real than logical processes
         """
         if self.count < ranks.world_size:
             raise ValueError(

@@ -115,7 +115,7 @@ class LogicalWindow(GradientWindow):
 
     def __init__(self, trainer: TrainerLike, steps: int, batch_size: int, count: int) -> None:
         super().__init__(trainer.ranks, trainer.device, steps, batch_size)
-        self.is_guarded = True  # the processes forward different numbers of times
+        self.is_guarded = True  # the processes run different numbers of forward passes
         self.sums = GradientSum(trainer.ranks, count)
         self.number = 0  # of the logical process that is being computed
         self._count = count
@@ -123,7 +123,7 @@ class LogicalWindow(GradientWindow):
         self._found_items: Count = 0
 
     def restart(self) -> None:
-        """Begin the window again, with the logical processes divided among the processes as they are now."""
+        """Begin the window again, with the logical processes divided among the current processes."""
         self.reset()
         self.is_in_step, self.items = False, {}
         self.sums.restart()
@@ -150,7 +150,7 @@ class LogicalWindow(GradientWindow):
         return super().finish(optimizer)
 
     def finish_sums(self) -> None:
-        """Give the parameters the sums of their gradients. Nothing else of an update communicates after that."""
+        """Give the parameters the sums of their gradients. Nothing communicates in an update after this."""
         self.sums.finish()
 
     def _total_items(self, local: Count) -> Count:

@@ -1,4 +1,4 @@
-"""Gradients of weights sharded by ``fully_shard``, added up over all logical processes in the order of whole ones."""
+"""Gradients of weights sharded by ``fully_shard``, summed over logical processes in the order of ``GradientSum``."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class ShardedGradients:
     """Adds up the gradients of sharded modules over the logical processes of a step.
 
     Each process computes as many logical processes as the others, one after another: those that lack one compute a
-    filler, whose gradients count as nothing. After each, the processes exchange the slices of their gradients instead
+    filler, whose gradients are ignored. After each, the processes exchange the slices of their gradients instead
     of reducing them. Each adds up its own slice in the tree of ``GradientSum``, so that the sums have the bits of one
     process, and gives it to torch as the result of the last reduction; those before give negative zeros, which change
     no bit of what they are added to. An exchange takes as much traffic as a reduction.
 
-    Nothing is exchanged by a single process, for which torch reduces nothing: ``GradientSum`` has these.
+    A single process has nothing to exchange: its gradients are in ``GradientSum``.
 
     Args:
         model: the model, with modules sharded by ``fully_shard``
@@ -71,12 +71,12 @@ class ShardedGradients:
         return [parameter for parameter in parameters if id(parameter) not in self._sharded]
 
     def _reshard(self) -> None:
-        """Let the model have its sharded parameters: a forward pass without a backward pass leaves some whole."""
+        """Reshard the model, as a forward pass without a backward pass leaves some parameters unsharded."""
         for module in self._fsdp_modules:
             module.reshard()
 
     def take_over(self, cleanup: ExitStack) -> None:
-        """Let torch give the gradients of the modules to this object, until a run ends."""
+        """Replace torch's reduce-scatter of the modules until the run ends."""
         for module, sums in zip(self._modules, self._sums, strict=True):
             module.set_custom_reduce_scatter(cast(Any, sums))
             module.set_gradient_divide_factor(1.0)
@@ -115,7 +115,7 @@ class ShardedGradients:
 
 
 class _PlainReduction:
-    """What torch does by itself."""
+    """Torch's own reduce-scatter."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -133,16 +133,16 @@ class _PlainReduction:
 
 
 class _SliceSum(_PlainReduction):
-    """Takes the place of torch's reduction of the gradients of one sharded module.
+    """Replaces torch's reduce-scatter of the gradients of one sharded module.
 
     Args:
-        slices: for each process, which slice of the gradients it has
+        slices: for each process, the index of its slice of the gradients
         rank: this process
         ranges: for each process, the numbers of its logical processes
 
     Attributes:
         rounds: number of exchanges in this step
-        is_filler: whether this process computes nothing that counts
+        is_filler: whether the gradients of this process are ignored
     """
 
     def __init__(self, slices: list[int], rank: int, ranges: list[range]) -> None:
@@ -166,7 +166,7 @@ class _SliceSum(_PlainReduction):
     ) -> None:
         """Exchange the slices of a share, and in the last round of a step return the sum of all."""
         if self.is_filler:  # zero times its loss would not do, which may be infinite
-            _fill_with_nothing(input_tensor)
+            _fill_with_negative_zeros(input_tensor)
         parts = self._exchange(input_tensor)
         for numbers, tree, part in zip(self._ranges, self._trees, parts, strict=True):
             if self.rounds < len(numbers):
@@ -175,7 +175,7 @@ class _SliceSum(_PlainReduction):
         # Where several processes have the same slice, as in HSDP, torch adds up what they return.
         is_first = self._slices.index(self._slices[self._rank]) == self._rank
         if self.rounds < len(self._ranges[0]) or not is_first:
-            _fill_with_nothing(output_tensor)
+            _fill_with_negative_zeros(output_tensor)
             return
         total = TreeSum[torch.Tensor](torch.Tensor.add_)
         for tree in self._trees:
@@ -195,16 +195,16 @@ class _SliceSum(_PlainReduction):
         return received.chunk(len(self._slices))
 
 
-def _fill_with_nothing(tensor: torch.Tensor) -> None:
-    """Fill a tensor with negative zeros, which change no bit of what they are added to."""
+def _fill_with_negative_zeros(tensor: torch.Tensor) -> None:
+    """Fill a tensor with negative zeros, which change no bit of a sum."""
     tensor.zero_().neg_()
 
 
 def _slices_of(module: FSDPModule, world_size: int) -> list[int]:
-    """Return, for each process, which slice of the gradients of a module it has.
+    """Return, for each process, the index of its slice of the gradients of a module.
 
     Raises:
-        ValueError: if each process has the whole gradients: torch gives them to nobody else then
+        ValueError: if each process has the whole gradients, as torch then does no reduce-scatter
     """
     [info] = mesh_infos(module)
     dim = shard_dim(info)
@@ -222,7 +222,7 @@ def _slices_of(module: FSDPModule, world_size: int) -> list[int]:
 
 
 def _give_back(module: FSDPModule) -> None:
-    """Let torch reduce the gradients of a module again."""
+    """Restore torch's reduce-scatter of a module."""
     module.set_custom_reduce_scatter(cast(Any, _PlainReduction()))
     module.set_gradient_divide_factor(cast(float, None))  # which is torch's default
     module.set_force_sum_reduction_for_comms(False)

@@ -1,4 +1,4 @@
-"""Running losses whose sums over all processes do not depend on the number of these."""
+"""Running losses whose sums over all processes do not depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class SharedLossTrackers(LossTrackers):
         """Load sums of logical processes of other ranks only when those are needed, in ``catch_up()``.
 
         Args:
-            load: takes the place of the one before
+            load: replaces an earlier postponed one
         """
         self._postponed = load
 
@@ -75,7 +75,7 @@ class SharedLossTrackers(LossTrackers):
             load()
 
     def add_up_local(self) -> None:
-        """Let the losses of this process be those of its logical processes, which have been others before."""
+        """Recompute the losses of this process from its logical processes, which have changed."""
         summed: dict[str, tuple[float, float]] = {}
         for sums in self.local_sums():
             for name, (total, count) in sums.items():
@@ -86,6 +86,6 @@ class SharedLossTrackers(LossTrackers):
 
 
 def load_sum(tracker: LossTracker, total: float, count: float) -> None:
-    """Let a running mean have these sums."""
+    """Set the sums of a running mean."""
     value = total / count if count else 0.0
     tracker.load_state_dict({"total_loss": total, "running_count": count, "loss_value": value})

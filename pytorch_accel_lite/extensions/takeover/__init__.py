@@ -1,6 +1,7 @@
-"""Runs that survive the death of their processes: those that are left compute what the others would have.
+"""Runs that survive the loss of processes: the remaining processes take over the work of the lost ones.
 
-``python -m pytorch_accel_lite launch`` starts the processes (``supervisor.py``) as copies of one that has imported
-everything (``nursery.py``). Each belongs to generations of the job (``membership.py``), in which its trainers repeat
-what a lost process has interrupted (``surviving_ranks.py``, ``surviving_step.py``). ``joining.py`` lets others come.
+``python -m pytorch_accel_lite launch`` starts a supervisor (``supervisor.py``), whose fork servers (``fork_server.py``)
+start the worker processes. A generation is the set of processes between two changes (``membership.py``). After a loss,
+the remaining processes enter a new generation and repeat what was interrupted (``surviving_ranks.py``,
+``surviving_step.py``). ``joining.py`` admits new processes.
 """

@@ -1,6 +1,6 @@
-"""A connection between two processes, for messages in JSON.
+"""A connection between two processes that carries messages in JSON.
 
-The supervisor of a job and the nursery of each machine talk through one. A message is told by the keys that it has:
+It connects the supervisor of a job with the fork server of each machine. The keys of a message tell its kind:
 
 | from the supervisor | |
 |---|---|
@@ -8,14 +8,14 @@ The supervisor of a job and the nursery of each machine talk through one. A mess
 | ``kill``, ``signal`` | send a signal to this process |
 | ``wake`` | wake the watchers of all processes: a generation begins |
 | ``lease`` | end all processes after this number of seconds without a message |
-| ``beat`` | the supervisor is there |
+| ``beat`` | heartbeat of the supervisor |
 | ``code`` | the job ends with this exit code |
 
-| from a nursery | |
+| from a fork server | |
 |---|---|
 | ``processes``, ``name`` | this machine joins, with this number of processes |
 | ``ended``, ``code`` | this process has ended |
-| ``computed`` | for how many seconds each process has computed; also, that the machine is there |
+| ``computed`` | the CPU time of each process in seconds; also the heartbeat of the machine |
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Channel:
         return self._connection.fileno()
 
     def send(self, **message: Any) -> None:
-        """Send a message. If the other end is lost, it is: that is noticed when nothing is received."""
+        """Send a message. It is dropped if the other end is gone, which ``receive()`` notices."""
         with suppress(OSError):
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Return the messages that have arrived, or ``None`` if the other end is closed. Waits if nothing has."""
+        """Wait for messages and return them, or ``None`` if the other end is closed."""
         received = self._connection.recv(1 << 16)
         if not received:
             return None

@@ -1,4 +1,4 @@
-"""The sockets that a process group has opened, and how to end them while others still refer to the group."""
+"""The sockets of a process group, and how to close their connections while the group is still referenced."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _DESCRIPTORS = "/proc/self/fd"
 
 
 def open_sockets() -> dict[int, str]:
-    """Return the sockets of this process: what the system calls each, by its descriptor."""
+    """Return the sockets of this process: the kernel's name of each, by descriptor."""
     found: dict[int, str] = {}
     for name in os.listdir(_DESCRIPTORS):
-        with suppress(OSError):  # it has been closed meanwhile
+        with suppress(OSError):  # closed meanwhile
             target = os.readlink(f"{_DESCRIPTORS}/{name}")
             if target.startswith("socket:"):
                 found[int(name)] = target
@@ -25,7 +25,7 @@ def open_sockets() -> dict[int, str]:
 
 
 def interface_to(host: str) -> str | None:
-    """Return the network interface by which this machine reaches another one, or ``None`` for itself."""
+    """Return the network interface through which this machine reaches a host, or ``None`` for itself."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 1))
@@ -42,18 +42,18 @@ def interface_to(host: str) -> str | None:
 
 
 def opened_since(before: Mapping[int, str]) -> dict[int, str]:
-    """Return the sockets that this process has opened since it had others."""
+    """Return the sockets that this process has opened since an earlier ``open_sockets()``."""
     return {number: name for number, name in open_sockets().items() if before.get(number) != name}
 
 
 def any_is_connected(sockets: Mapping[int, str]) -> bool:
-    """Whether any of some sockets is still a connection, or one that has been ended but not closed.
+    """Whether any of the sockets is connected, or shut down but not yet closed.
 
     Args:
-        sockets: what the system calls each, by its descriptor, which may have become another one's
+        sockets: the kernel's names by descriptor; a descriptor may have been reused since
     """
     for number, name in sockets.items():
-        with suppress(OSError):  # it has been closed
+        with suppress(OSError):  # closed meanwhile
             if os.readlink(f"{_DESCRIPTORS}/{number}") != name:
                 continue
             with socket.socket(fileno=os.dup(number)) as connection:
@@ -63,15 +63,16 @@ def any_is_connected(sockets: Mapping[int, str]) -> bool:
 
 
 def shut_down(sockets: Mapping[int, str], port: int) -> None:
-    """End the connections of sockets, whoever waits for them, from any thread.
+    """Shut down the connections of sockets, whichever threads wait for them.
 
-    Those that listen are left alone, as gloo would end the process; likewise what is connected to a port.
+    Listening sockets are left alone, as gloo would abort the process; so are connections to the given port.
 
     Args:
-        sockets: what the system calls each, by its descriptor, which may have become another one's
+        sockets: the kernel's names by descriptor; a descriptor may have been reused since
+        port: the port of the job's store
     """
     for number, name in sockets.items():
-        with suppress(OSError):  # it has been closed, or is not connected
+        with suppress(OSError):  # closed meanwhile, or not connected
             if os.readlink(f"{_DESCRIPTORS}/{number}") != name:
                 continue
             with socket.socket(fileno=os.dup(number)) as connection:

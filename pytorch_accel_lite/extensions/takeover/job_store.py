@@ -1,4 +1,4 @@
-"""What the supervisor and the processes of a job tell each other, by texts in a store that the supervisor holds."""
+"""The key-value store through which the supervisor and the processes of a job communicate."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ _stores: Any = dist  # its type stubs lack the stores
 _PATIENCE = timedelta(seconds=60)
 _LATEST = "takeover/latest"
 _POLLING = 0.02
-_PART = 1 << 24  # bytes of a text
+_PART = 1 << 24  # bytes of a value
 
 
 class Key(Enum):
-    """What the texts in the store are about, who writes each, and who reads it.
+    """The keys of the store: what each value means, who writes it and who reads it.
 
-    Some are followed by a number: there is one for each process, or for each training that the program begins.
+    Some are followed by numbers, such as that of a process, or of a training of the program.
     """
 
-    #: The supervisor tells the processes that others may join the job.
+    #: Set by the supervisor if other processes may join the job.
     OPEN = "open"
-    #: The supervisor, or a process that ends in order, tells newcomers that they are too late.
+    #: Set by the supervisor, or by a process that exits normally: newcomers are too late.
     ENDING = "ending"
-    #: A run tells the supervisor for how many processes it has work.
+    #: From a run to the supervisor: the number of processes that it can use.
     MOST_PROCESSES = "most"
-    #: A run tells the others that its model is sharded: it begins again when its processes change.
+    #: Set by a run whose model is sharded: its program restarts when its processes change.
     SHARDED = "sharded"
-    #: A count. A process asks the supervisor for a new generation, as a connection is lost though no process has ended.
+    #: A counter, with which a process asks for a new generation if a connection is lost although no process has ended.
     LOST_CONNECTIONS = "asked"
-    #: A newcomer tells the others, and the supervisor, for which training it waits.
+    #: From a newcomer to all: the number of the training that it waits to join.
     READY = "ready"
-    #: The first process tells a newcomer the state from which it joins, and the generation.
+    #: From rank 0 to a newcomer: the state from which it joins, and the generation.
     STATE = "state"
-    #: The files of that state, by newcomer and generation, for one on another machine.
+    #: The files of that state, for a newcomer on another machine, by newcomer and generation.
     SENT = "sent"
-    #: The files of the state with which a training has ended, for newcomers that come after it.
+    #: The files of the final state of a training, for newcomers that arrive after it.
     ENDED = "ended"
-    #: A process, or the supervisor, tells why a process fails.
+    #: From a process or the supervisor: why a process fails.
     FAILED = "failed"
-    #: The watcher of a process tells the supervisor how far the process has got.
+    #: From the watcher of a process to the supervisor: the progress of the process.
     PROGRESS = "progress"
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The processes of a job between two changes.
+    """The set of processes of a job between two changes.
 
     Args:
         number: counted from 1
         members: the numbers of the processes, by rank. A process that replaces another has a number of its own.
         machines: for each process, the number of its machine
-        came: the numbers of the new processes, which have to be given the state of the run
+        came: the numbers of the new processes, which need the state of the run
     """
 
     number: int
@@ -68,7 +68,7 @@ class Generation:
 
 
 class JobStore:
-    """The texts of a job by key.
+    """The values of a job, by key.
 
     Args:
         store: a connection to torch's store; each thread needs its own
@@ -89,11 +89,11 @@ class JobStore:
 
     @property
     def port(self) -> int:
-        """The port on which the store is."""
+        """The port of the store."""
         return int(self.store.port)
 
     def publish(self, generation: Generation) -> None:
-        """Begin a generation."""
+        """Publish a generation as the latest."""
         self.store.set(f"takeover/generation/{generation.number}", json.dumps(asdict(generation)))
         self.store.set(_LATEST, str(generation.number))
 
@@ -107,12 +107,12 @@ class JobStore:
         return Generation(**json.loads(self.store.get(f"takeover/generation/{int(self.store.get(_LATEST))}")))
 
     def after(self, generation: Generation) -> Generation | None:
-        """Return the latest generation if it is after one."""
+        """Return the latest generation, or ``None`` if it is this one."""
         follows = self.store.check([f"takeover/generation/{generation.number + 1}"])
         return self.latest() if follows else None
 
     def arrive(self, generation: Generation, member: int) -> None:
-        """Say that a process is ready for a generation."""
+        """Record that a process is ready for a generation."""
         self.store.set(f"takeover/here/{generation.number}/{member}", "")
 
     def has_arrived(self, generation: Generation, member: int) -> bool:
@@ -123,17 +123,17 @@ class JobStore:
         """Whether all processes of a generation are ready for it."""
         return bool(self.store.check([f"takeover/here/{generation.number}/{member}" for member in generation.members]))
 
-    def say(self, key: Key, text: str = "", *numbers: int) -> None:
-        """Set a text."""
+    def put(self, key: Key, text: str = "", *numbers: int) -> None:
+        """Set a value."""
         self.store.set(_path(key, *numbers), text)
 
-    def said(self, key: Key, *numbers: int) -> str | None:
-        """Return a text, or ``None`` if it has not been set."""
+    def get(self, key: Key, *numbers: int) -> str | None:
+        """Return a value, or ``None`` if it has not been set."""
         path = _path(key, *numbers)
         return self.store.get(path).decode() if self.store.check([path]) else None
 
     def put_folder(self, key: Key, folder: str, *numbers: int) -> None:
-        """Keep the files of a folder, for processes that may be on other machines."""
+        """Store the files of a folder, for processes on other machines."""
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w") as archive:
             archive.add(folder, ".")
@@ -141,22 +141,22 @@ class JobStore:
         starts = range(0, len(content), _PART)
         for part, start in enumerate(starts):
             self.store.set(_path(key, *numbers, part), content[start : start + _PART])
-        self.say(key, str(len(starts)), *numbers)
+        self.put(key, str(len(starts)), *numbers)
 
     def get_folder(self, key: Key, folder: str, *numbers: int) -> None:
-        """Write the files that ``put_folder()`` keeps to a folder."""
-        count = int(self.said(key, *numbers) or 0)
+        """Write the files stored by ``put_folder()`` to a folder."""
+        count = int(self.get(key, *numbers) or 0)
         content = b"".join(self.store.get(_path(key, *numbers, part)) for part in range(count))
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
             archive.extractall(folder, filter="data")
 
     def drop_folder(self, key: Key, *numbers: int) -> None:
-        """Forget the files that ``put_folder()`` keeps."""
-        for part in range(int(self.said(key, *numbers) or 0)):
+        """Delete the files stored by ``put_folder()``."""
+        for part in range(int(self.get(key, *numbers) or 0)):
             self.store.delete_key(_path(key, *numbers, part))
 
     def count(self, key: Key, more: int = 0) -> int:
-        """Add to a number, and return it."""
+        """Add to a counter, and return it."""
         return int(self.store.add(_path(key), more))
 
 

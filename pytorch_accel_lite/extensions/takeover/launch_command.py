@@ -1,11 +1,11 @@
-"""The command ``launch``: several processes that run a program, of which each may be lost."""
+"""The command ``launch``: run a program on several processes, any of which may be lost."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
-from pytorch_accel_lite.extensions.takeover.joining_machine import join
+from pytorch_accel_lite.extensions.takeover.remote_machine import join
 from pytorch_accel_lite.extensions.takeover.supervisor import Supervisor
 
 _DESCRIPTION = """\

@@ -1,4 +1,4 @@
-"""The part of a process in a job whose processes change: its generation, and what it does when that ends."""
+"""The membership of a process in a job: its generation, and how it moves to the next one after a loss."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from pytorch_accel_lite.callbacks import StopTrainingError
 from pytorch_accel_lite.extending import MACHINERY, ControlGroup, is_about_lost_process, set_timeout
 from pytorch_accel_lite.extensions.takeover.connections import open_sockets, opened_since
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore, Key
-from pytorch_accel_lite.extensions.takeover.waiting import keep_for_ever, watch_waits
+from pytorch_accel_lite.extensions.takeover.waiting import never_delete, watch_waits
 from pytorch_accel_lite.extensions.takeover.watcher import Waker, Watcher
 
 T = TypeVar("T")
 MACHINERY.add(__file__)
-#: In which the members of a generation connect, or another one follows.
+#: The time limit for the members of a generation to connect.
 CONNECTING = timedelta(seconds=5)
-#: The time limit of a collective, as torch has it.
+#: The time limit of a collective: torch's default.
 COLLECTIVE = timedelta(minutes=30)
-_SECONDS_TO_FOLLOW = 30.0  # in which the supervisor begins a generation once a connection is lost
+_SECONDS_TO_FOLLOW = 30.0  # to wait for a new generation after a connection is lost
 _POLLING = 0.001
-# The purposes of exchanges: at the end of an action, after a loss, and before a group of the program is made.
-_MEETING, _AGREEING, _MAKING_GROUP = 0x5EED, 0x5EEE, 0x5EEF
+# Tags of exchanges: the barrier after an action, the agreement after a loss, the barrier before a new group.
+_BARRIER, _AGREEMENT, _NEW_GROUP = 0x5EED, 0x5EEE, 0x5EEF
 
 
 class RepeatError(RuntimeError):
-    """What this process does is to be done again, in another generation."""
+    """The current action has to be repeated in a new generation."""
 
 
-class BeginAgain(BaseException):
-    """The program of this process is to begin again, in another generation."""
+class ProgramRestart(BaseException):
+    """The program of this process has to restart in a new generation."""
 
 
 class Change(NamedTuple):
-    """How the processes of a job have changed.
+    """A change of the processes of a job.
 
     Args:
         left: the former ranks of the processes that were lost
@@ -65,56 +65,56 @@ class Shards(Protocol):
         """Whether the training of the run is over."""
 
     def are_held(self, members: Sequence[int], machines: Sequence[int]) -> bool:
-        """Whether these processes hold all shards together.
+        """Whether these processes together hold every shard.
 
         Args:
             machines: the machine of each of the processes
         """
 
-    def stand_in(self, members: Sequence[int]) -> None:
-        """Let these processes exchange shards in place of the meshes."""
+    def bypass_meshes(self, members: Sequence[int]) -> None:
+        """Make these processes exchange shards without the device meshes."""
 
     def save(self) -> None:
-        """Save a state from which all begin again, together with the others."""
+        """Save the state for a restart of the program, together with the other processes."""
 
 
 class Membership:
     """The membership of this process in a job.
 
-    What the processes do together is a sequence of actions. Each ends in a collective that nobody leaves before all
-    have entered it, so survivors of a loss differ by one action at most: a process in that collective, which others
-    have left, has done its part and goes on. All others repeat the action in which they are.
+    The processes carry out a sequence of actions together. Each action ends in a collective that no process leaves
+    before all have entered it, so the survivors of a loss are at most one action apart. If some have left that
+    collective, the action is complete, and those still in it continue. Otherwise, all repeat the action.
 
     Args:
         number: the number of this process, the same in all generations
-        waker: wakes the thread that watches, when a generation begins
+        waker: wakes the watcher thread when a generation begins
 
     Attributes:
-        generation: the current generation; ``None`` before this process has joined the others
-        joins: the number of the generation for which this process has got the state of the run, if it comes later
-        completed: number of actions that are complete
-        outcome: the result of the last collective, for a process that has missed it
-        trainings: number of trainings that this process has begun
-        is_open: whether other processes may come
-        fetched: the folder with the state from which this process has resumed, if it joined later
-        begun_at: when this process began the current action
-        is_in_action: whether an action is under way, to which all communication belongs
+        generation: the current generation; ``None`` before this process has joined the job
+        joins: for a newcomer, the number of the generation whose state it has received
+        completed: number of completed actions
+        outcome: the result of the last collective, kept for processes that have missed it
+        trainings: number of trainings that the program has begun
+        is_open: whether other processes may join
+        fetched: for a newcomer, the temporary folder of the state from which it has resumed
+        begun_at: when the current action began
+        is_in_action: whether an action is under way; all communication is then part of it
         is_in_update: whether the current action is an update of the weights
-        begins_again: whether the program is to begin again
-        beginnings: how often the program has begun again
-        has_begun_again: whether the program has begun again and its first training is yet to come
-        resumes_from: the state from which the training resumes when the program begins again, until the next update
-        states_of_others: the training states that were there before this job saved any
-        states: returns the training states that are there now
-        shards: the shards of a sharded run, from the beginning of its training on
-        stands_in: whether the processes exchange shards without the meshes, which have lost a process
-        saves_first: whether all save a state before the program begins again
-        made: the folder of the state from which all begin again, if the state was saved for this
-        cannot_begin_again: whether the program has to end, as it has lost shards that it cannot restore
-        has_entered: whether this process is in the generation in which the program is to begin again
-        holds_shards: returns whether each process has shards that the others may lack
-        redivide: called with each generation, before anything is repeated
-        announce: called with the ``Change``, once the processes have agreed on what to repeat
+        must_restart: whether the program has to restart
+        restarts: how often the program has restarted
+        has_restarted: whether the program has restarted, and its first training has not begun yet
+        resumes_from: the state from which the training resumes after a restart, kept until the next update
+        states_of_others: the training states that existed before this job saved any
+        states: returns the training states that exist now
+        shards: the shards of a sharded run, once its training has begun
+        bypasses_meshes: whether shards are exchanged without the device meshes, which have lost a process
+        saves_first: whether a state is saved before the program restarts
+        restart_folder: the folder of a state that was saved for a restart
+        cannot_restart: whether shards were lost that a restart cannot restore, so that the program has to end
+        has_entered: whether this process is already in the generation in which the program restarts
+        holds_shards: returns whether a trainer is sharded, so that a loss may lose weights
+        redivide: called in each new generation, before anything is repeated
+        announce: called with the ``Change`` after the processes have agreed on what to repeat
     """
 
     def __init__(self, number: int, host: str, port: int, waker: Waker) -> None:
@@ -124,41 +124,41 @@ class Membership:
         self.joins: int | None = None
         self.rank = self.local_rank = 0
         self.world_size = self.local_world_size = 1
-        self.completed = self.trainings = self.beginnings = 0
+        self.completed = self.trainings = self.restarts = 0
         self.outcome: torch.Tensor | None = None
         self.begun_at = 0.0
         self.is_in_action = self.is_in_update = False
         self.redivide: Callable[[], None] = _do_nothing
         self.announce: Callable[[Change], None] = _do_nothing
-        self.begins_again = self.has_begun_again = self.has_entered = False
+        self.must_restart = self.has_restarted = self.has_entered = False
         self.shards: Shards | None = None
-        self.stands_in = self.saves_first = self.cannot_begin_again = False
-        self.made: str | None = None
+        self.bypasses_meshes = self.saves_first = self.cannot_restart = False
+        self.restart_folder: str | None = None
         self.resumes_from: str | None = None
         self.states_of_others: dict[str, float] | None = None
         self.states: Callable[[], dict[str, float]] = dict
         self.holds_shards: Callable[[], bool] = bool
         self.watcher = Watcher(number, host, port, waker)
-        self.is_open = self.store.said(Key.OPEN) is not None
+        self.is_open = self.store.get(Key.OPEN) is not None
         self.fetched: tempfile.TemporaryDirectory[str] | None = None
         self._is_stuck = False  # whether a thread of the process group waits for a lost process
-        self._tried = 0  # the latest generation that could not be connected
+        self._tried = 0  # the latest generation that failed to connect
         self._announced: list[int] = []
-        self._has_outcome = True  # of the latest action that is complete
+        self._has_outcome = True  # of the latest completed action
         self._lacks_shards = False  # whether shards were lost with a process
-        self._lacks_group = False  # whether a group of the program could not be made
-        self._former: set[int] = set()  # the members of the generation before
+        self._lacks_group = False  # whether creating a process group of the program has failed
+        self._former: set[int] = set()  # the members of the previous generation
 
     # ------------------------------------------------------------------------------------- generations
 
     def join(self, only: int | None = None) -> None:
-        """Enter the latest generation, together with all of its members, and divide the work among these.
+        """Enter the latest generation together with all of its members, and redivide the work.
 
         Args:
-            only: the number of the generation for which this process has a state, if it comes later
+            only: for a newcomer, the number of the generation whose state it has
 
         Raises:
-            SystemExit: if this process is not among them
+            SystemExit: if this process is not a member
         """
         if self.generation is None:
             self.store.wait_for_first()
@@ -182,7 +182,7 @@ class Membership:
         self.local_world_size = generation.machines.count(machine)
 
     def _enter(self, only: int | None) -> Generation | None:
-        """Connect with the members of the latest generation; return it unless another one has followed meanwhile."""
+        """Connect with the members of the latest generation, and return it; ``None`` if it failed or is outdated."""
         generation = self.store.latest()
         number = generation.number
         if number <= (self._tried if self.generation is None else max(self._tried, self.generation.number)):
@@ -195,7 +195,7 @@ class Membership:
         while not self.store.have_arrived(generation):
             if self.store.latest().number > number:
                 return None
-            if self.store.said(Key.ENDING) is not None:
+            if self.store.get(Key.ENDING) is not None:
                 raise RuntimeError("The other processes have reached the end of the program.")
             time.sleep(_POLLING)
         try:
@@ -208,9 +208,9 @@ class Membership:
         return generation
 
     def check(self) -> None:
-        """Before this process writes, end it if the others have gone on without it.
+        """Fence writes: exit if the others have continued without this process.
 
-        Its machine may have stood still or been cut off for long without noticing.
+        Its machine may have been suspended or disconnected for a long time without noticing.
         """
         if self.generation is not None:
             self._end_if_left_out(self.store.latest())
@@ -235,12 +235,12 @@ class Membership:
         self.control = ControlGroup(world, range(size))
 
     def disconnect(self) -> None:
-        """Leave the process group, and end its connections, whatever still refers to it."""
+        """Leave the process group, and close its connections even if it is still referenced."""
         self.watcher.end_connections()
         with suppress(Exception):
             if dist.is_initialized():
                 if self._is_stuck:
-                    keep_for_ever(dist.group.WORLD)
+                    never_delete(dist.group.WORLD)
                 dist.destroy_process_group()
         self._is_stuck = False
 
@@ -248,7 +248,7 @@ class Membership:
         self._is_stuck = True
 
     def _change_environment(self) -> None:
-        """Tell Accelerate, and programs that ask the environment, what the processes are now."""
+        """Update the ranks and world size in the environment and in Accelerate."""
         names = {"RANK": self.rank, "LOCAL_RANK": self.local_rank}
         names |= {"WORLD_SIZE": self.world_size, "LOCAL_WORLD_SIZE": self.local_world_size}
         os.environ.update({name: str(value) for name, value in names.items()})
@@ -258,19 +258,19 @@ class Membership:
                 self.change_state(state)
 
     def change_state(self, state: dict[str, Any]) -> None:
-        """Change what Accelerate knows of this process."""
+        """Update the ranks and world size in a state of Accelerate."""
         change_state(state, self.rank, self.local_rank, self.world_size)
 
     # ----------------------------------------------------------------------------------------- actions
 
     def do(self, action: Callable[[], T], keep: Callable[[], Callable[[], object]] | None = None) -> T:
-        """Return the result of an action, which is done again if a process is lost meanwhile.
+        """Carry out an action and return its result, repeating it if a process is lost meanwhile.
 
         Args:
-            keep: called before each attempt; what it returns undoes that
+            keep: called before each attempt; returns a function that undoes the attempt
         """
-        if self.begins_again:
-            raise BeginAgain
+        if self.must_restart:
+            raise ProgramRestart
         if self.is_in_action:
             return action()
         while True:
@@ -278,7 +278,7 @@ class Membership:
             self.is_in_action, self.begun_at = True, time.monotonic()
             try:
                 result, stop = _attempt(action)
-                self._meet()
+                self._wait_for_all()
                 self.complete()
             except RuntimeError as error:
                 if not self.recover(error):
@@ -290,55 +290,55 @@ class Membership:
                 raise stop
             return result[0]
 
-    def _meet(self) -> None:
-        """Wait until all processes have done their part of an action."""
+    def _wait_for_all(self) -> None:
+        """Barrier at the end of an action."""
         if self.world_size > 1:
-            self.control.begin(torch.empty(0, dtype=torch.int64), _MEETING)()
+            self.control.begin(torch.empty(0, dtype=torch.int64), _BARRIER)()
 
     @contextmanager
     def making_group(self) -> Iterator[None]:
-        """Wait until all processes are about to make a process group, and note if they fail to make it in a block."""
+        """Barrier before the block creates a process group; note if the block fails."""
         self._lacks_group = True
         if self.world_size > 1:
-            self.control.begin(torch.empty(0, dtype=torch.int64), _MAKING_GROUP)()
+            self.control.begin(torch.empty(0, dtype=torch.int64), _NEW_GROUP)()
         yield
         self._lacks_group = False
 
     def complete(self, outcome: torch.Tensor | None = None) -> None:
-        """Note that an action is complete: all have entered its last collective, and this process has left it."""
+        """Mark the action as complete: this process has left its last collective, so all have entered it."""
         if self.generation is None:
             return
         if self.is_in_update:
-            self.drop_state()  # all have resumed from it
+            self.drop_state()  # all processes have resumed from it
         self.completed += 1
         self.outcome, self._has_outcome = outcome, True
 
     def drop_state(self) -> None:
-        """Remove the state that was saved for beginning again: any process does, as whoever has made it may be gone."""
-        if self.made is not None:
-            shutil.rmtree(self.made, ignore_errors=True)
+        """Remove the state that was saved for a restart. Every process tries, as its creator may be lost."""
+        if self.restart_folder is not None:
+            shutil.rmtree(self.restart_folder, ignore_errors=True)
         if self.fetched is not None:
             self.fetched.cleanup()
-        self.resumes_from = self.made = self.fetched = None
+        self.resumes_from = self.restart_folder = self.fetched = None
 
     def drop_outcome(self) -> None:
-        """Free the outcome of the latest action, as all processes have completed that."""
+        """Free the outcome of the latest action, once all processes have completed that action."""
         self.outcome, self._has_outcome = None, False
 
     def gather(self, sent: torch.Tensor) -> torch.Tensor:
-        """Return what each process sends, in rows: bytes, equally many of each."""
+        """All-gather a tensor of bytes, of the same length on all processes, in rows."""
         received = sent.new_empty(self.world_size, len(sent))
         dist.all_gather_into_tensor(received.view(-1), sent)
         return received
 
     def leave(self) -> None:
-        """End together with the others: after that, this process is alone."""
-        if self.generation is None:  # it has come too late
+        """Leave the job together with the other processes. After that, this process is on its own."""
+        if self.generation is None:  # it has never joined
             return
-        with suppress(RuntimeError, BeginAgain):  # the others have ended
+        with suppress(RuntimeError, ProgramRestart):  # the others have exited
             self.do(_do_nothing)
         self.drop_state()
-        self.store.say(Key.ENDING)  # before the connections end, which others may be yet to leave
+        self.store.put(Key.ENDING)  # before closing connections that others may still use
         self.watcher.stop()
         self.disconnect()
         self.rank = self.local_rank = 0
@@ -347,18 +347,17 @@ class Membership:
     # ---------------------------------------------------------------------------------------- recovery
 
     def recover(self, error: Exception) -> bool:
-        """Go on in the generation that follows the loss of a process.
+        """Continue in a new generation after the loss of a process.
 
         Args:
-            error: what this process has noticed of the loss
+            error: the error by which this process noticed the loss
 
         Returns:
-            whether this process has done its part of the action, which others have completed; otherwise, it is to be
-            repeated
+            whether others have completed the action, so that this process is done with it; otherwise, repeat it
 
         Raises:
-            Exception: the error, if no process is lost
-            BeginAgain: if shards of the weights are lost with it, or the training of a sharded run is over
+            Exception: the given error, if no process is lost
+            ProgramRestart: if shards of the weights are lost, or the training of a sharded run is over
         """
         noticed_at = time.monotonic()
         if not self._has_lost_one(error):
@@ -366,39 +365,39 @@ class Membership:
         while True:
             self.disconnect()
             self.join()
-            with suppress(RuntimeError):  # another one is lost
+            with suppress(RuntimeError):  # another process is lost
                 is_done = self.agree()
                 break
         if self._lacks_shards:
             self.check_is_first_training(error)
-            self._raise_to_begin_again()
-        self.tell_of_change(noticed_at if is_done else self.begun_at)
+            self._raise_restart()
+        self.announce_change(noticed_at if is_done else self.begun_at)
         has_ended = self.shards is not None and self.shards.has_ended
-        if self.stands_in and has_ended and not self.saves_first:  # what follows may need the meshes
+        if self.bypasses_meshes and has_ended and not self.saves_first:  # what follows the training may need the meshes
             self.check_is_first_training(error)
             self.saves_first = True
-            self._raise_to_begin_again()
+            self._raise_restart()
         return is_done
 
-    def _raise_to_begin_again(self) -> NoReturn:
-        self.is_in_action = self.begins_again = self.has_entered = True
-        raise BeginAgain
+    def _raise_restart(self) -> NoReturn:
+        self.is_in_action = self.must_restart = self.has_entered = True
+        raise ProgramRestart
 
     def check_is_first_training(self, error: Exception | None = None) -> None:
-        """Check that the program can begin again.
+        """Check that the program can restart.
 
         Raises:
             RuntimeError: if it cannot
         """
         if self.trainings > 1:
-            self.cannot_begin_again = True
+            self.cannot_restart = True
             raise RuntimeError(
                 "A process was lost, and with it shards of the weights. A program continues without them only in its "
                 "first training. Start the job again with resume_from='latest'."
             ) from error
 
     def enter_sharded(self, only: int | None = None) -> None:
-        """Enter the generation in which the program of a sharded run begins, or begins again.
+        """Enter the generation in which the program of a sharded run starts or restarts.
 
         Args:
             only: as for ``join()``
@@ -415,39 +414,39 @@ class Membership:
                     raise
 
     def lost_shards(self, error: Exception) -> bool:
-        """Whether an error of the program is about a process that was lost while a sharded run began again."""
-        if not (self.stands_in or isinstance(error, RuntimeError)):
+        """Whether an error of the program is due to a process that was lost while a sharded run restarted."""
+        if not (self.bypasses_meshes or isinstance(error, RuntimeError)):
             return False
-        is_sharded = self._lacks_group or self.store.said(Key.SHARDED) is not None
-        return is_sharded and not self.cannot_begin_again and self.generation is not None and self._has_lost_one(error)
+        is_sharded = self._lacks_group or self.store.get(Key.SHARDED) is not None
+        return is_sharded and not self.cannot_restart and self.generation is not None and self._has_lost_one(error)
 
-    def forget(self) -> None:
-        """Be as a process whose program has yet to begin."""
-        self.begins_again = self.is_in_action = self.is_in_update = False
-        self.has_begun_again = True
-        self.beginnings += 1
+    def reset(self) -> None:
+        """Reset to the state before the program starts."""
+        self.must_restart = self.is_in_action = self.is_in_update = False
+        self.has_restarted = True
+        self.restarts += 1
         self.shards = None
-        self.stands_in = self.saves_first = self._lacks_group = False
+        self.bypasses_meshes = self.saves_first = self._lacks_group = False
         self.completed = self.trainings = 0
         self.outcome = None
 
     def agree(self) -> bool:
-        """Find out how far each process has got; return whether others have completed the action of this one.
+        """Agree on which actions are complete; return whether others have completed the action of this process.
 
-        If one of them lacks the outcome of the latest action, all get it from one that has it. If the weights are
-        sharded, and those that are left hold all shards, they exchange these without the meshes from now on.
+        If a process lacks the outcome of the latest action, it is broadcast. If the weights are sharded, and the
+        remaining processes hold every shard, they exchange shards without the meshes from now on.
         """
-        is_sharded = self.holds_shards() or self.has_begun_again
-        told = torch.tensor([self.completed, self.is_in_action, self._has_outcome, is_sharded, self._holds_all()])
-        rows = self.control.begin(told, _AGREEING)() if self.world_size > 1 else told[None]
+        is_sharded = self.holds_shards() or self.has_restarted
+        own_state = torch.tensor([self.completed, self.is_in_action, self._has_outcome, is_sharded, self._holds_all()])
+        rows = self.control.begin(own_state, _AGREEMENT)() if self.world_size > 1 else own_state[None]
         counts: list[int]
         counts, are_in_action, have_outcome, are_sharded, hold_all = rows.T.tolist()
         self._lacks_shards = any(are_sharded) and not all(hold_all)
         if self._lacks_shards:
             return False
         if any(are_sharded) and self.shards is not None:
-            self.shards.stand_in(self._members)
-            self.stands_in = True
+            self.shards.bypass_meshes(self._members)
+            self.bypasses_meshes = True
         latest, own = max(counts), self.completed
         if min(counts) == latest:
             return False
@@ -469,22 +468,22 @@ class Membership:
         return [] if self.generation is None else self.generation.members
 
     def _holds_all(self) -> bool:
-        """Whether those that are left can exchange all shards: not if they have, and failed though none was lost."""
+        """Whether the members can exchange every shard. If they already do, and fail without a loss, they cannot."""
         assert self.generation is not None
-        if self.shards is None or (self.stands_in and set(self._members) == self._former):
+        if self.shards is None or (self.bypasses_meshes and set(self._members) == self._former):
             return False
         return self.shards.are_held(self._members, self.generation.machines)
 
-    def tell_of_change(self, since: float) -> None:
-        """Announce what has changed since the last time.
+    def announce_change(self, since: float) -> None:
+        """Announce how the members have changed since the last announcement.
 
         Args:
-            since: when that has begun, or what is done again
+            since: when the change, or the action that is repeated, began
         """
         assert self.generation is not None
         before, now = self._announced, self.generation.members
         self._announced = now
-        if before == now:  # connected again, or one that was to come has not
+        if before == now:  # reconnected, or a newcomer was lost before it joined
             return
         self.announce(
             Change(
@@ -495,14 +494,14 @@ class Membership:
         )
 
     def _has_lost_one(self, error: Exception) -> bool:
-        """Whether a generation follows that lacks a member of this one, as it should once a connection is lost."""
+        """Whether the supervisor begins a generation without a lost member, waiting for it after a connection error."""
         assert self.generation is not None
-        # Without the meshes, an error may be of something that needs them.
+        # While the meshes are bypassed, any error may come from an operation that needs them.
         names_connection = "gloo" in str(error).lower() or "Connection" in str(error)
-        is_of_connection = self.stands_in or is_about_lost_process(error) or names_connection
+        is_of_connection = self.bypasses_meshes or is_about_lost_process(error) or names_connection
         deadline = time.monotonic() + (_SECONDS_TO_FOLLOW if is_of_connection else 0.0)
         if is_of_connection:
-            self.disconnect()  # so that all others notice, too
+            self.disconnect()  # so that all other processes notice, too
             self.store.count(Key.LOST_CONNECTIONS, 1)
         while True:
             latest = self.store.latest()
@@ -510,20 +509,20 @@ class Membership:
                 is_of_connection or not set(self.generation.members) <= set(latest.members)
             ):
                 return True
-            if time.monotonic() >= deadline or self.store.said(Key.ENDING) is not None:
+            if time.monotonic() >= deadline or self.store.get(Key.ENDING) is not None:
                 return False
             time.sleep(_POLLING)
 
 
 def change_state(state: dict[str, Any], rank: int, local_rank: int, world_size: int) -> None:
-    """Change what Accelerate knows of this process."""
+    """Update the ranks and world size in a state of Accelerate."""
     state.update(process_index=rank, local_process_index=local_rank, num_processes=world_size)
     if world_size > 1:
         state.update(distributed_type=DistributedType.MULTI_CPU, backend="gloo")
 
 
 def _attempt(action: Callable[[], T]) -> tuple[list[T], StopTrainingError | None]:
-    """Return the result of an action, or the request to stop in which it has ended on all processes."""
+    """Return the result of an action, or the request to stop that it has raised on all processes."""
     try:
         return [action()], None
     except StopTrainingError as stop:
@@ -535,9 +534,10 @@ def _do_nothing(*_: Any) -> None:
 
 
 def _forget_groups() -> None:
-    """Let the next group have the same name, and so the same keys in the store, on members old and new.
+    """Reset torch's count of process groups, so that old and new members give the next group the same name.
 
-    A group that could not be connected leaves the number of groups raised, for which torch has no public name.
+    The name is part of its keys in the store. A group that failed to connect has raised the count. Torch has no public
+    name for it.
     """
     constants: Any = dist.distributed_c10d
     constants._world.group_count = 0

@@ -1,4 +1,4 @@
-"""How a program makes process groups and meshes while processes are lost, and again once it has begun again."""
+"""Creating process groups and device meshes while processes may be lost, and after a restart of the program."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pytorch_accel_lite.extensions.takeover.membership import COLLECTIVE, CONNEC
 
 
 def watch_new_groups(membership: Membership) -> None:
-    """Let the processes meet before they make a group, as torch would let them wait for all of its time limit."""
+    """Add a barrier before ``new_group``: without it, torch blocks until its timeout if a process is lost."""
     module: Any = dist.distributed_c10d
     make = module._new_group_with_tag  # noqa: SLF001  # torch's meshes use no other function
     signature = inspect.signature(make)
 
-    def meet_and_make(*args: Any, **kwargs: Any) -> Any:
+    def wait_and_make(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
         if arguments.get("use_local_synchronization"):
             return make(*args, **kwargs)
@@ -30,20 +30,20 @@ def watch_new_groups(membership: Membership) -> None:
             set_timeout(group, timeout)
         return group
 
-    module._new_group_with_tag = meet_and_make  # noqa: SLF001
+    module._new_group_with_tag = wait_and_make  # noqa: SLF001
 
 
-def tell_meshes_apart(membership: Membership) -> None:
-    """Let no mesh be equal to one from before the program has begun again.
+def distinguish_meshes(membership: Membership) -> None:
+    """Make meshes unequal to those from before a restart of the program.
 
-    Torch keeps what it computes for a mesh, with the position of this process in it, and has it for each mesh that is
-    equal. Meshes of different threads are not, as in torch's own tests.
+    Torch caches values by mesh, such as the position of this process in it, and would reuse them for an equal mesh.
+    Meshes of different threads are unequal, for torch's own tests, so the number of restarts serves as the thread's id.
     """
     mesh: Any = DeviceMesh
     begin = mesh.__init__
 
     def begin_apart(self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
-        self._thread_id, self._hash = membership.beginnings, None
+        self._thread_id, self._hash = membership.restarts, None
 
     mesh.__init__ = begin_apart

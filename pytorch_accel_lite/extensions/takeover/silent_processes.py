@@ -1,15 +1,15 @@
-"""How far the processes of a job have got, and which of them does nothing although others wait for it."""
+"""The progress of the processes of a job, and which of them are stuck while others wait for them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 
-_BUSY = 0.05  # the share of the time in which a process computes that does something, also on a busy machine
+_BUSY = 0.05  # the least CPU share of a process that is working, also on a busy machine
 
 
-class SignsOfLife:
-    """How far a process has got, as it says itself, and what it computes, as the system says.
+class Liveness:
+    """Progress as reported by the process, and CPU time as reported by the kernel.
 
     Attributes:
         computed: the CPU time of the process, in seconds
@@ -26,10 +26,10 @@ class SignsOfLife:
         self._since, self._computed = now, self.computed
 
     def note(self, said: str | None, now: float) -> None:
-        """Note what the process says: a number that always grows, one that grows as it gets further, whether it waits.
+        """Record the latest report of the process.
 
         Args:
-            said: the latest of that
+            said: in JSON, a count of reports, a count that grows with the progress, and whether the process waits
         """
         if said is None or said == self._said:
             return
@@ -40,23 +40,23 @@ class SignsOfLife:
             self._begin(now)
 
     def waits(self, now: float, seconds: float) -> bool:
-        """Whether it has waited for others for some time."""
+        """Whether the process has been waiting for others for this long."""
         is_alive = now - self._said_at < seconds
         return is_alive and bool(self._place) and bool(self._place[-1]) and now - self._since >= seconds
 
     def is_silent(self, now: float, seconds: float) -> bool:
-        """Whether it has neither got further nor computed for some time, nor waited for others."""
+        """Whether the process has made no progress, used no CPU time and not waited for others for this long."""
         still = now - self._since
         computes = self.computed - self._computed > _BUSY * still
         return still >= seconds and not computes and not self.waits(now, seconds)
 
 
-def find_silent(progress: Mapping[int, SignsOfLife], now: float, seconds: float, are_all_there: bool) -> list[int]:
+def find_silent(progress: Mapping[int, Liveness], now: float, seconds: float, are_all_there: bool) -> list[int]:
     """Return the processes that are silent while others wait for them.
 
     Args:
-        progress: by the number of each process
-        are_all_there: whether all have entered the latest generation; until then, each waits for those that have not
+        progress: the liveness of each process, by its number
+        are_all_there: whether all have entered the latest generation; until then, the others are waited for
     """
     if are_all_there and not any(each.waits(now, seconds) for each in progress.values()):
         return []

@@ -1,4 +1,4 @@
-"""The process that starts those of a job, and lets the others go on when one of them ends."""
+"""The supervisor of a job: it starts the worker processes, and begins a new generation when one of them ends."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from typing import Any
 
 from pytorch_accel_lite.extensions.takeover.channel import SECONDS_BETWEEN_BEATS, Channel
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore, Key
-from pytorch_accel_lite.extensions.takeover.silent_processes import SignsOfLife, find_silent
+from pytorch_accel_lite.extensions.takeover.silent_processes import Liveness, find_silent
 from pytorch_accel_lite.extensions.takeover.worker import Order
 
-_TICK_MS = 20  # while something is under way
+_TICK_MS = 20  # while work is pending
 _LONG_TICK_MS = 100
-_SECONDS_TO_DIE = 1.0  # in which the end of a process follows the error that the others have had of it
-_SECONDS_TO_END = 30.0  # after a signal
-_SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_TO_DIE = 1.0  # between a connection error and the exit of the process that caused it
+_SECONDS_TO_END = 30.0  # for processes to exit after a signal
+_SECONDS_BETWEEN_CHECKS = 0.5
 _FORWARDED = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP
 _LOCAL = "127.0.0.1"
 
 
 @dataclass(eq=False)
 class Machine:
-    """A machine of the job, or a part of one: what has come by one ``launch --join``.
+    """A machine of the job, or a part of one: the processes of one ``launch --join``.
 
     Attributes:
         number: the number of the machine, counted from 0
-        channel: the connection to the machine's nursery
+        channel: the connection to the machine's fork server
         host: the address of the supervisor, as seen from there
-        is_local: whether the machine is the supervisor's own, and ends with it
-        heard_at: when the machine last gave a sign of life
-        name: the name that the nursery reports, for messages; empty until then
+        is_local: whether this is the supervisor's own machine
+        heard_at: when the last message or heartbeat arrived
+        name: the name that the fork server reports, for messages; empty until then
     """
 
     number: int
@@ -57,13 +57,13 @@ class Process:
         number: the number of the process, counted from 0
         machine: the machine on which the process runs
         is_member: whether the process belongs to a generation
-        progress: the signs of life of the process, once its machine has started it
+        progress: the liveness of the process; ``None`` before its machine has started it
     """
 
     number: int
     machine: Machine
     is_member: bool = False
-    progress: SignsOfLife | None = None
+    progress: Liveness | None = None
 
 
 class Supervisor:
@@ -72,13 +72,13 @@ class Supervisor:
     Args:
         program: the arguments of Python: a script, or ``-m`` and a module, and the arguments of that
         processes: how many to start on this machine
-        begins_with: how many processes the job needs, on all machines together, before it begins
+        begins_with: how many processes have to join, on all machines together, before the job begins
         address: the host and the port at which other machines may join
         replaces: whether a new process is started for each lost one
         min_processes: end the job when fewer processes are left
         max_failures: end the job when more processes have failed
-        patience: seconds after which a process that does nothing while others wait for it is killed, and a machine that
-            gives no sign of life is taken for lost
+        patience: seconds after which a process that is stuck while others wait for it is killed, and a machine without
+            heartbeats is considered lost
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class Supervisor:
         self._store = JobStore.create()
         self._poll = select.poll()
         self._listener: socket.socket | None = None  # to which other machines connect
-        self._signal_pipe = -1  # in which a signal wakes the supervisor
-        self._nursery: subprocess.Popen[bytes] | None = None  # the one on this machine
+        self._signal_pipe = -1  # to which a signal writes, to wake the supervisor
+        self._fork_server: subprocess.Popen[bytes] | None = None  # the one on this machine
         self._machines: dict[int, Machine] = {}  # by the descriptors of their channels
         self._processes: dict[int, Process] = {}
         self._generation = Generation(0, [])
@@ -114,20 +114,22 @@ class Supervisor:
         self._failures = 0
         self._code = 0
         self._is_ending = False
-        self._next_look = self._next_beat = 0.0
+        self._next_check = self._next_beat = 0.0
         self._signals: list[int] = []
-        self._stop: tuple[float, int] | None = None  # when a signal has asked for the end, and which
+        self._stop: tuple[float, int] | None = None  # when a signal ended the job, and its number
         self._failed_connections = 0
         self._connections_failed_at = 0.0
-        self._change: tuple[float, str] | None = None  # when a process was lost, until the others go on
+        self._change: tuple[float, str] | None = (
+            None  # when a process was lost, and its description, until the others continue
+        )
 
     def run(self) -> int:
         """Run the job and return its exit code."""
         self._begin()
         while self._processes or not (self._generation.number or self._is_ending or self._stop):
             for descriptor, _ in self._poll.poll(_TICK_MS if self._is_busy() else _LONG_TICK_MS):
-                self._listen(descriptor)
-            self._do_what_is_due()
+                self._handle(descriptor)
+            self._check()
         for machine in self._machines.values():
             machine.channel.send(code=self._code)
         return self._code
@@ -137,14 +139,14 @@ class Supervisor:
     def _begin(self) -> None:
         self._listen_to_signals()
         if self._replaces or self._address is not None:
-            self._store.say(Key.OPEN)
+            self._store.put(Key.OPEN)
         if self._address is not None:
             self._listener = socket.create_server(self._address)
             self._poll.register(self._listener, select.POLLIN)
             host, port = self._listener.getsockname()[:2]
-            _say(f"others can join: python -m pytorch_accel_lite launch --join {host}:{port} --processes N")
+            _log(f"others can join: python -m pytorch_accel_lite launch --join {host}:{port} --processes N")
         if self._size:
-            machine = self._add_machine(self._start_nursery(), self._own_host, is_local=True)
+            machine = self._add_machine(self._start_fork_server(), self._own_host, is_local=True)
             self._start(machine, self._size)
 
     def _listen_to_signals(self) -> None:
@@ -159,11 +161,13 @@ class Supervisor:
         """The address of the supervisor for the processes on its machine."""
         return self._address[0] if self._address is not None and self._address[0] not in ("", "0.0.0.0") else _LOCAL
 
-    def _start_nursery(self) -> Channel:
+    def _start_fork_server(self) -> Channel:
         own, other = socket.socketpair()
-        command = [sys.executable, "-m", "pytorch_accel_lite.extensions.takeover.nursery", str(other.fileno())]
+        command = [sys.executable, "-m", "pytorch_accel_lite.extensions.takeover.fork_server", str(other.fileno())]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        self._nursery = subprocess.Popen(command, pass_fds=[other.fileno()], env=environment, start_new_session=True)
+        self._fork_server = subprocess.Popen(
+            command, pass_fds=[other.fileno()], env=environment, start_new_session=True
+        )
         other.close()
         return Channel(own)
 
@@ -184,12 +188,12 @@ class Supervisor:
             comes_later = self._generation.number > 0
             machine.channel.send(**asdict(Order(number, machine.host, self._store.port, comes_later, self._program)))
         if not self._generation.number and len(self._processes) >= self._begins_with:
-            for process in self._processes.values():  # which have waited for those of other machines
+            for process in self._processes.values():  # which may have been idle until now
                 process.progress = None
             self._publish([*self._processes])
 
-    def _listen(self, descriptor: int) -> None:
-        """Read what machines say, or let one in; nothing if it was a signal, which has been noted."""
+    def _handle(self, descriptor: int) -> None:
+        """Handle input on a descriptor: messages, the connection of a new machine, or the wake-up of a signal."""
         if descriptor == self._signal_pipe:
             os.read(descriptor, 1 << 10)
             return
@@ -206,16 +210,16 @@ class Supervisor:
                 self._start(machine, int(message["processes"]))
             for number, seconds in message.get("computed", {}).items():
                 if (computing := self._processes.get(int(number))) is not None:
-                    computing.progress = computing.progress or SignsOfLife(time.monotonic())
+                    computing.progress = computing.progress or Liveness(time.monotonic())
                     computing.progress.computed = seconds
 
     def _receive(self, machine: Machine) -> list[dict[str, Any]]:
-        """Return what a machine says, or go on without it if it has closed its connection."""
+        """Return the messages of a machine, or continue without it if it has closed its connection."""
         try:
             messages = machine.channel.receive()
         except ConnectionResetError:
             messages = None
-        except OSError:  # the network is cut: the processes there compute until they are killed for want of beats
+        except OSError:  # the network is cut: its processes run until they are killed for lack of heartbeats
             if self._patience and not machine.is_local:
                 self._poll.unregister(machine.channel)
                 return []
@@ -229,14 +233,14 @@ class Supervisor:
     # -------------------------------------------------------------------------------- when processes end
 
     def _lose_machine(self, machine: Machine, how: str) -> None:
-        """Go on without a machine, whose processes end, too."""
-        with suppress(KeyError):  # if its connection has failed
+        """Continue without a machine and its processes."""
+        with suppress(KeyError):  # unregistered already if its connection has failed
             self._poll.unregister(machine.channel)
         del self._machines[machine.channel.fileno()]
         machine.channel.close()
         lost = [process for process in self._processes.values() if process.machine is machine]
         if machine.is_local and not self._is_ending:
-            _say("the process that starts the others has ended, so the job cannot go on.")
+            _log("the process that starts the others has ended, so the job cannot go on.")
             self._code, self._is_ending = self._code or 1, True
             self._processes.clear()
         for process in lost:
@@ -246,23 +250,23 @@ class Supervisor:
 
     def _end(self, process: Process, code: int) -> None:
         if code == 0 and not process.is_member and process.number not in self._generation.members:
-            return  # it has come too late
+            return  # a newcomer that was too late
         if code == 0 or self._stop is not None:
             self._is_ending = True
             self._code = self._code or _as_exit_code(code)
-            self._store.say(Key.ENDING)
+            self._store.put(Key.ENDING)
             self._end_newcomers()
             return
         if self._is_ending and not process.is_member:
             return
-        reason = self._store.said(Key.FAILED, process.number)
+        reason = self._store.get(Key.FAILED, process.number)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
         self._lose([process], code, f"{self._rank_of(process)} {how}{f' ({reason})' if reason else ''}")
 
     def _lose(self, processes: Sequence[Process], code: int, what: str) -> None:
-        """Let the others go on without some processes, or end the job."""
-        if not self._generation.number and self._address is not None:  # others are awaited
-            _say(f"{what}.")
+        """Continue without some processes, or end the job."""
+        if not self._generation.number and self._address is not None:  # more processes may still join
+            _log(f"{what}.")
             return
         if self._have_arrived():
             self._count_newcomers()
@@ -270,7 +274,7 @@ class Supervisor:
         members = [number for number in self._generation.members if number in self._processes]
         left = sum(self._processes[number].is_member for number in members)
         if why := self._why_to_end(left):
-            _say(f"{what}. The job ends: {why}.")
+            _log(f"{what}. The job ends: {why}.")
             self._code = self._code or _as_exit_code(code)
             self._is_ending = True
             self._kill(self._processes.values(), signal.SIGKILL)
@@ -283,7 +287,7 @@ class Supervisor:
                 self._start(process.machine)
 
     def _why_to_end(self, left: int) -> str:
-        """Return why the job ends with this many members left; nothing if it does not."""
+        """Return why the job has to end with this many members left, or an empty string if it continues."""
         if self._is_ending:
             return "others have reached the end of the program"
         if self._max_failures is not None and self._failures > self._max_failures:
@@ -301,7 +305,7 @@ class Supervisor:
                 process.machine.channel.send(kill=process.number, signal=number)
 
     def _forward(self, number: int) -> None:
-        """Pass a signal on to all processes. What follows it is the end of the job."""
+        """Forward a signal to all processes; most signals end the job."""
         ends = number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         if ends and self._stop is None:
             self._stop = time.monotonic(), number
@@ -334,12 +338,12 @@ class Supervisor:
         return self._are_there
 
     def _is_busy(self) -> bool:
-        """Whether something is under way of which no message tells when it is over."""
+        """Whether work is pending whose completion is not announced by a message."""
         are_members = self._processes.keys() <= set(self._generation.members)
         return not (self._are_there and are_members) or self._stop is not None or bool(self._connections_failed_at)
 
-    def _do_what_is_due(self) -> None:
-        """Do what is due."""
+    def _check(self) -> None:
+        """Run the periodic checks: signals, heartbeats, arrivals, newcomers, lost connections, stuck processes."""
         now = time.monotonic()
         while self._signals:
             self._forward(self._signals.pop(0))
@@ -352,20 +356,20 @@ class Supervisor:
             begin, what = self._change
             self._change = None
             count = len(self._generation.members)
-            _say(f"{what}. {_counted(count)} after {now - begin:.2f} s.")
+            _log(f"{what}. {_counted(count)} after {now - begin:.2f} s.")
         if self._have_arrived():
             self._count_newcomers()
-            self._let_in()
-        self._begin_again_if_connections_failed(now)
-        if self._patience and now >= self._next_look:
-            self._next_look = now + _SECONDS_BETWEEN_LOOKS
+            self._admit_newcomers()
+        self._regroup_if_connections_failed(now)
+        if self._patience and now >= self._next_check:
+            self._next_check = now + _SECONDS_BETWEEN_CHECKS
             self._end_silent(now)
 
     def _watch_machines(self, now: float) -> None:
-        """Give other machines a sign of life, and go on without those that give none.
+        """Send heartbeats to the other machines, and continue without those whose heartbeats have stopped.
 
-        One that has not been heard of for half of the patience gets none itself. It then ends its processes within the
-        other half, so that they are gone when the others go on.
+        A machine that has been silent for half of the patience gets no more heartbeats, so it kills its processes
+        within the other half. They are gone before the others continue.
         """
         others = [machine for machine in self._machines.values() if not machine.is_local]
         if not self._patience or now < self._next_beat:
@@ -379,37 +383,37 @@ class Supervisor:
                 self._lose_machine(machine, f"gave no sign of life for {self._patience:.0f} s")
 
     def _end_silent(self, now: float) -> None:
-        """Kill the processes that do nothing while others wait for them."""
+        """Kill the processes that are stuck while others wait for them."""
         generation = self._generation
         are_all_there = self._have_arrived()
-        progress: dict[int, SignsOfLife] = {}
+        progress: dict[int, Liveness] = {}
         for number in generation.members:
             process = self._processes.get(number)
             if process is None or process.progress is None:
                 continue
-            process.progress.note(self._store.said(Key.PROGRESS, number), now)
+            process.progress.note(self._store.get(Key.PROGRESS, number), now)
             if are_all_there or not self._store.has_arrived(generation, number):
                 progress[number] = process.progress
         for number in find_silent(progress, now, self._patience, are_all_there):
-            self._store.say(Key.FAILED, f"it did nothing for {self._patience:.0f} s while others waited for it", number)
+            self._store.put(Key.FAILED, f"it did nothing for {self._patience:.0f} s while others waited for it", number)
             self._kill([self._processes[number]], signal.SIGKILL)
 
     def _count_newcomers(self) -> None:
-        """Count those that have come in among the members: all have arrived."""
+        """Mark all processes of the generation as members, once all have arrived."""
         for number in self._generation.members:
             if number in self._processes:
                 self._processes[number].is_member = True
 
-    def _let_in(self) -> None:
-        """Begin a generation with new processes that are ready, as many as the run has work for."""
+    def _admit_newcomers(self) -> None:
+        """Begin a generation with the new processes that are ready, as far as the run can use them."""
         members = self._generation.members
-        ready = [n for n in self._processes if n not in members and self._store.said(Key.READY, n) is not None]
+        ready = [n for n in self._processes if n not in members and self._store.get(Key.READY, n) is not None]
         if not ready:
             return
-        most = int(self._store.said(Key.MOST_PROCESSES) or len(self._processes))
+        most = int(self._store.get(Key.MOST_PROCESSES) or len(self._processes))
         room = max(most - len(members), 0)
         if too_many := ready[room:]:
-            _say(f"{_new(len(too_many))} not let in: the run has {most} logical processes.")
+            _log(f"{_new(len(too_many))} not let in: the run has {most} logical processes.")
             for number in too_many:
                 self._kill([self._processes.pop(number)], signal.SIGKILL)
         if ready[:room]:
@@ -417,13 +421,13 @@ class Supervisor:
             self._note_change(f"{_new(room if len(ready) > room else len(ready))} joined")
 
     def _note_change(self, what: str) -> None:
-        """Note what has happened, to be said once the others go on."""
+        """Note a change, to be logged once the processes continue."""
         if self._change is not None:
-            _say(f"{self._change[1]}.")
+            _log(f"{self._change[1]}.")
         self._change = time.monotonic(), what
 
-    def _begin_again_if_connections_failed(self, now: float) -> None:
-        """Begin a generation if processes have lost a connection although none has ended."""
+    def _regroup_if_connections_failed(self, now: float) -> None:
+        """Begin a generation with the same processes if connections were lost although no process has ended."""
         if self._store.count(Key.LOST_CONNECTIONS) <= self._failed_connections:
             return
         self._connections_failed_at = self._connections_failed_at or now
@@ -443,5 +447,5 @@ def _new(count: int) -> str:
     return f"{count} new process{'es' * (count > 1)}"
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"launch: {text}", file=sys.stderr, flush=True)

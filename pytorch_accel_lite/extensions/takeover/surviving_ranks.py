@@ -1,4 +1,4 @@
-"""The ranks of a job that survives the loss of processes, as trainers see them."""
+"""The ``Ranks`` of trainers in a job that survives the loss of processes."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class SurvivingRanks(Ranks):
         membership: the membership of this process in the job
     """
 
-    allows_threads = is_observed = False  # the supervisor notices who is silent
+    allows_threads = is_observed = False  # the supervisor finds stuck processes itself
     membership: ClassVar[Membership]
     _all: ClassVar[weakref.WeakSet[SurvivingRanks]] = weakref.WeakSet()
 
     def __init__(self, accelerator: Accelerator, purpose: str = "control") -> None:
         self._all.add(self)
-        self.follow()
+        self.refresh()
 
-    def follow(self) -> None:
-        """Be what the processes are now."""
+    def refresh(self) -> None:
+        """Adopt the current membership."""
         membership = self.membership
         self.rank, self.world_size = membership.rank, membership.world_size
         self.members = range(self.world_size)
@@ -53,10 +53,10 @@ class SurvivingRanks(Ranks):
             self._control = membership.control
 
     @classmethod
-    def follow_all(cls) -> None:
-        """Let all trainers have the processes as they are now."""
+    def refresh_all(cls) -> None:
+        """Make all trainers adopt the current membership."""
         for ranks in cls._all:
-            ranks.follow()
+            ranks.refresh()
         for trainer in survivors():
             cls.membership.change_state(vars(trainer.accelerator.state))
             trackers = [run.loop.unrecorded for run in trainer.open_runs]
@@ -70,7 +70,7 @@ class SurvivingRanks(Ranks):
 
     @classmethod
     def announce(cls, change: Change) -> None:
-        """Tell the trainers that the processes have changed."""
+        """Fire ``on_processes_changed`` in all trainers."""
         for trainer in survivors():
             trainer.current_run.goodput.note_takeover(change.seconds)
             if change.came:
@@ -87,9 +87,9 @@ class SurvivingRanks(Ranks):
         if self.membership.generation is None:
             return wait_for_state(self.membership)
         state = self.membership.resumes_from
-        if not self.membership.has_begun_again:
+        if not self.membership.has_restarted:
             return None
-        self.membership.has_begun_again = False
+        self.membership.has_restarted = False
         return self.broadcast_object(lambda: state)
 
     def repeatable(self, action: Callable[[], T], changes: object = None) -> T:
@@ -116,7 +116,7 @@ class SurvivingRanks(Ranks):
         return self.membership.do(lambda: super(SurvivingRanks, self).all_gather_object(value, only_first))
 
     def run_together(self, action: Callable[[], T], only_first: bool = False) -> list[T]:
-        if only_first and self.membership.generation is None:  # what is written is there already
+        if only_first and self.membership.generation is None:  # the others have already written it
             return [None]  # type: ignore[list-item]
         return self.membership.do(lambda: super(SurvivingRanks, self).run_together(action, only_first))
 
@@ -150,10 +150,10 @@ def _undo_of_evaluation(trainer: TrainerLike) -> Callable[[], None]:
 
 
 def survivors() -> list[TrainerLike]:
-    """Return the trainers that go on when processes change.
+    """Return the open trainers, which continue when processes change.
 
     Raises:
-        RuntimeError: if one of them cannot
+        RuntimeError: if one of them cannot continue
     """
     trainers = cast(list[TrainerLike], open_trainers())
     for trainer in trainers:

@@ -1,4 +1,4 @@
-"""The training step of logical processes in a job that loses processes: an update is made as a whole, or again."""
+"""The training step of logical processes under ``launch``: an update that a lost process interrupts is repeated."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ import torch
 from pytorch_accel_lite.extending import Batch, BatchOutput, Run, TrainerLike, capture_generators, restore_generators
 from pytorch_accel_lite.extending_callbacks import seed_all
 from pytorch_accel_lite.extensions.logical import KeepsShares, LogicalStep, LogicalWindow, SharedLossTrackers
-from pytorch_accel_lite.extensions.takeover.beginning_again import note_states
-from pytorch_accel_lite.extensions.takeover.copies_of_shards import ShardsOfRun
-from pytorch_accel_lite.extensions.takeover.enclosures import Enclosures, read
 from pytorch_accel_lite.extensions.takeover.job_store import Key
-from pytorch_accel_lite.extensions.takeover.joining import enter, keep_end, let_in, let_in_by_beginning_again
+from pytorch_accel_lite.extensions.takeover.joining import admit, admit_by_restart, enter, save_final_state
 from pytorch_accel_lite.extensions.takeover.membership import RepeatError
+from pytorch_accel_lite.extensions.takeover.piggyback import Piggyback, value_of
+from pytorch_accel_lite.extensions.takeover.program_restart import note_existing_states
+from pytorch_accel_lite.extensions.takeover.shard_replicas import RunShards
 from pytorch_accel_lite.extensions.takeover.surviving_ranks import SurvivingRanks
 
-#: A state of a callback, for one logical process.
+#: The state of a callback for one logical process.
 StateDict: TypeAlias = dict[str, Any]
-_MOST_KEPT = 1 << 24  # bytes of gradients that each process keeps, so that they need no exchange of their own
+_MOST_KEPT = 1 << 24  # bytes of parameters up to which the state of the shares travels with the last gradients
 
 
 class _Kept(NamedTuple):
-    """What a process keeps of its logical processes. The others have a copy, in case the process is lost.
+    """The state of the logical processes of one process. The other processes hold a copy, in case it is lost.
 
     Args:
         first: the number of the process's first logical process
         losses: the running losses of each logical process
-        of_callbacks: what each callback in ``SurvivingWindow.keepers`` keeps of the logical processes
+        of_callbacks: for each callback in ``SurvivingWindow.keepers``, its states of the logical processes
     """
 
     first: int
@@ -44,7 +44,7 @@ class _Kept(NamedTuple):
 
 @dataclass
 class _Before:
-    """What an update that is interrupted has changed.
+    """The state before an update, to restore it if the update is interrupted.
 
     Args:
         seed: the seed from which all generators are restored; ``None`` if their states are kept
@@ -60,39 +60,39 @@ class _Before:
 
 
 class SurvivingWindow(LogicalWindow):
-    """An accumulation window that ends when all processes have its gradients.
+    """An accumulation window that is complete when all processes have its gradients.
 
-    With them, the processes gather what they keep of their shares. Nothing else of an update communicates after that,
-    and nothing before it changes what all of them have in common.
+    The same exchange gathers the states of the processes' shares. Nothing in an update communicates after it, and
+    nothing before it changes state that the processes share.
 
     Attributes:
         trackers: the running losses of the epoch
-        keepers: the callbacks that keep something of each logical process
-        is_wanted: whether other processes are to be let in before the next update
+        keepers: the callbacks that keep a state for each logical process
+        must_regroup: whether new processes are to be admitted before the next update
     """
 
     trackers: SharedLossTrackers | None = None
     keepers: Sequence[KeepsShares] = ()
-    is_wanted = False
+    must_regroup = False
 
     def __init__(self, trainer: TrainerLike, steps: int, batch_size: int, count: int) -> None:
         super().__init__(trainer, steps, batch_size, count)
-        self._enclosures = Enclosures()
+        self._piggyback = Piggyback()
         self._are_small = sum(p.numel() * p.element_size() for p in trainer.model.parameters()) <= _MOST_KEPT
 
     def restart(self) -> None:
-        """Begin the window again, with the logical processes divided among the processes as they are now."""
+        """Begin the window again, with the logical processes divided among the current processes."""
         super().restart()
-        self._enclosures = Enclosures()
+        self._piggyback = Piggyback()
 
     def begin(self, trackers: SharedLossTrackers, keepers: Sequence[KeepsShares]) -> None:
         """Begin an update."""
         self.trackers, self.keepers = trackers, keepers
-        self.sums.room = self._enclosures.room if self._are_small else 0
+        self.sums.room = self._piggyback.room if self._are_small else 0
 
     @property
     def has_exchanged(self) -> bool:
-        """Whether all processes have begun this update, as they have exchanged gradients."""
+        """Whether the processes have exchanged gradients, so that all have begun this update."""
         return self.sums.has_slices
 
     def finish_sums(self) -> None:
@@ -103,107 +103,107 @@ class SurvivingWindow(LogicalWindow):
             return
         self.sums.finish()
         if membership.world_size > 1:
-            self._gather_last(torch.zeros(self._enclosures.room, dtype=torch.uint8))
+            self._gather_last(torch.zeros(self._piggyback.room, dtype=torch.uint8))
             return
         membership.complete()
         membership.is_in_update = membership.is_in_action = False
-        self.is_wanted = membership.watcher.is_wanted
+        self.must_regroup = membership.watcher.must_regroup
 
     def _gather_last(self, sent: torch.Tensor) -> torch.Tensor:
-        """Return what each process sends, in rows, and keep what the others keep, which travels at the end of it."""
-        membership, enclosures = SurvivingRanks.membership, self._enclosures
+        """All-gather messages in rows; the states of the shares travel at the end of each message."""
+        membership, piggyback = SurvivingRanks.membership, self._piggyback
         value = pickle.dumps(tuple(self.of_shares()))
         rows: torch.Tensor | None = None
         is_repaired = False
         try:
             while True:
-                enclosures.enclose(sent, membership.watcher.is_wanted, value)
+                piggyback.attach(sent, membership.watcher.must_regroup, value)
                 last = membership.gather(sent)
                 rows = last if rows is None else rows
-                if (is_wanted := enclosures.read_flags(last)) is not None:
+                if (must_regroup := piggyback.read_flags(last)) is not None:
                     break
-                sent = torch.zeros(enclosures.room, dtype=torch.uint8)
+                sent = torch.zeros(piggyback.room, dtype=torch.uint8)
         except RuntimeError as error:
             if not membership.recover(error):
                 raise RepeatError from error
             assert membership.outcome is not None
             last, is_repaired = membership.outcome, True
             rows = last if rows is None else rows
-            is_wanted = enclosures.read_flags(last)
+            must_regroup = piggyback.read_flags(last)
         else:
             membership.complete(last)
         membership.is_in_update = membership.is_in_action = False
-        self.is_wanted = bool(is_wanted)
+        self.must_regroup = bool(must_regroup)
         self._keep(last, is_repaired)
         return rows
 
     def of_shares(self) -> _Kept:
-        """Return what is kept of the shares of this process."""
+        """Return the state of the shares of this process."""
         assert self.trackers is not None
         of_callbacks = [keeper.states_of_shares() for keeper in self.keepers]
         return _Kept(self.trackers.first_local, self.trackers.local_sums(), of_callbacks)
 
     def load(self, kept: _Kept) -> None:
-        """Take over what is kept of the shares of a process."""
+        """Load the state of the shares of a process."""
         assert self.trackers is not None
         self.trackers.load_sums(kept.losses, kept.first)
         for keeper, states in zip(self.keepers, kept.of_callbacks, strict=True):
             keeper.load_states_of_shares(states, kept.first)
 
     def _keep(self, rows: torch.Tensor, is_repaired: bool) -> None:
-        """Keep what others keep of their shares. If only trackers do, it is read when a process is lost.
+        """Keep the states of the other processes' shares. Those of loss trackers alone are only read after a loss.
 
         Args:
-            is_repaired: whether the shares have been divided otherwise since
+            is_repaired: whether the shares were redivided after the messages were sent
         """
         assert self.trackers is not None
-        enclosed = self._enclosures.cut(rows)
+        tails = self._piggyback.tails(rows)
         if is_repaired:
-            self._load_all(enclosed)
+            self._load_all(tails)
             self.trackers.add_up_local()
             return
-        del enclosed[SurvivingRanks.membership.rank]
+        del tails[SurvivingRanks.membership.rank]
         if self.keepers:
-            self._load_all(enclosed)
+            self._load_all(tails)
         else:
-            self.trackers.postpone(partial(self._load_all, enclosed))
+            self.trackers.postpone(partial(self._load_all, tails))
 
-    def _load_all(self, enclosed: Sequence[bytes]) -> None:
-        for each in enclosed:
-            self.load(_Kept(*pickle.loads(read(each))))
+    def _load_all(self, tails: Sequence[bytes]) -> None:
+        for tail in tails:
+            self.load(_Kept(*pickle.loads(value_of(tail))))
 
 
 class SurvivingStep(LogicalStep):
-    """The training steps of the logical processes of this process. An interrupted update is repeated."""
+    """Trains on the logical processes of this process, and repeats an update that a lost process interrupts."""
 
     window_kind = SurvivingWindow
     _window: SurvivingWindow
     _before: _Before | None = None
-    _shards: ShardsOfRun | None = None
-    _seed: int | None = None  # of all generators at the end of the latest step
+    _shards: RunShards | None = None
+    _seed: int | None = None  # the seed of all generators at the end of the latest step
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
-        if SurvivingRanks.membership.stands_in:
+        if SurvivingRanks.membership.bypasses_meshes:
             SurvivingRanks.membership.check_is_first_training()
         super().__init__(trainer, run)
         self._generation = SurvivingRanks.membership.generation
 
     def begin(self, trainer: TrainerLike) -> None:
-        """Say for how many processes there is work."""
+        """Publish how many processes the run can use."""
         super().begin(trainer)
-        SurvivingRanks.membership.store.say(Key.MOST_PROCESSES, str(self._logical.count))
-        note_states(trainer, SurvivingRanks.membership)
+        SurvivingRanks.membership.store.put(Key.MOST_PROCESSES, str(self._logical.count))
+        note_existing_states(trainer, SurvivingRanks.membership)
         if trainer.is_sharded:
-            SurvivingRanks.membership.store.say(Key.SHARDED)
-            self._shards = SurvivingRanks.membership.shards = ShardsOfRun(
+            SurvivingRanks.membership.store.put(Key.SHARDED)
+            self._shards = SurvivingRanks.membership.shards = RunShards(
                 trainer, trainer.current_run, SurvivingRanks.membership
             )
 
     def end(self, trainer: TrainerLike) -> None:
-        """Keep the state of the end for processes that come later."""
+        """Save the final state for processes that join during a later training."""
         membership = SurvivingRanks.membership
         if membership.is_open and membership.generation is not None and not trainer.is_sharded:
-            keep_end(trainer, membership)
+            save_final_state(trainer, membership)
         if self._shards is not None:
             self._shards.end()
 
@@ -211,7 +211,7 @@ class SurvivingStep(LogicalStep):
         """Run the forward and backward pass of each logical process, and add up their gradients.
 
         Raises:
-            RepeatError: if the batch was read when there were other processes
+            RepeatError: if the batch was read for an earlier division among the processes
         """
         if run.window.filled == 1:
             self._begin_update(trainer, run)
@@ -226,11 +226,11 @@ class SurvivingStep(LogicalStep):
         window, membership = self._window, SurvivingRanks.membership
         if membership.generation is None:
             enter(run, membership)
-        elif membership.stands_in and self._shards is not None:
-            self._shards.begin_again()
-        elif window.is_wanted:
-            window.is_wanted = False
-            (let_in_by_beginning_again if trainer.is_sharded else let_in)(trainer, run, membership)
+        elif membership.bypasses_meshes and self._shards is not None:
+            self._shards.save_and_restart()
+        elif window.must_regroup:
+            window.must_regroup = False
+            (admit_by_restart if trainer.is_sharded else admit)(trainer, run, membership)
         if self._generation is not membership.generation:
             self._generation = membership.generation
             raise RepeatError
@@ -240,7 +240,7 @@ class SurvivingStep(LogicalStep):
         kept = window.of_shares()
         if keepers:
             kept = kept._replace(of_callbacks=copy.deepcopy(kept.of_callbacks))
-        # In an epoch, each step begins with the generators as the one before it has seeded them.
+        # Within an epoch, each step starts with the generators that the previous step has seeded.
         seed = self._seed if run.progress.step else None
         generators = {} if seed is not None else capture_generators()
         self._before = _Before(vars(run.progress).copy(), kept, seed, generators)
@@ -254,7 +254,7 @@ class SurvivingStep(LogicalStep):
         return copies
 
     def recover(self, trainer: TrainerLike, run: Run, error: Exception) -> bool:
-        """After the loss of a process, restore what was before the update, which is then repeated."""
+        """After the loss of a process, restore the state before the update, so that it can be repeated."""
         window, membership, before = self._window, SurvivingRanks.membership, self._before
         is_repeat = isinstance(error, RepeatError)
         if not (membership.is_in_update or is_repeat):

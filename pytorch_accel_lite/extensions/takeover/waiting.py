@@ -1,7 +1,7 @@
-"""How a process stops waiting for one that is lost, where gloo would let it wait for its time limit.
+"""Ending the wait for a lost process, where gloo would block until its timeout.
 
-When a connection ends, gloo fails the messages that it has yet to begin, but forgets the one of which a part is under
-way. With models of some megabytes, many processes die within such a message.
+When a connection closes, gloo fails the messages that have not started, but never completes one that is partly
+transferred. With models of some megabytes, many losses happen during such a transfer.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from pytorch_accel_lite.extending import MACHINERY
 
 MACHINERY.add(__file__)
 _LOOK = timedelta(seconds=0.05)
-_SECONDS_TO_FAIL = 0.05  # in which gloo's threads end what they can once the connections have ended
+_SECONDS_TO_FAIL = 0.05  # for gloo's threads to fail what they can once the connections are closed
 
 
 class LostConnectionError(RuntimeError):
-    """The connections of a collective have ended, but not the collective itself."""
+    """The connections of a collective are closed, but the collective is still pending."""
 
 
 def watch_waits(is_cut_off: Callable[[], bool], note_stuck: Callable[[], None]) -> None:
-    """Let all waits for collectives end, with an error, once the connections of the process group have ended.
+    """Make every wait for a collective raise an error once the connections of the process group are closed.
 
     Args:
-        is_cut_off: whether all connections of the process group have ended
-        note_stuck: called if a thread of the process group goes on waiting
+        is_cut_off: whether all connections of the process group are closed
+        note_stuck: called if a thread of the process group keeps waiting
     """
     work: Any = dist.Work
     wait = work.wait
@@ -65,7 +65,7 @@ def _look_at_collective(work: Any, wait: Callable[..., object]) -> Callable[[], 
 
 
 def _look_at_transfer(work: Any, wait: Callable[..., object]) -> Callable[[], bool]:
-    """Look at what is sent between two processes, which gloo would end if the wait for it had a time limit."""
+    """Poll a point-to-point transfer from a thread, as gloo aborts a transfer whose wait times out."""
 
     def wait_for_it() -> None:
         try:
@@ -94,7 +94,7 @@ def _is_transfer(work: Any) -> bool:
     return False
 
 
-def keep_for_ever(group: dist.ProcessGroup | None) -> None:
-    """Never delete a process group: that would wait for its threads, of which one waits for a lost process."""
+def never_delete(group: dist.ProcessGroup | None) -> None:
+    """Leak a process group: its destructor would join a thread that waits for a lost process."""
     if group is not None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

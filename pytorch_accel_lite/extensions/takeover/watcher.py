@@ -1,4 +1,4 @@
-"""A thread in each process of a job that looks after its connections, and says how far the process has got."""
+"""A thread in each process of a job that closes connections after a loss, and reports the progress of the process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pytorch_accel_lite.extensions.hang_watch import is_waiting
 from pytorch_accel_lite.extensions.takeover.connections import any_is_connected, shut_down
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore, Key
 
-_SECONDS_BETWEEN_REPORTS = 0.5  # seconds
+_SECONDS_BETWEEN_REPORTS = 0.5
 
 
 class Waker:
-    """Lets a thread wait until it is woken, by another thread or another process.
+    """Lets a thread sleep until another thread or process wakes it.
 
     Args:
-        ends: the descriptors of a pipe, from which one reads what the others write
+        ends: the read and write descriptors of a pipe
     """
 
     def __init__(self, ends: Sequence[int]) -> None:
@@ -30,8 +30,8 @@ class Waker:
         self._poll.register(self._own, select.POLLIN)
 
     def wake(self) -> None:
-        """Wake who waits, or will wait."""
-        with suppress(BlockingIOError):  # others have, many times
+        """Wake the thread, or make its next wait return at once."""
+        with suppress(BlockingIOError):  # the pipe is full of wake-ups
             os.write(self._others, b"\0")
 
     def wait(self, seconds: float) -> None:
@@ -41,29 +41,29 @@ class Waker:
 
 
 class Watcher(threading.Thread):
-    """Ends the connections of a generation that has lost a member.
+    """Closes the connections of a generation that has lost a member.
 
-    Without it, a process would not notice if it waits for one that is silent, or that is not its neighbour. It looks
-    when it is woken, as it is when a generation begins, and twice a second.
+    Without it, a process that waits for a hung process, or for one it is not connected to, would not notice the loss.
+    It checks for a new generation when it is woken, as when one begins, and twice a second.
 
     Args:
         number: the number of this process, the same in all generations
         waker: wakes the watcher
 
     Attributes:
-        is_wanted: whether a generation follows that has all members of this one, to be entered after an update
+        must_regroup: whether there is a new generation with all members of this one, to be entered after an update
     """
 
     def __init__(self, number: int, host: str, port: int, waker: Waker) -> None:
         super().__init__(name="pytorch_accel_lite.takeover", daemon=True)
-        self.is_wanted = False
+        self.must_regroup = False
         self._waker = waker
         self._number = number
         self._port = port
         self._store = JobStore.connect(host, port)
         self._generation: Generation | None = None
         self._is_connected = False
-        self._follows: Generation | None = None  # the latest generation, if it is after that
+        self._follows: Generation | None = None  # the latest generation, if newer
         self._sockets: dict[int, str] = {}
         self._watched = threading.get_ident()
         self._is_over = False
@@ -74,42 +74,42 @@ class Watcher(threading.Thread):
         """Start the thread.
 
         Args:
-            count: returns a number that grows as the process gets further
+            count: returns a number that grows with the progress of the process
         """
         self._count = count
         self.start()
 
     def watch(self, generation: Generation, sockets: dict[int, str]) -> None:
-        """Watch the connections of a generation, which this process has entered."""
+        """Watch the connections of the generation that this process has entered."""
         with self._lock:
             self._generation, self._sockets = generation, sockets
-            self._is_connected, self._follows, self.is_wanted = True, None, False
-        self._waker.wake()  # another one may have begun meanwhile
+            self._is_connected, self._follows, self.must_regroup = True, None, False
+        self._waker.wake()  # a newer one may have begun meanwhile
 
     def is_cut_off(self) -> bool:
-        """Whether another generation follows, and no connection of this one is left."""
+        """Whether there is a newer generation, and all connections of this one are closed."""
         with self._lock:
             return self._is_connected and self._follows is not None and not any_is_connected(self._sockets)
 
     def end_connections(self) -> None:
-        """End the connections that are watched."""
+        """Close the connections that are watched."""
         with self._lock:
             self._is_connected = False
             sockets, self._sockets = self._sockets, {}
             shut_down(sockets, self._port)
 
     def run(self) -> None:
-        """Look until the process ends."""
+        """Check for new generations until the process ends."""
         next_beat = 0.0
         while not self._is_over:
             with suppress(RuntimeError):  # the store cannot be reached
-                self._look()
+                self._check()
                 if time.monotonic() > next_beat:
                     next_beat = time.monotonic() + _SECONDS_BETWEEN_REPORTS
-                    self._say_how_far()
+                    self._report_progress()
             self._waker.wait(_SECONDS_BETWEEN_REPORTS)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         generation = self._generation
         assert generation is not None
         follows = self._store.after(generation)
@@ -118,17 +118,17 @@ class Watcher(threading.Thread):
         with self._lock:
             if generation is self._generation:
                 self._follows = follows
-                self.is_wanted = set(generation.members) <= set(follows.members)
-                if not self.is_wanted:
+                self.must_regroup = set(generation.members) <= set(follows.members)
+                if not self.must_regroup:
                     shut_down(self._sockets, self._port)
 
-    def _say_how_far(self) -> None:
+    def _report_progress(self) -> None:
         self._beats += 1
         progress = [self._beats, self._count(), is_waiting(self._watched)]
-        self._store.say(Key.PROGRESS, json.dumps(progress), self._number)
+        self._store.put(Key.PROGRESS, json.dumps(progress), self._number)
 
     def stop(self) -> None:
-        """End the thread, before the interpreter does."""
+        """End the thread before the interpreter shuts down."""
         self._is_over = True
         self._waker.wake()
         if self.is_alive():

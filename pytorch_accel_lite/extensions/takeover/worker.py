@@ -1,4 +1,4 @@
-"""A process of a job: what is done before its program begins, and after."""
+"""A worker process of a job: set-up before its program runs, and shutdown afterwards."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch
 
 from pytorch_accel_lite.extending import FENCES, replace_step, use_ranks
 from pytorch_accel_lite.extensions.logical import LogicalStep
-from pytorch_accel_lite.extensions.takeover.beginning_again import begin_again, has_sharded_trainer, join_sharded
 from pytorch_accel_lite.extensions.takeover.connections import interface_to
 from pytorch_accel_lite.extensions.takeover.job_store import Key
-from pytorch_accel_lite.extensions.takeover.joining import stay_apart
+from pytorch_accel_lite.extensions.takeover.joining import run_alone
 from pytorch_accel_lite.extensions.takeover.membership import Membership
-from pytorch_accel_lite.extensions.takeover.new_groups import tell_meshes_apart, watch_new_groups
+from pytorch_accel_lite.extensions.takeover.new_groups import distinguish_meshes, watch_new_groups
+from pytorch_accel_lite.extensions.takeover.program_restart import has_sharded_trainer, join_sharded, restart_program
 from pytorch_accel_lite.extensions.takeover.surviving_ranks import SurvivingRanks
 from pytorch_accel_lite.extensions.takeover.surviving_step import SurvivingStep
 from pytorch_accel_lite.extensions.takeover.watcher import Waker
@@ -30,24 +30,24 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Let this process be killed when the one that has started it ends."""
+    """Have the kernel kill this process when its parent exits."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended in between
+    if os.getppid() != parent:  # the parent exited before prctl took effect
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a process is to be.
+    """What a new process needs to know to take part in a job.
 
     Args:
         number: the number of the process, the same in all generations
         host: the address of the job's store, as seen from the machine of the process
         port: the port of the store
-        comes_later: whether the process joins others that have begun
+        comes_later: whether the process joins a job that is already running
         program: the arguments of Python: a script, or ``-m`` and a module, and the arguments of that
-        wakes: the descriptors of the pipe by which the machine wakes the process when a generation begins
+        wakes: the read and write descriptors of the pipe that wakes the process when a generation begins
     """
 
     number: int
@@ -59,33 +59,33 @@ class Order:
 
 
 def run(order: Order) -> None:
-    """Be a process of a job, and run its program."""
+    """Take part in a job as a worker process, and run its program."""
     torch.set_num_threads(1)
     os.environ.update(ACCELERATE_USE_CPU="true", MASTER_ADDR=order.host, MASTER_PORT=str(order.port))
     if (interface := interface_to(order.host)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     membership = SurvivingRanks.membership = Membership(order.number, order.host, order.port, Waker(order.wakes))
-    membership.redivide, membership.announce = SurvivingRanks.follow_all, SurvivingRanks.announce
+    membership.redivide, membership.announce = SurvivingRanks.refresh_all, SurvivingRanks.announce
     membership.holds_shards = has_sharded_trainer
     use_ranks(SurvivingRanks)
     replace_step(LogicalStep, SurvivingStep)
     FENCES.append(membership.check)
     watch_new_groups(membership)
-    tell_meshes_apart(membership)
+    distinguish_meshes(membership)
     sys.excepthook = _report_to(membership)
-    if order.comes_later and membership.store.said(Key.SHARDED) is not None:
+    if order.comes_later and membership.store.get(Key.SHARDED) is not None:
         join_sharded(membership)
     elif order.comes_later:
-        stay_apart()
+        run_alone()
     else:
         membership.join()
     atexit.register(_leave, membership)
     while not _run_to_the_end(order.program, membership):
-        begin_again(membership)
+        restart_program(membership)
 
 
 def _run_to_the_end(program: list[str], membership: Membership) -> bool:
-    """Run a program; return whether it has ended, rather than that it is to begin again."""
+    """Run a program; return ``False`` if it was interrupted and has to restart."""
     first, *arguments = program
     path = [*sys.path]
     try:
@@ -98,7 +98,7 @@ def _run_to_the_end(program: list[str], membership: Membership) -> bool:
             sys.path.insert(0, os.path.dirname(os.path.abspath(first)))
             runpy.run_path(first, run_name="__main__")
     except BaseException as error:
-        if not (membership.begins_again or (isinstance(error, Exception) and membership.lost_shards(error))):
+        if not (membership.must_restart or (isinstance(error, Exception) and membership.lost_shards(error))):
             raise
         sys.path[:] = path
         return False
@@ -106,12 +106,12 @@ def _run_to_the_end(program: list[str], membership: Membership) -> bool:
 
 
 def _leave(membership: Membership) -> None:
-    """End together with the others, unless this process has failed."""
+    """Shut down together with the other processes, unless this one has failed."""
     if hasattr(sys, "last_type"):  # an error has been printed
         membership.watcher.stop()
     else:
         membership.leave()
-        SurvivingRanks.follow_all()
+        SurvivingRanks.refresh_all()
 
 
 def _report_to(membership: Membership):  # type: ignore[no-untyped-def]
@@ -121,6 +121,6 @@ def _report_to(membership: Membership):  # type: ignore[no-untyped-def]
         show(kind, error, trace)
         text = str(error).partition("\n")[0]
         with suppress(RuntimeError):
-            membership.store.say(Key.FAILED, f"{kind.__name__}: {text}", membership.number)
+            membership.store.put(Key.FAILED, f"{kind.__name__}: {text}", membership.number)
 
     return report

@@ -1,4 +1,4 @@
-"""Activation checkpointing and compilation of the blocks of a model: the same bits and names, in any kind of run."""
+"""Activation checkpointing and compilation of a model's blocks: the same bits and names in any kind of run."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from pytorch_accel_lite.utils import format_bytes
 from tests.launching import CAN_SHARD, SOAK
 from tests.ranks import world_size
 from tests.sharded import mesh_of
-from tests.tasks import Blocks, equal, image_model, largest_difference, quiet_trainer, regression_data, weights
+from tests.tasks import Blocks, adamw_trainer, equal_weights, float64_data, image_model, largest_difference, weights
 
-DATA = regression_data(26)
+DATA = float64_data(26)
 # torch looks at the gradients of what a graph is given; it ignores the warning itself unless warnings are errors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
 class Block(nn.Module):
-    """What computes something else each time, and keeps something of each time."""
+    """A block with dropout and a buffer that changes in each pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class RandomBlock(Block):
-    """What uses the generators of python and numpy, too."""
+    """A block that also uses the generators of python and numpy."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = random.random() + np.random.random() if self.training else 1.0
@@ -81,7 +81,7 @@ def trained(kind: type[nn.Module] = Block, settings: Any = None, **arguments: An
     calls: list[None] = []
     if not any("compile" in name for name in settings or {}):
         model.layers[0].drop.register_forward_pre_hook(lambda *_: calls.append(None))
-    trainer = quiet_trainer(model, seed=1, **(settings or {}))
+    trainer = adamw_trainer(model, seed=1, **(settings or {}))
     trainer.train(DATA, 2, DATA, per_device_batch_size=4, sanity_check=False, **arguments)
     return {"weights": weights(trainer.get_model()), "history": trainer.run_history.to_dict(), "calls": len(calls)}
 
@@ -97,7 +97,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def forget_other_models():
-    """Torch compiles a few models in a process, and then no more: those of other tests count."""
+    """Reset torch's compiler, which compiles only a few models per process."""
     torch.compiler.reset()
 
 
@@ -107,7 +107,7 @@ def test_checkpointed_activations_give_the_same_bits(run, no_accelerator):
     kept = trained(**case)
     checkpointing = {"activation_checkpointing": True} | case.get("settings", {})
     found = trained(**case | {"settings": checkpointing})
-    assert equal(found["weights"], kept["weights"])
+    assert equal_weights(found["weights"], kept["weights"])
     assert found["history"] == kept["history"]
     if "compiled" not in run:
         assert found["calls"] > kept["calls"]  # they are computed again
@@ -128,7 +128,7 @@ def on_ranks(how: str) -> list[dict[str, torch.Tensor]]:
         if how == "fsdp":
             for module in (*model.layers, model):
                 fully_shard(module, mesh=mesh_of(world_size()))
-        trainer = quiet_trainer(model, seed=1, accelerator=accelerator, **settings)
+        trainer = adamw_trainer(model, seed=1, accelerator=accelerator, **settings)
         trainer.train(DATA, 1, DATA, per_device_batch_size=4, gradient_accumulation_steps=2, sanity_check=False)
         results.append(full_state_dict(trainer.get_model().state_dict(), keep=True))
     return results
@@ -139,16 +139,16 @@ def on_ranks(how: str) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("how", [*["ddp"] * SOAK, pytest.param("fsdp", marks=CAN_SHARD)])
 def test_several_processes_give_the_same_bits_with_it(how, two_ranks):
     for kept, checkpointed, compiled in two_ranks.run(on_ranks, how):
-        assert equal(checkpointed, kept)
-        assert equal(compiled, kept) or largest_difference(compiled, kept) < 1e-12
+        assert equal_weights(checkpointed, kept)
+        assert equal_weights(compiled, kept) or largest_difference(compiled, kept) < 1e-12
 
 
 def test_copies_of_the_model_are_independent_of_it():
     averages = [ModelEmaCallback(0.5), ModelEmaCallback(0.5)]
     for average, checkpointing in zip(averages, (False, True), strict=True):
-        trainer = quiet_trainer(Repeats().double(), seed=1, activation_checkpointing=checkpointing, callbacks=[average])
+        trainer = adamw_trainer(Repeats().double(), seed=1, activation_checkpointing=checkpointing, callbacks=[average])
         trainer.train(DATA, 2, DATA)
-    assert equal(weights(averages[0].ema_model), weights(averages[1].ema_model))
+    assert equal_weights(weights(averages[0].ema_model), weights(averages[1].ema_model))
     copied = copy.deepcopy(trainer.model)
     for parameter in copied.parameters():
         parameter.data.zero_()
@@ -177,9 +177,9 @@ def stages(*widths: int) -> nn.Module:
         (stages(6, 8), True, "4 Sequential (1.0.0 to 1.1.1)"),
     ],
 )
-def test_the_blocks_are_found_and_shown(model, chosen, said, capsys):
+def test_blocks_are_found_and_printed(model, chosen, said, capsys):
     names = list(model.state_dict())
-    quiet_trainer(model, activation_checkpointing=chosen)
+    adamw_trainer(model, activation_checkpointing=chosen)
     assert f"Activation checkpointing: {said}" in capsys.readouterr().out
     assert list(model.state_dict()) == names
 
@@ -194,9 +194,9 @@ def test_the_blocks_are_found_and_shown(model, chosen, said, capsys):
         (Repeats(), lambda *_: False, r"activation_checkpointing=.* chooses no module of Repeats"),
     ],
 )
-def test_what_cannot_be_chosen_is_refused(model, chosen, message):
+def test_invalid_choices_of_blocks_are_refused(model, chosen, message):
     with pytest.raises(ValueError, match=message):
-        quiet_trainer(model, activation_checkpointing=chosen)
+        adamw_trainer(model, activation_checkpointing=chosen)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_what_cannot_be_chosen_is_refused(model, chosen, message):
     ],
 )
 def test_a_larger_compiled_graph_is_refused(settings, other):
-    trainer = quiet_trainer(Repeats().double(), activation_checkpointing=True, **settings)
+    trainer = adamw_trainer(Repeats().double(), activation_checkpointing=True, **settings)
     with pytest.raises(ValueError, match=f"activation_checkpointing does not work with {other}: .*='blocks'"):
         trainer.train(DATA, 1)
 
@@ -229,7 +229,7 @@ def test_layers_of_transformers_append_to_no_cache_twice():
         )
         trainer.train(data, 1, per_device_batch_size=4, train_dataloader_kwargs={"shuffle": False})
         results.append(weights(model))
-    assert equal(*results)
+    assert equal_weights(*results)
 
 
 def test_compiled_blocks_train_as_plain_ones_with_their_names(capsys):
@@ -242,11 +242,11 @@ def test_compiled_blocks_train_as_plain_ones_with_their_names(capsys):
     results = []
     for options in (False, {"blocks": True, "backend": backend}):
         model = Blocks().double()
-        trainer = quiet_trainer(model, compile_model=options, seed=1)
+        trainer = adamw_trainer(model, compile_model=options, seed=1)
         trainer.train(DATA, 2, DATA, per_device_batch_size=13)
         results.append(weights(model))
     assert compiled
-    assert equal(*results)
+    assert equal_weights(*results)
     assert "Compiled one by one: 3 Sequential (blocks.0 to blocks.2)" in capsys.readouterr().out
 
 
@@ -263,7 +263,7 @@ def test_an_out_of_memory_error_says_what_it_would_save():
     model = nn.Sequential(
         nn.Linear(5, 6), *(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)), nn.Linear(6, 1)
     )
-    trainer = quiet_trainer(model.double(), TooLarge())
+    trainer = adamw_trainer(model.double(), TooLarge())
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer.train(DATA, 1, per_device_batch_size=20)
     # Each of three blocks keeps the result of tanh, of 20 samples with 6 numbers of 8 bytes, and not its input.
@@ -274,9 +274,9 @@ def test_an_out_of_memory_error_says_what_it_would_save():
     assert said in " ".join("".join(caught.value.__notes__).split())
 
 
-def test_the_memory_estimate_knows_what_it_saves():
+def test_the_memory_estimate_includes_checkpointing():
     def estimate(checkpointing: Any, **limit: Any) -> Any:
-        trainer = quiet_trainer(Repeats(StatelessBlock), activation_checkpointing=checkpointing)
+        trainer = adamw_trainer(Repeats(StatelessBlock), activation_checkpointing=checkpointing)
         data = torch.utils.data.TensorDataset(torch.randn(8, 512, 5), torch.randn(8, 512, 1))
         return trainer.estimate_memory(data, 8, device_type="cpu", **limit)
 

@@ -1,4 +1,4 @@
-"""check(): mistakes that people make are found by the check that should find them; right programs raise no alarm."""
+"""check(): each mistake is found by its check, and correct programs pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValue
 from pytorch_accel_lite.checking import ProgramError, doubt
 from pytorch_accel_lite.data import OwnShard
 from tests.launching import some_of
-from tests.tasks import Stream, quiet_trainer, regression_data, same, small_model
+from tests.tasks import Stream, adamw_trainer, float64_data, float64_model, same_bits
 
 CLASSES, WORDS, PAD = 5, 20, 0
 #: A trainer, its data, and arguments of train().
@@ -271,7 +271,7 @@ class TargetsOfBefore(Trainer):
 
 
 class EvaluatesItself(Trainer):
-    """Compares the predictions with themselves in evaluations."""
+    """In evaluations, compares the predictions with themselves."""
 
     def calculate_eval_batch_loss(self, batch):
         outputs = self.model(batch[0])
@@ -1060,7 +1060,7 @@ def test_a_mistake_is_found_by_the_check_that_should_find_it(name):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", some_of(needing_logical(RIGHT, "logical processes")))
-def test_right_programs_raise_no_alarm_and_are_left_as_they_were(name):
+def test_correct_programs_pass_and_are_left_unchanged(name):
     torch.manual_seed(0)
     program = RIGHT[name]()
     trainer = program[0]
@@ -1073,7 +1073,7 @@ def test_right_programs_raise_no_alarm_and_are_left_as_they_were(name):
     report = check(program)
     assert report.failures == report.warnings == [], report
     assert len(report.passed) >= 4
-    assert same(before, state())
+    assert same_bits(before, state())
     assert not trainer.is_running
     assert len(trainer.run_history) == 0
 
@@ -1081,7 +1081,7 @@ def test_right_programs_raise_no_alarm_and_are_left_as_they_were(name):
 @pytest.mark.parametrize(
     "name", ["images, batch norm, dropout, one cycle", "generative adversarial", "callback of one's own"]
 )
-def test_training_after_a_check_is_as_without_it(name):
+def test_training_after_a_check_is_unchanged(name):
     def train(checks: bool) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         trainer, data, arguments = program = RIGHT[name]()
@@ -1090,7 +1090,7 @@ def test_training_after_a_check_is_as_without_it(name):
         trainer.train(data, **{"num_epochs": 1, **arguments})
         return trainer.model.state_dict()
 
-    assert same(train(checks=True), train(checks=False))
+    assert same_bits(train(checks=True), train(checks=False))
 
 
 class DrawsNoise(nn.Module):
@@ -1107,7 +1107,7 @@ class DrawsNoise(nn.Module):
         return self.body(x + 0.01 * torch.randn(x.shape, generator=self.first) + 0.01 * sum(drawn))
 
 
-def test_custom_generators_are_as_before():
+def test_custom_generators_are_restored():
     model, loading, order = DrawsNoise(), torch.Generator(), torch.Generator()
     data = labelled(64)
     loader = DataLoader(data, batch_size=8, sampler=RandomSampler(data, generator=order), generator=loading)
@@ -1122,7 +1122,7 @@ def test_custom_generators_are_as_before():
     assert all(map(torch.equal, after, torch_before))
 
 
-def test_a_report_shows_what_was_found_and_what_to_change():
+def test_a_check_report_shows_findings_and_advice():
     program = WRONG["softmax before cross entropy"][1]()
     report = check(program, only=["initial_loss", "precision", "schedule", "broadcast"])
     assert [result.name for result in report.results] == ["broadcast", "initial_loss", "schedule", "precision"]
@@ -1156,7 +1156,7 @@ def test_details_name_parameters_and_samples():
     assert report["learns"].details["shuffled"] > report["learns"].details["after"]
 
 
-def test_a_failure_raises_an_error_if_that_is_wanted():
+def test_a_failed_check_raises_an_error_if_strict():
     with pytest.raises(ProgramError, match="would be broadcast") as caught:
         check(WRONG["mse of a column and a row"][1](), only=["broadcast"], strict=True)
     assert caught.value.report["broadcast"].status == "failed"
@@ -1187,7 +1187,7 @@ def test_callbacks_that_fail_outside_of_a_run_are_named():
     assert "Clips could not be tried outside of a run: AttributeError" in report["runs"].message
 
 
-def test_what_is_left_out_for_want_of_time_is_reported():
+def test_checks_skipped_for_lack_of_time_are_reported():
     report = check(RIGHT["classifier"](), seconds=1e-9)
     assert {result.message for result in report.not_applicable} == {"left out after 1e-09 seconds"}
 
@@ -1206,16 +1206,16 @@ def test_check_refuses_unknown_checks_and_arguments(arguments, error, message):
         check(RIGHT["classifier"](), **arguments)
 
 
-def test_arguments_of_train_are_taken():
+def test_check_accepts_arguments_of_train():
     arguments = {"num_epochs": 2, "eval_every_n_epochs": 2, "gradient_clip_norm": 1.0}
     assert check(RIGHT["classifier"](), only=["gradients"], **arguments).ok
 
 
-def test_a_loader_of_single_samples_is_said_to_be_one():
-    data = regression_data(16)
+def test_a_loader_without_batches_is_reported():
+    data = float64_data(16)
     loader = DataLoader(data, batch_size=None)
-    report = quiet_trainer(small_model()).check(loader, only=["runs"])
+    report = adamw_trainer(float64_model()).check(loader, only=["runs"])
     assert "it takes each item of the dataset for a whole batch" in report["runs"].message
     assert report["runs"].status == "warned"
     batches = DataLoader([data[i : i + 4] for i in range(0, 16, 4)], batch_size=None)
-    assert quiet_trainer(small_model()).check(batches, only=["runs"])["runs"].status == "passed"
+    assert adamw_trainer(float64_model()).check(batches, only=["runs"])["runs"].status == "passed"

@@ -26,16 +26,16 @@ from tests.launching import SOAK, run_code
 from tests.ranks import shared_folder, world_size
 from tests.tasks import (
     Blocks,
-    equal,
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
     largest_difference,
     listener,
-    quiet_trainer,
-    regression_data,
-    small_model,
     weights,
 )
 
-DOUBLE = regression_data(26)
+DOUBLE = float64_data(26)
 
 
 def _train_with_states(
@@ -43,7 +43,7 @@ def _train_with_states(
 ) -> nn.Module:
     torch.compiler.reset()
     is_double = model is None
-    model = small_model() if model is None else model
+    model = float64_model() if model is None else model
     data = DOUBLE if is_double else TensorDataset(*(tensor.float() for tensor in DOUBLE.tensors))
     saving = SaveTrainingStateCallback(folder, save_every_n_steps=2, save_at_end=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -52,14 +52,14 @@ def _train_with_states(
     return trainer.model
 
 
-DATA = regression_data(20, dtype=torch.float32)
+DATA = float64_data(20, dtype=torch.float32)
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 AS_PLAIN = {"backend": "eager"}  # torch's graph, computed by the usual kernels: the bits must be the usual ones
 
 
 @pytest.fixture(autouse=True)
 def forget_other_models():
-    """The code of modules, unlike that of steps, is shared by all tests."""
+    """Reset torch's compiler, as compiled modules are shared by all tests."""
     torch.compiler.reset()
 
 
@@ -107,7 +107,7 @@ def same_run(compiled: Trainer, plain: Trainer) -> bool:
         history = trainer.run_history
         return {name: history.get_metric_values(name) for name in history.get_metric_names()}
 
-    return equal(weights(compiled.model), weights(plain.model)) and metrics(compiled) == metrics(plain)
+    return equal_weights(weights(compiled.model), weights(plain.model)) and metrics(compiled) == metrics(plain)
 
 
 class Weighted(Trainer):
@@ -196,7 +196,7 @@ def test_batches_are_dicts_and_the_model_returns_its_loss():
 
     def run(compile_step: Any) -> Trainer:
         data = [{"x": x, "labels": y} for x, y in DATA]
-        trainer = quiet_trainer(Model(), seed=1, compile_step=compile_step)
+        trainer = adamw_trainer(Model(), seed=1, compile_step=compile_step)
         trainer.loss_func = None
         trainer.train(data, 2, train_dataloader_kwargs={"num_workers": 0})
         return trainer
@@ -223,14 +223,14 @@ def test_a_run_with_a_compiled_step_repeats_and_resumes_its_bits(tmp_path):
 
 
 @pytest.mark.slow
-def test_sizes_that_vary_are_compiled_once_more_for_all_of_them():
+def test_varying_sizes_are_recompiled_once():
     lengths = [3, 5, 4, 7, 6, 2, 8, 9, 5, 3]
 
     def run(compile_step: Any) -> Trainer:
         batches = [(torch.ones(4, n, 5) * n, torch.ones(4, n, 1)) for n in lengths]
         model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
         model.load_state_dict({name: torch.ones_like(value) / 9 for name, value in model.state_dict().items()})
-        trainer = quiet_trainer(model, compile_step=compile_step)
+        trainer = adamw_trainer(model, compile_step=compile_step)
         trainer.create_train_dataloader = lambda *_: batches  # type: ignore[method-assign, assignment]
         trainer.train(DATA, 2, per_device_batch_size=4)
         return trainer
@@ -301,7 +301,7 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "name",
     [pytest.param(n, marks=pytest.mark.extension("logical")) if n == "logical processes" else n for n in REASONS],
 )
-def test_a_step_that_cannot_be_compiled_as_one_says_why_once(name):
+def test_a_graph_break_is_reported_once_with_its_reason(name):
     settings, reason = REASONS[name]
     settings = {"compile_step": AS_PLAIN} | settings
     with pytest.warns(UserWarning, match=reason) as said:
@@ -311,7 +311,7 @@ def test_a_step_that_cannot_be_compiled_as_one_says_why_once(name):
 
 
 @pytest.mark.slow
-def test_code_compiled_in_parts_is_forgotten_when_the_next_is():
+def test_recompiling_frees_partly_compiled_code():
     backend = Counts()
     models, compiled = [], []
     with torch._dynamo.config.patch(cache_size_limit=2):  # of one function, and the function is shared
@@ -341,11 +341,15 @@ def inductor() -> None:
         resumed = _train_with_states(options, folder / "three", folder / "one/update-000000002", model=Blocks())
     one, two, three = (weights(model) for model in (*found, resumed))
     difference = largest_difference(one, weights(plain))
-    print(json.dumps({"repeated": equal(one, two), "resumed": equal(one, three), "difference": difference}))
+    print(
+        json.dumps(
+            {"repeated": equal_weights(one, two), "resumed": equal_weights(one, three), "difference": difference}
+        )
+    )
 
 
 @pytest.mark.slow
-def test_without_a_compiler_it_says_so(monkeypatch):
+def test_a_missing_compiler_is_warned_of(monkeypatch):
     from torch._inductor import config, cpp_builder
 
     cpp_builder.cpp_compiler_search.cache_clear()
@@ -388,7 +392,7 @@ def test_a_compiled_step_with_a_state_computes_each_batch_once(backend):
     assert same_run(found, plain)
 
 
-def test_who_asks_for_one_graph_gets_the_compilers_error():
+def test_fullgraph_raises_the_compilers_error():
     with pytest.raises(torch._dynamo.exc.TorchDynamoException, match=r"data-dependent|Tensor\.item"):
         train(AS_PLAIN | {"fullgraph": True}, Reads)
 
@@ -401,14 +405,14 @@ def test_who_asks_for_one_graph_gets_the_compilers_error():
         (TensorDataset(torch.ones(8, 5), torch.ones(8)), "would be broadcast"),
     ],
 )
-def test_mistakes_are_reported_as_without_it(data, error):
+def test_mistakes_in_a_compiled_step_are_reported_as_usual(data, error):
     for asked in ({}, {"fullgraph": True}):
         with pytest.raises((RuntimeError, ValueError), match=error) as raised:
             train(AS_PLAIN | asked, data=data)
         assert not isinstance(raised.value, torch._dynamo.exc.TorchDynamoException)
 
 
-def test_torch_checks_the_options():
+def test_invalid_compile_options_are_refused_by_torch():
     options: Any
     for options, error in (
         ({"backend": "induktor"}, "Invalid backend: 'induktor'"),
@@ -439,7 +443,7 @@ def train_compiled() -> dict[str, Any]:
     return {
         "graphs": count,
         "difference": largest_difference(weights(whole), weights(plain)),
-        "resumed": equal(weights(resumed), weights(whole)),
+        "resumed": equal_weights(weights(resumed), weights(whole)),
     }
 
 
@@ -454,8 +458,9 @@ def test_processes_compile_the_model_inside_their_wrapper(two_ranks):
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="compiles for a minute; SOAK=1, and make gpu compiles, too")
 def test_inductor_gives_the_same_results_within_rounding_errors():
-    """In a process of its own, as it loads inductor."""
-    found = json.loads(run_code("from tests.test_compiled_step import inductor; inductor()").splitlines()[-1])
+    """Runs in its own process, as it loads inductor."""
+    printed = run_code(f"from {__name__} import inductor; inductor()")
+    found = json.loads(printed.splitlines()[-1])
     assert found["repeated"]
     assert found["resumed"]
     assert 0 < found["difference"] < 1e-5

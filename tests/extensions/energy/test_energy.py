@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import EnergyCallback, SaveTrainingStateCallback
 from tests.ranks import rank, shared_folder
-from tests.tasks import listener, make_data, make_model, quiet_trainer
+from tests.tasks import adamw_trainer, listener, make_data, make_model
 
 KWH = 3_600_000_000_000  # microjoules
 
@@ -36,12 +36,12 @@ def trained(folder: Path, epochs: int, callbacks: Any = (), resume_from: Any = N
                 path.write_text(str((int(path.read_text()) + KWH) % (10 * KWH)))
 
     callbacks = [listener(on_train_epoch_end=work), EnergyCallback(powercap=folder, **options), *callbacks]
-    trainer = quiet_trainer(make_model(), seed=1, callbacks=callbacks)
+    trainer = adamw_trainer(make_model(), seed=1, callbacks=callbacks)
     trainer.train(make_data(), epochs, resume_from=resume_from)
     return trainer
 
 
-def test_packages_and_memory_are_counted_and_priced(tmp_path, capsys):
+def test_energy_of_processors_and_memory_is_priced(tmp_path, capsys):
     # One of them begins again at 0; psys includes the others.
     folder = counters(tmp_path, **{"package-0": 9 * KWH, "dram": 0, "psys": 0})
     trainer = trained(folder, 2, price=0.3, overhead=1.5)
@@ -57,7 +57,7 @@ def test_restarts_are_counted(tmp_path):
     assert trained(folder, 3, [saving], resume_from="latest").goodput.used == {"energy_kwh": 3.0}
 
 
-def test_nothing_is_recorded_where_nothing_can_be_read(tmp_path, capsys):
+def test_energy_is_not_recorded_without_counters(tmp_path, capsys):
     trainer = trained(tmp_path, 1, price=0.3)
     assert "EnergyCallback measures nothing" in capsys.readouterr().out
     assert "used" not in trainer.goodput.to_dict()
@@ -73,6 +73,6 @@ def on_ranks() -> dict[str, float]:
 
 
 @pytest.mark.processes
-def test_a_machine_is_counted_once(two_ranks):
+def test_the_energy_of_a_machine_is_counted_once(two_ranks):
     for used in two_ranks.run(on_ranks):
         assert used == {"energy_kwh": 2.0}

@@ -1,4 +1,4 @@
-"""What the experiments of the tests name by its path: a model, data, optimizers, callbacks, trainers."""
+"""Parts that the tests' experiments name by path: a model, data, optimizers, callbacks, trainers."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Net(nn.Module):
 
 
 def create_model(width, **kwargs):
-    """Without a single type, and with arguments of which the signature tells nothing."""
+    """A function without annotations, with undocumented arguments."""
     return Net(width, **kwargs)
 
 
 def create_sized(sizes: list[int], options: dict[str, int] | None = None, **kwargs: Any):
-    """With further arguments that only its body knows."""
+    """A function with ``**kwargs`` that its signature and body do not resolve."""
     further = dict(kwargs)
     return Net(*sizes, **further)
 
@@ -64,7 +64,7 @@ def weighted_mse(outputs, targets, weight: float = 1.0):
 
 
 def create_with(width: int = 2, activation=nn.Sequential(nn.Tanh(), nn.Hardtanh()), scale=lambda x: x):  # noqa: B008
-    """With defaults that no file can hold."""
+    """A function with defaults that cannot be written to a file."""
     return Net(width, activation)
 
 
@@ -152,7 +152,7 @@ def absolute_error(outputs, targets):
 
 
 class KillAt(TrainerCallback):
-    """Kills the process in the n-th step of whatever it does, as a machine that fails does.
+    """Kills the process in its n-th step.
 
     Each process that resumes starts counting again.
     """

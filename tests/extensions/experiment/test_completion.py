@@ -1,4 +1,4 @@
-"""Completion in shells: the script, sourced by a shell, which is asked as a TAB asks it."""
+"""Completion in shells: the generated script, tested in a real shell."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def completions(script: Path, line: str) -> list[str]:
         pytest.param("launch --processes 2 digits.p", ["digits.py"], marks=pytest.mark.extension("takeover")),
     ],
 )
-def test_a_tab_completes_what_can_be_known(scripts, line, expected):
+def test_completion_in_shells_offers_known_values(scripts, line, expected):
     assert completions(scripts / "all", line) == expected
 
 
@@ -86,7 +86,7 @@ def test_the_options_of_a_file_are_completed_if_it_is_named(scripts):
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh")
-def test_the_script_for_zsh_is_one(tmp_path, capsys):
+def test_the_zsh_completion_script_parses(tmp_path, capsys):
     assert main(["completion", "zsh"]) == 0
     (script := tmp_path / "_pytorch-accel-lite").write_text(capsys.readouterr().out)
     subprocess.run(["zsh", "-n", str(script)], check=True)

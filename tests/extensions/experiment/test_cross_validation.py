@@ -117,7 +117,7 @@ def test_columns_that_do_not_fit_the_terminal_follow_below(result, monkeypatch):
     ),
     ids=lambda value: type(value).__name__,
 )
-def test_splitters_that_test_every_sample_once(splitter, further, tmp_path):
+def test_complete_splitters_have_all_predictions(splitter, further, tmp_path):
     arguments = ARGUMENTS | {"max_num_train_steps": 1} | further
     found = cross_validate(fold_trainer, DATA, splitter, save_dir=tmp_path, **arguments)
     assert found.predictions.shape == (SIZE, 1)
@@ -133,7 +133,7 @@ def test_splitters_that_test_every_sample_once(splitter, further, tmp_path):
 @pytest.mark.parametrize(
     "splitter", some_of([splitters.ShuffleSplit(2, test_size=4, random_state=0), splitters.TimeSeriesSplit(2)])
 )
-def test_splitters_that_do_not_have_their_predictions_by_fold(splitter, tmp_path):
+def test_incomplete_splitters_have_predictions_by_fold(splitter, tmp_path):
     arguments = ARGUMENTS | {"max_num_train_steps": 1}
     found = cross_validate(fold_trainer, DATA, splitter, save_dir=tmp_path, **arguments)
     with pytest.raises(ValueError, match="does not test each of the 12 samples exactly once"):
@@ -220,7 +220,7 @@ class Stream(IterableDataset):
         ({"eval_dataset": DATA}, TypeError, "multiple values for keyword argument 'eval_dataset'"),
     ],
 )
-def test_what_cannot_be_validated_is_refused(changes, error, message, tmp_path):
+def test_invalid_cross_validations_are_refused(changes, error, message, tmp_path):
     arguments = {"make_trainer": fold_trainer, "dataset": DATA, "splitter": splitters.KFold(2), "save_dir": tmp_path}
     with pytest.raises(error, match=message):
         cross_validate(**{**arguments, **ARGUMENTS, "max_num_train_steps": 1, **changes})
@@ -236,7 +236,7 @@ def test_the_deviation_of_one_fold_is_unknown(tmp_path):
     assert os.listdir(tmp_path / "fold-1") != []
 
 
-def test_a_file_describes_the_trainer_of_each_fold_in_its_folder(tmp_path):
+def test_an_experiment_file_describes_the_trainer_of_each_fold(tmp_path):
     pytest.importorskip("jsonargparse")
     from tests.extensions.experiment.test_experiments import FILE
 
@@ -290,7 +290,7 @@ def test_all_ranks_have_the_same_results(two_ranks):
         assert losses[tested].mean().item() == pytest.approx(found["evaluation_loss"], rel=1e-5)
 
 
-def test_what_is_resumed_must_have_had_the_same_arguments(tmp_path):
+def test_resuming_needs_the_same_cross_validation_arguments(tmp_path):
     pairs = [([*range(4, 12)], [0, 1, 2, 3]), ([*range(8)], [8, 9, 10, 11])]
     schedule = partial(StepLR, step_size=2)
     arguments = {**ARGUMENTS, "save_dir": tmp_path, "predictions": False, "num_epochs": 1, "y": LABELS}

@@ -1,4 +1,4 @@
-"""Experiments from files: what they make, what overrides what, and what is refused."""
+"""Experiments from files: the objects they create, overrides, and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from pytorch_accel_lite.callbacks import (
 from tests.extensions.experiment import parts
 from tests.launching import HAS_MUON, ROOT, SOAK, run_code, run_forked, run_module
 from tests.pages import blocks, write_files
-from tests.tasks import deep_model, equal, make_data, make_trainer, regression_data
+from tests.tasks import deep_model, equal_weights, float64_data, make_data, make_trainer
 
 pytest.importorskip("jsonargparse", reason="needs the extra cli")
 
@@ -132,7 +132,7 @@ def test_python_overrides_may_be_paths_and_numbers_of_numpy(file):
     assert config["optimizer"]["init_args"]["lr"] == 0.5
 
 
-def test_nothing_is_made_before_it_is_needed(file):
+def test_parts_are_created_when_first_needed(file):
     experiment = read(file, "--data.train", "tests.extensions.experiment.parts.fails")
     assert len(experiment.eval_dataset) == 8
     assert experiment.dataset("eval") is experiment.eval_dataset
@@ -155,14 +155,14 @@ def test_nothing_is_made_before_it_is_needed(file):
         ),
     ],
 )
-def test_what_a_library_refuses_is_an_error_of_its_entry(file, capsys, arguments, said):
+def test_errors_of_libraries_name_the_entry_of_the_file(file, capsys, arguments, said):
     assert main(["train", str(file), *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert "Traceback" not in error
 
 
-def test_functions_without_types_make_parts_of_an_experiment(file):
+def test_functions_without_types_may_create_parts(file):
     arguments = [
         "--model",
         "tests.extensions.experiment.parts.create_model",
@@ -224,7 +224,7 @@ def test_modules_beside_the_file_are_found(file, tmp_path, monkeypatch):
     assert isinstance(read(tmp_path / "folder" / "x.yaml").trainer.model, nn.Identity)
 
 
-def test_a_custom_trainer_may_make_its_model_and_optimizer(file):
+def test_a_custom_trainer_may_create_its_model_and_optimizer(file):
     file.write_text(
         "trainer:\n  class_path: tests.extensions.experiment.parts.OwnTrainer\n  init_args: {width: 6, seed: 1}\n"
     )
@@ -301,7 +301,7 @@ def test_text_that_looks_like_a_number_stays_text(file):
 # ----------------------------------------------------------------------------------- what overrides what
 
 
-def test_python_overrides_by_a_dict(file):
+def test_overrides_may_be_a_dict(file):
     changes = {"optimizer.lr": 3e-4, "train.num_epochs": 1, "trainer.seed": None, "model": "torch.nn.Identity"}
     found = Experiment.from_file(file, changes).config
     assert found["optimizer"]["init_args"]["lr"] == 3e-4
@@ -381,7 +381,7 @@ def test_expressions_become_placeholders(text, shown):
         ("floor(1e400)", "has no value: cannot convert"),
     ],
 )
-def test_nothing_else_is_an_expression(text, error):
+def test_invalid_expressions_are_refused(text, error):
     with pytest.raises(ValueError, match=re.escape(error)):
         parse(text)
 
@@ -398,7 +398,7 @@ def test_a_schedule_counts_in_the_units_of_the_run(file):
     assert trainer.optimizer.param_groups[0]["lr"] == 0.01 / 4
 
 
-def test_defaults_that_no_file_can_hold_are_left_out(file, capsys, recwarn):
+def test_unserializable_defaults_are_left_out(file, capsys, recwarn):
     experiment = read(file, "--model=tests.extensions.experiment.parts.create_with", "--model.width=3")
     assert experiment.config["model"]["init_args"] == {"width": 3}
     Path("again.yaml").write_text(experiment.text)
@@ -418,7 +418,7 @@ def test_defaults_that_no_file_can_hold_are_left_out(file, capsys, recwarn):
         ("MultiplicativeLR", {"lr_lambda": "tests.extensions.experiment.parts.half"}, 0.01 / 2**21),
     ],
 )
-def test_schedulers_with_types_for_type_checkers_only_work(file, scheduler, arguments, rate):
+def test_schedulers_with_type_checking_imports_work(file, scheduler, arguments, rate):
     overrides = {"scheduler": scheduler} | {f"scheduler.{name}": value for name, value in arguments.items()}
     experiment = Experiment.from_file(file, overrides)
     assert experiment.train().optimizer.param_groups[0]["lr"] == pytest.approx(rate)
@@ -542,7 +542,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "arguments", "error"), WRONG, ids=lambda value: str(value)[:40])
-def test_what_is_wrong_is_named_with_its_place_and_the_remedy(file, capsys, text, arguments, error):
+def test_errors_name_the_location_and_the_remedy(file, capsys, text, arguments, error):
     file.write_text(text)
     code, printed, errors = run("train", "small.yaml", *arguments, capsys=capsys)
     assert code == 2
@@ -563,7 +563,7 @@ def test_what_is_wrong_is_named_with_its_place_and_the_remedy(file, capsys, text
         ),
     ],
 )
-def test_commands_name_what_the_file_lacks(file, capsys, command, text, error):
+def test_commands_name_the_missing_parts_of_a_file(file, capsys, command, text, error):
     file.write_text(text)
     code, _, errors = run(command, file, capsys=capsys)
     assert code == 2
@@ -584,7 +584,7 @@ def test_the_class_of_a_part_is_checked_before_it_is_created(file, capsys, key):
     assert not Path("made").exists()
 
 
-def test_a_list_that_is_none_is_named(file, capsys):
+def test_a_string_in_place_of_a_list_is_named(file, capsys):
     assert "test.checkpoints='best' must be Sequence." in run("test", file, "--test.checkpoints=best", capsys=capsys)[2]
 
 
@@ -625,7 +625,7 @@ def test_a_disk_without_locks_is_warned_of(file, monkeypatch):
 # ---------------------------------------------------------------------------------------- the command line
 
 
-def test_an_interrupt_says_last_how_to_resume(file, capsys):
+def test_the_last_line_after_an_interrupt_says_how_to_resume(file, capsys):
     arguments = [*STATES, "--callbacks+", "tests.extensions.experiment.parts.InterruptAt", "--callbacks.update", "2"]
     code, printed, errors = run("train", file, *arguments, "--output_dir=run", capsys=capsys)
     assert code == 130
@@ -636,7 +636,7 @@ def test_an_interrupt_says_last_how_to_resume(file, capsys):
 
 
 @pytest.mark.slow
-def test_a_stopped_experiment_resumes_to_the_bits_of_the_whole(file, capsys):
+def test_a_stopped_experiment_resumes_to_the_same_bits(file, capsys):
     whole = read(file, *STATES, "--output_dir=whole").train()
     crash = ["--callbacks+", "tests.extensions.experiment.parts.CrashAt", "--callbacks.update"]
     with pytest.raises(ZeroDivisionError):
@@ -660,7 +660,7 @@ def test_a_stopped_experiment_resumes_to_the_bits_of_the_whole(file, capsys):
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_a_repeatedly_killed_run_ends_in_the_bits_of_the_whole(file):
+def test_a_repeatedly_killed_run_ends_in_the_same_bits(file):
     epochs = 16 if SOAK else 2
     options = [*STATES, "--callbacks.max_checkpoints=2", "--trainer.seed=1", f"--train.num_epochs={epochs}"]
     whole = read(file, *options, "--output_dir=whole").train()
@@ -877,7 +877,7 @@ print(main(["train", {str(file)!r}]))
 
 @pytest.mark.slow
 @pytest.mark.programs
-def test_the_commands_of_the_page_run_as_it_says(tmp_path, monkeypatch, capsys):
+def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     page = ROOT / "docs" / "experiments.md"
@@ -894,7 +894,7 @@ def test_the_commands_of_the_page_run_as_it_says(tmp_path, monkeypatch, capsys):
 # ------------------------------------------------------------------------------------------------ short forms
 
 
-def test_parts_given_by_name_are_those_of_python(file):
+def test_named_parts_equal_the_objects_of_a_script(file):
     file.write_text(
         FILE.replace(
             "trainer: {seed: 3}",
@@ -935,7 +935,7 @@ callbacks:
         (["--trainer.mixed_precision", "fp16"], "trainer: mixed_precision='fp16'"),
     ],
 )
-def test_short_forms_that_cannot_be_are_named(file, arguments, error):
+def test_invalid_short_forms_are_named(file, arguments, error):
     with pytest.raises(ExperimentError, match=re.escape(error)):
         read(file, *arguments).trainer  # noqa: B018
 
@@ -954,7 +954,7 @@ def test_the_command_line_exits_with_1_if_a_check_fails(monkeypatch, tmp_path, c
 @pytest.mark.extension("muon")
 @HAS_MUON
 def test_a_file_can_name_muon_with_adamw(tmp_path):
-    data = regression_data(24)
+    data = float64_data(24)
     arguments = {"per_device_batch_size": 8, "train_dataloader_kwargs": {"shuffle": False}}
     path = tmp_path / "muon.yaml"
     path.write_text(
@@ -965,11 +965,11 @@ def test_a_file_can_name_muon_with_adamw(tmp_path):
     trainer.train(data, 2, **arguments)
     model = deep_model()
     Trainer(model, nn.MSELoss(), optimizers.muon_with_adamw(model, lr=0.02), []).train(data, 2, **arguments)
-    assert equal(model.state_dict(), trainer.model.state_dict())
+    assert equal_weights(model.state_dict(), trainer.model.state_dict())
 
 
 @pytest.mark.parametrize("value", ["[1", "{", "{a: b: c}"])
-def test_a_command_line_that_is_no_yaml_is_named(value):
+def test_an_invalid_yaml_argument_is_named(value):
     with pytest.raises(ExperimentError, match=r"command line: --train.train_dataloader_kwargs .* is not YAML: "):
         Experiment.from_file(None, ["--train.train_dataloader_kwargs", value])
 

@@ -1,4 +1,4 @@
-"""Comparing runs: found by what they have written, from files and from scripts."""
+"""Comparing runs by their files, from experiments and from scripts."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_each_run_is_found_with_its_best_metrics(runs, compared):
 
 @pytest.mark.slow
 @pytest.mark.extension("reports")
-def test_what_differs_is_listed_without_what_follows_from_it(runs):
+def test_derived_settings_are_not_listed_as_differences(runs):
     from_files = compare_runs(list(runs)[:3])
     assert from_files.differences == [
         "model.width",
@@ -165,7 +165,7 @@ def test_the_command_compares_a_folder_of_runs(runs, capsys, monkeypatch):
     assert (folder.parent / "other.html").is_file()
 
 
-def test_values_that_are_not_finite_and_many_runs(tmp_path):
+def test_many_runs_and_non_finite_values_are_compared(tmp_path):
     for number in range(20):
         (tmp_path / str(number)).mkdir()
         rows = [{"epoch": epoch, "eval_loss_epoch": 1 / epoch + number, "share": epoch / 4} for epoch in (1, 2)]
@@ -188,7 +188,7 @@ def test_values_that_are_not_finite_and_many_runs(tmp_path):
     assert page.count('stroke-dasharray="2 3"') == 6
 
 
-def test_a_run_with_a_metric_that_is_called_update_is_found(tmp_path):
+def test_runs_with_a_metric_called_update_are_found(tmp_path):
     folder = tmp_path / "run"
     record = listener(on_train_epoch_end=lambda trainer, **_: trainer.run_history.update_metric("update", 7.0))
     train(folder, 0, record, MetricsFileCallback(folder / "metrics.jsonl", every_n_updates=1))
@@ -196,7 +196,7 @@ def test_a_run_with_a_metric_that_is_called_update_is_found(tmp_path):
     assert row["update"] == 7.0
 
 
-def test_a_metric_named_like_another_column_hides_none(tmp_path):
+def test_a_metric_named_like_a_column_hides_no_values(tmp_path):
     for number in (1, 2):
         run = tmp_path / f"{number}"
         run.mkdir()
@@ -211,7 +211,7 @@ def test_a_metric_named_like_another_column_hides_none(tmp_path):
     }
 
 
-def test_a_learning_rate_without_effect_is_no_difference(tmp_path, capsys):
+def test_an_unused_learning_rate_does_not_count_as_a_difference(tmp_path, capsys):
     (tmp_path / "small.yaml").write_text(FILE + SCHEDULE)
     for name, rate in {"default": 1e-3, "other": 3e-4, "same": 0.01}.items():
         arguments = ["--optimizer.lr", str(rate), "--output_dir", str(tmp_path / name)]
@@ -233,7 +233,7 @@ def test_schedules_differ_in_their_arguments(tmp_path):
     ]
 
 
-def test_classes_are_shown_by_their_names_and_files_by_theirs(tmp_path):
+def test_classes_and_files_are_shown_by_name(tmp_path):
     for name in ("small", "large"):
         run = tmp_path / name
         run.mkdir()
@@ -255,7 +255,7 @@ def test_classes_are_shown_by_their_names_and_files_by_theirs(tmp_path):
         (lambda folder: (folder / "run.json").write_text("{"), ValueError, "run.json is not JSON"),
     ],
 )
-def test_what_cannot_be_compared_is_an_error(write, error, message, tmp_path, capsys):
+def test_runs_that_cannot_be_compared_are_an_error(write, error, message, tmp_path, capsys):
     folder = tmp_path / "run"
     folder.mkdir()
     write(folder)

@@ -1,4 +1,4 @@
-"""The folders of runs: which one a run gets, which one a command means, and what is in them."""
+"""The folders of runs: their names, the folder of a command, and their contents."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_each_new_run_has_its_own_folder(file, capsys):
     )
 
 
-def test_an_untrained_experiment_frees_its_folder_from_anywhere(file, monkeypatch):
+def test_an_untrained_experiment_releases_its_folder(file, monkeypatch):
     first = Experiment.from_file(file)
     assert first.output_dir == Path("runs/small")
     (file.parent / "elsewhere").mkdir()
@@ -77,7 +77,7 @@ def test_an_untrained_experiment_frees_its_folder_from_anywhere(file, monkeypatc
     second.train()
 
 
-def test_a_command_means_the_newest_run_or_the_folder_given(file, capsys):
+def test_commands_use_the_newest_run_or_the_given_folder(file, capsys):
     run("train", file, capsys=capsys)
     run("train", file, "--model.width=7", capsys=capsys)
     assert run("evaluate", file, "--model.width=7", capsys=capsys)[0] == 0

@@ -20,7 +20,7 @@ def _quiet() -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
-def test_a_space_gives_values_of_the_right_kind():
+def test_a_search_space_gives_values_of_the_right_type():
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     found = [suggest_overrides(study.ask(), SPACE) for _ in range(20)]
     assert all(1e-4 <= values["optimizer.lr"] <= 1e-1 for values in found)

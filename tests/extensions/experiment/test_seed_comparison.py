@@ -1,4 +1,4 @@
-"""Two settings under the same seeds: what is paired, the intervals, the verdict, and continuing."""
+"""Comparing two settings under the same seeds: pairing, intervals, the verdict, and continuing."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_files_are_compared_on_the_command_line(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_comparison_of_the_page(tmp_path, monkeypatch, capsys):
+def test_the_comparison_of_the_page_gives_its_results(tmp_path, monkeypatch, capsys):
     pytest.importorskip("jsonargparse")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -206,7 +206,7 @@ def test_the_verdict_follows_from_the_interval(pairs, greater_is_better, conclus
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["conclusion"] == conclusion
 
 
-def test_the_table_and_the_rows(result):
+def test_a_seed_comparison_has_a_table_and_rows(result):
     assert result.greater_is_better is False
     lines = repr(result).splitlines()
     assert lines[0] == "eval_loss_epoch of a and saving under 3 seeds"
@@ -225,7 +225,7 @@ def test_the_table_and_the_rows(result):
 # ----------------------------------------------------------------------------------------------- continuing
 
 
-def test_more_seeds_and_other_metrics_train_only_what_is_missing(tmp_path, capsys):
+def test_more_seeds_and_other_metrics_train_only_missing_runs(tmp_path, capsys):
     first = compare_seeds(slow, fast, seeds=2, save_dir=tmp_path)
     capsys.readouterr()
     other = compare_seeds(slow, fast, seeds=2, metric="error", save_dir=tmp_path)
@@ -327,7 +327,7 @@ def once(seed: int, folder: Path, made: list[Any] = []) -> Any:  # noqa: B006
         ({"a": trainer_alone}, TypeError, r"trainer_alone\(0, '.*'\) returned a Trainer, not a trainer and a dict"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_before_training(changes, error, message, tmp_path, capsys):
+def test_settings_that_cannot_be_compared_are_refused_early(changes, error, message, tmp_path, capsys):
     with pytest.raises(error, match=message):
         compare_seeds(**{"a": slow, "b": fast, "save_dir": tmp_path, **changes})
     assert "Starting epoch" not in capsys.readouterr().out
@@ -345,7 +345,7 @@ def test_a_model_that_has_been_trained_is_refused(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:The run has ended, after update 6, with weights that are infinite")
-def test_a_value_that_is_not_finite_is_named(tmp_path):
+def test_a_non_finite_metric_of_a_comparison_is_named(tmp_path):
     exploding = partial(make, 1e30)
     with pytest.raises(ValueError, match=r"is (nan|inf) in b under seed 0, but only finite numbers can be compared"):
         compare_seeds(slow, exploding, seeds=2, save_dir=tmp_path)

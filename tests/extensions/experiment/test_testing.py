@@ -1,4 +1,4 @@
-"""Testing: every checkpoint by every setting by every dataset, on disk, resumable."""
+"""Testing every checkpoint with every setting on every dataset, with results on disk, resumable."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_an_error_names_the_batch_its_samples_and_what_is_tested(trained, predic
 
 
 @pytest.mark.extension("failed_batches")
-def test_a_test_may_leave_out_what_fails_and_lists_it(trained, capsys):
+def test_a_test_may_skip_and_list_failed_batches(trained, capsys):
     data = parts.load_data(10)
     poison = data.tensors[0][5]
 
@@ -165,7 +165,7 @@ def test_an_interrupted_test_keeps_no_predictions_of_old_weights(trained):
     assert found.unique().numel() == 1
 
 
-def test_what_depends_on_something_else_is_tested_again(trained):
+def test_changed_dependencies_are_tested_again(trained):
     data = parts.load_data(6)
 
     def doubled(scale: float = 2.0, **kwargs: Any) -> float:
@@ -180,7 +180,7 @@ def test_what_depends_on_something_else_is_tested_again(trained):
     assert doubled(-2.0, depends_on={"data": "zeros"}) == doubled(-2.0, depends_on={"data": "of zeros"})
 
 
-def test_samples_that_were_not_listed_before_are(trained):
+def test_a_larger_number_of_worst_samples_is_listed_again(trained):
     data = parts.load_data(6)
     for worst in (0, 2, 3):
         run_tests(trained, data, worst=worst, predictions=False)
@@ -197,7 +197,7 @@ def test_checkpoints_that_would_share_a_folder_are_refused(trained):
     assert not Path("tests").exists()
 
 
-def test_averages_of_the_best_and_the_last(trained):
+def test_best_and_last_weights_can_be_averaged(trained):
     weight = trained.model.layers[0].weight
 
     def loaded(paths: list[Path]) -> list[torch.Tensor]:
@@ -245,7 +245,7 @@ class ScaledError(nn.Module):
         return ((outputs * self.scale - targets) ** 2).mean()
 
 
-def test_averages_contain_what_is_learned_beside_the_model(tmp_path, monkeypatch):
+def test_averages_include_modules_beside_the_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = parts.load_data()
     callbacks = SaveBestModelCallback(keep=2), SaveTrainingStateCallback(save_every_n_epochs=1)
@@ -322,7 +322,7 @@ def test_the_last_weights_are_in_the_newest_state_of_all(tmp_path, monkeypatch):
         ({"inference": {"a": {"model.layer": 3}}}, "sets 'model.layer', but 'Net' object has no attribute 'layer'"),
     ],
 )
-def test_what_cannot_be_tested_is_refused_before_any_writing(trained, arguments, error):
+def test_invalid_tests_are_refused_before_writing_anything(trained, arguments, error):
     with pytest.raises((FileNotFoundError, AttributeError, ValueError), match=error):
         run_tests(trained, parts.load_data(6), **arguments)
     assert not Path("tests").exists()
@@ -439,7 +439,7 @@ def test_a_test_repeats_shards_that_one_process_had_not_written(trained):
 
 
 @pytest.mark.slow
-def test_the_command_tests_as_the_file_says(tmp_path, monkeypatch, capsys):
+def test_the_test_command_follows_the_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sections = "test:\n  checkpoints: [best]\n  worst: 2\n  inference:\n    a: {scale: 1.0}\n    b: {scale: 3.0}\n"
     trainer = "trainer:\n  class_path: tests.extensions.experiment.parts.ScaledTrainer\n  init_args: {seed: 3}\n"

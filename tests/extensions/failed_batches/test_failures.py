@@ -1,4 +1,4 @@
-"""Batches that fail are left out, batches that do not fit are split; nothing else changes."""
+"""Failing batches are skipped, and batches out of memory are split; nothing else changes."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from tests.tasks import (
     Expanded,
     Rows,
     Stream,
-    equal,
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
     largest_difference,
     listener,
     make_data,
     make_trainer,
-    quiet_trainer,
-    regression_data,
-    small_model,
     train,
     weights,
 )
@@ -49,7 +49,7 @@ class FussyOnLastRank(nn.Module):
 
     def __init__(self, poison: float | None = None, alone: bool = False) -> None:
         super().__init__()
-        self.inner = nn.Sequential(small_model(), nn.BatchNorm1d(1, momentum=0.5).double())
+        self.inner = nn.Sequential(float64_model(), nn.BatchNorm1d(1, momentum=0.5).double())
         self.poison, self.alone, self.train_only = poison, alone, True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ class FussyOnLastRank(nn.Module):
 
 def poisoned(size: int) -> TensorDataset:
     """Data in which one sample of the last rank's second batch is poison."""
-    data = regression_data(size)
+    data = float64_data(size)
     data.tensors[0][11, 0] = 7.0
     return data
 
@@ -117,10 +117,10 @@ class Batches:
 
 
 def fit(model: nn.Module, callbacks: Any = (), data: Any = None, loader: Any = None, **kwargs: Any) -> Trainer:
-    trainer = quiet_trainer(model, callbacks=list(callbacks))
+    trainer = adamw_trainer(model, callbacks=list(callbacks))
     kwargs = {"per_device_batch_size": 4, "num_epochs": 2} | kwargs
     torch.manual_seed(4)
-    trainer.train(data or regression_data(20), train_dataloader_kwargs=WITHOUT_WORKERS | (loader or {}), **kwargs)
+    trainer.train(data or float64_data(20), train_dataloader_kwargs=WITHOUT_WORKERS | (loader or {}), **kwargs)
     return trainer
 
 
@@ -132,12 +132,12 @@ def histories_agree(first: Trainer, second: Trainer) -> bool:
 ALL_BUT_THE_THIRD = {"batch_sampler": Batches([[0, 1, 2, 3], [4, 5, 6, 7], [12, 13, 14, 15], [16, 17, 18, 19]])}
 
 
-def test_a_failed_batch_is_left_out_as_if_it_were_not_there(capsys):
-    poison = regression_data(20)[9][0][0].item()
+def test_a_failed_batch_is_skipped_as_if_it_did_not_exist(capsys):
+    poison = float64_data(20)[9][0][0].item()
     skip = SkipFailedBatchesCallback()
     found = fit(Fussy(poison), [skip])
     expected = fit(Fussy(), loader=ALL_BUT_THE_THIRD)
-    assert equal(weights(found.model), weights(expected.model))
+    assert equal_weights(weights(found.model), weights(expected.model))
     assert found.run_history.to_dict() == expected.run_history.to_dict()
     assert found.progress.update == 8
     assert found.progress.samples == 40  # what was read, not what was trained on
@@ -149,7 +149,7 @@ def test_a_failed_batch_is_left_out_as_if_it_were_not_there(capsys):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("seed", [None, 3])
-def test_a_sample_that_cannot_be_read_costs_its_batch_only(workers, seed):
+def test_an_unreadable_sample_skips_only_its_batch(workers, seed):
     skip = SkipFailedBatchesCallback()
     trainer = make_trainer([skip], seed=seed)
     train(trainer, train_dataset=Broken(8, 4), train_dataloader_kwargs={"shuffle": False, "num_workers": workers})
@@ -209,24 +209,24 @@ class Critical(Trainer):
 
 
 def test_a_batch_that_fails_leaves_no_trace_beside_the_model():
-    poison = regression_data(20)[9][1].item()
+    poison = float64_data(20)[9][1].item()
     skip = SkipFailedBatchesCallback()
     arguments = {"per_device_batch_size": 4, "gradient_accumulation_steps": 1}
     found = Critical(poison, callbacks=[skip])
-    found.train(regression_data(20), 2, train_dataloader_kwargs=WITHOUT_WORKERS, **arguments)
+    found.train(float64_data(20), 2, train_dataloader_kwargs=WITHOUT_WORKERS, **arguments)
     expected = Critical(callbacks=[])
-    expected.train(regression_data(20), 2, train_dataloader_kwargs=ALL_BUT_THE_THIRD | {"num_workers": 0}, **arguments)
+    expected.train(float64_data(20), 2, train_dataloader_kwargs=ALL_BUT_THE_THIRD | {"num_workers": 0}, **arguments)
     assert len(skip.failures) == 2
-    assert equal(found.everything(), expected.everything())
+    assert equal_weights(found.everything(), expected.everything())
 
 
-def test_a_batch_that_does_not_fit_leaves_no_trace():
+def test_a_batch_out_of_memory_leaves_no_trace():
     found, expected = Critical(limit=4, callbacks=[]), Critical(callbacks=[])
     found.train(
-        regression_data(8), 1, per_device_batch_size=8, train_dataloader_kwargs=WITHOUT_WORKERS, auto_microbatch=True
+        float64_data(8), 1, per_device_batch_size=8, train_dataloader_kwargs=WITHOUT_WORKERS, auto_microbatch=True
     )
     expected.train(
-        regression_data(8),
+        float64_data(8),
         1,
         per_device_batch_size=4,
         gradient_accumulation_steps=2,
@@ -237,13 +237,13 @@ def test_a_batch_that_does_not_fit_leaves_no_trace():
 
 
 def test_a_failed_batch_leaves_no_trace_in_an_expanded_buffer():
-    poison = regression_data(20)[9][0][0].item()
+    poison = float64_data(20)[9][0][0].item()
     skip = SkipFailedBatchesCallback()
     found, expected = (nn.Sequential(Fussy(value), Expanded(1)) for value in (poison, None))
     fit(found, [skip])
     fit(expected, loader=ALL_BUT_THE_THIRD)
     assert len(skip.failures) == 2
-    assert equal(weights(found), weights(expected))
+    assert equal_weights(weights(found), weights(expected))
 
 
 def test_without_the_callback_the_error_ends_the_run():
@@ -255,8 +255,8 @@ def test_without_the_callback_the_error_ends_the_run():
     (slice(9, 10), 3, [[*range(8)], [*range(12, 20)]]),  # in the third of five batches
     (slice(8, 16), 2, [[*range(8)], [*range(16, 20)]]),  # all of a window, which makes no update
 ])  # fmt: skip
-def test_an_update_is_made_of_what_is_left_of_its_window(fails, accumulation, left):
-    data = regression_data(20)
+def test_an_update_uses_the_rest_of_its_window(fails, accumulation, left):
+    data = float64_data(20)
     data.tensors[0][fails, 0] = 7.0
     skip = SkipFailedBatchesCallback()
     found = fit(without_dropout(poison=7.0), [skip], data, gradient_accumulation_steps=accumulation)
@@ -265,15 +265,15 @@ def test_an_update_is_made_of_what_is_left_of_its_window(fails, accumulation, le
     assert largest_difference(weights(found.model), weights(expected.model)) < 1e-12
 
 
-def test_an_epoch_of_which_nothing_is_left_is_an_error():
-    data = regression_data(20)
+def test_an_epoch_whose_batches_are_all_skipped_is_an_error():
+    data = float64_data(20)
     data.tensors[0][:, 0] = 7.0
     with pytest.raises(ValueError, match="Every batch of the epoch was skipped"):
         fit(Fussy(7.0), [SkipFailedBatchesCallback()], data)
 
 
-def test_one_failure_too_many_ends_the_run_with_its_error():
-    data = regression_data(20)
+def test_exceeding_max_failures_ends_the_run_with_the_error():
+    data = float64_data(20)
     data.tensors[0][8:, 0] = 7.0
     skip = SkipFailedBatchesCallback(max_failures=2)
     with pytest.raises(KeyError, match="cannot digest this"):
@@ -281,8 +281,8 @@ def test_one_failure_too_many_ends_the_run_with_its_error():
     assert [failure["step"] for failure in skip.failures] == [2, 3, 4]
 
 
-def test_what_failed_is_known_to_a_run_that_was_resumed(tmp_path):
-    poison = regression_data(20)[9][0][0].item()
+def test_a_resumed_run_knows_earlier_failures(tmp_path):
+    poison = float64_data(20)[9][0][0].item()
 
     def run(epochs: int, **kwargs: Any) -> tuple[Trainer, SkipFailedBatchesCallback]:
         skip = SkipFailedBatchesCallback()
@@ -292,7 +292,7 @@ def test_what_failed_is_known_to_a_run_that_was_resumed(tmp_path):
     whole, skipped = run(2)
     resumed, again = run(2, resume_from=tmp_path / "update-000000003")
     assert again.failures == skipped.failures
-    assert equal(weights(resumed.model), weights(whole.model))
+    assert equal_weights(weights(resumed.model), weights(whole.model))
 
 
 def test_a_skipped_batch_fires_its_event_in_place_of_its_end():
@@ -305,7 +305,7 @@ def test_a_skipped_batch_fires_its_event_in_place_of_its_end():
         def on_train_batch_skipped(self, trainer, step, failures, error, **kwargs):
             seen.append((step, failures[0]["rank"], type(error)))
 
-    poison = regression_data(20)[9][0][0].item()
+    poison = float64_data(20)[9][0][0].item()
     fit(Fussy(poison), [SkipFailedBatchesCallback(), Watch()], num_epochs=1)
     assert seen == [0, 1, (2, 0, ValueError), 3, 4]
 
@@ -341,7 +341,7 @@ def test_a_stream_continues_when_the_model_refuses_a_batch():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError])
-def test_a_split_batch_has_the_gradient_of_the_whole(error, capsys):
+def test_a_split_batch_has_the_same_gradient(error, capsys):
     model = without_dropout(limit=3, error=error)
     found = fit(model, per_device_batch_size=10, auto_microbatch=True)
     expected = fit(without_dropout(), per_device_batch_size=10)
@@ -357,14 +357,14 @@ def test_a_split_batch_has_the_gradient_of_the_whole(error, capsys):
     ]
 
 
-def test_a_run_in_which_all_fits_is_the_same_with_and_without():
-    assert equal(weights(fit(Fussy(), auto_microbatch=True).model), weights(fit(Fussy()).model))
+def test_auto_microbatch_changes_nothing_if_batches_fit():
+    assert equal_weights(weights(fit(Fussy(), auto_microbatch=True).model), weights(fit(Fussy()).model))
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_split_batches_accumulate(accumulation):
     arguments = {"per_device_batch_size": 4, "gradient_accumulation_steps": accumulation, "gradient_clip_norm": 0.5}
-    data = regression_data(18)  # the last batch is smaller, and so is the last window
+    data = float64_data(18)  # the last batch is smaller, and so is the last window
     found = fit(without_dropout(limit=3), data=data, auto_microbatch=True, **arguments)
     expected = fit(without_dropout(), data=data, **arguments)
     assert largest_difference(weights(found.model), weights(expected.model)) < 1e-12
@@ -406,9 +406,7 @@ def test_parts_of_a_batch_are_weighed_by_their_items():
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         trainer = Tokens(model, None, optimizer, callbacks=[Watch])
-        trainer.train(
-            regression_data(20), 1, per_device_batch_size=10, train_dataloader_kwargs=WITHOUT_WORKERS, **kwargs
-        )
+        trainer.train(float64_data(20), 1, per_device_batch_size=10, train_dataloader_kwargs=WITHOUT_WORKERS, **kwargs)
         return trainer, seen
 
     found, outputs = run(without_dropout(limit=3), auto_microbatch=True)
@@ -438,7 +436,7 @@ class FewTokens(Trainer):
     [{"auto_microbatch": True}, pytest.param({"logical_processes": 2}, marks=pytest.mark.extension("logical"))],
 )
 def test_a_divided_batch_without_items_has_a_loss_of_zero(divided, as_number):
-    data = regression_data(12)
+    data = float64_data(12)
     data.tensors[0][:, 1] = torch.arange(-4, 8)  # none in the first of three batches, and in one sample of the second
     losses = []
     note = listener(on_train_step_end=lambda t, batch_output, **_: losses.append(float(batch_output["loss"].detach())))
@@ -469,17 +467,17 @@ def test_a_resumed_run_still_splits_and_ends_in_the_same_bits(tmp_path, capsys):
     capsys.readouterr()
     resumed = run(resume_from=tmp_path / "update-000000001")
     assert "Out of memory" not in capsys.readouterr().out
-    assert equal(weights(resumed.model), weights(whole.model))
+    assert equal_weights(weights(resumed.model), weights(whole.model))
 
 
 @pytest.mark.parametrize(("limit", "auto_microbatch"), [(0, True), (3, False)])  # not one sample; not split
-def test_a_batch_that_does_not_fit_and_cannot_split_is_an_error(limit, auto_microbatch):
+def test_an_unsplittable_batch_out_of_memory_is_an_error(limit, auto_microbatch):
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         fit(Fussy(limit=limit), auto_microbatch=auto_microbatch)
 
 
-def test_a_sample_that_does_not_fit_skips_its_batch():
-    poison = regression_data(20)[9][0][0].item()
+def test_a_sample_too_large_for_memory_skips_its_batch():
+    poison = float64_data(20)[9][0][0].item()
     skip = SkipFailedBatchesCallback()
     found = fit(without_dropout(poison=poison, error=MemoryError), [skip], auto_microbatch=True)
     expected = fit(without_dropout(), loader=ALL_BUT_THE_THIRD)
@@ -517,7 +515,7 @@ def test_batches_of_dicts_and_lists_are_split():
                 raise MemoryError
             return self.layer(x) * scale
 
-    x, y = regression_data(4).tensors
+    x, y = float64_data(4).tensors
 
     def collate(rows: Any) -> dict[str, Any]:
         batch = torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
@@ -571,7 +569,7 @@ def test_dataclasses_and_arrays_are_split():
 
 
 @pytest.mark.parametrize("kind", [Holder, deque, UserList])
-def test_what_holds_samples_but_cannot_be_split_is_named(kind):
+def test_an_unsplittable_container_of_samples_is_named(kind):
     class Unpacks(Trainer):
         def calculate_train_batch_loss(self, batch):
             raise MemoryError
@@ -593,7 +591,7 @@ class FullInEvaluation(nn.Module):
 
     def __init__(self, limit: int | None = 3) -> None:
         super().__init__()
-        self.inner, self.limit = small_model(), limit
+        self.inner, self.limit = float64_model(), limit
         self.sizes: list[int] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -640,7 +638,7 @@ def evaluated(limit: int | None, method: str = "evaluate", data: Any = None) -> 
     model = FullInEvaluation(limit)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = EvaluatesTokens(model, nn.MSELoss(), optimizer, callbacks=[listener(on_eval_step_end=keep), mean])
-    data = data or regression_data(27)
+    data = data or float64_data(27)
     arguments = {"per_device_batch_size": global_batch(12), "auto_microbatch": True}
     torch.manual_seed(5)
     if method == "evaluate":
@@ -651,7 +649,7 @@ def evaluated(limit: int | None, method: str = "evaluate", data: Any = None) -> 
 
 
 @pytest.mark.parametrize("method", ["evaluate", "train"])
-def test_a_split_evaluation_batch_has_the_metrics_of_the_whole(method, capsys):
+def test_a_split_evaluation_batch_has_the_same_metrics(method, capsys):
     history, seen, model, generators = evaluated(3, method)
     expected, whole, _, expected_generators = evaluated(None, method)
     assert history.keys() == expected.keys()
@@ -689,14 +687,14 @@ def close(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-def test_a_part_without_items_has_no_weight():
+def test_a_micro_batch_without_items_has_no_weight():
     class MeanOfItems(Trainer):
         def calculate_eval_batch_loss(self, batch):
             outputs = self.model(batch[0])
             items = batch[1] > 0
             return {"loss": outputs[items].mean(), "num_items_in_batch": items.sum()}
 
-    x, _ = regression_data(6).tensors
+    x, _ = float64_data(6).tensors
     data = TensorDataset(x, torch.tensor([1.0, 0, 1, 0, 0, 0])[:, None])
     losses = [
         MeanOfItems(FullInEvaluation(limit), None, None).evaluate(data, auto_microbatch=True)["evaluation_loss"]
@@ -711,22 +709,22 @@ def test_an_evaluation_without_a_loss_is_split(capsys):
             return {"loss": None, "model_outputs": self.model(batch[0])}
 
     mean = MetricsCallback(MeanSquaredError())
-    trainer = quiet_trainer(FullInEvaluation(), callbacks=[mean])
+    trainer = adamw_trainer(FullInEvaluation(), callbacks=[mean])
     trainer.__class__ = OnlyOutputs
-    trainer.evaluate(regression_data(), per_device_batch_size=8, auto_microbatch=True)
+    trainer.evaluate(float64_data(), per_device_batch_size=8, auto_microbatch=True)
     found = trainer.run_history.to_dict()
-    trainer.evaluate(regression_data(), per_device_batch_size=3)
+    trainer.evaluate(float64_data(), per_device_batch_size=3)
     assert trainer.run_history.to_dict() == {name: pytest.approx(values * 2) for name, values in found.items()}
     assert "split into 4 parts" in capsys.readouterr().out
 
 
-def test_an_evaluation_batch_is_not_split_unless_asked_for():
-    trainer = quiet_trainer(FullInEvaluation())
+def test_an_evaluation_batch_is_split_only_on_request():
+    trainer = adamw_trainer(FullInEvaluation())
     with pytest.raises(torch.OutOfMemoryError):
-        trainer.evaluate(regression_data(), per_device_batch_size=4)
-    trainer.evaluate(regression_data(), per_device_batch_size=3)
+        trainer.evaluate(float64_data(), per_device_batch_size=4)
+    trainer.evaluate(float64_data(), per_device_batch_size=3)
     with pytest.raises(torch.OutOfMemoryError):
-        quiet_trainer(FullInEvaluation(0)).evaluate(regression_data(), auto_microbatch=True)
+        adamw_trainer(FullInEvaluation(0)).evaluate(float64_data(), auto_microbatch=True)
 
 
 @pytest.mark.extension("logical")
@@ -737,16 +735,16 @@ def test_an_evaluation_of_logical_processes_is_not_split():
 
 def test_an_evaluation_in_a_run_is_split_too():
     model = FullInEvaluation()
-    ask = listener(on_train_epoch_end=lambda t: t.evaluate(regression_data(), per_device_batch_size=8))
-    trainer = quiet_trainer(model, callbacks=[ask, StepBasedEvaluationCallback(1)])
-    trainer.train(regression_data(), 1, regression_data(), auto_microbatch=True)
+    ask = listener(on_train_epoch_end=lambda t: t.evaluate(float64_data(), per_device_batch_size=8))
+    trainer = adamw_trainer(model, callbacks=[ask, StepBasedEvaluationCallback(1)])
+    trainer.train(float64_data(), 1, float64_data(), auto_microbatch=True)
     assert trainer.num_microbatches == 1
     assert len(trainer.run_history.get_metric_values("evaluation_loss")) == 1
 
 
 def evaluated_on_processes() -> Any:
-    history, seen, *_ = evaluated(3 if rank() else None, data=OrderedStream(regression_data(13)))
-    expected, whole, *_ = evaluated(None, data=OrderedStream(regression_data(13)))
+    history, seen, *_ = evaluated(3 if rank() else None, data=OrderedStream(float64_data(13)))
+    expected, whole, *_ = evaluated(None, data=OrderedStream(float64_data(13)))
     assert [output["batch_size"] for _, output in seen] == [6, 1 - rank()]
     assert [size for size, _ in seen] == [size for size, _ in whole]
     return history, expected
@@ -779,13 +777,13 @@ class Logs(Trainer):
 
 
 def inferring(poison: float | None, *callbacks: Any, trainer_class: type[Trainer] = Logs, **kwargs: Any) -> Trainer:
-    trainer = quiet_trainer(Fussy(poison, **kwargs), callbacks=[MetricsCallback(MeanSquaredError()), *callbacks])
+    trainer = adamw_trainer(Fussy(poison, **kwargs), callbacks=[MetricsCallback(MeanSquaredError()), *callbacks])
     trainer.__class__ = trainer_class
     return trainer
 
 
 def test_an_evaluation_leaves_out_the_failed_batch_alone(capsys):
-    data = regression_data(20)
+    data = float64_data(20)
     poison = data[9][0][0].item()
     seen: list[Any] = []
     watch = listener(on_eval_batch_skipped=lambda t, **kwargs: seen.append(kwargs))
@@ -812,7 +810,7 @@ def test_an_evaluation_leaves_out_the_failed_batch_alone(capsys):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_prediction_lacks_what_fails_and_says_what(workers, capsys):
+def test_predictions_omit_and_name_failed_samples(workers, capsys):
     skip = SkipFailedBatchesCallback(phases=ALL_PHASES)
     seen: list[Any] = []
     watch = listener(on_predict_batch_skipped=lambda t, step, **kwargs: seen.append(step))
@@ -830,8 +828,8 @@ def test_a_prediction_lacks_what_fails_and_says_what(workers, capsys):
     assert skip.failures[0]["phase"] == "prediction"
 
 
-def test_an_evaluation_of_which_all_fails_is_an_error():
-    data = regression_data(8)
+def test_an_evaluation_without_a_good_batch_is_an_error():
+    data = float64_data(8)
     skip = SkipFailedBatchesCallback(phases=ALL_PHASES)
     for name in ("evaluate", "predict"):
         trainer = inferring(None, skip, trainer_class=Trainer)
@@ -842,7 +840,7 @@ def test_an_evaluation_of_which_all_fails_is_an_error():
 
 
 def test_evaluations_within_a_run_skip_until_too_many_fail():
-    data = regression_data(20)
+    data = float64_data(20)
     poison = data[9][0][0].item()
     part = Subset(data, range(8))
 
@@ -865,10 +863,10 @@ def test_evaluations_within_a_run_skip_until_too_many_fail():
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, StopTrainingError])
-def test_what_ends_an_evaluation_is_not_left_out(error):
+def test_errors_that_end_an_evaluation_are_not_skipped(error):
     seen: list[Any] = []
     watch = listener(on_eval_batch_skipped=lambda t, **kwargs: seen.append(kwargs))
-    data = regression_data(8)
+    data = float64_data(8)
     poison = data[5][0][0].item()
     trainer = inferring(poison, SkipFailedBatchesCallback(phases=ALL_PHASES), watch, error=error)
     if error is KeyboardInterrupt:
@@ -880,20 +878,20 @@ def test_what_ends_an_evaluation_is_not_left_out(error):
     assert not seen
 
 
-def test_a_batch_that_does_not_fit_is_split_rather_than_left_out(capsys):
+def test_a_batch_out_of_memory_is_split_and_not_skipped(capsys):
     skip = SkipFailedBatchesCallback(phases=ALL_PHASES)
-    trainer = quiet_trainer(FullInEvaluation(), callbacks=[skip])
-    whole = quiet_trainer(FullInEvaluation(None))
-    found, expected = (each.evaluate(regression_data(12), 12, auto_microbatch=True) for each in (trainer, whole))
+    trainer = adamw_trainer(FullInEvaluation(), callbacks=[skip])
+    whole = adamw_trainer(FullInEvaluation(None))
+    found, expected = (each.evaluate(float64_data(12), 12, auto_microbatch=True) for each in (trainer, whole))
     assert found == pytest.approx(expected)
     assert not skip.failures
     trainer.get_model().limit = 0
     with pytest.raises(RuntimeError, match="All batches of the evaluation failed"):
-        trainer.evaluate(regression_data(4), 2, auto_microbatch=True)
+        trainer.evaluate(float64_data(4), 2, auto_microbatch=True)
 
 
 @pytest.mark.extension("logical")
-def test_what_processes_compute_together_is_not_left_out():
+def test_batches_of_logical_processes_cannot_be_skipped():
     trainer = make_trainer([SkipFailedBatchesCallback(phases=["evaluation"])], logical_processes=2, seed=0)
     for call in (trainer.evaluate, lambda data: trainer.train(data, 1)):
         with pytest.raises(ValueError, match="'evaluation' does not work with logical_processes"):
@@ -919,21 +917,21 @@ def left_out_on_the_last_process() -> Any:
 
         skip = SkipFailedBatchesCallback(phases=ALL_PHASES)
         watch = [listener(on_eval_step_end=gather)] if gathers else []
-        trainer = quiet_trainer(FussyOnLastRank(7.0), callbacks=[MetricsCallback(MeanSquaredError()), skip, *watch])
+        trainer = adamw_trainer(FussyOnLastRank(7.0), callbacks=[MetricsCallback(MeanSquaredError()), skip, *watch])
         trainer.model.train_only = False
         size = global_batch(6)
         values = trainer.evaluate(data, size)
         failures = skip.failures
         outputs = trainer.predict(data, size)
         left = [index for index in range(26) if index not in {i for f in skip.failures for i in f["indices"]}]
-        expected = quiet_trainer(FussyOnLastRank(), callbacks=[MetricsCallback(MeanSquaredError())])
+        expected = adamw_trainer(FussyOnLastRank(), callbacks=[MetricsCallback(MeanSquaredError())])
         others = Subset(data, left)
         predicted = expected.predict(others, size)
         results.append((values, expected.evaluate(others, size), failures, skip.failures, outputs, predicted, seen))
     return results
 
 
-def test_each_process_leaves_out_its_own_batches_and_all_say_it(ranks):
+def test_each_process_skips_its_own_batches_and_all_report_it(ranks):
     last = ranks.world_size - 1
     inputs = poisoned(26).tensors[0][:, 0]
     for results in ranks(left_out_on_the_last_process):
@@ -951,14 +949,14 @@ def test_each_process_leaves_out_its_own_batches_and_all_say_it(ranks):
 
 
 def all_fails_on_processes() -> str:
-    trainer = quiet_trainer(FussyOnLastRank(), callbacks=[SkipFailedBatchesCallback(phases=ALL_PHASES)])
+    trainer = adamw_trainer(FussyOnLastRank(), callbacks=[SkipFailedBatchesCallback(phases=ALL_PHASES)])
     trainer.model.register_forward_pre_hook(lambda module, args: torch.zeros(1)[len(args[0])])
     with pytest.raises(RuntimeError, match="All batches of the evaluation failed") as caught:
-        trainer.evaluate(regression_data(8), 2)
+        trainer.evaluate(float64_data(8), 2)
     return type(caught.value.__cause__).__name__
 
 
-def test_if_all_fails_on_all_processes_each_has_its_cause(two_ranks):
+def test_if_all_batches_fail_each_process_has_its_cause(two_ranks):
     assert two_ranks(all_fails_on_processes) == ["IndexError"] * 2
 
 
@@ -969,13 +967,13 @@ def failed_batches() -> Any:
     for name, accumulation in (("each", 1), ("window", 2)):
         skip = SkipFailedBatchesCallback()
         model = FussyOnLastRank(poison=7.0)
-        trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[skip])
+        trainer = adamw_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[skip])
         options = {"per_device_batch_size": global_batch(6), "gradient_accumulation_steps": accumulation}
         trainer.train(poisoned(24), 2, train_dataloader_kwargs=IN_ORDER, **options)
         order = [sample for batch in batches for sample in batch]
         unharmed = FussyOnLastRank()
         data = Subset(poisoned(24), order)
-        expected = quiet_trainer(unharmed, optimizer=torch.optim.SGD(unharmed.parameters(), lr=0.1))
+        expected = adamw_trainer(unharmed, optimizer=torch.optim.SGD(unharmed.parameters(), lr=0.1))
         expected.train(data, 2, train_dataloader_kwargs=IN_ORDER, **options)
         results[name] = {
             "failures": skip.failures,
@@ -993,7 +991,7 @@ def test_a_batch_that_fails_on_one_rank_is_skipped_by_all(ranks):
             seen = [(f["epoch"], f["step"], f["rank"], f["error"]) for f in result[way]["failures"]]
             assert seen == [(epoch, 1, last, "ValueError: cannot digest this") for epoch in (1, 2)]
             assert all(11 in failure["indices"] for failure in result[way]["failures"])
-            assert equal(result[way]["found"], ranks(failed_batches)[0][way]["found"])
+            assert equal_weights(result[way]["found"], ranks(failed_batches)[0][way]["found"])
         assert largest_difference(result["each"]["found"], result["each"]["expected"]) < 1e-12
         assert result["each"]["progress"]["update"] == 6
         assert result["window"]["progress"]["update"] == 4
@@ -1012,11 +1010,11 @@ def failed_first_batch_of_tokens() -> Any:
                 raise ValueError("cannot digest this")
             return super().calculate_train_batch_loss(batch)
 
-    x, y = regression_data(24).tensors
+    x, y = float64_data(24).tensors
     data = TensorDataset(x, y, x[:, :1] > -1)
     results = []
     for trainer_class, part in ((Fails, data), (TokenTrainer, Subset(data, range(6, 24)))):
-        model = small_model()
+        model = float64_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         trainer = trainer_class(model, None, optimizer, callbacks=[SkipFailedBatchesCallback] * (part is data))
         trainer.train(part, 1, per_device_batch_size=global_batch(6), train_dataloader_kwargs=IN_ORDER)
@@ -1035,9 +1033,9 @@ def out_of_memory() -> Any:
     for alone in (True, False):
         model = FussyOnLastRank(alone=alone)
         model.inner[1] = nn.Identity()
-        trainer = quiet_trainer(model)
+        trainer = adamw_trainer(model)
         trainer.train(
-            regression_data(27),
+            float64_data(27),
             2,
             per_device_batch_size=global_batch(12),
             gradient_accumulation_steps=2,
@@ -1057,7 +1055,7 @@ def test_all_ranks_split_their_batches_when_one_is_out_of_memory(ranks):
     for result in ranks(out_of_memory):
         split, whole = result["split"], result["whole"]
         assert (split["parts"], whole["parts"]) == (12 // ranks.world_size, 1)
-        assert equal(split["weights"], ranks(out_of_memory)[0]["split"]["weights"])
+        assert equal_weights(split["weights"], ranks(out_of_memory)[0]["split"]["weights"])
         assert largest_difference(split["weights"], whole["weights"]) < 1e-12
         for name, values in whole["history"].items():
             assert split["history"][name] == pytest.approx(values)

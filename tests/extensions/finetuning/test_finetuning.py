@@ -21,12 +21,12 @@ from tests import ancestor as ancestors
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, global_batch
 from tests.tasks import (
-    equal,
+    adamw_trainer,
+    equal_weights,
+    float64_data,
     largest_difference,
     listener,
     make_trainer,
-    quiet_trainer,
-    regression_data,
     train,
     weights,
 )
@@ -170,7 +170,7 @@ def test_frozen_modules_stay_in_evaluation_mode_while_training(copying):
     before = weights(model)
     train(make_trainer(model=model), epochs=2)
     after = weights(model)
-    assert equal(
+    assert equal_weights(
         {k: v for k, v in before.items() if "head" not in k}, {k: v for k, v in after.items() if "head" not in k}
     )
     assert not torch.equal(before["head.weight"], after["head.weight"])
@@ -234,10 +234,10 @@ def unfrozen_by_hand() -> dict[int, dict[str, torch.Tensor]]:
         model = model_to_unfreeze()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         ModelFreezer(model).freeze()
-        quiet_trainer(model, None, optimizer, callbacks=[listener(on_train_epoch_start=unfreeze)]).train(
-            regression_data(37),
+        adamw_trainer(model, None, optimizer, callbacks=[listener(on_train_epoch_start=unfreeze)]).train(
+            float64_data(37),
             epochs,
-            regression_data(11),
+            float64_data(11),
             per_device_batch_size=global_batch(6),
             train_dataloader_kwargs=IN_ORDER,
             gradient_clip_norm=1.0,
@@ -252,5 +252,5 @@ def test_several_processes_unfreeze_as_one(ranks):
     for result in ranks(unfrozen_by_hand):
         assert result.keys() == alone.keys()
         for epochs, expected in alone.items():
-            assert equal(result[epochs], ranks(unfrozen_by_hand)[0][epochs]), epochs
+            assert equal_weights(result[epochs], ranks(unfrozen_by_hand)[0][epochs]), epochs
             assert largest_difference(result[epochs], expected) < 1e-10, epochs

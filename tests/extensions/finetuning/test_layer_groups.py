@@ -13,7 +13,7 @@ from torch import nn
 from pytorch_accel_lite.finetuning import ModelFreezer, layer_group_parameters
 from tests import ancestor as ancestors
 from tests.adapters import SIZES, bert, rows, with_lora
-from tests.tasks import quiet_trainer
+from tests.tasks import adamw_trainer
 
 transformers = pytest.importorskip("transformers")
 
@@ -104,13 +104,13 @@ def test_the_groups_are_embeddings_blocks_and_head(make):
         assert [{prefix + name for name in group} for group in found] == in_groups(wrapped)
 
 
-def test_what_is_in_no_block_or_shared_is_in_the_first_group():
+def test_shared_and_other_parameters_are_in_the_first_group():
     assert in_groups(Decoder())[0] == {"start", "embed.weight"}
     assert "cls_token" in in_groups(vit())[0]
     assert "transformer.wte.weight" in in_groups(gpt2())[0]
 
 
-def test_heads_are_no_blocks_and_stages_are():
+def test_stages_are_blocks_and_heads_are_not():
     assert modules(OnTop(nn.ModuleList(block() for _ in range(4)))) == [*(f"backbone.{n}" for n in range(4)), "heads"]
     resnet = timm.create_model("resnet18", pretrained=False, num_classes=0)
     stages = [f"backbone.layer{number}" for number in range(1, 5)]
@@ -129,7 +129,7 @@ def test_without_blocks_the_models_attributes_are_the_groups():
 
 
 @pytest.mark.parametrize("make", [bert, llama, vit])
-def test_all_but_the_head_is_frozen_as_it_is_by_the_ancestor(make):
+def test_freezing_all_but_the_head_is_as_in_the_ancestor(make):
     ancestors.skip_without_it()
     freezers = ModelFreezer, importlib.import_module("pytorch_accelerated.finetuning").ModelFreezer
     trained = []
@@ -146,7 +146,7 @@ def test_blocks_are_frozen_by_their_indices():
     freezer.freeze(0, 1, set_modules_as_eval=True)
     assert [group.is_frozen for group in freezer.get_layer_groups()] == [True, True, False, False]
     model.train()
-    quiet_trainer(model).model(**{key: value[None] for key, value in rows(1)[0].items()})
+    adamw_trainer(model).model(**{key: value[None] for key, value in rows(1)[0].items()})
     in_evaluation = {name for name, module in model.named_modules() if not module.training}
     assert {"bert.embeddings.dropout", "bert.encoder.layer.0.attention.output.dropout"} <= in_evaluation
     assert not any(name.startswith(("bert.encoder.layer.1", "bert.pooler", "dropout")) for name in in_evaluation)
@@ -154,7 +154,7 @@ def test_blocks_are_frozen_by_their_indices():
     assert [group.is_frozen for group in freezer.get_layer_groups()] == [True, False, False, False]
 
 
-def test_groups_may_be_given():
+def test_layer_groups_may_be_passed():
     model = bert()
     assert modules(model, groups=list(model.children())) == ["bert", "dropout", "classifier"]
     layers = model.bert.encoder.layer
@@ -189,7 +189,7 @@ def test_learning_rates_fall_with_depth():
     def layerwise(model):
         return torch.optim.AdamW(layer_group_parameters(model, lr=0.8, decay=0.5))
 
-    trainer = quiet_trainer(bert(), optimizer=layerwise)
+    trainer = adamw_trainer(bert(), optimizer=layerwise)
     trainer.loss_func = None
     trainer.train(rows(), 1)
     assert [group["lr"] for group in trainer.optimizer.param_groups] == pytest.approx([0.1, 0.2, 0.4, 0.8])

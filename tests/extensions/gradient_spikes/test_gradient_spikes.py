@@ -12,7 +12,7 @@ from torch import nn
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import GradientSpikeCallback, SaveTrainingStateCallback
 from tests.ranks import IN_ORDER
-from tests.tasks import equal, listener, regression_data, weights
+from tests.tasks import equal_weights, float64_data, listener, weights
 
 
 def fit(callbacks: Any, data: Any, epochs: int = 1, seed: int | None = None, **kwargs: Any) -> Trainer:
@@ -28,7 +28,7 @@ def fit(callbacks: Any, data: Any, epochs: int = 1, seed: int | None = None, **k
 
 def spiky(at: int = 20, size: int = 50, value: float = 1e3) -> Any:
     """Data of which the fifth batch has enormous targets."""
-    data = regression_data(size)
+    data = float64_data(size)
     data.tensors[1][at : at + 5] = value
     return data
 
@@ -41,8 +41,8 @@ def test_an_update_with_a_spike_is_skipped(value, clip, capsys):
     guard = GradientSpikeCallback(warm_up_updates=3)
     trainer = fit([guard, keep], spiky(value=value), gradient_clip_norm=clip)
     assert guard.skipped == [5]
-    assert equal(kept[4], kept[3])
-    assert not equal(kept[5], kept[4])
+    assert equal_weights(kept[4], kept[3])
+    assert not equal_weights(kept[5], kept[4])
     assert trainer.progress.update == 10
     assert "Update 5 skipped: the gradient norm is" in capsys.readouterr().out
 
@@ -54,8 +54,8 @@ def test_the_schedule_waits_for_an_update_that_is_skipped():
     assert trainer.optimizer.param_groups[0]["lr"] == 0.01 * 0.5**9
 
 
-def test_spike_after_spike_is_no_spike_but_ends_the_run():
-    data = regression_data(50)
+def test_consecutive_spikes_end_the_run():
+    data = float64_data(50)
     data.tensors[1][15:] = 1e3
     guard = GradientSpikeCallback(warm_up_updates=3, max_skips_in_a_row=4)
     trainer = fit([guard], data, epochs=2)
@@ -63,7 +63,7 @@ def test_spike_after_spike_is_no_spike_but_ends_the_run():
     assert guard.skipped == [4, 5, 6, 7]
 
 
-def test_the_guard_continues_in_a_resumed_run(tmp_path):
+def test_the_spike_guard_resumes_its_statistics(tmp_path):
     def run(**kwargs: Any) -> tuple[Any, Any]:
         torch.manual_seed(0)
         guard = GradientSpikeCallback(3, warm_up_updates=3)
@@ -73,7 +73,7 @@ def test_the_guard_continues_in_a_resumed_run(tmp_path):
 
     whole, state = run()
     resumed, again = run(resume_from=tmp_path / "update-000000003")
-    assert equal(resumed, whole)
+    assert equal_weights(resumed, whole)
     assert again == state
 
 

@@ -1,4 +1,4 @@
-"""Processes that hang, or are slower than the others, are named."""
+"""HangWatchCallback: hanging and slow processes are named."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pytorch_accel_lite.distributed.ranks import timeout_of
 from tests.launching import EarlyFork, Fork, run_elastic_script
 from tests.ranks import IN_ORDER, rank, world_size
 from tests.scripts.resumable import run_to_the_end
-from tests.tasks import Rows, equal, listener, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import Rows, adamw_trainer, equal_weights, float64_data, float64_model, listener, weights
 
 
 class Stuck(Rows):
@@ -54,9 +54,9 @@ class LooksAtTimeouts(TrainerCallback):
 
 def stuck_while_reading(**kwargs: Any) -> dict[str, torch.Tensor]:
     """Train with a watch on data that are stuck once."""
-    model = small_model()
-    trainer = quiet_trainer(model, callbacks=[HangWatchCallback(0.3, **kwargs)])
-    data = Stuck(regression_data(6 * world_size()))
+    model = float64_model()
+    trainer = adamw_trainer(model, callbacks=[HangWatchCallback(0.3, **kwargs)])
+    data = Stuck(float64_data(6 * world_size()))
     trainer.train(data, 1, per_device_batch_size=1, train_dataloader_kwargs=IN_ORDER | {"num_workers": 0})
     return weights(model)
 
@@ -78,14 +78,14 @@ def test_all_processes_are_named_those_that_are_behind_first(ranks):
     behind = rf"  rank {last}, epoch 1, step 3: in load_sample of test_hang_watch.py:\d+\n"
     waiting = rf"  {others}, epoch 1, step 3: in _engine_run_backward of graph.py:\d+\n"
     assert re.search(behind + waiting, results.output)
-    assert all(equal(results[0], weights) for weights in results)
+    assert all(equal_weights(results[0], weights) for weights in results)
 
 
 def one_has_left() -> None:
     """Train while the last rank has an error of its own, and joins the others later."""
-    trainer = quiet_trainer(small_model(), callbacks=[LeavesEarly(), HangWatchCallback(0.3)])
+    trainer = adamw_trainer(float64_model(), callbacks=[LeavesEarly(), HangWatchCallback(0.3)])
     with suppress(OSError):
-        trainer.train(regression_data(6 * world_size()), 1, per_device_batch_size=1)
+        trainer.train(float64_data(6 * world_size()), 1, per_device_batch_size=1)
     if rank() == world_size() - 1:
         time.sleep(1)
         trainer.barrier()
@@ -101,8 +101,8 @@ def test_a_process_that_has_left_the_run_is_named_with_its_error(two_ranks):
 def timeouts() -> tuple[list[timedelta], timedelta]:
     """How long collectives may take at the start of each step, and after the run."""
     looks = LooksAtTimeouts()
-    trainer = quiet_trainer(small_model(), callbacks=[looks, HangWatchCallback(50, end=True)])
-    trainer.train(regression_data(3 * world_size()), 1, per_device_batch_size=1)
+    trainer = adamw_trainer(float64_model(), callbacks=[looks, HangWatchCallback(50, end=True)])
+    trainer.train(float64_data(3 * world_size()), 1, per_device_batch_size=1)
     return looks.seen, timeout_of(dist.group.WORLD)
 
 
@@ -123,12 +123,12 @@ def test_a_job_that_hangs_ends_itself_and_resumes_its_bits(tmp_path, two_ranks, 
     assert "The job ends with exit code 75." in done.stdout
     two_ranks.run(run_to_the_end, tmp_path / "whole")
     hung, whole = (torch.load(path / "final.pt", weights_only=False) for path in (folder, tmp_path / "whole"))
-    assert equal(hung["weights"], whole["weights"])
+    assert equal_weights(hung["weights"], whole["weights"])
     assert hung["order"] == whole["order"]
 
 
 @pytest.mark.slow
-def test_the_program_ends_at_once_when_asked(tmp_path):
+def test_a_hanging_program_ends_itself_if_requested(tmp_path):
     output = tmp_path / "output"
     process = EarlyFork(partial(stuck_while_reading, end=True), output)
     assert process.wait() == 75
@@ -141,8 +141,8 @@ def test_before_the_first_update_a_hang_is_only_reported(tmp_path):
     output = tmp_path / "output"
 
     def train():
-        trainer = quiet_trainer(small_model(), callbacks=[slow, HangWatchCallback(2, end=True)])
-        trainer.train(regression_data(6), 1, per_device_batch_size=3)
+        trainer = adamw_trainer(float64_model(), callbacks=[slow, HangWatchCallback(2, end=True)])
+        trainer.train(float64_data(6), 1, per_device_batch_size=3)
         print(f"{trainer.progress.update} updates")
 
     assert Fork(train, output).wait() == 0, output.read_text()  # a process that may be ended

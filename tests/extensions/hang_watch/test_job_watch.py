@@ -1,4 +1,4 @@
-"""Calls in which processes wait for others are reported, and end the job; who has left it is named by the others."""
+"""JobWatch: calls in which processes wait for others are reported, and a stuck job ends."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch import nn
 from pytorch_accel_lite import Trainer
 from tests.launching import in_forks, some_of
 from tests.ranks import rank
-from tests.tasks import small_model
-from tests.test_waiting import DATA, fails_on_rank_1, on_rank_1, train
+from tests.tasks import float64_model
+from tests.test_deadlocks import DATA, fails_on_rank_1, on_rank_1, train
 
 
 class CatchesItsError(Trainer):
@@ -33,7 +33,7 @@ class CatchesItsError(Trainer):
 class UsesMoreOnRank0(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.both, self.one = small_model(), small_model()
+        self.both, self.one = float64_model(), float64_model()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.both(inputs) + (self.one(inputs) if rank() == 0 else 0)
@@ -57,7 +57,7 @@ HANGS: dict[str, Callable[[], None]] = {
 @pytest.mark.processes
 @pytest.mark.soak
 @pytest.mark.parametrize("case", some_of(HANGS))
-def test_processes_in_different_calls_say_where_they_are_and_end(tmp_path, monkeypatch, case):
+def test_processes_in_different_calls_report_and_end(tmp_path, monkeypatch, case):
     monkeypatch.setenv("PT_ACC_HANG_SECONDS", "1")
     output = tmp_path / "output"
     codes = in_forks(lambda rank: HANGS[case](), output, 2)
@@ -68,7 +68,7 @@ def test_processes_in_different_calls_say_where_they_are_and_end(tmp_path, monke
         r"Rank \d has waited for the other processes for \d+ seconds:\n  rank 0 waits, epoch 1, step \d", said
     )
     assert re.search(
-        r"rank 0 waits.* in train\(\), called by train of test_waiting.py:\d+ \(in the backward pass, ", said
+        r"rank 0 waits.* in train\(\), called by train of test_deadlocks.py:\d+ \(in the backward pass, ", said
     )
     assert re.search(r"\n  rank 1 waits, epoch 1, step \d", said)
     assert "All processes wait, but in different calls, so none can go on." in said
@@ -76,18 +76,18 @@ def test_processes_in_different_calls_say_where_they_are_and_end(tmp_path, monke
 
 
 @pytest.mark.processes
-def test_a_rank_that_catches_its_error_and_goes_on_ends_the_job(tmp_path, monkeypatch):
+def test_a_rank_that_swallows_its_error_ends_the_job(tmp_path, monkeypatch):
     monkeypatch.setenv("PT_ACC_HANG_SECONDS", "1")
     output = tmp_path / "output"
     codes = in_forks(lambda rank: sweep(), output, 2)
     said = output.read_text()
     assert 0 not in codes, said
     assert "left the run" in said
-    assert "OSError: no disk, in fails_on_rank_1 of test_waiting.py:" in said or "exit code 75" in said
+    assert "OSError: no disk, in fails_on_rank_1 of test_deadlocks.py:" in said or "exit code 75" in said
 
 
 @pytest.mark.processes
-def test_a_rank_that_works_for_long_is_named_and_nothing_ends(tmp_path, monkeypatch):
+def test_a_rank_that_works_for_long_is_named_only(tmp_path, monkeypatch):
     monkeypatch.setenv("PT_ACC_HANG_SECONDS", "1")
     output, is_reported = tmp_path / "output", "has waited for the other processes"
 
@@ -116,7 +116,7 @@ def test_a_rank_that_works_for_long_is_named_and_nothing_ends(tmp_path, monkeypa
 @pytest.mark.parametrize(("leave", "words"), [
     (lambda trainer: sys.exit(0), r"Rank 1 has left the run: SystemExit: 0, in <lambda> of test_job_watch.py:\d+\."),
     (lambda trainer: os._exit(0), r"The process of rank 1 has ended without a word: it was killed, or called os._exit"),
-    (fails_on_rank_1, r"Rank 1 has left the run: OSError: no disk, in fails_on_rank_1 of test_waiting.py:\d+\."),
+    (fails_on_rank_1, r"Rank 1 has left the run: OSError: no disk, in fails_on_rank_1 of test_deadlocks.py:\d+\."),
 ], ids=["sys.exit", "os._exit", "error"])  # fmt: skip
 @pytest.mark.parametrize("event", ["on_train_step_start", "on_train_epoch_end"])  # in the backward pass, or not
 def test_the_others_say_which_process_has_left_and_why(tmp_path, leave, words, event):

@@ -50,13 +50,13 @@ from tests.scripts.resumable import CopyStates, run_to_the_end
 from tests.soak import soak
 from tests.tasks import (
     Stream,
+    adamw_trainer,
+    float64_data,
+    float64_model,
     largest_difference,
     listener,
     make_data,
     make_trainer,
-    quiet_trainer,
-    regression_data,
-    small_model,
     train,
     weights,
 )
@@ -89,7 +89,7 @@ def convolution() -> nn.Module:
 
 
 def result_of(trainer: Trainer, **more: Any) -> dict[str, Any]:
-    """What has to be the same, to the last bit."""
+    """The results that have to be equal bit for bit."""
     return {
         "weights": weights(trainer.model),
         "optimizer": trainer.optimizer.state_dict(),
@@ -187,10 +187,10 @@ class Tokens(Trainer):
 def tokens() -> dict[str, Any]:
     results = {}
     for fractions in (False, True):
-        data = regression_data(70, dtype=FLOATS)
+        data = float64_data(70, dtype=FLOATS)
         mask = (torch.rand(70, 1, generator=torch.Generator().manual_seed(1)) < 0.6).float()
         torch.manual_seed(0)
-        layers = {"body": small_model(dtype=FLOATS), "sometimes": nn.Linear(5, 1), "never": nn.Linear(1, 1)}
+        layers = {"body": float64_model(dtype=FLOATS), "sometimes": nn.Linear(5, 1), "never": nn.Linear(1, 1)}
         model = nn.ModuleDict(layers)
         optimizers = {
             "body": torch.optim.AdamW(model["body"].parameters(), lr=0.01),
@@ -204,7 +204,7 @@ def tokens() -> dict[str, Any]:
 
 
 class NoisyUpdates(TrainerCallback):
-    """Uses random numbers between the steps, as Langevin dynamics do, and gathers what is in a step."""
+    """Draws random numbers between the steps, as in Langevin dynamics, and gathers the batches of a step."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -221,17 +221,17 @@ class NoisyUpdates(TrainerCallback):
 
 def metrics() -> dict[str, Any]:
     """Metrics of training and evaluation that are sums of floats; half precision; noise between the steps."""
-    model = small_model(dtype=FLOATS)
+    model = float64_model(dtype=FLOATS)
     noise = NoisyUpdates()
     scores = {"squares": MeanSquaredError(), "mean": MeanMetric()}
     callback = MetricsCallback(scores["squares"], train=True)
     only = MetricsCallback(scores["mean"], lambda batch, output: (output["model_outputs"],))
     AcceleratorState._reset_state()
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    trainer = quiet_trainer(
+    trainer = adamw_trainer(
         model, callbacks=[callback, only, noise], seed=4, logical_processes=7, accelerator=accelerator
     )
-    data = regression_data(45, dtype=FLOATS)
+    data = float64_data(45, dtype=FLOATS)
     has_finders = hasattr(trainer, "find_lr")
     tried = trainer.find_lr(data, per_device_batch_size=2, num_steps=10).losses if has_finders else []
     trainer.train(data, 2, data, per_device_batch_size=2)
@@ -266,7 +266,7 @@ class OwnLosses(Trainer):
 
 
 def mixture() -> Any:
-    datasets = {"small": regression_data(12, dtype=FLOATS), "large": regression_data(40, dtype=FLOATS)}
+    datasets = {"small": float64_data(12, dtype=FLOATS), "large": float64_data(40, dtype=FLOATS)}
     return sources.Mixture(datasets, {"small": 1.0, "large": 2.0})
 
 
@@ -282,7 +282,7 @@ def combined() -> dict[str, Any]:
     trainer.train(
         mixture(),
         2,
-        regression_data(13, dtype=FLOATS),
+        float64_data(13, dtype=FLOATS),
         per_device_batch_size=2,
         gradient_accumulation_steps=2,
         create_scheduler_fn=schedules,
@@ -297,7 +297,7 @@ def unfreezing() -> dict[str, Any]:
     model = nn.Sequential(*layers)
     finetuning.ModelFreezer(model).freeze()
     factory = partial(torch.optim.AdamW, lr=0.01)
-    trainer = quiet_trainer(
+    trainer = adamw_trainer(
         model, optimizer=factory, callbacks=[callbacks.GradualUnfreezingCallback(1)], seed=2, logical_processes=4
     )
     trainer.train(mixture(), 3, per_device_batch_size=3)
@@ -310,12 +310,12 @@ NEEDED: dict[Callable[[], Any], tuple[str, ...]] = {combined: ("mixtures",), unf
 
 @functools.cache
 def alone(case):
-    """What one process gives."""
+    """The result of one process."""
     return case()
 
 
 def differences(first: Any, second: Any, path: str = "") -> list[str]:
-    """The paths to what is not the same, to the last bit."""
+    """The paths of nested values that are not equal bit for bit."""
     if isinstance(first, torch.Tensor):
         same = first.dtype == second.dtype and torch.equal(first, second)
         return [] if same else [path]
@@ -382,12 +382,12 @@ def test_eight_logical_processes_have_the_same_bits_on_4_and_8(job, processes):
 def test_logical_processes_train_as_one_with_the_whole_batch():
     found = []
     for count, batch in ((4, 3), (None, 12)):
-        model = small_model()
-        trainer = quiet_trainer(model, seed=1, logical_processes=count, callbacks=[GradientNormCallback()])
+        model = float64_model()
+        trainer = adamw_trainer(model, seed=1, logical_processes=count, callbacks=[GradientNormCallback()])
         trainer.train(
-            regression_data(41),
+            float64_data(41),
             2,
-            regression_data(9),
+            float64_data(9),
             per_device_batch_size=batch,
             gradient_accumulation_steps=2,
             gradient_clip_norm=0.5,
@@ -479,7 +479,7 @@ def uninterrupted(tmp_path_factory):
 
 
 def resumed(state: Path, options: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What is left of it. Until then, the random numbers are others."""
+    """The result of a resumed run; generators are changed before it resumes."""
     torch.manual_seed(99)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The training state holds the state of callback 'SaveTrainingStateCallback'")
@@ -487,7 +487,7 @@ def resumed(state: Path, options: dict[str, Any] | None = None) -> dict[str, Any
 
 
 def test_a_run_resumes_the_same_bits_on_any_number_of_processes(uninterrupted, job):
-    """In the middle of an epoch and at its end."""
+    """Resumes within an epoch and at its end."""
     whole, states = uninterrupted
     assert len(states) == whole["progress"]["update"] + 2
     for processes, state in zip((1, 3, 2), states[1::2], strict=False):
@@ -562,7 +562,7 @@ def test_resuming_with_other_logical_processes_loses_no_sample(uninterrupted, ca
         assert found["progress"]["samples"] == whole["progress"]["samples"]
 
 
-def test_a_state_says_what_computed_it(uninterrupted, capsys):
+def test_a_state_records_its_environment(uninterrupted, capsys):
     _, states = uninterrupted
     print_contents(states[0])
     shown = capsys.readouterr().out
@@ -584,7 +584,7 @@ def test_a_machine_that_computes_other_bits_is_reported(uninterrupted, capsys):
 # ------------------------------------------------------------------------------------------ what does not work
 
 
-def test_arguments_that_do_not_work_are_refused():
+def test_invalid_logical_processes_are_refused():
     for count in (0, -1, 2.5, True, "8"):
         with pytest.raises((TypeError, ValueError), match=f"logical_processes={count!r} must be"):
             make_trainer(seed=1, logical_processes=count)
@@ -610,7 +610,7 @@ def test_tools_that_look_at_one_batch_are_refused():
 
 
 @pytest.mark.parametrize("source", [Stream(), OwnShard([(torch.ones(1, 4), torch.ones(1, 1))])])
-def test_data_that_are_read_in_turn_are_refused(source):
+def test_sequential_data_are_refused(source):
     class Given(Trainer):
         def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
             return source if isinstance(source, OwnShard) else super().create_train_dataloader(batch_size)
@@ -622,7 +622,7 @@ def test_data_that_are_read_in_turn_are_refused(source):
 
 def too_few() -> str:
     try:
-        quiet_trainer(small_model(), seed=1, logical_processes=1)
+        adamw_trainer(float64_model(), seed=1, logical_processes=1)
     except ValueError as error:
         return str(error)
     return "accepted"

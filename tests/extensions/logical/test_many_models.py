@@ -22,7 +22,7 @@ from pytorch_accel_lite.loop.clipping import norm_by_rows
 from tests.launching import CAN_SHARD, SOAK
 from tests.ranks import world_size
 from tests.sharded import gathered, mesh_of
-from tests.tasks import quiet_trainer
+from tests.tasks import adamw_trainer
 
 pytestmark = [CAN_SHARD, pytest.mark.processes]
 VOCABULARY, CLASSES = 11, 3
@@ -257,7 +257,7 @@ def hash_of(create: Callable[[], nn.Module], is_sharded: bool) -> str:
         fully_shard(model if has_one_dtype else cast(Any, model).head, mesh=mesh_of(world_size(), names=("dp",)))
     optimizer = optimizer_of([*MODELS].index(create), model)
     options: dict[str, Any] = {"seed": 3, "logical_processes": 6, "accelerator": Accelerator(cpu=True)}
-    trainer = quiet_trainer(model, F.cross_entropy, optimizer=optimizer, callbacks=[], **options)
+    trainer = adamw_trainer(model, F.cross_entropy, optimizer=optimizer, callbacks=[], **options)
     training, others = data_of(MODELS[create], 53), data_of(MODELS[create], 19)
     arguments = {"gradient_clip_norm": 0.5, "gradient_accumulation_steps": 2, "create_scheduler_fn": "cosine"}
     trainer.train(training, 2, others, per_device_batch_size=2, **arguments)
@@ -280,21 +280,21 @@ def of_one_process() -> list[str]:
     return hashes([*MODELS] if SOAK else SOME)
 
 
-def test_models_of_all_kinds_are_different():
+def test_the_models_have_different_hashes():
     found = of_one_process()
     assert len({*found}) == len(found)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("processes", "is_sharded"), [(2, True), (3, False), *[(2, False)] * SOAK])
-def test_a_model_of_any_kind_has_one_hash(job, processes, is_sharded):
+def test_every_model_has_one_hash(job, processes, is_sharded):
     creators = [*MODELS] if SOAK else SOME
     for found in job(processes).run(hashes, creators, is_sharded):
         assert dict(zip(creators, found, strict=True)) == dict(zip(creators, of_one_process(), strict=True))
 
 
 def test_the_norm_of_complex_gradients_is_that_of_torch():
-    """As the rows of a sum of squares, which for complex numbers are not those of ``square()``."""
+    """For complex numbers, ``square()`` is not the squared absolute value."""
     gradients = [torch.randn(3, 4, dtype=torch.complex64), torch.randn(5), torch.randn(2, dtype=torch.complex64)]
     norm = norm_by_rows(gradients, Ranks(Accelerator(cpu=True)))
     torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(gradients))

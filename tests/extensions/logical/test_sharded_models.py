@@ -25,7 +25,7 @@ from pytorch_accel_lite.callbacks import (
 from tests.launching import CAN_SHARD, SOAK, run_forked
 from tests.ranks import rank, world_size
 from tests.sharded import gathered, mesh_of, shard, sharding_accelerator
-from tests.tasks import equal, quiet_trainer, regression_data
+from tests.tasks import adamw_trainer, equal_weights, float64_data
 
 pytestmark = [CAN_SHARD, pytest.mark.processes]
 
@@ -36,11 +36,11 @@ def create_model() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-DATA, OTHERS = regression_data(53, dtype=torch.float32), regression_data(19, dtype=torch.float32)
+DATA, OTHERS = float64_data(53, dtype=torch.float32), float64_data(19, dtype=torch.float32)
 
 
 def train(how: str, folder: Path | None = None, resume_from: Path | None = None, **kwargs: Any) -> dict[str, Any]:
-    """What a run of four logical processes ends with; it averages weights, and has steps of 12 samples and of 5.
+    """The result of a run of four logical processes with averaged weights and steps of 12 and 5 samples.
 
     Args:
         how: how its model is sharded, if at all
@@ -54,7 +54,7 @@ def train(how: str, folder: Path | None = None, resume_from: Path | None = None,
         callbacks += [SaveBestModelCallback(folder / f"{how}.pt")]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     options: dict[str, Any] = {"seed": 3, "logical_processes": 4, "accelerator": Accelerator(cpu=True)}
-    trainer = quiet_trainer(model, optimizer=optimizer, callbacks=callbacks, **options)
+    trainer = adamw_trainer(model, optimizer=optimizer, callbacks=callbacks, **options)
     arguments = {"gradient_clip_norm": 0.3, "gradient_accumulation_steps": 2} | kwargs
     trainer.train(DATA, 3, OTHERS, per_device_batch_size=3, resume_from=resume_from, **arguments)
     return result_of(trainer) | {"average": gathered(average.ema_model.state_dict())}
@@ -68,13 +68,13 @@ def result_of(trainer: Trainer) -> dict[str, Any]:
 
 @cache
 def whole() -> dict[str, Any]:
-    """What one process with the whole model ends with."""
+    """The result of one process with an unsharded model."""
     return train("none")
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     for part in ("weights", "average"):
-        assert equal(found[part], expected[part])
+        assert equal_weights(found[part], expected[part])
     assert torch.equal(found["predicted"], expected["predicted"])
     assert found["history"] == expected["history"]
 
@@ -83,7 +83,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("how", "processes"), [("fsdp", 3), ("hsdp", 4), *[("fsdp", 2), ("fsdp", 4), ("layers", 3)] * SOAK]
 )
-def test_sharded_models_have_the_bits_of_whole_ones(job, how, processes):
+def test_sharded_models_have_the_bits_of_unsharded_ones(job, how, processes):
     for found in job(processes).run(train, how):
         assert_same(found, whole())
 
@@ -94,7 +94,7 @@ def alone() -> None:
     assert_same(train("fsdp"), whole())
 
 
-def test_a_model_sharded_over_one_process_has_them_too():
+def test_a_model_sharded_over_one_process_has_the_same_bits():
     done = run_forked(alone)
     assert done.returncode == 0, done.stdout
 
@@ -117,7 +117,7 @@ def test_states_resume_on_any_layout_to_the_same_bits(tmp_path, job):
     for [resumed, *_] in job(3).run(resume, "fsdp", tmp_path / "none-states"):
         assert_same(resumed, whole())
     best = [torch.load(tmp_path / f"{how}.pt", weights_only=True)["model_state_dict"] for how in ("fsdp", "none")]
-    assert equal(*best)
+    assert equal_weights(*best)
 
 
 def in_lower_precision() -> dict[str, Any]:
@@ -128,14 +128,14 @@ def in_lower_precision() -> dict[str, Any]:
         fully_shard(layer, mesh=mesh_of(world_size()), mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     options: dict[str, Any] = {"seed": 3, "logical_processes": 4, "accelerator": Accelerator(cpu=True)}
-    trainer = quiet_trainer(model, lambda out, y: (out.float() - y).square().mean(), optimizer, **options)
+    trainer = adamw_trainer(model, lambda out, y: (out.float() - y).square().mean(), optimizer, **options)
     trainer.train(DATA, 2, per_device_batch_size=3, gradient_clip_norm=0.3)
     return result_of(trainer)
 
 
 def test_mixed_precision_of_fsdp_has_one_result(job):
     two, three = (job(processes).run(in_lower_precision)[0] for processes in (2, 3))
-    assert equal(two["weights"], three["weights"])
+    assert equal_weights(two["weights"], three["weights"])
     assert two["history"] == three["history"]
 
 
@@ -146,7 +146,7 @@ def by_accelerate() -> dict[str, Any]:
     average = ModelEmaCallback(0.9, save_path=None)
     metrics = MetricsCallback(MetricCollection({"mae": MeanAbsoluteError()}))
     callbacks = [average, metrics, GradientNormCallback()]
-    trainer = quiet_trainer(
+    trainer = adamw_trainer(
         model, optimizer=optimizer, callbacks=callbacks, seed=3, logical_processes=4, accelerator=accelerator
     )
     options = {"gradient_clip_norm": 0.3, "gradient_accumulation_steps": 2}
@@ -154,7 +154,7 @@ def by_accelerate() -> dict[str, Any]:
     return result_of(trainer) | {"average": gathered(average.ema_model.state_dict())}
 
 
-def test_models_that_accelerate_shards_have_them_too(job):
+def test_models_sharded_by_accelerate_have_the_same_bits(job):
     for found in job(2).run(by_accelerate):
         assert_same(found, whole())
 
@@ -167,19 +167,19 @@ def with_and_without() -> tuple[Any, Any]:
         accelerator = Accelerator(cpu=True)
         if had_some:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-            first = quiet_trainer(model, optimizer=optimizer, accelerator=accelerator, seed=3, logical_processes=4)
+            first = adamw_trainer(model, optimizer=optimizer, accelerator=accelerator, seed=3, logical_processes=4)
             first.train(DATA, max_num_train_steps=1, per_device_batch_size=3)
             model[4].reset_running_stats()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        second = quiet_trainer(model, optimizer=optimizer, accelerator=accelerator, seed=3)
+        second = adamw_trainer(model, optimizer=optimizer, accelerator=accelerator, seed=3)
         second.train(DATA, 2, per_device_batch_size=3)
         found.append(gathered(second.get_model().state_dict()))
     return found[0], found[1]
 
 
-def test_afterwards_torch_reduces_gradients_again(job):
+def test_after_a_run_torch_reduces_gradients_again(job):
     for after, fresh in job(2).run(with_and_without):
-        assert equal(after, fresh)
+        assert equal_weights(after, fresh)
 
 
 class Skips(nn.Module):
@@ -199,7 +199,7 @@ def error_of_skipping() -> str:
     for layer in (model.first, model):
         fully_shard(layer, mesh=mesh_of(world_size()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = quiet_trainer(
+    trainer = adamw_trainer(
         model, optimizer=optimizer, accelerator=Accelerator(cpu=True), seed=3, logical_processes=2 * world_size()
     )
     with pytest.raises(RuntimeError, match="had gradients in 1 of 2") as caught:
@@ -208,7 +208,7 @@ def error_of_skipping() -> str:
     return str(caught.value)
 
 
-def test_a_layer_that_some_passes_skip_is_an_error(job):
+def test_a_sharded_layer_skipped_in_some_passes_is_an_error(job):
     for message in job(2).run(error_of_skipping):
         assert "call it in every forward pass, or do not shard it by itself" in message
 
@@ -216,12 +216,12 @@ def test_a_layer_that_some_passes_skip_is_an_error(job):
 def error_of_whole_shards() -> str:
     model = shard(create_model(), "hsdp")  # two copies of one shard
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = quiet_trainer(model, optimizer=optimizer, accelerator=Accelerator(cpu=True), seed=3, logical_processes=2)
+    trainer = adamw_trainer(model, optimizer=optimizer, accelerator=Accelerator(cpu=True), seed=3, logical_processes=2)
     with pytest.raises(ValueError, match="each shard is whole") as caught:
         trainer.train(DATA, 1, per_device_batch_size=3)
     return str(caught.value)
 
 
-def test_a_mesh_on_which_each_shard_is_whole_is_an_error(job):
+def test_a_mesh_that_shards_nothing_is_an_error(job):
     for message in job(2).run(error_of_whole_shards):
         assert "sharded over a mesh of shape (2, 1)" in message

@@ -1,4 +1,4 @@
-"""estimate_memory(): the memory of real runs is found without them, and nothing is changed by it."""
+"""estimate_memory(): it predicts the memory of real runs and changes nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback
 from pytorch_accel_lite.extensions.memory_estimate.live_bytes import LiveBytes
 from tests.launching import CAN_SHARD
-from tests.tasks import Stream, equal, listener, make_trainer, quiet_trainer, regression_data, small_model
+from tests.tasks import Stream, adamw_trainer, equal_weights, float64_data, float64_model, listener, make_trainer
 
 BATCH = 64
 
@@ -60,7 +60,7 @@ def rows(size: int = 4 * BATCH) -> TensorDataset:
 
 
 def squared(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The mean squared error. That of torch leaves a number in a storage as large as the outputs."""
+    """The mean squared error; torch's returns a number in a storage as large as the outputs."""
     return (outputs - targets).square().mean()
 
 
@@ -122,7 +122,7 @@ def test_the_peak_is_that_of_a_real_run(steps):
     assert sum(found.parts.values()) == found.peak
 
 
-def test_a_growing_batch_takes_what_its_largest_windows_take():
+def test_a_growing_batch_needs_the_memory_of_its_largest_window():
     one, two, growing = (
         trainer_of_blocks().estimate_memory(rows(), BATCH, gradient_accumulation_steps=steps, **quick).peak
         for steps in (1, 2, {0: 1, 5: 3})
@@ -130,7 +130,7 @@ def test_a_growing_batch_takes_what_its_largest_windows_take():
     assert growing == two != one
 
 
-def test_the_peak_is_what_the_allocator_sees():
+def test_the_estimated_peak_is_the_allocators():
     trainer, data = trainer_of_blocks(), rows()
     found = trainer.estimate_memory(data, BATCH, **quick)
     trainer.train(data, 1, per_device_batch_size=BATCH)
@@ -167,7 +167,7 @@ def test_replicas_have_buckets_for_their_gradients():
 
 
 @CAN_SHARD
-def test_what_is_shared_shrinks_with_the_processes():
+def test_sharded_memory_shrinks_with_more_processes():
     """The model may be larger than any memory: it has 3 * 2⁴⁰ parameters here."""
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Sequential(nn.Linear(2**20, 2**20, bias=False), nn.ReLU()) for _ in range(3)])
@@ -188,7 +188,7 @@ def test_averages_of_weights_are_counted():
 
 
 @pytest.mark.parametrize(("memory", "fits"), [("300KiB", True), ("100KiB", False)])
-def test_whether_it_fits_is_shown(memory, fits):
+def test_the_estimate_says_whether_memory_suffices(memory, fits):
     found = trainer_of_blocks().estimate_memory(rows(), BATCH, device_memory=memory, **quick)
     assert found.fits is fits
     assert f"1 process, batches of {BATCH}" in found.summary()
@@ -220,34 +220,34 @@ class OfOwnBatches(Trainer):
 
 
 def test_batches_may_be_dataclasses_and_other_objects():
-    trainer = make_trainer(model=small_model(), trainer_class=OfOwnBatches)
+    trainer = make_trainer(model=float64_model(), trainer_class=OfOwnBatches)
 
     def stacked(samples):
         return [torch.stack(column) for column in zip(*samples, strict=True)]
 
     def peak(collate):
-        return trainer.estimate_memory(regression_data(16), collate_fn=collate, **quick).peak
+        return trainer.estimate_memory(float64_data(16), collate_fn=collate, **quick).peak
 
     usual = peak(stacked)
     assert peak(lambda samples: Pair(*stacked(samples), np.arange(len(samples)))) == usual
     in_object = peak(lambda samples: (Holder(stacked(samples)[0]), stacked(samples)[1]))
-    inputs = regression_data(8).tensors[0]
+    inputs = float64_data(8).tensors[0]
     assert in_object == usual - inputs.nbytes  # which are not seen in it
 
 
 @pytest.mark.extension("compiled_step")
-def test_compiled_steps_are_made_as_usual():
+def test_a_compiled_step_does_not_change_the_estimate():
     peaks = []
     for compile_step in (False, {"backend": "eager"}):
         trainer = trainer_of_blocks(model=nn.Sequential(Blocks(), nn.BatchNorm1d(64)), compile_step=compile_step)
         before = copy.deepcopy(trainer.model.state_dict())
         peaks.append(trainer.estimate_memory(rows(), BATCH, **quick).peak)
-        assert equal(trainer.model.state_dict(), before)
+        assert equal_weights(trainer.model.state_dict(), before)
     assert peaks[0] == peaks[1]
 
 
-def test_an_estimate_computes_like_a_gpu():
-    """Attention with dropout keeps no weights there."""
+def test_memory_is_estimated_as_on_a_gpu():
+    """On a GPU, attention with dropout keeps no attention weights."""
 
     class Attention(nn.Module):
         def __init__(self):
@@ -260,7 +260,7 @@ def test_an_estimate_computes_like_a_gpu():
 
     data = TensorDataset(torch.randn(4, 512, 16), torch.zeros(4, dtype=torch.long))
     model = Attention()
-    trainer = quiet_trainer(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()))
+    trainer = adamw_trainer(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()))
     peaks = [trainer.estimate_memory(data, 4, device_type=kind).peak for kind in ("cpu", "cuda")]
     assert peaks[0] > 4 * 512 * 512 * 4 > 2 * peaks[1]
 
@@ -274,19 +274,19 @@ def test_a_state_that_an_optimizer_has_from_the_start_is_counted():
         assert found.parts["parameters"] == NUM_BYTES
 
 
-def test_an_estimate_changes_nothing():
+def test_estimating_memory_changes_nothing():
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)).double().eval()
     optimizer = torch.optim.AdamW(model.parameters())
-    trainer = quiet_trainer(model, optimizer=optimizer)
-    trainer.train(regression_data(16), 1)
+    trainer = adamw_trainer(model, optimizer=optimizer)
+    trainer.train(float64_data(16), 1)
     model[0].weight.grad = torch.ones(4, 5).double()
     model[1].eval()
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), trainer.progress, trainer.run_config))
     run, generator, hook = trainer.current_run, torch.get_rng_state(), sys.excepthook
-    trainer.estimate_memory(regression_data(40), 4, **quick)
-    assert equal(model.state_dict(), before[0])
+    trainer.estimate_memory(float64_data(40), 4, **quick)
+    assert equal_weights(model.state_dict(), before[0])
     for index, state in before[1]["state"].items():
-        assert equal(optimizer.state_dict()["state"][index], state)
+        assert equal_weights(optimizer.state_dict()["state"][index], state)
     assert optimizer.state_dict()["param_groups"] == before[1]["param_groups"]
     assert (trainer.progress, trainer.run_config) == before[2:]
     assert trainer.current_run is run
@@ -296,7 +296,7 @@ def test_an_estimate_changes_nothing():
     assert torch.equal(torch.get_rng_state(), generator)
     assert sys.excepthook is hook
     assert not torch.distributed.is_initialized()
-    trainer.train(regression_data(16), 1)
+    trainer.train(float64_data(16), 1)
 
 
 class OwnStep(Trainer):
@@ -310,17 +310,17 @@ class OwnStep(Trainer):
 
 
 def test_overridden_steps_are_estimated():
-    model, critic = small_model(), small_model()
+    model, critic = float64_model(), float64_model()
     optimizers = [torch.optim.AdamW(part.parameters()) for part in (model, critic)]
     trainer = OwnStep(model, None, optimizers, callbacks=[])
     trainer.critic = critic
-    found = trainer.estimate_memory(regression_data(), 4, **quick)
+    found = trainer.estimate_memory(float64_data(), 4, **quick)
     size = sum(8 * parameter.numel() for part in (model, critic) for parameter in part.parameters())
     assert found.parts["parameters"] == size
     assert found.parts["optimizer"] >= 2 * size
 
 
-def test_a_step_that_needs_values_is_named():
+def test_a_step_that_reads_values_cannot_be_estimated():
     class Reads(Trainer):
         def calculate_train_batch_loss(self, batch):
             output = super().calculate_train_batch_loss(batch)
@@ -328,8 +328,8 @@ def test_a_step_that_needs_values_is_named():
             return output
 
     with pytest.raises(NotImplementedError, match=r"_local_scalar_dense\S* needs values") as raised:
-        Reads(small_model(), nn.MSELoss(), torch.optim.SGD(small_model().parameters())).estimate_memory(
-            regression_data(), **quick
+        Reads(float64_model(), nn.MSELoss(), torch.optim.SGD(float64_model().parameters())).estimate_memory(
+            float64_data(), **quick
         )
     lines = traceback.extract_tb(raised.value.__cause__.__traceback__)
     assert any(line.line == 'self.latest = output["loss"].item()' for line in lines)

@@ -1,4 +1,4 @@
-"""MetricsFileCallback: its rows, what they hold, and the files of others that it leaves alone."""
+"""MetricsFileCallback: its rows and values, and files of other programs that it does not touch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.logs import csv_rows, json_rows
 from tests.tasks import listener, make_data, make_trainer, train
 
 
-def test_what_json_and_csv_cannot_hold_is_written_as_text(tmp_path):
+def test_values_outside_json_and_csv_are_written_as_text(tmp_path):
     odd = {"nan": math.nan, "inf": -math.inf, "words": "two words", "list": [1, 2]}
 
     def record(trainer: Any) -> None:
@@ -76,7 +76,7 @@ def test_an_evaluation_alone_leaves_the_file_of_an_earlier_run(tmp_path):
     assert (tmp_path / "m.jsonl").read_text() == before
 
 
-def test_columns_may_come_later(tmp_path):
+def test_columns_may_be_added_later(tmp_path):
     def measure(trainer: Any) -> None:
         if trainer.progress.update >= 1:
             trainer.step_metrics["late"] = trainer.progress.update
@@ -88,7 +88,7 @@ def test_columns_may_come_later(tmp_path):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_metrics_in_the_file_of_updates_of_others_are_refused(reverse, here):
+def test_a_metrics_file_of_another_program_is_refused(reverse, here):
     callbacks = [MetricsFileCallback("m.jsonl", every_n_updates=2), MetricsFileCallback(here / "m_updates.jsonl")]
     with pytest.raises(ValueError, match=r"path='.*m_updates.jsonl' is used by two callbacks, Metrics.* and Metrics"):
         train(make_trainer(callbacks[:: -1 if reverse else 1]))
@@ -109,7 +109,7 @@ def test_rows_are_not_written_through_a_link(tmp_path):
     assert (tmp_path / "precious").read_text() == "mine"
 
 
-def test_a_run_that_fails_frees_what_it_writes(tmp_path):
+def test_a_failed_run_releases_its_outputs(tmp_path):
     class Fails(TrainerCallback):
         def on_train_step_end(self, trainer, **kwargs):
             raise ArithmeticError

@@ -15,7 +15,7 @@ from pytorch_accel_lite.callbacks import MixtureScheduleCallback
 from pytorch_accel_lite.data import Mixture, MixtureStream
 from tests.ranks import every_state, run_and_resume, world_size
 from tests.streams import Cut, Forgetful, ForgetfulCut, Keeps, Shelf, Sums
-from tests.tasks import equal, largest_difference, listener, make_data, make_model, quiet_trainer, weights
+from tests.tasks import adamw_trainer, equal_weights, largest_difference, listener, make_data, make_model, weights
 
 STAGES = {0: {"easy": 3, "hard": 1}, 2: {"easy": 1, "hard": 3}}
 
@@ -27,7 +27,7 @@ def mixture() -> Mixture:
 
 
 def of_metrics(epoch: int, metrics: dict[str, float]) -> dict[str, float]:
-    """More of what is hard, the smaller the last loss."""
+    """A larger share of hard samples for a smaller last loss."""
     loss = metrics.get("eval_loss_epoch", 1.0)
     return {"easy": 1.0, "hard": 1.0 if epoch == 1 else min(2.0 + epoch / (1 + loss), 5.0)}
 
@@ -36,7 +36,7 @@ def trained(folder: Path | None = None, schedule: Any = STAGES, linear: bool = F
     seen: list[int] = []
     keeping = listener(on_train_step_end=lambda trainer, **_: seen.extend(trainer.batch_indices))
     callbacks = [*every_state(folder), MixtureScheduleCallback(schedule, linear=linear), keeping]
-    trainer = quiet_trainer(make_model(), seed=3, callbacks=callbacks)
+    trainer = adamw_trainer(make_model(), seed=3, callbacks=callbacks)
     trainer.train(mixture(), 4, make_data(6), per_device_batch_size=2, **kwargs)
     vars(trainer)["seen"] = seen
     return trainer
@@ -62,7 +62,7 @@ def test_the_shares_change_and_are_recorded(schedule, linear, hard):
     assert [sum(index >= 6 for index in epoch) / 8 for epoch in by_epoch] == hard
 
 
-def test_each_dataset_is_read_on_from_where_it_was():
+def test_each_dataset_of_a_mixture_resumes_at_its_position():
     hard = [index for index in trained().seen if index >= 6]  # 2 + 2 + 6 + 6 of 10
     assert set(hard[:10]) == set(range(6, 16))
     assert len(set(hard[10:])) == 6
@@ -72,10 +72,10 @@ def test_a_second_run_begins_with_the_first_stage():
     callbacks = [MixtureScheduleCallback(STAGES)]
     data, results = mixture(), []
     for _ in range(2):
-        trainer = quiet_trainer(make_model(), seed=3, callbacks=callbacks)
+        trainer = adamw_trainer(make_model(), seed=3, callbacks=callbacks)
         trainer.train(data, 3)
         results.append(weights(trainer.model))
-    assert equal(*results)
+    assert equal_weights(*results)
 
 
 def run_of_metrics(folder: Path | None = None, **kwargs: Any) -> Trainer:
@@ -90,11 +90,11 @@ def result(trainer: Trainer) -> dict[str, torch.Tensor]:
 def test_any_number_of_processes_resumes_to_the_same_bits(two_ranks):
     whole, *resumed = run_and_resume(run_of_metrics, result)
     assert len(resumed) >= 3
-    assert all(equal(other, whole) for other in resumed)
+    assert all(equal_weights(other, whole) for other in resumed)
     assert len(whole["shares"].unique()) > 1
     for first, *others in two_ranks.run(run_and_resume, run_of_metrics, result):
         assert torch.equal(first["shares"], whole["shares"])
-        assert all(equal(other, first) for other in others)
+        assert all(equal_weights(other, first) for other in others)
 
 
 # ------------------------------------------------------------------- by updates
@@ -116,7 +116,7 @@ def by_updates(
     seen: list[int] = []
     keeping = listener(on_train_step_end=lambda trainer, **_: seen.extend(trainer.batch_indices or ()))
     changing = MixtureScheduleCallback(schedule, unit="updates", **kwargs)
-    trainer = quiet_trainer(make_model(), seed=3, callbacks=[*every_state(folder), changing, keeping])
+    trainer = adamw_trainer(make_model(), seed=3, callbacks=[*every_state(folder), changing, keeping])
     if data is None:
         both = make_data(40)
         easy, hard = (TensorDataset(*(tensor[part] for tensor in both.tensors)) for part in (slice(15), slice(15, 40)))
@@ -136,7 +136,7 @@ def by_updates(
 
 
 def of_the_loss(update: int, metrics: dict[str, float]) -> dict[str, float]:
-    """More of what is hard after each update, and the smaller the last loss."""
+    """A larger share of hard samples after each update, and for a smaller last loss."""
     return {"easy": 1.0, "hard": update + 1 / (1 + metrics.get("eval_loss_epoch", 0.0))}
 
 
@@ -144,7 +144,7 @@ def hard_by_update(seen: list[int]) -> list[int]:
     return [sum(index >= 15 for index in seen[first : first + 6]) for first in range(0, 72, 6)]
 
 
-def test_stages_begin_after_their_update():
+def test_stages_of_a_mixture_start_after_their_update():
     trainer = by_updates()
     assert hard_by_update(trainer.seen) == [0, 0, 0, 3, 3, 3, 3, 4, 5, 4, 5, 4]  # 7 is the first of the second epoch
     easy, hard = ([index for index in trainer.seen if (index >= 15) is is_hard] for is_hard in (False, True))
@@ -153,14 +153,14 @@ def test_stages_begin_after_their_update():
     assert shares(trainer)[:3] == [0, 0.25, 0.5]  # of two updates each
 
 
-def test_linear_weights_change_gradually_and_give_what_is_due():
+def test_linear_weights_change_gradually_with_exact_shares():
     hard = hard_by_update(by_updates(schedule=LINEAR, linear=True, every_n_updates=2).seen)
     due = [6 * (0.1 + 0.1 * min(update - update % 2, 8)) for update in range(12)]
     for count in range(1, 6):
         assert abs(sum(hard[:count]) - sum(due[:count])) <= 1
 
 
-def test_a_small_share_is_not_lost_in_changes():
+def test_a_small_share_survives_changes_of_the_weights():
     seen = by_updates(schedule=lambda update, _: {"easy": 20 + update % 2, "hard": 1}, batch=2, every_n_updates=1).seen
     assert sum(index >= 15 for index in seen[:36]) == 2  # about one in 21
 
@@ -170,12 +170,12 @@ def update_run(folder: Path | None = None, **kwargs: Any) -> Trainer:
 
 
 @pytest.mark.processes
-def test_by_updates_all_processes_resume_to_the_same_bits(two_ranks):
+def test_schedules_by_updates_resume_on_any_process_count(two_ranks):
     alone = run_and_resume(update_run, result)
     assert len(alone[0]["shares"].unique()) > 3
     for runs in (alone, *two_ranks.run(run_and_resume, update_run, result)):
         assert len(runs) >= 4
-        assert all(equal(resumed, runs[0]) for resumed in runs)
+        assert all(equal_weights(resumed, runs[0]) for resumed in runs)
         assert largest_difference(runs[0], alone[0]) < 1e-6
 
 
@@ -196,7 +196,7 @@ def test_workers_read_the_rest_of_an_epoch_again():
     assert isinstance(data, Mixture)
     with_workers = by_updates(data=data, loader_kwargs={"num_workers": 1})
     assert with_workers.seen == alone.seen
-    assert equal(weights(with_workers.model), weights(alone.model))
+    assert equal_weights(weights(with_workers.model), weights(alone.model))
 
 
 def streams(**kinds: Any) -> MixtureStream:
@@ -237,7 +237,7 @@ def test_streams_give_the_shares_of_their_updates():
 
 
 def read_and_resumed(**kinds: Any) -> list[dict[str, torch.Tensor]]:
-    """What a process has read of streams; with "seen" of the whole run for those that were resumed."""
+    """The samples that a process has read; for resumed runs, those of the complete run."""
 
     def train(folder: Path, resume_from: Path | None = None) -> dict[str, torch.Tensor]:
         return train_on_streams(folder, kinds, resume_from=resume_from)
@@ -254,7 +254,7 @@ def test_changed_streams_resume_to_the_same_bits(two_ranks, kinds):
         for resumed in others:
             rest = resumed.pop("seen")
             assert torch.equal(rest, whole["seen"][-len(rest) :])
-            assert equal(resumed, {name: value for name, value in whole.items() if name != "seen"})
+            assert equal_weights(resumed, {name: value for name, value in whole.items() if name != "seen"})
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_changed_streams_resume_to_the_same_bits(two_ranks, kinds):
 )
 def test_streams_that_cannot_be_read_again_are_refused(seed, workers, message):
     changing = MixtureScheduleCallback(BY_UPDATES, unit="updates")
-    trainer = quiet_trainer(make_model(), seed=seed, callbacks=[changing])
+    trainer = adamw_trainer(make_model(), seed=seed, callbacks=[changing])
     with pytest.raises(ValueError, match=message):
         trainer.train(
             streams(easy=Shelf, hard=Shelf), max_num_train_steps=3, train_dataloader_kwargs={"num_workers": workers}
@@ -293,7 +293,7 @@ def test_weights_of_streams_change_by_epoch():
         (STAGES, {"every_n_updates": 5}, "every_n_updates=5 needs unit='updates'"),
     ],
 )
-def test_what_is_no_schedule_is_refused(schedule, options, message):
+def test_an_invalid_mixture_schedule_is_refused(schedule, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         MixtureScheduleCallback(schedule, **options)
 
@@ -305,9 +305,9 @@ def test_what_is_no_schedule_is_refused(schedule, options, message):
         (mixture(), "weights has 'hart'.*'hard'"),
     ],
 )
-def test_a_mistake_shows_before_training(data, message):
+def test_unusable_data_of_a_mixture_schedule_are_refused(data, message):
     stages = {0: {"easy": 1, "hard": 1}, 5: {"easy": 1, "hart": 1}}
-    trainer = quiet_trainer(make_model(), callbacks=[MixtureScheduleCallback(stages)])
+    trainer = adamw_trainer(make_model(), callbacks=[MixtureScheduleCallback(stages)])
     with pytest.raises(ValueError, match=message):
         trainer.train(data, 1)
     assert trainer.progress.step == 0

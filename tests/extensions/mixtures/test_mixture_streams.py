@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite.data import MixtureStream
 from tests.streams import Forgetful, Shelf, train_on
-from tests.tasks import equal
+from tests.tasks import equal_weights
 
 
 def given(stream, count=None):
@@ -16,7 +16,7 @@ def given(stream, count=None):
     return [int(sample[0]) for sample, _ in zip(reader, range(count or 1000), strict=False)]
 
 
-def test_streams_are_mixed_evenly_and_begin_again():
+def test_streams_are_mixed_evenly_and_repeated():
     mixed = MixtureStream({"a": Shelf(range(3)), "b": Shelf(range(10, 30))}, {"a": 0.5, "b": 1.5})
     assert given(mixed, 16) == [10, 0, 11, 12, 13, 1, 14, 15, 16, 2, 17, 18, 19, 0, 20, 21]
     assert given(mixed, 4) == [10, 0, 11, 12]
@@ -54,11 +54,11 @@ def test_each_pass_over_a_stream_calls_set_epoch():
 
 
 def test_a_mixture_of_streams_resumes_to_the_same_bits(tmp_path):
-    """A stream with a state is not read again, one without is as far as its pass has come."""
+    """A stream with a state is not read again; one without is reread up to its position."""
     whole = train_on("mixture", tmp_path)
     for update in (1, 7, 13):
         resumed = train_on("mixture", resume_from=tmp_path / f"{update}")
-        assert equal(resumed["weights"], whole["weights"])
+        assert equal_weights(resumed["weights"], whole["weights"])
         assert all(map(torch.equal, resumed["seen"], whole["seen"][update:]))
         assert [x for x in resumed["read"] if x < 100] == [x % 26 for x in range(2 * update, 30)]  # a batch ahead
         first = [x for x in resumed["read"] if x >= 100]
@@ -70,7 +70,7 @@ def test_shuffle_buffers_in_a_mixture_are_filled_again(tmp_path):
     whole = train_on("mixture of shuffled", tmp_path, size=12)
     resumed = train_on("mixture of shuffled", resume_from=tmp_path / "3", size=12)
     assert all(map(torch.equal, resumed["seen"], whole["seen"][3:]))
-    assert equal(resumed["weights"], whole["weights"])
+    assert equal_weights(resumed["weights"], whole["weights"])
 
 
 def test_a_stream_under_two_names_is_an_error():

@@ -1,4 +1,4 @@
-"""Mixtures: shares of several datasets, the same order from any position, for any number of processes and workers."""
+"""Mixtures: shares of several datasets, in the same order from any position on any processes and workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import Mixture, shard
 from tests.loaders import numbers, rank_of
 from tests.streams import SavesEachUpdate
-from tests.tasks import Stream, equal, largest_difference, make_trainer, weights
+from tests.tasks import Stream, equal_weights, largest_difference, make_trainer, weights
 
 
 class Numbers(Dataset[Any]):
@@ -143,7 +143,7 @@ def test_an_interrupted_mixture_ends_with_the_same_bits(tmp_path):
     for update, workers in ((1, 0), (steps // 2 - 1, 2), (steps // 2, 0), (steps - 1, 0)):
         state, kwargs = tmp_path / f"{update}", {"train_dataloader_kwargs": {"num_workers": workers}}
         resumed = train_mixture(resume_from=state, **kwargs)
-        assert equal(resumed["weights"], whole["weights"])
+        assert equal_weights(resumed["weights"], whole["weights"])
         assert all(map(torch.equal, resumed["seen"], whole["seen"][update:]))
         assert resumed["history"] == whole["history"]
 

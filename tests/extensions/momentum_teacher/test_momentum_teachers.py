@@ -1,4 +1,4 @@
-"""Momentum teachers and target networks: the formula, schedules, exact resuming, several processes, shards."""
+"""Momentum teachers: the formula, schedules, exact resuming, several processes, shards."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import MomentumTeacherCallback, SaveTrainingStateCallback
 from tests.ranks import OrderedStream, check_processes, every_state, world_size
 from tests.sharded import fit, gathered, sharded_trainer
-from tests.tasks import equal, largest_difference, regression_data, small_model, weights
+from tests.tasks import equal_weights, float64_data, float64_model, largest_difference, weights
 
-DATA = regression_data(26)
+DATA = float64_data(26)
 IN_ORDER = {"shuffle": False}
 
 
@@ -28,7 +28,7 @@ def cosine(update: int, num_updates: int) -> float:
 
 
 class Taught(Trainer):
-    """Learns what its teacher says, and a little of the truth."""
+    """Learns the outputs of its teacher and, with a small weight, the targets."""
 
     teacher: MomentumTeacherCallback
 
@@ -46,7 +46,7 @@ def taught(
     kind: type[Taught] = Taught,
     **kwargs: Any,
 ) -> Taught:
-    model = small_model() if model is None else model
+    model = float64_model() if model is None else model
     trainer = kind(model, None, torch.optim.SGD(model.parameters(), lr=0.05), [teacher, *callbacks], **kwargs)
     trainer.teacher = teacher
     return trainer
@@ -58,8 +58,8 @@ def train(trainer: Trainer, **kwargs: Any) -> Trainer:
 
 
 def by_hand(momentum: Any, every: int = 1) -> tuple[nn.Module, nn.Module]:
-    """The loop that one would write."""
-    model = small_model()
+    """The hand-written loop."""
+    model = float64_model()
     teacher = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     loader = DataLoader(DATA, 4)
@@ -85,12 +85,12 @@ def by_hand(momentum: Any, every: int = 1) -> tuple[nn.Module, nn.Module]:
     ],
     ids=["momentum", "schedule", "target network"],
 )
-def test_a_teacher_is_that_of_the_loop_one_would_write(arguments, momentum, every):
+def test_a_teacher_equals_that_of_a_hand_written_loop(arguments, momentum, every):
     model, expected = by_hand(momentum, every)
     trainer = train(taught(teacher := MomentumTeacherCallback(**arguments)))
-    assert equal(trainer.model.state_dict(), model.state_dict())
-    assert equal(teacher.module.state_dict(), expected.state_dict())
-    assert not equal(teacher.module.state_dict(), model.state_dict())
+    assert equal_weights(trainer.model.state_dict(), model.state_dict())
+    assert equal_weights(teacher.module.state_dict(), expected.state_dict())
+    assert not equal_weights(teacher.module.state_dict(), model.state_dict())
 
 
 def pair(trainer: Any) -> dict[str, torch.Tensor]:
@@ -125,7 +125,7 @@ def test_a_sharded_model_has_a_sharded_teacher(tmp_path, two_ranks):
     expected = in_shards("whole", tmp_path)[0]
     for whole, resumed in two_ranks.run(in_shards, "fsdp", tmp_path):
         assert largest_difference(whole, expected) < 1e-12
-        assert equal(resumed, whole)
+        assert equal_weights(resumed, whole)
 
 
 def test_modes_and_buffers_of_the_teacher_are_its_own():
@@ -140,7 +140,7 @@ def test_modes_and_buffers_of_the_teacher_are_its_own():
     model = nn.Sequential(*layers).double()
     train(taught(teacher := MomentumTeacherCallback(0), model=model, kind=InTrainingMode))
     assert teacher.module.training
-    assert equal(teacher.module.state_dict(), model.state_dict())
+    assert equal_weights(teacher.module.state_dict(), model.state_dict())
     assert not any(parameter.requires_grad for parameter in teacher.module.parameters())
 
 
@@ -156,7 +156,7 @@ def test_before_its_first_run_the_teacher_is_the_model():
 
 def test_a_teacher_is_saved_after_every_epoch(tmp_path):
     train(taught(teacher := MomentumTeacherCallback(0.9, save_path=tmp_path / "teacher.pt")))
-    assert equal(torch.load(tmp_path / "teacher.pt")["model_state_dict"], teacher.module.state_dict())
+    assert equal_weights(torch.load(tmp_path / "teacher.pt")["model_state_dict"], teacher.module.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -185,6 +185,6 @@ def test_a_schedule_needs_the_length_of_the_run():
     taught(MomentumTeacherCallback(0.9)).train(OrderedStream(DATA), 1, per_device_batch_size=4)
 
 
-def test_a_teacher_without_a_trainer_says_what_it_lacks():
+def test_a_teacher_without_a_trainer_is_explained():
     with pytest.raises(RuntimeError, match="Pass it to the callbacks of a trainer before you call it"):
         MomentumTeacherCallback()(DATA.tensors[0])

@@ -1,4 +1,4 @@
-"""Muon for matrices with AdamW for the rest: which parameters are which, and training with both."""
+"""Muon for matrices with AdamW for the rest: the division of parameters, and training with both."""
 
 from __future__ import annotations
 
@@ -14,10 +14,18 @@ from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.optimizers import muon_with_adamw, split_parameters
 from tests.launching import HAS_MUON
 from tests.ranks import shared_folder, world_size
-from tests.tasks import alone, deep_model, equal, hand_written_loop, largest_difference, regression_data, weights
+from tests.tasks import (
+    deep_model,
+    equal_weights,
+    float64_data,
+    hand_written_loop,
+    largest_difference,
+    on_one_process,
+    weights,
+)
 
 pytestmark = HAS_MUON
-DATA = regression_data(24)
+DATA = float64_data(24)
 
 
 class LanguageModel(nn.Module):
@@ -125,7 +133,7 @@ def test_training_has_the_bits_of_a_loop_with_both_optimizers():
     ]
     both[0].register_step_post_hook(lambda *_: (both[1].step(), both[1].zero_grad()))
     hand_written_loop(by_hand, both[0], torch.utils.data.DataLoader(DATA, 8), epochs=2)
-    assert equal(weights(model), weights(by_hand))
+    assert equal_weights(weights(model), weights(by_hand))
 
 
 def resumed() -> list[dict[str, torch.Tensor]]:
@@ -139,10 +147,10 @@ def resumed() -> list[dict[str, torch.Tensor]]:
 
 
 def test_runs_resume_to_the_same_bits_on_one_and_two_processes(two_ranks):
-    for whole, again, made in (alone(resumed), *two_ranks(resumed)):
-        assert equal(whole, again)
-        assert equal(whole, made)
-        assert largest_difference(whole, alone(resumed)[0]) < 1e-12
+    for whole, again, made in (on_one_process(resumed), *two_ranks(resumed)):
+        assert equal_weights(whole, again)
+        assert equal_weights(whole, made)
+        assert largest_difference(whole, on_one_process(resumed)[0]) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -152,6 +160,6 @@ def test_runs_resume_to_the_same_bits_on_one_and_two_processes(two_ranks):
         (deep_model, {"heads": [nn.Linear(2, 2)]}, "heads has Linear, which is not a module of the model"),
     ],
 )
-def test_what_cannot_be_divided_is_an_error(create, arguments, said):
+def test_models_that_muon_cannot_divide_are_an_error(create, arguments, said):
     with pytest.raises(ValueError, match=said):
         muon_with_adamw(create(), **arguments)

@@ -15,7 +15,7 @@ from pytorch_accel_lite import callbacks as shipped
 from pytorch_accel_lite.callbacks import NaNReportCallback, SaveTrainingStateCallback, TerminateOnNaNCallback
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, global_batch, shared_folder
-from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import adamw_trainer, equal_weights, float64_data, float64_model, listener, weights
 
 WITHOUT_WORKERS = {"shuffle": False, "num_workers": 0}
 
@@ -48,7 +48,7 @@ def fit(trainer: Trainer, data: Any, epochs: int = 2, **kwargs: Any) -> Trainer:
 
 
 def spoilt(index: int = 12, value: float = math.nan, size: int = 30) -> Any:
-    data = regression_data(size)
+    data = float64_data(size)
     data.tensors[0][index, 2] = value
     return data
 
@@ -67,7 +67,7 @@ def test_a_nan_report_names_the_layer_and_the_samples(tmp_path, accumulation):
     assert summary["origin"] == {
         "layer": "0", "kind": "Linear", "inputs_are_finite": False, "weights_are_finite": True, "operations": [],
     }  # fmt: skip
-    assert equal({"0.weight": weights(trainer.model)["0.weight"]}, {"0.weight": before[2]["0.weight"]})
+    assert equal_weights({"0.weight": weights(trainer.model)["0.weight"]}, {"0.weight": before[2]["0.weight"]})
     assert not trainer.model[0]._forward_hooks
 
 
@@ -75,8 +75,8 @@ def test_training_with_reports_has_the_same_bits():
     results = []
     for callbacks in ([], [NaNReportCallback]):
         torch.manual_seed(3)
-        results.append(weights(fit(reporting_trainer(callbacks), regression_data(30)).model))
-    assert equal(*results)
+        results.append(weights(fit(reporting_trainer(callbacks), float64_data(30)).model))
+    assert equal_weights(*results)
 
 
 class Gated(nn.Module):
@@ -92,7 +92,7 @@ class Gated(nn.Module):
 
 
 def test_a_non_finite_gradient_is_reported_before_the_update(tmp_path):
-    data = regression_data(30)
+    data = float64_data(30)
     data.tensors[0][12] = 0.0
     report = NaNReportCallback(tmp_path)
     trainer = reporting_trainer([report], Gated())
@@ -107,26 +107,26 @@ def test_a_non_finite_gradient_is_reported_before_the_update(tmp_path):
     assert quiet.report is None
 
 
-def test_weights_that_are_not_finite_are_named(tmp_path):
+def test_non_finite_weights_are_named(tmp_path):
     model = make_model()
     with torch.no_grad():
         model[5].bias.fill_(math.inf)
     report = NaNReportCallback(tmp_path)
     with pytest.raises(NonFiniteLossError, match=r"is 5 \(Linear\); its weights are not finite either"):
-        fit(reporting_trainer([report], model), regression_data(30))
+        fit(reporting_trainer([report], model), float64_data(30))
 
 
 @pytest.mark.slow
-def test_a_compiled_model_is_looked_into(tmp_path):
+def test_nan_reports_look_inside_a_compiled_model(tmp_path):
     report = NaNReportCallback(tmp_path)
     trainer = reporting_trainer([report], compile_model={"backend": "eager"})
     with pytest.raises(NonFiniteLossError, match=r"is 0 \(Linear\)"):
         fit(trainer, spoilt())
 
 
-def test_a_run_in_which_all_is_finite_leaves_no_report(tmp_path):
+def test_a_finite_run_writes_no_report(tmp_path):
     report = NaNReportCallback(tmp_path / "reports")
-    fit(reporting_trainer([report]), regression_data(30))
+    fit(reporting_trainer([report]), float64_data(30))
     assert report.report is None
     assert not (tmp_path / "reports").exists()
 
@@ -163,7 +163,7 @@ class Halved(nn.Module):
 
 
 def failing_run(folder: Any, seen: list[Any], model: Any = None, saves: int | None = 1, **kwargs: Any) -> Trainer:
-    """A trainer whose third step of the second epoch fails by its data, which only that epoch reads as they are."""
+    """A trainer whose third step of the second epoch fails because of its data."""
     saving = [SaveTrainingStateCallback(folder / "states", save_every_n_steps=saves)] if saves else []
 
     def note(trainer: Trainer, output: dict[str, Any]) -> None:
@@ -179,7 +179,7 @@ def failing_run(folder: Any, seen: list[Any], model: Any = None, saves: int | No
 
 def late(epoch: int = 2, index: int = 12) -> Any:
     """Data of which one sample is spoilt from an epoch on."""
-    data = regression_data(30)
+    data = float64_data(30)
 
     def spoil(trainer: Trainer, **kwargs: Any) -> None:
         if trainer.progress.epoch == epoch:
@@ -218,7 +218,7 @@ def test_a_repeated_step_has_its_bits_and_names_the_operation(tmp_path, capsys, 
     assert len(again) == len(first) if saves is None else len(again) <= saves * accumulation + 1
     assert bits(again) == bits(first[-len(again) :])
     assert math.isnan(again[-1][2])
-    assert equal(again[-1][3], first[-1][3])
+    assert equal_weights(again[-1][3], first[-1][3])
     assert (found.layer, found.kind) == ("2", "Halved")
     [operation] = found.operations
     assert operation.startswith("The first NaN comes from torch.Tensor.sqrt in 2 (Halved), line ")
@@ -232,7 +232,7 @@ def test_a_repeated_step_has_its_bits_and_names_the_operation(tmp_path, capsys, 
 
 
 def test_a_repeated_step_names_the_non_finite_gradients_origin(tmp_path):
-    data = regression_data(30)
+    data = float64_data(30)
     data.tensors[0][12] = 0.0
     torch.manual_seed(0)
     models = Gated(), Gated()
@@ -251,20 +251,20 @@ def test_a_repeated_step_names_the_non_finite_gradients_origin(tmp_path):
     assert operation.endswith("of test_nan_report.py: return x.sqrt().")
 
 
-def test_a_repeated_step_that_is_finite_ends_the_run_and_says_so(tmp_path, capsys):
+def test_a_finite_repetition_of_a_step_ends_the_run(tmp_path, capsys):
     arguments = {"per_device_batch_size": 5, "train_dataloader_kwargs": WITHOUT_WORKERS}
     with pytest.raises(NonFiniteLossError):
         fit(failing_run(tmp_path, []), spoilt())
     [report] = (tmp_path / "reports").iterdir()
     seen: list[Any] = []
-    found = NaNReportCallback.repeat(failing_run(tmp_path, seen), report, regression_data(30), 2, **arguments)
+    found = NaNReportCallback.repeat(failing_run(tmp_path, seen), report, float64_data(30), 2, **arguments)
     assert found.layer is None
     assert not found.operations
     assert [step for _, step, *_ in seen] == [2]
     assert "Step 2 of epoch 1 was repeated. The outputs of all layers are finite." in capsys.readouterr().out
 
 
-def test_a_step_that_cannot_be_repeated_says_what_it_takes(tmp_path):
+def test_an_unrepeatable_step_says_what_is_needed(tmp_path):
     trainer = failing_run(tmp_path, [], saves=None)
     with pytest.raises(NonFiniteLossError, match=r"cannot be repeated, .* no training states and has no seed. Give it"):
         fit(trainer, spoilt())
@@ -284,7 +284,7 @@ def test_a_step_that_cannot_be_repeated_says_what_it_takes(tmp_path):
 
 
 @pytest.mark.extension("failed_batches")
-def test_parts_that_were_taken_back_are_not_in_the_report(tmp_path):
+def test_parts_of_undone_attempts_are_not_in_the_report(tmp_path):
     tried: list[list[int]] = []
 
     class Uneven(Trainer):
@@ -296,7 +296,7 @@ def test_parts_that_were_taken_back_are_not_in_the_report(tmp_path):
 
     report, model = NaNReportCallback(tmp_path), make_model()
     trainer = Uneven(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), callbacks=[report])
-    data = regression_data(8)
+    data = float64_data(8)
     data.tensors[0][7] = math.nan
     with pytest.raises(NonFiniteLossError):
         trainer.train(data, 1, None, 8, train_dataloader_kwargs={"shuffle": False}, auto_microbatch=True)
@@ -306,16 +306,16 @@ def test_parts_that_were_taken_back_are_not_in_the_report(tmp_path):
 
 
 def nan_report() -> Any:
-    """One rank meets a batch that is not finite: it alone writes a report, all end together, and repeat the step."""
+    """One rank has a non-finite batch: only it writes a report, and all repeat the step and end together."""
     with shared_folder() as folder:
-        data = regression_data(60)
+        data = float64_data(60)
         data.tensors[0][17, 0] = float("nan")
         arguments = {"per_device_batch_size": global_batch(6), "train_dataloader_kwargs": IN_ORDER}
 
         def make() -> tuple[Trainer, NaNReportCallback]:
             report = NaNReportCallback(folder / "nan reports")
             saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=2)
-            return quiet_trainer(small_model(), callbacks=[report, saving]), report
+            return adamw_trainer(float64_model(), callbacks=[report, saving]), report
 
         trainer, report = make()
         try:
@@ -329,7 +329,7 @@ def nan_report() -> Any:
 
 
 @two_are_enough
-def test_the_rank_that_meets_a_nan_writes_the_report(ranks):
+def test_the_rank_with_a_nan_writes_the_report(ranks):
     *others, last = ranks(nan_report)
     rank = ranks.world_size - 1
     assert last["report"] == f"epoch-1-step-2-rank-{rank}.json"

@@ -1,4 +1,4 @@
-"""Trials of Optuna that are pruned in order, on one process and several."""
+"""Pruned Optuna trials end cleanly, on one process and several."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStat
 from pytorch_accel_lite.integrations import OptunaPruningCallback
 from tests.launching import run_code
 from tests.ranks import rank
-from tests.tasks import equal, quiet_trainer, regression_data, small_model
+from tests.tasks import adamw_trainer, equal_weights, float64_data, float64_model
 
 
 class PruneAt(optuna.pruners.BasePruner):
@@ -46,15 +46,15 @@ def _quiet() -> None:
 
 
 def searching_trainer(*listed) -> Trainer:
-    model = small_model()
-    return quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.05), callbacks=listed, seed=0)
+    model = float64_model()
+    return adamw_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.05), callbacks=listed, seed=0)
 
 
 def train(trainer: Trainer, **kwargs) -> None:
-    trainer.train(regression_data(8), 4, regression_data(8), per_device_batch_size=4, **kwargs)
+    trainer.train(float64_data(8), 4, float64_data(8), per_device_batch_size=4, **kwargs)
 
 
-def test_a_pruned_trial_ends_in_order_and_counts_as_pruned(tmp_path):
+def test_a_pruned_trial_ends_cleanly_and_counts_as_pruned(tmp_path):
     def objective(trial):
         pruning = OptunaPruningCallback(trial)
         trainer = searching_trainer(pruning, SaveTrainingStateCallback(tmp_path / str(trial.number)))
@@ -107,8 +107,8 @@ def test_a_trial_ends_in_the_same_bits_after_others():
         trainer = searching_trainer(OptunaPruningCallback(study.ask()))
         train(trainer, gradient_accumulation_steps=2 if clips else 1, gradient_clip_norm=0.1 if clips else None)
         ended.append(trainer.model.state_dict())
-    assert equal(ended[0], ended[2])
-    assert not equal(ended[0], ended[1])
+    assert equal_weights(ended[0], ended[2])
+    assert not equal_weights(ended[0], ended[1])
 
 
 def test_a_wrong_direction_or_an_unknown_metric_is_an_error():
@@ -194,7 +194,7 @@ def test_a_trial_that_was_killed_continues_to_the_same_bits(tmp_path):
     assert values["output_dir"] == "runs/1"
     resumed = saving(tmp_path / "killed", again, CrashAt(99))
     train(resumed, resume_from="latest")
-    assert equal(resumed.model.state_dict(), whole.model.state_dict())
+    assert equal_weights(resumed.model.state_dict(), whole.model.state_dict())
     first, killed, last = study.trials
     assert (killed.state.name, list(killed.intermediate_values)) == ("FAIL", [1, 2])
     assert last.intermediate_values == first.intermediate_values

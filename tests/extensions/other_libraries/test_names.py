@@ -1,4 +1,4 @@
-"""Names of other libraries are answered with those to use here."""
+"""Names of other libraries: the error suggests the name to use."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TRAINER: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "answer"), TRAINER, ids=[next(iter(a)) for a, _ in TRAINER])
-def test_an_argument_that_a_trainer_has_by_another_name(arguments, answer):
+def test_renamed_arguments_of_trainers_are_suggested(arguments, answer):
     assert answer in message(TypeError, lambda: make_trainer(**arguments))
 
 
@@ -65,12 +65,12 @@ TRAIN: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "answer"), TRAIN, ids=["+".join(a) for a, _ in TRAIN])
-def test_an_argument_that_train_has_by_another_name(arguments, answer):
+def test_renamed_arguments_of_train_are_suggested(arguments, answer):
     assert answer in message(TypeError, lambda: make_trainer().train(make_data(), **arguments))
 
 
 @pytest.mark.parametrize("method", ["evaluate", "predict", "predict_iter"])
-def test_an_argument_that_evaluate_and_predict_do_not_have(method):
+def test_unknown_arguments_of_evaluate_are_explained(method):
     call = getattr(make_trainer(), method)
     assert "it is called per_device_batch_size." in message(TypeError, lambda: call(make_data(), batch_size=3))
     assert "it is called dataset." in message(TypeError, lambda: call(test_data=make_data()))
@@ -88,7 +88,7 @@ CALLBACKS: list[tuple[Any, str, str]] = [
 
 
 @pytest.mark.parametrize(("callback", "word", "answer"), CALLBACKS, ids=[f"{c.__name__}-{w}" for c, w, _ in CALLBACKS])
-def test_an_argument_that_a_callback_has_by_another_name(callback, word, answer):
+def test_renamed_arguments_of_callbacks_are_suggested(callback, word, answer):
     assert answer in message(TypeError, lambda: callback(**{word: 3}))
 
 
@@ -128,5 +128,5 @@ def test_a_hook_that_a_trainer_defines_is_warned_of(name, advice):
     assert len(caught) == 1
 
 
-def test_what_hooks_of_other_libraries_mean_exists():
+def test_hooks_of_other_libraries_map_to_existing_events():
     assert set(HOOKS) <= {*EVENTS, "state_dict", "load_state_dict"}

@@ -1,4 +1,4 @@
-"""Sequences packed in a row: gradients are those of padded batches, and runs are exact."""
+"""Packed sequences: gradients equal those of padded batches, and runs are exact."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pytorch_accel_lite.data import (
 )
 from tests.ranks import shared_folder
 from tests.streams import SavesEachUpdate
-from tests.tasks import equal, largest_difference, listener, weights
+from tests.tasks import equal_weights, largest_difference, listener, weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -131,13 +131,13 @@ def test_samples_of_all_kinds_lose_their_padding():
         ({"input_ids": [1, 2], "attention_mask": [0, 0]}, "has no tokens"),
     ],
 )
-def test_what_cannot_be_packed_is_named(sample, words):
+def test_samples_that_cannot_be_packed_are_named(sample, words):
     with pytest.raises(ValueError, match=words):
         PackSequences()([sample])
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_samples_that_do_not_have_the_same_are_named(order):
+def test_samples_with_different_contents_are_named(order):
     samples = [{"input_ids": [1, 2]}, {"input_ids": [3], "labels": [4]}]
     with pytest.raises(ValueError, match=r"The samples of a batch to pack have \['input_ids'.* and \['input_ids'"):
         PackSequences(causal=False)(samples[::order])
@@ -324,13 +324,13 @@ def test_training_gives_the_weights_and_losses_of_padded_batches():
 
 
 @pytest.mark.processes
-def test_so_does_training_on_several_processes(ranks):
+def test_packed_training_on_several_processes_is_exact(ranks):
     for result in ranks(both):
         check_both(*result)
 
 
 def test_workers_give_the_same_bits():
-    assert equal(run(workers=2)["weights"], run()["weights"])
+    assert equal_weights(run(workers=2)["weights"], run()["weights"])
 
 
 def resuming() -> Any:
@@ -346,7 +346,7 @@ def test_runs_resume_to_the_same_bits():
     result = resuming()
     assert len(result["resumed"]) > 1
     for resumed in result["resumed"]:
-        assert equal(resumed["weights"], result["whole"]["weights"])
+        assert equal_weights(resumed["weights"], result["whole"]["weights"])
         assert resumed["seen"] == result["whole"]["seen"][-len(resumed["seen"]) :]
 
 
@@ -418,7 +418,7 @@ def test_a_check_finds_sequences_that_are_not_kept_apart(keeps_apart):
 
 
 @pytest.mark.extension("tuning")
-def test_a_diagnosis_counts_the_sequences_of_a_row():
+def test_diagnose_counts_the_sequences_of_a_packed_row():
     model = small_transformer("bounds")
     trainer = Tokens(model, None, torch.optim.SGD(model.parameters(), lr=0.5), callbacks=[])
     found = trainer.diagnose(texts(8), collate_fn=PackSequences(), per_device_batch_size=4, num_steps=3)

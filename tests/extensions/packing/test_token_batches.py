@@ -1,4 +1,4 @@
-"""Batches by a budget of tokens: what is in them, that every token weighs the same, and that runs resume exactly."""
+"""Batches by a token budget: their contents, equal weights of tokens, and exact resuming."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.data import TokenBatchSampler
 from tests.ranks import shared_folder, world_size
 from tests.streams import SavesEachUpdate
-from tests.tasks import equal, largest_difference, listener, weights
+from tests.tasks import equal_weights, largest_difference, listener, weights
 
 IGNORED = -100
 
@@ -73,7 +73,7 @@ def test_without_shuffling_batches_follow_the_lengths():
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
-def test_lengths_are_given_or_measured(kind):
+def test_lengths_are_passed_or_measured(kind):
     samples = texts()
     given = TokenBatchSampler(kind([len(sample) for sample in samples]), 64, shuffle=False)
     assert list(given) == list(TokenBatchSampler(samples, 64, length=len, shuffle=False))
@@ -90,12 +90,12 @@ def test_lengths_are_given_or_measured(kind):
         (([3], 0), "max_tokens=0 must be at least 1"),
     ],
 )
-def test_what_cannot_be_batched_is_named(arguments, words):
+def test_invalid_token_batches_are_named(arguments, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         TokenBatchSampler(*arguments)
 
 
-def test_the_number_of_keys_is_not_taken_for_a_length():
+def test_the_number_of_keys_is_not_used_as_a_length():
     samples = [{"input_ids": torch.arange(5)}]
     with pytest.raises(TypeError, match=r"length=len of a dict is the number of its keys, here 1\. Pass"):
         TokenBatchSampler(samples, max_tokens=8, length=len)
@@ -164,7 +164,7 @@ def check_resuming(result: Any) -> None:
     whole, resumed = result["whole"], result["resumed"]
     assert len(resumed) > 1
     for run in resumed:
-        assert equal(run["weights"], whole["weights"])
+        assert equal_weights(run["weights"], whole["weights"])
         assert run["seen"] == whole["seen"][-len(run["seen"]) :]
 
 
@@ -193,7 +193,7 @@ def test_several_processes_resume_to_the_same_bits(ranks):
 
 
 @pytest.mark.processes
-def test_several_processes_take_the_batches_of_one_in_turn(ranks):
+def test_several_processes_take_turns_with_the_batches_of_one(ranks):
     alone = [step[0] for step in order()["seen"]]
     for result in ranks(order):
         assert result["processes"] == ranks.world_size
@@ -208,7 +208,7 @@ def test_several_processes_take_the_batches_of_one_in_turn(ranks):
 def test_workers_read_the_same_batches():
     found, expected = run(workers=2), run()
     assert found["seen"] == expected["seen"]
-    assert equal(found["weights"], expected["weights"])
+    assert equal_weights(found["weights"], expected["weights"])
 
 
 def test_evaluation_reads_every_sample_once():

@@ -1,4 +1,4 @@
-"""Plots show what there is, and change nothing."""
+"""Plots show the recorded values and have no side effects."""
 
 from __future__ import annotations
 
@@ -123,13 +123,13 @@ def test_a_curve_that_falls_over_decades_has_a_logarithmic_axis():
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 13, 100])
-def test_whole_epochs_are_marked(epochs):
+def test_ticks_are_at_whole_epochs(epochs):
     ticks = recorded(train_loss_epoch=[1.0] * epochs).plot().axes[0].get_xticks().tolist()
     assert 1 <= len(ticks) <= 12
     assert all(tick == int(tick) for tick in ticks)
 
 
-def test_evaluations_within_an_epoch_lie_in_its_course():
+def test_evaluations_within_an_epoch_are_plotted_within_it():
     (axis,) = recorded(intermediate_eval_loss=[[4, 3], [2, 1]], eval_loss_epoch=[2, 1]).plot().axes
     places = {line.get_label(): list(line.get_xdata()) for line in axis.lines}
     assert places == {"intermediate": [0.5, 1, 1.5, 2], "eval": [1, 2]}
@@ -151,7 +151,7 @@ def test_legends_lie_above_the_curves_and_below_the_titles():
             assert title.get_window_extent().y0 >= box.y1
 
 
-def test_a_schedule_is_seen_before_it_is_used(tmp_path):
+def test_plot_schedule_shows_a_schedule_before_training(tmp_path):
     from torch.optim.lr_scheduler import OneCycleLR
 
     plan = partial(OneCycleLR, max_lr=0.5, total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS)
@@ -205,7 +205,7 @@ def test_a_plot_can_be_saved_in_other_formats(tmp_path, suffix):
     assert (tmp_path / f"curves.{suffix}").stat().st_size > 1000
 
 
-def test_a_plot_leaves_out_what_is_no_number_and_shows_tensors():
+def test_a_plot_omits_non_numbers_and_shows_tensors():
     history = filled()
     history.update_metric("confusion", [[1, 2], [3, 4]])
     history.update_metric("comment", "good")
@@ -214,7 +214,7 @@ def test_a_plot_leaves_out_what_is_no_number_and_shows_tensors():
     assert titles == {"loss", "accuracy", "f1"}
 
 
-def test_a_plot_changes_nothing_of_pyplot_and_needs_no_display(monkeypatch):
+def test_a_plot_leaves_pyplot_unchanged_without_a_display(monkeypatch):
     import matplotlib
 
     monkeypatch.delenv("DISPLAY", raising=False)
@@ -233,7 +233,7 @@ def test_metrics_to_plot_may_come_from_a_generator():
     assert [axis.get_title(loc="left") for axis in figure.axes] == ["accuracy"]
 
 
-def test_there_is_no_plot_of_nothing():
+def test_an_empty_plot_is_an_error():
     with pytest.raises(ValueError, match="Nothing to plot"):
         InMemoryRunHistory().plot()
 

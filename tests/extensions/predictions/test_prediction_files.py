@@ -1,4 +1,4 @@
-"""Predictions in shards: those of predict(), of all processes, also after a kill."""
+"""Predictions in files: equal to predict(), from all processes, also after a kill."""
 
 from __future__ import annotations
 
@@ -21,52 +21,52 @@ from tests.ranks import shared_folder
 from tests.sharded import fit, gathered, large_model, sharded_trainer, sharding_accelerator
 from tests.tasks import (
     Stream,
+    adamw_trainer,
+    float64_data,
+    float64_model,
     listener,
     make_data,
     make_model,
     make_trainer,
-    quiet_trainer,
-    regression_data,
-    small_model,
 )
 
 
 def predict(folder: Any, data: Any, extra: Any = (), model: nn.Module | None = None, **kwargs: Any) -> list[Any]:
     writer = PredictionWriterCallback(folder, **({"shard_size": 6} | kwargs))
-    trainer = quiet_trainer(model or small_model(), callbacks=[writer, *extra])
+    trainer = adamw_trainer(model or float64_model(), callbacks=[writer, *extra])
     return list(trainer.predict_iter(data, per_device_batch_size=4))
 
 
 def predictions() -> Any:
     with shared_folder() as folder:
-        data, directory = regression_data(23), folder / "predictions"
-        trainer = quiet_trainer(small_model(), callbacks=[PredictionWriterCallback(directory, shard_size=3)])
+        data, directory = float64_data(23), folder / "predictions"
+        trainer = adamw_trainer(float64_model(), callbacks=[PredictionWriterCallback(directory, shard_size=3)])
         for _ in trainer.predict_iter(data, per_device_batch_size=2):
             pass
         written = read_predictions(directory)
-        by_hand = small_model()(data.tensors[0]).detach()
+        by_hand = float64_model()(data.tensors[0]).detach()
         names = [path.stem.partition("rank")[2] for path in directory.glob("shard-*")]
         return {"equal": bool(torch.allclose(written, by_hand)), "ranks": sorted(set(map(int, names)))}
 
 
-def test_what_is_read_is_what_predict_returns(tmp_path):
-    data = regression_data(21)
+def test_files_hold_what_predict_returns(tmp_path):
+    data = float64_data(21)
     predict(tmp_path, data)
     assert len(list(tmp_path.glob("shard-*"))) == 3
-    expected = quiet_trainer(small_model()).predict(data, per_device_batch_size=4)
+    expected = adamw_trainer(float64_model()).predict(data, per_device_batch_size=4)
     assert torch.equal(read_predictions(tmp_path), expected)
 
 
-def test_structures_are_kept(tmp_path):
+def test_nested_outputs_keep_their_structure(tmp_path):
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = small_model()
+            self.inner = float64_model()
 
         def forward(self, x):
             return {"y": self.inner(x), "twice": (x, self.inner(x) * 2)}
 
-    data = regression_data(9)
+    data = float64_data(9)
     predict(tmp_path, data, model=Two())
     found = read_predictions(tmp_path)
     assert torch.equal(found["twice"][0], data.tensors[0])
@@ -86,15 +86,15 @@ def break_off(folder: Any, data: Any, model: nn.Module | None = None) -> None:
         predict(folder, data, [listener(on_predict_step_end=fail)], model)
 
 
-def test_a_prediction_that_was_broken_off_continues(tmp_path, capsys):
-    data = regression_data(21)
+def test_an_interrupted_prediction_continues(tmp_path, capsys):
+    data = float64_data(21)
     break_off(tmp_path, data)
     with pytest.raises(ValueError, match=r"^\d+ of 21 predictions are missing in"):
         read_predictions(tmp_path)
     rest = predict(tmp_path, data)
     assert "16 of 21 samples have already been predicted" in capsys.readouterr().out
     assert sum(map(len, rest)) == 5
-    expected = quiet_trainer(small_model()).predict(data, per_device_batch_size=4)
+    expected = adamw_trainer(float64_model()).predict(data, per_device_batch_size=4)
     torch.testing.assert_close(read_predictions(tmp_path), expected)
     assert predict(tmp_path, data) == []
     assert sum(map(len, predict(tmp_path, data, overwrite=True))) == 21
@@ -102,20 +102,20 @@ def test_a_prediction_that_was_broken_off_continues(tmp_path, capsys):
 
 @pytest.mark.parametrize("begin", [break_off, predict], ids=["half-written", "finished"])
 def test_predictions_of_other_weights_are_replaced(begin, tmp_path, capsys):
-    data = regression_data(21)
+    data = float64_data(21)
     begin(tmp_path, data)
-    other = small_model(seed=1)
+    other = float64_model(seed=1)
     assert sum(map(len, predict(tmp_path, data, model=other))) == 21
     said = f"{str(tmp_path)!r} contains predictions of other or unknown weights, which are replaced: predicting all 21"
     assert capsys.readouterr().out.splitlines() == [f"{said} samples."]
-    assert torch.equal(read_predictions(tmp_path), quiet_trainer(other).predict(data, per_device_batch_size=4))
+    assert torch.equal(read_predictions(tmp_path), adamw_trainer(other).predict(data, per_device_batch_size=4))
     assert predict(tmp_path, data, model=other) == []  # they are known now
     assert "unknown weights" not in capsys.readouterr().out
 
 
 def test_predictions_without_a_record_of_weights_are_replaced(tmp_path, capsys):
-    """As version 0.2 has written them."""
-    data = regression_data(21)
+    """Predictions of version 0.2 have no such record."""
+    data = float64_data(21)
     break_off(tmp_path, data)
     (tmp_path / "predictions.json").write_text('{"length": 21}')
     assert sum(map(len, predict(tmp_path, data))) == 21
@@ -123,10 +123,10 @@ def test_predictions_without_a_record_of_weights_are_replaced(tmp_path, capsys):
 
 
 def test_other_buffers_count_as_other_weights(tmp_path, capsys):
-    model = nn.Sequential(nn.BatchNorm1d(5), small_model()).double()
-    predict(tmp_path, regression_data(9), model=model)
+    model = nn.Sequential(nn.BatchNorm1d(5), float64_model()).double()
+    predict(tmp_path, float64_data(9), model=model)
     model[0].running_mean += 1
-    assert len(predict(tmp_path, regression_data(9), model=model)) == 3
+    assert len(predict(tmp_path, float64_data(9), model=model)) == 3
     assert "unknown weights" in capsys.readouterr().out
 
 
@@ -138,12 +138,12 @@ class Scales(Trainer):
 
 
 def test_weights_beside_the_model_count_if_the_trainer_uses_them(tmp_path, capsys):
-    data = regression_data(9)
+    data = float64_data(9)
 
     def predict_with(trainer_class: type[Trainer], seed: int) -> None:
         writer = PredictionWriterCallback(tmp_path / trainer_class.__name__)
-        trainer: Any = trainer_class(small_model(), None, None, [writer])
-        trainer.scale = small_model(seed, features=1)
+        trainer: Any = trainer_class(float64_model(), None, None, [writer])
+        trainer.scale = float64_model(seed, features=1)
         list(trainer.predict_iter(data))
 
     for trainer_class, counts in ((Scales, True), (Trainer, False)):
@@ -155,22 +155,22 @@ def test_weights_beside_the_model_count_if_the_trainer_uses_them(tmp_path, capsy
 def predicts_into(directory: Path, seed: int) -> Any:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        trainer = quiet_trainer(small_model(seed), callbacks=[PredictionWriterCallback(directory, shard_size=3)])
-        parts = list(trainer.predict_iter(regression_data(21), per_device_batch_size=2))
+        trainer = adamw_trainer(float64_model(seed), callbacks=[PredictionWriterCallback(directory, shard_size=3)])
+        parts = list(trainer.predict_iter(float64_data(21), per_device_batch_size=2))
     return {"samples": sum(map(len, parts)), "printed": output.getvalue()}
 
 
 @pytest.mark.processes
 def test_several_processes_replace_predictions_of_other_weights(tmp_path, two_ranks):
-    data = regression_data(21)
+    data = float64_data(21)
     break_off(tmp_path, data)
     first, second = two_ranks.run(predicts_into, tmp_path, 1)
     assert first["samples"] == second["samples"] == 21
     assert first["printed"].count("predictions of other or unknown weights, which are replaced") == 1
     assert not second["printed"]
-    expected = quiet_trainer(small_model(seed=1)).predict(data, per_device_batch_size=4)
+    expected = adamw_trainer(float64_model(seed=1)).predict(data, per_device_batch_size=4)
     torch.testing.assert_close(read_predictions(tmp_path), expected)
-    assert predict(tmp_path, data, model=small_model(seed=1)) == []  # one process knows them again
+    assert predict(tmp_path, data, model=float64_model(seed=1)) == []  # one process knows them again
 
 
 class CountedStream(Stream):
@@ -179,9 +179,9 @@ class CountedStream(Stream):
 
 
 def test_predictions_continue_only_for_matching_data(tmp_path):
-    predict(tmp_path, regression_data(9))
+    predict(tmp_path, float64_data(9))
     with pytest.raises(ValueError, match="contains predictions for 9 samples, not 10"):
-        predict(tmp_path, regression_data(10))
+        predict(tmp_path, float64_data(10))
     with pytest.raises(TypeError, match="needs a dataset with a length"):
         predict(tmp_path / "stream", Stream())
     with pytest.raises(TypeError, match="needs a dataset whose samples have indices, not a stream"):
@@ -193,14 +193,14 @@ def test_predictions_continue_only_for_matching_data(tmp_path):
 
 
 @pytest.mark.processes
-def test_several_processes_write_what_one_would(ranks):
+def test_several_processes_write_the_same_predictions(ranks):
     for result in ranks(predictions):
         assert result["equal"]
         assert result["ranks"] == list(range(ranks.world_size))
 
 
-def test_what_one_process_alone_had_predicted_is_done_again(tmp_path, capsys):
-    data = regression_data(8)
+def test_samples_predicted_by_only_one_process_are_repeated(tmp_path, capsys):
+    data = float64_data(8)
     predict(tmp_path, data, shard_size=100)
     (path,) = tmp_path.glob("shard-*")
     shard = torch.load(path, weights_only=True)
@@ -209,7 +209,7 @@ def test_what_one_process_alone_had_predicted_is_done_again(tmp_path, capsys):
     rest = predict(tmp_path, data)
     assert "2 of 8 samples have already been predicted" in capsys.readouterr().out
     assert sum(map(len, rest)) == 6
-    expected = quiet_trainer(small_model()).predict(data, per_device_batch_size=4)
+    expected = adamw_trainer(float64_model()).predict(data, per_device_batch_size=4)
     torch.testing.assert_close(read_predictions(tmp_path), expected)
 
 
@@ -222,14 +222,14 @@ def damage(shard: Path) -> None:
 
 
 def test_damaged_predictions_are_not_read(tmp_path):
-    predict(tmp_path, regression_data(9), shard_size=4)
+    predict(tmp_path, float64_data(9), shard_size=4)
     damage(sorted(tmp_path.glob("shard-*"))[1])
     with pytest.raises(ValueError, match=r"rank0.pt' is damaged: its content does not match its checksum"):
         read_predictions(tmp_path)
 
 
-def test_damaged_predictions_are_made_again(tmp_path):
-    data = regression_data(9)
+def test_damaged_predictions_are_repeated(tmp_path):
+    data = float64_data(9)
     predict(tmp_path, data, shard_size=4)
     before = read_predictions(tmp_path)
     damage(sorted(tmp_path.glob("shard-*"))[1])
@@ -239,7 +239,7 @@ def test_damaged_predictions_are_made_again(tmp_path):
 
 
 def test_a_damaged_number_of_predictions_is_noticed(tmp_path):
-    predict(tmp_path, regression_data(9), shard_size=4)
+    predict(tmp_path, float64_data(9), shard_size=4)
     description = tmp_path / "predictions.json"
     description.write_text(description.read_text().replace("9", "8", 1))
     with pytest.raises(ValueError, match=r"predictions.json' is damaged"):
@@ -249,7 +249,7 @@ def test_a_damaged_number_of_predictions_is_noticed(tmp_path):
 def test_other_files_beside_predictions_are_left_alone(tmp_path):
     (tmp_path / "shard-notes.pt").write_text("mine")
     for _ in range(2):
-        predict(tmp_path, regression_data(9), overwrite=True)
+        predict(tmp_path, float64_data(9), overwrite=True)
     assert (tmp_path / "shard-notes.pt").read_text() == "mine"
 
 
@@ -280,8 +280,8 @@ def test_predictions_of_two_runs_are_not_mixed(tmp_path):
 
 
 def test_predictions_of_a_loader_are_written(tmp_path):
-    trainer = quiet_trainer(small_model(), callbacks=[PredictionWriterCallback(tmp_path)])
-    outputs = trainer.predict(DataLoader(regression_data(11), 4))
+    trainer = adamw_trainer(float64_model(), callbacks=[PredictionWriterCallback(tmp_path)])
+    outputs = trainer.predict(DataLoader(float64_data(11), 4))
     assert torch.equal(read_predictions(tmp_path), outputs)
     assert len(outputs) == 11
 
@@ -290,9 +290,9 @@ def write_sharded(how: str, folder: Path) -> tuple[Any, Any, int]:
     """The predictions of a sharded model, those that were written, and the number of shards."""
     writer = PredictionWriterCallback(folder / how)
     trainer = fit(sharded_trainer(how, []), how)
-    predicted = trainer.predict(regression_data(7), 2)
+    predicted = trainer.predict(float64_data(7), 2)
     trainer.callback_handler.add_callback(writer)
-    trainer.predict(regression_data(7), 2)
+    trainer.predict(float64_data(7), 2)
     return predicted, read_predictions(writer.directory), len(list(writer.directory.glob("shard-*")))
 
 
@@ -311,15 +311,15 @@ def write_seven_samples(folder: Path) -> tuple[dict[str, torch.Tensor], torch.Te
     writer, model = PredictionWriterCallback(folder), large_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     trainer = Trainer(model, nn.MSELoss(), optimizer, [writer], accelerator=sharding_accelerator())
-    trainer.train(regression_data(12), 1, per_device_batch_size=3)
-    trainer.predict(regression_data(7), per_device_batch_size=3)
+    trainer.train(float64_data(12), 1, per_device_batch_size=3)
+    trainer.predict(float64_data(7), per_device_batch_size=3)
     return gathered(trainer.model.state_dict()), read_predictions(folder)
 
 
 @CAN_SHARD
 @pytest.mark.processes
 def test_one_process_knows_the_predictions_of_sharded_weights(tmp_path, two_ranks, capsys):
-    data, model = regression_data(7), large_model()
+    data, model = float64_data(7), large_model()
     weights, predictions = two_ranks.run(write_seven_samples, tmp_path)[0]
     for has_same, number in ((True, 0), (False, 7)):
         model.load_state_dict({name: value if has_same else value + 1 for name, value in weights.items()})
@@ -331,11 +331,11 @@ def test_one_process_knows_the_predictions_of_sharded_weights(tmp_path, two_rank
 
 
 def write_into_local_folders() -> str:
-    """What is said of a relative folder, where each process works in a folder of its own."""
+    """The errors for a relative folder if each process has its own working directory."""
     with shared_folder() as folder, contextlib.chdir(folder):
         os.mkdir(str(own_rank()))
         with contextlib.chdir(str(own_rank())), pytest.raises(OSError, match="predictions") as error:
-            predict("predictions", regression_data(4))
+            predict("predictions", float64_data(4))
         return str(error.value)
 
 

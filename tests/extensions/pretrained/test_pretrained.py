@@ -1,4 +1,4 @@
-"""Models that are saved in the form of their own library, for its functions that load them."""
+"""Models saved in their own library's format, for its loading functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.launching import CAN_SHARD
 from tests.ranks import world_size
 from tests.saved_models import ModelMixin, make_timm
 from tests.sharded import gathered, mesh_of
-from tests.tasks import equal, make_trainer, quiet_trainer, weights
+from tests.tasks import adamw_trainer, equal_weights, make_trainer, weights
 
 
 def files_in(folder: Path) -> set[str]:
@@ -57,11 +57,11 @@ def test_transformers_loads_the_best_model_and_the_best_average(tmp_path):
     assert trainer.run_history.get_latest_metric("eval_loss_epoch") > torch.load(best)["eval_loss_epoch"]
     trainer.save_model(tmp_path / "saved")
     kept = [torch.load(path)["model_state_dict"] for path in paths]
-    assert equal(loaded(tmp_path / "saved"), kept[0])
-    assert not equal(*kept)
+    assert equal_weights(loaded(tmp_path / "saved"), kept[0])
+    assert not equal_weights(*kept)
     trainer.load_checkpoint(average, load_optimizer=False)
     trainer.save_model(tmp_path / "saved")
-    assert equal(loaded(tmp_path / "saved"), kept[1])
+    assert equal_weights(loaded(tmp_path / "saved"), kept[1])
 
 
 def save_sharded(folder: Path) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def save_sharded(folder: Path) -> dict[str, Any]:
 def test_transformers_loads_a_sharded_model(tmp_path, two_ranks):
     pytest.importorskip("transformers")
     for whole in two_ranks.run(save_sharded, tmp_path):
-        assert equal(loaded(tmp_path), whole)
+        assert equal_weights(loaded(tmp_path), whole)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["BertForSequenceClassification"]
 
 
@@ -111,7 +111,7 @@ def test_a_tokenizer_used_in_training_is_saved_with_the_model(tmp_path, collate)
     assert transformers.AutoTokenizer.from_pretrained(tmp_path)("a")["input_ids"] == [1]
 
 
-def test_of_several_tokenizers_that_of_the_trainer_is_saved(tmp_path):
+def test_the_trainers_tokenizer_is_saved_among_several(tmp_path):
     transformers = pytest.importorskip("transformers")
     trainer = trained(collate_fn=Collate([make_tokenizer("b"), make_tokenizer("c")]))
     with pytest.warns(UserWarning, match=r"2 tokenizers were used .* Set trainer.tokenizer to the one"):
@@ -137,12 +137,12 @@ def test_adapters_are_saved_with_the_tokenizer(tmp_path):
     trainer.save_model(tmp_path)
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= files_in(tmp_path)
     again = peft.PeftModel.from_pretrained(bert(), tmp_path)
-    assert equal(again.state_dict(), trainer.get_model().state_dict())
+    assert equal_weights(again.state_dict(), trainer.get_model().state_dict())
 
 
 def test_a_model_of_timm_is_saved_with_its_configuration(tmp_path):
     model = make_timm(num_classes=3, in_chans=1)
-    quiet_trainer(torch.compile(model)).save_model(tmp_path / "signs")
+    adamw_trainer(torch.compile(model)).save_model(tmp_path / "signs")
     assert files_in(tmp_path / "signs") == {"config.json", "model.safetensors"}
     config = json.loads((tmp_path / "signs" / "config.json").read_text())
     assert (config["architecture"], config["num_classes"]) == ("mobilenetv3_small_050", 3)
@@ -150,17 +150,17 @@ def test_a_model_of_timm_is_saved_with_its_configuration(tmp_path):
     from timm.models import load_checkpoint
 
     load_checkpoint(other, str(tmp_path / "signs" / "model.safetensors"))
-    assert equal(other.state_dict(), model.state_dict())
+    assert equal_weights(other.state_dict(), model.state_dict())
     again = make_timm(num_classes=3, in_chans=1)
-    quiet_trainer(again).load_checkpoint(tmp_path / "signs")
-    assert equal(again.state_dict(), model.state_dict())
+    adamw_trainer(again).load_checkpoint(tmp_path / "signs")
+    assert equal_weights(again.state_dict(), model.state_dict())
 
 
 def test_a_model_unknown_to_timm_is_saved_without_configuration(tmp_path):
     model = make_timm(num_classes=3)
     model.pretrained_cfg = {**model.pretrained_cfg, "license": object()}
     with pytest.warns(UserWarning, match=r"timm could not describe MobileNetV3, so there is no config.json"):
-        quiet_trainer(model).save_model(tmp_path)
+        adamw_trainer(model).save_model(tmp_path)
     assert files_in(tmp_path) == {"model.safetensors"}
 
 
@@ -169,11 +169,11 @@ def test_a_model_of_diffusers_is_saved_as_its_library_does(tmp_path, monkeypatch
     vars(diffusers)["ModelMixin"] = ModelMixin
     monkeypatch.setitem(sys.modules, "diffusers", diffusers)
     model, other = ModelMixin(3), ModelMixin(3)
-    quiet_trainer(model).save_model(tmp_path)
+    adamw_trainer(model).save_model(tmp_path)
     assert files_in(tmp_path) == {"config.json", "diffusion_pytorch_model.safetensors"}
-    assert equal(ModelMixin.from_pretrained(tmp_path).state_dict(), model.state_dict())
-    quiet_trainer(other).load_checkpoint(tmp_path)
-    assert equal(other.state_dict(), model.state_dict())
+    assert equal_weights(ModelMixin.from_pretrained(tmp_path).state_dict(), model.state_dict())
+    adamw_trainer(other).load_checkpoint(tmp_path)
+    assert equal_weights(other.state_dict(), model.state_dict())
 
 
 @pytest.mark.parametrize("head", ["SequenceClassification", "MaskedLM"])  # the second one ties weights
@@ -186,11 +186,11 @@ def test_a_model_of_transformers_is_saved_as_its_library_does(tmp_path, head):
     Trainer(torch.compile(model), None, optimizer=None).save_model(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} >= {"config.json", "model.safetensors"}
     loaded = kind.from_pretrained(tmp_path)
-    assert equal(loaded.state_dict(), model.state_dict())
+    assert equal_weights(loaded.state_dict(), model.state_dict())
     assert loaded.config.id2label == {0: "bad", 1: "good"}
     trainer = Trainer(other, None, optimizer=None)
     trainer.load_checkpoint(tmp_path)
-    assert equal(other.state_dict(), model.state_dict())
+    assert equal_weights(other.state_dict(), model.state_dict())
     content = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(ValueError, match=r"model.safetensors' is damaged: its content does not match its checksum"):
@@ -221,10 +221,10 @@ def test_save_model_writes_adapters_that_peft_loads(tmp_path):
     assert found - {"README.md", "curves.png"} == {*files, *(f"other/{name}" for name in files)}
     loaded = peft.PeftModel.from_pretrained(bert(), tmp_path)
     loaded.load_adapter(tmp_path / "other", "other")
-    assert equal(weights(loaded), weights(model))
-    assert not equal(weights(other), weights(model))
+    assert equal_weights(weights(loaded), weights(model))
+    assert not equal_weights(weights(other), weights(model))
     make_trainer(model=other).load_checkpoint(tmp_path)
-    assert equal(weights(other), weights(model))
+    assert equal_weights(weights(other), weights(model))
     path = tmp_path / "other" / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
     with pytest.raises(ValueError, match=r"other/adapter_model.safetensors' is damaged"):
@@ -244,4 +244,4 @@ def test_adapters_beside_other_trained_weights_are_saved_in_full(tmp_path):
     assert not (tmp_path / "adapter_model.safetensors").exists()
     other = with_lora(bert(7), seed=7)
     make_trainer(model=other).load_checkpoint(tmp_path)
-    assert equal(weights(other), weights(model))
+    assert equal_weights(weights(other), weights(model))

@@ -1,4 +1,4 @@
-"""Where the time goes is found: in data, passes, updates, evaluations and callbacks by name."""
+"""TimingCallback finds where the time goes: data, passes, updates, evaluations and callbacks by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import ProfilerCallback, StepBasedEvaluationCallback, TimingCallback
-from tests.tasks import Rows, listener, make_trainer, regression_data, small_model, train
+from tests.tasks import Rows, float64_data, float64_model, listener, make_trainer, train
 
 NAP = 1 / 32  # of which sums are exact
 
@@ -56,10 +56,10 @@ class SlowTrainer(Trainer):
         return super().calculate_eval_batch_loss(batch)
 
 
-@pytest.mark.usefixtures("naps")
+@pytest.mark.usefixtures("sleep_passes_time")
 @pytest.mark.parametrize("slow", ["data", "forward", "backward", "optimizer", "evaluation", "saving", "Sleepy"])
-def test_what_takes_the_time_is_found(slow, capsys, tmp_path):
-    model, timing = small_model(), TimingCallback()
+def test_the_slow_part_is_found(slow, capsys, tmp_path):
+    model, timing = float64_model(), TimingCallback()
     trainer = SlowTrainer(
         model,
         nn.MSELoss(),
@@ -69,7 +69,7 @@ def test_what_takes_the_time_is_found(slow, capsys, tmp_path):
     trainer.slow = slow
     if slow == "saving":
         model.register_state_dict_pre_hook(lambda *_: time.sleep(4 * NAP))
-    data = regression_data(16)
+    data = float64_data(16)
     source = SlowRows(data) if slow == "data" else data
     trainer.train(source, 2, data, per_device_batch_size=4, train_dataloader_kwargs={"num_workers": 0})
     least = 8 * NAP
@@ -90,21 +90,21 @@ def test_what_takes_the_time_is_found(slow, capsys, tmp_path):
     assert lines[-1].startswith("the whole run")
 
 
-@pytest.mark.usefixtures("naps")
-def test_what_a_callback_makes_the_trainer_do_is_counted_once():
-    model, timing = small_model(), TimingCallback(show=False)
+@pytest.mark.usefixtures("sleep_passes_time")
+def test_an_evaluation_in_a_callback_is_counted_once():
+    model, timing = float64_model(), TimingCallback(show=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = SlowTrainer(model, nn.MSELoss(), optimizer, callbacks=[timing, StepBasedEvaluationCallback(1)])
     trainer.slow = "evaluation"
-    data = regression_data(16)
+    data = float64_data(16)
     trainer.train(data, 1, data, per_device_batch_size=4)
     assert timing.totals["evaluation"] >= 5 * 4 * NAP
     parts = [seconds for name, seconds in timing.totals.items() if name not in ("run", "data_max")]
     assert sum(parts) < timing.totals["run"] + 4 * NAP  # counted twice, it would be 16 * NAP more
 
 
-@pytest.mark.usefixtures("naps")
-def test_callbacks_of_one_class_are_added_up():
+@pytest.mark.usefixtures("sleep_passes_time")
+def test_times_of_callbacks_of_one_class_are_added_up():
     timing = TimingCallback(show=False)
     train(make_trainer([Sleepy(), timing, Sleepy()]))
     assert timing.totals["Sleepy"] >= 2 * 3 * NAP
@@ -120,7 +120,7 @@ def test_a_run_that_is_interrupted_has_its_table_too(capsys):
     assert "Where the time went:" in capsys.readouterr().out
 
 
-def test_the_handler_is_as_it_was_after_the_run_however_it_ends():
+def test_the_handler_is_restored_however_the_run_ends():
     def fail(trainer: Any, **kwargs: Any) -> None:
         raise ValueError("enough of this")
 
@@ -132,7 +132,7 @@ def test_the_handler_is_as_it_was_after_the_run_however_it_ends():
     assert failing.callback_handler.timer is None
 
 
-def test_a_second_one_is_refused():
+def test_a_second_timing_callback_is_refused():
     trainer = make_trainer([TimingCallback(), TimingCallback()])
     with pytest.raises(ValueError, match="callbacks holds more than one TimingCallback"):
         train(trainer)
@@ -140,7 +140,7 @@ def test_a_second_one_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler")
-def test_traces_are_written_for_the_steps_that_were_asked_for(tmp_path):
+def test_traces_are_written_for_the_requested_steps(tmp_path):
     profiler = ProfilerCallback(tmp_path / "profiles", wait=1, warmup=1, active=2, repeat=2)
     train(make_trainer([profiler]), epochs=4)
     traces = sorted((tmp_path / "profiles").glob("rank0.*.pt.trace.json"))
@@ -152,7 +152,7 @@ def test_traces_are_written_for_the_steps_that_were_asked_for(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler")
-def test_a_run_that_ends_before_the_first_trace_says_so(tmp_path, capsys):
+def test_a_run_too_short_for_a_trace_warns(tmp_path, capsys):
     train(make_trainer([ProfilerCallback(tmp_path)]))
     assert "no trace: the run had 3 steps, and the first 7 are not recorded" in capsys.readouterr().out
     train(make_trainer([ProfilerCallback(tmp_path, wait=1, warmup=1)]))

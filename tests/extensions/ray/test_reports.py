@@ -1,4 +1,4 @@
-"""Ray Train: what is reported to it, and runs that it starts again."""
+"""Ray Train: reported metrics and states, and restarted runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.checkpoint import verify_state
 from tests.launching import ROOT, environment, run_code
 from tests.ranks import rank, shared_folder, world_size
-from tests.tasks import equal, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import adamw_trainer, equal_weights, float64_data, float64_model, weights
 
 SIZE, EPOCHS = 20, 3
 
@@ -80,8 +80,8 @@ def train(ray: StandIn, *callbacks: TrainerCallback, **kwargs: Any) -> Any:
 
     sys.modules |= {"ray": ModuleType("ray"), "ray.train": ray}
     try:
-        trainer = quiet_trainer(small_model(), callbacks=[*callbacks, RayReportCallback(**kwargs)], seed=3)
-        data = regression_data(SIZE)
+        trainer = adamw_trainer(float64_model(), callbacks=[*callbacks, RayReportCallback(**kwargs)], seed=3)
+        data = float64_data(SIZE)
         trainer.train(data, EPOCHS, per_device_batch_size=4 // world_size(), resume_from="latest")
         return trainer
     finally:
@@ -97,15 +97,15 @@ def resumed() -> tuple[list[Any], list[dict[str, torch.Tensor]], list[str]]:
         if world_size() > 1:
             torch.distributed.barrier()
         ended = weights(train(after).get_model())
-        whole = quiet_trainer(small_model(), seed=3)
-        whole.train(regression_data(SIZE), EPOCHS, per_device_batch_size=4 // world_size())
+        whole = adamw_trainer(float64_model(), seed=3)
+        whole.train(float64_data(SIZE), EPOCHS, per_device_batch_size=4 // world_size())
         states = sorted(path.name for path in folder.glob("checkpoint_*"))
         return [before.reports, after.reports], [ended, weights(whole.get_model())], states
 
 
 def test_a_run_that_is_started_again_resumes_to_the_same_bits(two_ranks):
     for (before, after), (ended, whole), states in [resumed(), *two_ranks(resumed)]:
-        assert equal(ended, whole)
+        assert equal_weights(ended, whole)
         assert [(report["epoch"], report["update"]) for report in (*before, *after)] == [(1, 5), (2, 10), (3, 15)]
         assert all(0 < report["train_loss_epoch"] < 5 for report in (*before, *after))
         assert len(states) == 3
@@ -141,7 +141,7 @@ def test_processes_that_ray_has_not_started_are_an_error(tmp_path):
 
 
 def without_shared_disk() -> str:
-    """What is said if the first worker's directory is not there on the others."""
+    """The error if the first worker's directory does not exist on the others."""
     with shared_folder() as folder:
         os.environ["TMPDIR"] = str(folder)
         is_dir = Path.is_dir
@@ -178,7 +178,7 @@ def example_without_ray(epochs: int) -> str:
 @pytest.mark.programs
 @pytest.mark.timeout(1500)
 def test_the_example_ends_in_the_same_bits_after_kills(tmp_path, two_ranks):
-    """On a real cluster, which takes seconds to start, and minutes on a busy machine."""
+    """Runs on a real Ray cluster, which takes seconds to start."""
     pytest.importorskip("ray", reason="ray is not installed (extra ray)")
     script = [sys.executable, "examples/ray_train.py", "--epochs", "2", "--kill-in-epoch", "2"]
     env = environment(RAY_AUTH_MODE="disabled")

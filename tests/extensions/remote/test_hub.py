@@ -1,4 +1,4 @@
-"""Models and training states on the Hugging Face Hub, as a store that has its ways."""
+"""Models and training states on the Hugging Face Hub, with its peculiarities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.extensions.remote.hub_store import HubStore
 from tests.launching import CAN_SHARD, ROOT
 from tests.saved_models import saved_sharded, trained
 from tests.sharded import create_model
-from tests.tasks import equal, quiet_trainer, small_model
+from tests.tasks import adamw_trainer, equal_weights, float64_model
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def test_a_model_is_saved_on_the_hub_and_loaded_from_there(hub):
     assert commits()[0] == "write me/waves/model.safetensors"
     trainer.save_model("hf://me/waves/inner/alone.safetensors")
     for url in ("hf://me/waves", "hf://me/waves/inner/alone.safetensors"):
-        model = small_model(1)
-        quiet_trainer(model).load_checkpoint(url)
-        assert equal(model.state_dict(), trainer.get_model().state_dict())
+        model = float64_model(1)
+        adamw_trainer(model).load_checkpoint(url)
+        assert equal_weights(model.state_dict(), trainer.get_model().state_dict())
     with pytest.raises(FileNotFoundError, match=r"no checkpoint at 'hf://me/waves/other': it has no weights"):
         trainer.load_checkpoint("hf://me/waves/other")
     with pytest.raises(OSError, match=r"hf://me/other/model.safetensors cannot be written: .*Make sure that it exists"):
@@ -48,7 +48,7 @@ def test_a_model_is_saved_on_the_hub_and_loaded_from_there(hub):
 
 
 @pytest.mark.extension("reports")
-def test_the_card_of_a_model_is_written_last(hub):
+def test_a_model_card_is_written_last(hub):
     trained().save_model("hf://me/waves")
     assert commits() == [f"write me/waves/{name}" for name in ("model.safetensors", "curves.png", "README.md")]
     assert ModelCard.load(hub / "README.md").data.model_name == "waves"
@@ -70,13 +70,13 @@ def test_the_callback_of_the_page_uploads_every_few_epochs(hub, tmp_path, monkey
     exec(code, program)
     trainer = trained(program["PushToHub"](), epochs=10)
     assert uploads == ["Epoch 5", "Epoch 10"]
-    model = small_model(1)
-    quiet_trainer(model).load_checkpoint("hf://my_name/signs")
-    assert equal(model.state_dict(), trainer.get_model().state_dict())
+    model = float64_model(1)
+    adamw_trainer(model).load_checkpoint("hf://my_name/signs")
+    assert equal_weights(model.state_dict(), trainer.get_model().state_dict())
 
 
 @pytest.mark.extension("reports")
-def test_a_card_that_somebody_else_has_pushed_is_kept(hub):
+def test_a_foreign_card_on_the_hub_is_kept(hub):
     trainer = trained(epochs=1)
     with pytest.raises(FileNotFoundError):
         trainer.load_checkpoint("hf://me/waves")  # the listing of this process is out of date from now on
@@ -96,7 +96,7 @@ def test_training_states_on_the_hub_resume_to_the_same_bits(hub, tmp_path, capsy
     run(2, "hf://me/waves/states")
     resumed = run(4, "hf://me/waves/states")
     assert "Resuming from 'hf://me/waves/states/update-000000006'" in capsys.readouterr().out
-    assert equal(resumed.get_model().state_dict(), whole.get_model().state_dict())
+    assert equal_weights(resumed.get_model().state_dict(), whole.get_model().state_dict())
     assert sorted(path.name for path in (hub / "states").iterdir()) == ["update-000000009", "update-000000012"]
 
 
@@ -116,7 +116,7 @@ def states_on_the_hub(folder: Path) -> tuple[Any, Any]:
 @pytest.mark.processes
 def test_ranks_save_their_states_on_the_hub(tmp_path, two_ranks, hub):
     for whole, resumed in two_ranks.run(states_on_the_hub, tmp_path):
-        assert equal(whole, resumed)
+        assert equal_weights(whole, resumed)
     [state] = (hub / "states").iterdir()
     assert {path.name for path in state.glob("files-*/*")} >= {"rank00000.pt", "rank00001.pt", "model.safetensors"}
 
@@ -130,9 +130,9 @@ def sharded_on_the_hub(folder: Path) -> dict[str, Any]:
 @CAN_SHARD
 def test_all_processes_save_a_sharded_model_on_the_hub(tmp_path, two_ranks, hub):
     for whole in two_ranks.run(sharded_on_the_hub, tmp_path):
-        assert equal(whole, dict(create_model().state_dict()))
+        assert equal_weights(whole, dict(create_model().state_dict()))
 
 
-def test_a_url_of_no_store_is_an_error():
+def test_a_url_without_a_store_is_an_error():
     with pytest.raises(ValueError, match=r"path='nowhere://me/waves' names no store that fsspec knows .* hf://"):
-        quiet_trainer(small_model()).save_model("nowhere://me/waves")
+        adamw_trainer(float64_model()).save_model("nowhere://me/waves")

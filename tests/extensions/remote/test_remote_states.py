@@ -1,4 +1,4 @@
-"""Training states in a remote store: as exact and as safe as those on disk, whatever the store does."""
+"""Training states in a remote store: as exact and safe as on disk, even if the store fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.faulty_store import FaultyStore
 from tests.launching import CAN_SHARD, PATIENCE, SOAK, Fork, run_code
 from tests.ranks import rank
 from tests.scripts.resumable import run
-from tests.tasks import assert_same, changed_manifest, equal, make_trainer, train
+from tests.tasks import assert_same, changed_manifest, equal_weights, make_trainer, train
 
 
 def resume(folder: Path) -> Any:
@@ -135,11 +135,11 @@ def test_each_damaged_file_of_a_sharded_state_is_named(folder, two_ranks):
             assert_same(again, whole)
 
 
-def test_a_url_can_be_loaded_and_looked_at(folder, capsys):
+def test_states_at_urls_can_be_loaded_and_inspected(folder, capsys):
     before = saving(folder).get_model().state_dict()
     trainer = make_trainer(callbacks=[SaveTrainingStateCallback()])
     trainer.load_training_state(f"{url_of(folder)}/update-000000003")
-    assert equal(trainer.get_model().state_dict(), before)
+    assert equal_weights(trainer.get_model().state_dict(), before)
     capsys.readouterr()
     print_contents(f"{url_of(folder)}/update-000000002")
     assert f"training state {url_of(folder)}/update-000000002, format 2" in capsys.readouterr().out
@@ -149,7 +149,7 @@ def test_a_url_can_be_loaded_and_looked_at(folder, capsys):
 
 @pytest.mark.parametrize("name", ["../elsewhere.txt", "/elsewhere.txt", "inner/elsewhere.txt"])
 def test_a_state_from_a_store_writes_nothing_outside_its_folder(folder, name):
-    """Whoever can write to the store could otherwise overwrite any file of those who resume from it."""
+    """Otherwise, whoever can write to the store could overwrite files of those who resume from it."""
     saving(folder)
     with changed_manifest(folder / "states" / "update-000000003") as manifest:
         manifest["files"][name] = manifest["files"]["trainer.pt"]
@@ -161,7 +161,7 @@ def test_a_state_from_a_store_writes_nothing_outside_its_folder(folder, name):
 @pytest.mark.soak
 @pytest.mark.slow
 def test_sigkill_at_each_operation_leads_to_the_same_bits(folder):
-    """At every fifth; ``make soak`` kills at each."""
+    """Kills at every fifth operation; ``make soak`` at each."""
     kwargs: dict[str, Any] = {"max_checkpoints": 1, "save_every_n_steps": 3, "epochs": 2}
     whole = run(folder / "whole", **kwargs)
     for number in range(1, 100, 1 if SOAK else 5):
@@ -201,7 +201,7 @@ def test_a_damaged_object_is_named_and_an_older_state_is_used(folder, damage, ca
     assert "/update-000000002': epoch 1, update 2" in printed
 
 
-def test_what_killed_processes_have_left_is_removed(folder, monkeypatch):
+def test_folders_left_by_killed_processes_are_removed(folder, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     old, new = (folder / f"pytorch_accel_lite-state-{name}" for name in ("of a killed process", "of another one"))
     for path in (old, new):
@@ -253,14 +253,14 @@ class Claims(TrainerCallback):
             (self.folder / "states" / ".owner.json").write_text('{"token": "a", "host": "node7", "process": 12}')
 
 
-def test_a_run_ends_when_another_takes_its_address_over(folder):
+def test_a_run_ends_when_another_takes_over_its_url(folder):
     with pytest.raises(RuntimeError, match=r"Another run \(process 12 on node7\).*save_dir of its own"):
         saving(folder, callbacks=(Claims(folder),))
     assert names(folder) == ["update-000000001"]
     assert (folder / "states" / ".owner.json").exists()  # of the other run
 
 
-def test_addresses_that_cannot_work_are_errors(tmp_path):
+def test_invalid_addresses_are_errors(tmp_path):
     def start(url: str) -> None:
         train(make_trainer(callbacks=[SaveTrainingStateCallback(url)]))
 

@@ -1,4 +1,4 @@
-"""The card of a saved model, and what reads it."""
+"""Model cards, and the libraries that read them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pytorch_accel_lite.callbacks import (
 from tests.adapters import bert, with_lora
 from tests.launching import CAN_SHARD
 from tests.saved_models import DATA, OTHER_DATA, ModelMixin, make_timm, saved_sharded, trained
-from tests.tasks import equal, listener, quiet_trainer, raises_at, small_model
+from tests.tasks import adamw_trainer, equal_weights, float64_model, listener, raises_at
 
 
 def results(folder: Path) -> list[Any]:
@@ -82,7 +82,7 @@ def test_the_code_of_a_card_loads_the_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"nn": nn, "samples": list(OTHER_DATA.tensors[0])}
     exec(plain.replace("...)  #", layers), names)
-    assert equal(names["model"].state_dict(), trainer.get_model().state_dict())
+    assert equal_weights(names["model"].state_dict(), trainer.get_model().state_dict())
     nn.init.zeros_(names["model"][0].weight)
     exec(ours, names)
     assert torch.equal(names["predictions"], trainer.predict(OTHER_DATA.tensors[0]))
@@ -97,12 +97,12 @@ class Wide(nn.Linear):
     """A class that can."""
 
 
-def test_the_code_of_a_card_imports_what_can_be_imported(tmp_path):
+def test_the_code_of_a_card_has_working_imports(tmp_path):
     class Local(nn.Linear):
         pass
 
     for model in (Wide(5, 1), Outer.Inner(5, 1), Local(5, 1)):
-        quiet_trainer(model.double()).save_model(tmp_path)
+        adamw_trainer(model.double()).save_model(tmp_path)
         name = type(model).__name__
         code = section(tmp_path, "How to load it")
         assert f"\nmodel = {name}(...)  # created as it was for training" in code
@@ -177,7 +177,7 @@ def test_a_later_evaluation_of_the_same_data_replaces_values(tmp_path):
 
 
 def test_metrics_of_loaded_weights_are_of_a_later_evaluation(tmp_path):
-    quiet_trainer(small_model(1)).save_checkpoint(tmp_path / "other.pt", {"epoch": 1, "eval_loss_epoch": 9.0})
+    adamw_trainer(float64_model(1)).save_checkpoint(tmp_path / "other.pt", {"epoch": 1, "eval_loss_epoch": 9.0})
     trainer = trained()
     trainer.load_checkpoint(tmp_path / "other.pt")
     trainer.save_model(tmp_path)
@@ -199,7 +199,7 @@ def test_the_card_says_how_the_training_ended(tmp_path):
     trained(save, epochs=2)
     assert "Trained up to epoch 1 of 2: 3 updates with 24 samples" in lead(tmp_path / "1")
 
-    trainer = quiet_trainer(small_model(), callbacks=[raises_at(4, ArithmeticError())])
+    trainer = adamw_trainer(float64_model(), callbacks=[raises_at(4, ArithmeticError())])
     with pytest.raises(ArithmeticError):
         trainer.train(DATA, 2, per_device_batch_size=8)
     trainer.save_model(tmp_path)
@@ -208,7 +208,7 @@ def test_the_card_says_how_the_training_ended(tmp_path):
 
 
 def test_a_model_that_was_never_trained_has_a_card(tmp_path):
-    trainer = Trainer(small_model(), nn.MSELoss(), optimizer=None)
+    trainer = Trainer(float64_model(), nn.MSELoss(), optimizer=None)
     trainer.save_model(tmp_path / "new")
     assert lead(tmp_path / "new") == (
         "Sequential, 57 parameters.\n\nIt has not been trained by the program that saved it."
@@ -221,7 +221,7 @@ def test_a_model_that_was_never_trained_has_a_card(tmp_path):
     assert row(tmp_path / "new", "eval loss") == [f"{trainer.run_history['evaluation_loss'][0]:.4f}"]
 
 
-def test_a_card_of_somebody_else_is_kept(tmp_path):
+def test_a_foreign_model_card_is_kept(tmp_path):
     trainer = trained(epochs=1)
     trainer.save_model(tmp_path)
     before = (tmp_path / "README.md").read_text()
@@ -234,7 +234,9 @@ def test_a_card_of_somebody_else_is_kept(tmp_path):
     with pytest.warns(UserWarning, match=r"README.md' was not written by save_model\(\), so it is kept. Rename it"):
         trainer.save_model(tmp_path)
     assert (tmp_path / "README.md").read_text() == edited
-    assert equal(safetensors.torch.load_file(tmp_path / "model.safetensors"), dict(trainer.get_model().state_dict()))
+    assert equal_weights(
+        safetensors.torch.load_file(tmp_path / "model.safetensors"), dict(trainer.get_model().state_dict())
+    )
 
 
 def test_without_matplotlib_there_are_no_curves(tmp_path, monkeypatch):
@@ -246,7 +248,7 @@ def test_without_matplotlib_there_are_no_curves(tmp_path, monkeypatch):
 
 
 def test_frozen_weights_may_be_left_out(tmp_path):
-    model = small_model()
+    model = float64_model()
     model[0].requires_grad_(False)
     trainer = trained(model=model)
     trainer.save_model(tmp_path, trainable_only=True)
@@ -254,9 +256,9 @@ def test_frozen_weights_may_be_left_out(tmp_path):
     assert "57 parameters, 9 of them trainable" in lead(tmp_path)
     assert "holds only the weights that were trained" in lead(tmp_path)
     assert "strict=False" in section(tmp_path, "How to load it")
-    other = small_model()
-    quiet_trainer(other).load_checkpoint(tmp_path)
-    assert equal(other.state_dict(), model.state_dict())
+    other = float64_model()
+    adamw_trainer(other).load_checkpoint(tmp_path)
+    assert equal_weights(other.state_dict(), model.state_dict())
 
 
 @pytest.mark.extension("pretrained")
@@ -273,19 +275,19 @@ def test_the_card_of_a_model_of_transformers_says_how_to_load_it(tmp_path):
     assert 'BertForSequenceClassification.from_pretrained(".")' in section(tmp_path, "How to load it")
     assert "from transformers import BertForSequenceClassification" in section(tmp_path, "How to load it")
     loaded = transformers.BertForSequenceClassification.from_pretrained(tmp_path)
-    assert equal(loaded.state_dict(), model.state_dict())
+    assert equal_weights(loaded.state_dict(), model.state_dict())
 
 
 @pytest.mark.extension("pretrained")
 def test_the_card_of_a_model_of_timm_says_how_to_load_it(tmp_path, monkeypatch):
     model = make_timm(num_classes=3, in_chans=1)
-    quiet_trainer(torch.compile(model)).save_model(tmp_path / "signs")
+    adamw_trainer(torch.compile(model)).save_model(tmp_path / "signs")
     if not hasattr(pytest.importorskip("timm.models._factory"), "_MODEL_SOURCES"):
         pytest.skip("this version of timm does not load local folders")
     monkeypatch.chdir(tmp_path)
     program: dict[str, Any] = {}
     exec(re.findall(r"```python\n(.*?)```", (tmp_path / "signs" / "README.md").read_text(), re.DOTALL)[0], program)
-    assert equal(program["model"].state_dict(), model.state_dict())
+    assert equal_weights(program["model"].state_dict(), model.state_dict())
 
 
 @pytest.mark.extension("pretrained")
@@ -293,7 +295,7 @@ def test_without_a_configuration_the_card_loads_plain_weights(tmp_path):
     model = make_timm(num_classes=3)
     model.pretrained_cfg = {**model.pretrained_cfg, "license": object()}
     with pytest.warns(UserWarning, match="timm could not describe"):
-        quiet_trainer(model).save_model(tmp_path)
+        adamw_trainer(model).save_model(tmp_path)
     assert "import timm" not in section(tmp_path, "How to load it")
 
 
@@ -302,19 +304,19 @@ def test_the_card_of_a_model_of_diffusers_says_how_to_load_it(tmp_path, monkeypa
     diffusers = ModuleType("diffusers")
     vars(diffusers)["ModelMixin"] = ModelMixin
     monkeypatch.setitem(sys.modules, "diffusers", diffusers)
-    quiet_trainer(ModelMixin(3)).save_model(tmp_path)
+    adamw_trainer(ModelMixin(3)).save_model(tmp_path)
     assert 'ModelMixin.from_pretrained(".")' in section(tmp_path, "How to load it")
 
 
 @pytest.mark.extension("pretrained")
 def test_the_card_of_adapters_says_how_to_load_them(tmp_path):
     pytest.importorskip("peft")
-    quiet_trainer(with_lora(bert())).save_model(tmp_path)
+    adamw_trainer(with_lora(bert())).save_model(tmp_path)
     assert 'PeftModel.from_pretrained(base_model, ".")' in section(tmp_path, "How to load it")
 
 
 def test_metadata_that_cannot_be_written_are_refused(tmp_path):
-    trainer = quiet_trainer(small_model())
+    trainer = adamw_trainer(float64_model())
     with pytest.raises(ValueError, match=r"card_data=.* is for a model card, but path='a.safetensors' is one file"):
         trainer.save_model("a.safetensors", card_data={"license": "mit"})
     with pytest.raises(TypeError, match=r"card_data='mit' must be a dict of the card's metadata"):
@@ -326,6 +328,6 @@ def test_metadata_that_cannot_be_written_are_refused(tmp_path):
 
 @pytest.mark.processes
 @CAN_SHARD
-def test_a_sharded_model_has_the_card_of_the_whole(tmp_path, two_ranks):
+def test_a_sharded_model_has_the_card_of_an_unsharded_one(tmp_path, two_ranks):
     two_ranks.run(saved_sharded, tmp_path)
     assert lead(tmp_path / "sharded").startswith("Sequential, 121 parameters.\n\nIt has not")

@@ -1,4 +1,4 @@
-"""The plot of the metrics that a run keeps up to date."""
+"""PlotMetricsCallback: the plot that a run keeps up to date."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_missing_metric_is_named_with_the_existing_ones(tmp_path):
         train(make_trainer([PlotMetricsCallback(tmp_path / "m.png", ["train_los_epoch"])]))
 
 
-def test_a_format_that_cannot_be_drawn_is_refused_at_once():
+def test_an_unsupported_picture_format_is_refused_early():
     with pytest.raises(ValueError, match=r"path='a.xyz' must end in a format of pictures: .*\.svg"):
         PlotMetricsCallback("a.xyz")
 
@@ -63,6 +63,6 @@ def test_metrics_are_drawn_at_intervals(tmp_path):
     assert drawn == [False] * 5 + [True] * 4  # in the sixth update, it is there
 
 
-def test_drawing_refuses_what_is_no_interval():
+def test_plot_metrics_refuses_invalid_intervals():
     with pytest.raises(ValueError, match=r"^every='often' must be"):
         PlotMetricsCallback(every="often")

@@ -1,4 +1,4 @@
-"""The folder of a run: what it was, how it went, and how to resume it."""
+"""RunLogCallback: settings, progress and resuming in the folder of a run."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
 )
 from tests.ranks import shared_folder
-from tests.tasks import listener, make_data, make_trainer, quiet_trainer, regression_data, small_model, train
+from tests.tasks import adamw_trainer, float64_data, float64_model, listener, make_data, make_trainer, train
 
 
-def test_the_folder_of_a_run_says_how_it_went(tmp_path):
+def test_the_folder_of_a_run_records_its_course(tmp_path):
     log = RunLogCallback(tmp_path / "log", {"idea": "wider <layers>"})
     train(make_trainer([log]), epochs=2, eval_dataset=True)
     record = json.loads((tmp_path / "log" / "run.json").read_text())
@@ -47,7 +47,7 @@ def test_the_folder_of_a_run_says_how_it_went(tmp_path):
     assert "| epoch | train_loss_epoch | eval_loss_epoch |" in text
 
 
-def test_the_page_of_a_run_begins_with_what_one_looks_for(tmp_path):
+def test_a_runs_page_starts_with_its_result(tmp_path):
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD([{"params": [model.weight], "lr": 0.01}, {"params": [model.bias]}], 0.1, momentum=0.5)
     metrics = MetricsCallback({"r2": R2Score()})
@@ -79,12 +79,12 @@ def command_to_repeat() -> list[str]:
     with pytest.MonkeyPatch.context() as patch, shared_folder() as folder:
         patch.setenv("ACCELERATE_USE_CPU", "true")
         patch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-        quiet_trainer(small_model(), callbacks=[RunLogCallback(folder)]).train(regression_data(8), 1)
+        adamw_trainer(float64_model(), callbacks=[RunLogCallback(folder)]).train(float64_data(8), 1)
         command: list[str] = json.loads((folder / "run.json").read_text())["command"]
     return command
 
 
-def test_a_repeated_command_starts_as_many_processes_on_the_cpu(two_ranks):
+def test_a_repeated_command_keeps_its_number_of_cpu_processes(two_ranks):
     for command in two_ranks(command_to_repeat):
         how, program = command[:5], command[5:]
         assert how == ["ACCELERATE_USE_CPU=true", "torchrun", "--standalone", "--nproc_per_node", "2"]
@@ -97,7 +97,7 @@ def test_a_page_is_titled_by_the_folder_of_the_run(tmp_path, folder, name):
     assert f"<title>{name}: finished</title>" in (tmp_path / folder / "summary.html").read_text()
 
 
-def test_a_bar_in_a_metrics_name_does_not_divide_its_column(tmp_path):
+def test_a_pipe_in_a_metric_name_does_not_split_its_column(tmp_path):
     named = listener(on_training_run_epoch_end=lambda trainer: trainer.run_history.update_metric("a|b", 1.0))
     train(make_trainer([named, RunLogCallback(tmp_path / "log")]), epochs=1)
     assert re.search(r"^\| epoch \| .*a\\\|b \|.*\n\|[- :|]+\n\| ", (tmp_path / "log" / "summary.md").read_text(), re.M)
@@ -151,7 +151,7 @@ OTHER = ["[]", "5", "{", '{"length": "x", "attempts": 5}', '{"attempts": [5]}', 
 
 
 @pytest.mark.parametrize("content", OTHER)
-def test_a_record_of_another_shape_is_named_and_replaced(tmp_path, content):
+def test_a_record_with_another_structure_is_replaced(tmp_path, content):
     (tmp_path / "run.json").write_text(content)
     train(make_trainer()).save_training_state(tmp_path / "state")
     with pytest.warns(UserWarning, match=r"run.json' does not hold the record of a run"):
@@ -160,7 +160,7 @@ def test_a_record_of_another_shape_is_named_and_replaced(tmp_path, content):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("content", [None, "", "{}"])
-def test_a_lost_or_damaged_record_begins_again_when_resumed(tmp_path, content):
+def test_a_lost_or_damaged_record_restarts_when_resumed(tmp_path, content):
     def run(**kwargs: Any) -> list[Any]:
         saving = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)
         train(make_trainer([RunLogCallback(tmp_path), saving], seed=0), **kwargs)
@@ -174,7 +174,7 @@ def test_a_lost_or_damaged_record_begins_again_when_resumed(tmp_path, content):
         assert run(resume_from=state) == [2]
 
 
-def test_the_error_of_a_run_is_in_its_folder(tmp_path):
+def test_an_error_is_recorded_in_the_run_folder(tmp_path):
     def fail(trainer: Any, **kwargs: Any) -> None:
         raise ValueError("nothing works")
 

@@ -1,4 +1,4 @@
-"""What the pages of a run show: names of users as they are, and the outputs of the model."""
+"""The page of a run: users' names unchanged, and outputs of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs that Slurm warns, and starts again."""
+"""Jobs that Slurm signals and requeues."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.launching import PATIENCE, ROOT, WarmPython, environment
 from tests.ranks import rank, shared_folder, world_size
 from tests.scripts.resumable import run_to_the_end
 from tests.scripts.submitted import Submitted
-from tests.tasks import equal, quiet_trainer, regression_data, small_model
+from tests.tasks import adamw_trainer, equal_weights, float64_data, float64_model
 
 
 class SendsSignals(TrainerCallback):
@@ -62,9 +62,9 @@ def train(
     folder: Path | str, *signals: signal.Signals, resume_from: str | None = None, **saver: object
 ) -> SystemExit | None:
     saving = SaveTrainingStateCallback(f"{folder}/states", **saver)
-    trainer = quiet_trainer(small_model(), callbacks=[SendsSignals(*signals), saving])
+    trainer = adamw_trainer(float64_model(), callbacks=[SendsSignals(*signals), saving])
     try:
-        trainer.train(regression_data(20), 1, per_device_batch_size=4, resume_from=resume_from)
+        trainer.train(float64_data(20), 1, per_device_batch_size=4, resume_from=resume_from)
     except SystemExit as end:
         return end
     return None
@@ -87,33 +87,33 @@ def test_other_runs_are_left_out_of_the_queue(tmp_path, numbers, requeue):
 
 
 def warned_on_the_last_rank() -> tuple[str, list[str]]:
-    """What Slurm was asked, and the states that are there."""
+    """The calls of scontrol, and the saved states."""
     with shared_folder() as folder:
         if rank() == 0:
             install_scontrol(folder)
         os.environ |= {"SLURM_JOB_ID": "17", "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGUSR1"}
         os.environ.pop("SLURM_ARRAY_JOB_ID", None)
         saving = SaveTrainingStateCallback(folder / "states", requeue=True)
-        trainer = quiet_trainer(small_model(), callbacks=[SendsSignals(signal.SIGUSR1), saving])
+        trainer = adamw_trainer(float64_model(), callbacks=[SendsSignals(signal.SIGUSR1), saving])
         with suppress(SystemExit):
-            trainer.train(regression_data(400), 1, per_device_batch_size=2)
+            trainer.train(float64_data(400), 1, per_device_batch_size=2)
         trainer.barrier()
         return (folder / "calls").read_text(), [path.name for path in (folder / "states").glob("update-*")]
 
 
-def test_of_several_processes_one_asks_slurm_once_all_have_saved(two_ranks):
+def test_one_process_requeues_after_all_have_saved(two_ranks):
     for calls, states in two_ranks(warned_on_the_last_rank):
         assert calls == "requeue 17\n"
         assert len(states) == 1
 
 
-def test_what_slurm_answers_is_shown(tmp_path, capsys):
+def test_the_error_message_of_slurm_is_shown(tmp_path, capsys):
     install_scontrol(tmp_path, code=1)
     assert train(tmp_path, signal.SIGUSR1, requeue=True).code == 138
     assert "Job 17_3 could not be returned to Slurm's queue: slurm_update error: Access" in capsys.readouterr().out
 
 
-def test_what_makes_a_job_start_over_is_an_error(tmp_path, monkeypatch):
+def test_settings_that_make_a_job_start_over_are_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeError, match="requeue=True needs Slurm's command scontrol, which is not on the PATH"):
         train(tmp_path, requeue=True)
@@ -132,7 +132,7 @@ def test_what_makes_a_job_start_over_is_an_error(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("passed_on", ["SIGTERM,SIGUSR1", "SIGTERM"])
-def test_torchrun_must_pass_on_the_warning(tmp_path, monkeypatch, passed_on):
+def test_torchrun_must_forward_the_signal(tmp_path, monkeypatch, passed_on):
     install_scontrol(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "17")
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", passed_on)
@@ -157,7 +157,7 @@ def test_earlier_handlers_are_called_once_the_state_is_saved(tmp_path):
     assert seen == [(signal.SIGUSR2, ["update-000000002"])]
 
 
-def test_a_warning_followed_by_an_end_still_saves(tmp_path):
+def test_a_signal_followed_by_termination_still_saves(tmp_path):
     assert train(tmp_path, signal.SIGUSR1, signal.SIGTERM).code == 138
     assert (tmp_path / "states" / "update-000000002").is_dir()
 
@@ -192,7 +192,7 @@ def wait_until_it_trains(folder: Path, is_running: Callable[[], bool]) -> int:
 
 def assert_same_end(*folders: Path) -> None:
     ended, whole = (torch.load(folder / "final.pt", weights_only=False) for folder in folders)
-    assert equal(ended["weights"], whole["weights"])
+    assert equal_weights(ended["weights"], whole["weights"])
     assert ended["order"] == whole["order"]
     assert ended["progress"] == whole["progress"]
 

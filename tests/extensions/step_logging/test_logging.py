@@ -1,4 +1,4 @@
-"""What is logged is there once, in files, trackers and the folder of a run: also after kills, and of all processes."""
+"""Logged values are written once to files, trackers and run folders, also after kills and on several processes."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, sav
 
 @pytest.mark.processes
 @OF_THE_SCRIPT
-def test_of_two_processes_one_writes_the_numbers_of_both(tmp_path, uninterrupted, job):
+def test_one_of_two_processes_writes_the_numbers_of_both(tmp_path, uninterrupted, job):
     assert job(2).run(run_with_mlflow, tmp_path) == [2, 2]
     logged, expected = whole(tmp_path), whole(uninterrupted)
     for row, other in zip(logged["updates"], expected["updates"], strict=True):
@@ -165,7 +165,7 @@ def with_step_metrics(**metrics: Any) -> list[dict[str, Any]]:
     return logger.rows
 
 
-def test_step_metrics_may_have_any_name_but_that_of_a_column():
+def test_step_metrics_may_have_any_unreserved_name():
     losses = [row["loss"] for row in with_step_metrics()]
     rows = with_step_metrics(total=3.0, count=torch.tensor([7.0]))
     assert [row["loss"] for row in rows] == losses
@@ -178,7 +178,7 @@ def test_step_metrics_may_have_any_name_but_that_of_a_column():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [2, 4, 7])
-def test_a_row_has_the_mean_of_all_updates_since_the_last_row(tmp_path, every):
+def test_rows_average_all_updates_since_the_last_row(tmp_path, every):
     def rows(**kwargs: Any) -> list[list[dict[str, Any]]]:
         loggers = [Rows(), Rows(every)]
         saving = SaveTrainingStateCallback(tmp_path, save_every_n_steps=1)
@@ -195,12 +195,12 @@ def test_a_row_has_the_mean_of_all_updates_since_the_last_row(tmp_path, every):
 
 
 @pytest.mark.parametrize("value", [None, "x", [1.0], torch.ones(2), torch.ones(2, device="meta")])
-def test_a_step_metric_that_is_no_number_is_named(value):
+def test_a_non_numeric_step_metric_is_named(value):
     with pytest.raises(TypeError, match=r"step_metrics\['mine'\]=.* must be a number"):
         with_step_metrics(mine=value)
 
 
-def test_rows_begin_where_a_run_is_resumed_that_had_none(tmp_path):
+def test_a_logger_added_on_resuming_starts_at_that_update(tmp_path):
     def run(*callbacks: Any, **kwargs: Any) -> None:
         saving = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)
         train(make_trainer([saving, *callbacks], seed=0), epochs=2, **kwargs)
@@ -216,7 +216,7 @@ def test_rows_begin_where_a_run_is_resumed_that_had_none(tmp_path):
 
 
 class Slow(StepLogger):
-    """A logger whose disk does not answer until it may, and then perhaps with an error."""
+    """A logger whose disk blocks until released, and may then fail."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         super().__init__(every_n_updates=1)
@@ -244,7 +244,7 @@ def test_no_step_waits_for_a_logger():
 
 
 @pytest.mark.parametrize("error", [ConnectionError("the server has gone"), SystemExit("quota exceeded")])
-def test_what_a_logger_fails_with_ends_the_run(error):
+def test_an_error_in_a_logger_ends_the_run(error):
     slow = Slow(error)
     slow.may_answer.set()
     with pytest.raises(type(error), match=str(error)):
@@ -265,7 +265,7 @@ def test_a_state_waits_for_the_rows_before_it(tmp_path):
 
 
 def test_no_state_is_saved_without_its_rows(tmp_path):
-    """Also where states that cannot be written are passed over."""
+    """Also if states that cannot be written are skipped."""
     slow = Slow(OSError(28, "No space left on device"))
     slow.may_answer.set()
     saver = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1, continue_on_error=True)
@@ -287,6 +287,6 @@ def test_all_rows_are_written_when_another_callback_fails(event):
 
 
 @OF_THE_SCRIPT
-def test_the_script_makes_the_epochs_that_the_tests_count(tmp_path):
+def test_the_script_has_the_expected_number_of_epochs(tmp_path):
     trainer = run(tmp_path, mlflow=False)
     assert (trainer.progress.epochs_completed, trainer.progress.update) == (EPOCHS, UPDATES)

@@ -1,4 +1,4 @@
-"""Batch norm that is synchronised: the same parameters, buffers and results, and what cannot be converted."""
+"""Synchronised batch norm: the same parameters and results, and unsupported modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytorch_accel_lite.callbacks import ConvertSyncBatchNormCallback
 from pytorch_accel_lite.extensions.sync_batch_norm import synchronised
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER
-from tests.tasks import equal, make_data, make_trainer, quiet_trainer, regression_data, train, weights
+from tests.tasks import adamw_trainer, equal_weights, float64_data, make_data, make_trainer, train, weights
 
 
 class TwoOfOne(nn.Module):
@@ -45,7 +45,7 @@ def test_conversion_to_sync_batch_norm_keeps_model_and_results():
     assert model.norm.training == plain.norm.training
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert all(a is b for a, b in zip(model.buffers(), buffers, strict=True))
-    assert equal(weights(model), weights(plain))
+    assert equal_weights(weights(model), weights(plain))
     x = make_data().tensors[0]
     assert torch.equal(model.eval()(x), plain.eval()(x))
 
@@ -78,15 +78,15 @@ def sync_batch_norm() -> Any:
     for name, callbacks in (("with", [ConvertSyncBatchNormCallback]), ("without", [])):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)).double()
-        trainer = quiet_trainer(model, callbacks=callbacks)
+        trainer = adamw_trainer(model, callbacks=callbacks)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trainer.train(regression_data(24), 1, per_device_batch_size=4, train_dataloader_kwargs=IN_ORDER)
+            trainer.train(float64_data(24), 1, per_device_batch_size=4, train_dataloader_kwargs=IN_ORDER)
         found[name] = weights(model)
         found[f"warnings {name}"] = [str(w.message) for w in caught if "SyncBatchNorm" in str(w.message)]
-    plain = trainer.evaluate(regression_data(9))["evaluation_loss"]
+    plain = trainer.evaluate(float64_data(9))["evaluation_loss"]
     trainer.model = synchronised(trainer.model)
-    return found | {"losses": (plain, trainer.evaluate(regression_data(9))["evaluation_loss"])}
+    return found | {"losses": (plain, trainer.evaluate(float64_data(9))["evaluation_loss"])}
 
 
 @two_are_enough
@@ -95,6 +95,6 @@ def test_batch_norm_on_an_unsupported_device_stays_with_warning(ranks):
         warned = ["cannot synchronise batch norm on 'cpu'" in text for text in result["warnings with"]]
         assert warned == ([True] if result is ranks(sync_batch_norm)[0] else [])
         assert result["warnings without"] == []
-        assert equal(result["with"], result["without"])
+        assert equal_weights(result["with"], result["without"])
         plain, converted = result["losses"]
         assert plain == converted

@@ -1,4 +1,4 @@
-"""A program whose processes are killed: it trains, evaluates and saves, and writes down what has come out."""
+"""A program whose processes are killed: it trains, evaluates and saves, and writes its results to files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MINE: dict[str, int] = CONFIG.get("kills", {}).get(os.environ.get("RANK", "new")
 
 
 def reach(point: str) -> None:
-    """Do at a point what is asked for there. A process that comes later does it only once."""
+    """Carry out the action requested for a point; in a process that joins later, only once."""
     if point not in MINE:
         return
     mark = FOLDER / f"reached.{os.environ.get('RANK', 'new')}.{point}"
@@ -45,7 +45,7 @@ def reach(point: str) -> None:
 
 
 class Victim(TrainerCallback):
-    """Kills its process at the points that are asked for, and notes what happens."""
+    """Kills its process at the requested points, and records events."""
 
     saves_attributes = False
 
@@ -121,7 +121,7 @@ class Victim(TrainerCallback):
 
 
 class Stateful(TrainerCallback):
-    """Is asked for its state whenever one is saved."""
+    """A callback with a kill point in ``state_dict()``."""
 
     saves_attributes = False
     count = 0

@@ -1,4 +1,4 @@
-"""Jobs of several machines, and such that are made larger: what has come by ``launch --join``."""
+"""Jobs on several machines, and processes that join by ``launch --join``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.programs, pytest.mark.processes]
 
 
 def address_of(job: subprocess.Popen[str]) -> str:
-    """Where others can join a job, as it says."""
+    """The address at which others can join a job, from its output."""
     assert job.stderr is not None
     line = job.stderr.readline()
     found = re.search(r"--join (\S+)", line)
@@ -57,7 +57,7 @@ def wait_for(condition: Callable[[], Any]) -> None:
 
 
 def updates(folder: Path) -> Iterator[list[str]]:
-    """What the processes note of each update: the number of the training, of the update, and of the processes."""
+    """The records of the processes for each update: the training, the update, and the number of processes."""
     for path in folder.glob("updates.*"):
         yield from (line.split() for line in path.read_text().splitlines())
 
@@ -91,8 +91,8 @@ def test_a_job_is_made_larger_up_to_its_logical_processes(tmp_path):
 @CAN_SHARD
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="takes a quarter of a minute: make soak")
-def test_copies_of_shards_on_other_machines_are_enough(tmp_path, capfd):
-    """The state from which all begin again is on the disk that they share, until all have resumed from it."""
+def test_shard_replicas_on_other_machines_suffice(tmp_path, capfd):
+    """The state for the restart is on the shared disk until all have resumed from it."""
     folder = tmp_path / "job"
     options = ["--listen", "127.0.0.1:0", "--processes", "2", "--begin-with", "4"]
     job = begin(folder, 0, *options, sharded="hsdp", kills=kill(rank1="evaluation:3"), marks=True, **ALL)
@@ -147,7 +147,7 @@ def on(machine: str, log: Path, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 def cut(how: str) -> None:
-    """Cut the machine off, or let it stand still."""
+    """Disconnect or suspend the machine."""
     if how == "link":
         ip("-n", namespace("b"), "link", "set", "eth-b", "down")
     elif how == "packets":
@@ -182,7 +182,7 @@ def send_all(number: int) -> None:
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="takes a minute: make soak")
 @pytest.mark.parametrize("how", ["link", "packets", "frozen"])
-def test_a_machine_that_is_cut_off_comes_back(tmp_path, network, how):  # noqa: F811
+def test_a_disconnected_machine_rejoins(tmp_path, network, how):  # noqa: F811
     config = {**LONG, "samples": 1603, "pause": 0.08}
     folder, log = tmp_path / "job", tmp_path / "log"
     folder.mkdir()
@@ -217,8 +217,8 @@ def test_a_machine_that_is_cut_off_comes_back(tmp_path, network, how):  # noqa: 
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="cuts networks for long")
 @pytest.mark.parametrize("first", ["a", "b"])
-def test_cut_networks_leave_no_trace(tmp_path, network, first):  # noqa: F811
-    """Five cuts each, or as many as FAULTS in the environment says; the first rank may be on the machine cut off."""
+def test_network_cuts_do_not_change_the_results(tmp_path, network, first):  # noqa: F811
+    """Five cuts, or FAULTS in the environment; the first rank may be on the disconnected machine."""
     config = {**ALL, "samples": 2003, "marks": True}
     whole = undisturbed(tmp_path / "whole", **config)
     for number in range(int(os.environ.get("FAULTS", 5))):
@@ -262,7 +262,7 @@ def run_with_a_cut(folder: Path, first: str, drawn: random.Random, config: dict[
 
 
 def has_joined(machine: str, processes: int) -> bool:
-    """Whether the processes of a machine have been started: there is what starts them, and what has joined."""
+    """Whether the processes of a machine have been started, besides its fork server."""
     command = ["ip", "netns", "pids", namespace(machine)]
     found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     return len(found) >= processes + 1 + (machine == "a")

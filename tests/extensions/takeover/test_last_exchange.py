@@ -1,4 +1,4 @@
-"""The last exchange of an update carries the gradients and what each process keeps, also to one that has missed it."""
+"""The last exchange of an update: gradients with piggybacked states, also for a process that has missed it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pytorch_accel_lite.extensions.takeover.enclosures import Enclosures, read
+from pytorch_accel_lite.extensions.takeover.piggyback import Piggyback, value_of
 from tests.extensions.takeover.test_takeover import LAUNCH, end
 from tests.launching import WarmPython, environment
 
@@ -102,26 +102,26 @@ def test_an_update_needs_no_exchange_beyond_its_gradients(tmp_path):
 
 
 @pytest.mark.parametrize(("width", "misses"), [(SMALL, 3), (LARGE, 6)])
-def test_who_misses_the_last_exchange_gets_it_from_others(tmp_path, width, misses):
+def test_a_process_that_misses_the_last_exchange_gets_it_later(tmp_path, width, misses):
     (alone, _), *_ = launch(tmp_path / "1", 1, width)
     written = launch(tmp_path / "3", 3, width, misses)
     assert [result for result, _ in written] == [alone] * 2
     assert written[1][1] == {**written[1][1], "computed": 6, "takeovers": 1}  # it has done its part of the third update
 
 
-def test_enclosures_take_more_room_when_a_value_is_long():
-    enclosures = Enclosures()
+def test_more_room_is_reserved_for_a_long_value():
+    piggyback = Piggyback()
     values = [b"a" * 3000, b"", b"bc"]
 
     def gather() -> torch.Tensor:
-        messages = torch.full((3, 5 + enclosures.room), 7, dtype=torch.uint8)
+        messages = torch.full((3, 5 + piggyback.room), 7, dtype=torch.uint8)
         for message, value in zip(messages, values, strict=True):
-            enclosures.enclose(message, value == b"bc", value)
+            piggyback.attach(message, value == b"bc", value)
         assert (messages[:, :5] == 7).all()
         return messages
 
-    assert enclosures.read_flags(gather()) is None
-    assert enclosures.room == 4096
+    assert piggyback.read_flags(gather()) is None
+    assert piggyback.room == 4096
     messages = gather()
-    assert enclosures.read_flags(messages) is True
-    assert [read(each) for each in enclosures.cut(messages)] == values
+    assert piggyback.read_flags(messages) is True
+    assert [value_of(tail) for tail in piggyback.tails(messages)] == values

@@ -1,4 +1,4 @@
-"""Jobs whose processes are killed at any instant, and end in the bits of one that was not disturbed."""
+"""Jobs whose processes are killed at any instant end in the bits of an undisturbed job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.launching import CAN_SHARD, PATIENCE, SOAK, WarmPython, environment, run_module
-from tests.tasks import same
+from tests.tasks import same_bits
 
 PROGRAM = Path(__file__).with_name("program.py")
 LAUNCH = [sys.executable, "-m", "pytorch_accel_lite", "launch"]
@@ -31,7 +31,7 @@ PARTS = "optimizer", "scheduler", "history", "evaluations"  # of states
 
 @dataclass
 class Outcome:
-    """What has come out of a job: the exit code, its output, what each process that has ended wrote down, and files.
+    """The outcome of a job: exit code, output, results of the processes that ended, and files.
 
     Attributes:
         files: what the best model, the average and the latest states have in them
@@ -87,7 +87,7 @@ def collect(code: int, output: str, folder: Path) -> Outcome:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What the file of a training state has that does not depend on the processes.
+    """The contents of a training state that do not depend on the processes.
 
     The losses of an epoch that is over have been recorded, and nothing reads them any more.
     """
@@ -116,7 +116,7 @@ ALL = {"saves": True, "metrics": True, "accumulation": 2, "samples": 107, "two_o
 
 @pytest.fixture(scope="module")
 def undisturbed(run: Callable[..., Outcome]) -> Outcome:
-    """The job with all of it, on one process."""
+    """The result of an undisturbed job with all options on one process."""
     outcome = run(1, **ALL)
     assert outcome.code == 0, outcome.output
     return outcome
@@ -134,13 +134,13 @@ def check_equal(outcome: Outcome, undisturbed: Outcome, survivors: int) -> None:
     assert outcome.rows == undisturbed.rows
     assert outcome.files.keys() == undisturbed.files.keys()
     for name, content in outcome.files.items():
-        assert same(content, undisturbed.files[name]), name
+        assert same_bits(content, undisturbed.files[name]), name
     for written in outcome.written:
         check_updates(written)
 
 
 def check_updates(written: dict[str, Any]) -> None:
-    """No update that a process has committed is lost, and each takeover repeats one at most."""
+    """Check that no committed update is lost, and that each takeover repeats at most one."""
     for training in {training for training, _ in written["committed"]}:
         updates = [update for number, update in written["committed"] if number == training]
         assert updates == [*range(updates[0], updates[-1] + 1)]
@@ -168,7 +168,7 @@ def test_kills_while_starting_and_predicting_leave_no_trace(run, undisturbed):
     check_equal(run(4, kills=kills, **ALL), undisturbed, survivors=1)
 
 
-def test_pairs_that_die_while_predicting_leave_no_trace(run, undisturbed):
+def test_losing_two_processes_in_predict_changes_no_result(run, undisturbed):
     kills = kill(rank3="prediction:1", rank1="changed:1")
     check_equal(run(4, kills=kills, **ALL), undisturbed, survivors=2)
 
@@ -207,7 +207,7 @@ def test_sigterm_ends_the_job(tmp_path):
     assert outcome.results == []
 
 
-def test_without_logical_processes_the_others_end_with_a_word(tmp_path):
+def test_without_logical_processes_a_loss_is_an_error(tmp_path):
     program = tmp_path / "plain.py"
     program.write_text(
         "import os, signal, torch\n"
@@ -237,7 +237,7 @@ def test_without_logical_processes_the_others_end_with_a_word(tmp_path):
         *[("fsdp", {"2": {"forward:13": KILLED}, "0": {"sharding again": KILLED}}, ["update-000000005"])] * SOAK,
     ],
 )
-def test_a_sharded_run_begins_again_from_its_latest_state(run, undisturbed, capfd, how, kills, begins):
+def test_a_sharded_run_restarts_from_its_latest_state(run, undisturbed, capfd, how, kills, begins):
     outcome = run(4, kills=kills, sharded=how, **ALL)
     check_equal(outcome, undisturbed, survivors=4 - len(kills))
     said = [line for line in capfd.readouterr().out.splitlines() if "All begin again from" in line]
@@ -268,7 +268,7 @@ def test_a_sharded_run_begins_again_from_its_latest_state(run, undisturbed, capf
         *[(kill(rank3="prediction:1"), 8)] * SOAK,
     ],
 )
-def test_a_sharded_run_goes_on_from_copies_of_shards(run, undisturbed, capfd, kills, update):
+def test_a_sharded_run_continues_from_shard_replicas(run, undisturbed, capfd, kills, update):
     outcome = run(4, kills=kills, sharded="hsdp", marks=True, **ALL)
     check_goes_on(outcome, undisturbed, capfd.readouterr().out, kills, update)
 
@@ -306,7 +306,7 @@ def check_marks(outcome: Outcome, output: str) -> None:
         ({}, {"1": {"forward:13": KILLED}, "0": {"sharding again": KILLED}}, 6),
     ],
 )
-def test_copies_of_shards_are_enough_wherever_processes_die(run, capfd, how, kills, update):
+def test_shard_replicas_suffice_wherever_processes_die(run, capfd, how, kills, update):
     config = {**ALL, **how}
     outcome = run(4, kills=kills, sharded="hsdp", marks=True, **config)
     check_goes_on(outcome, run(1, **config), capfd.readouterr().out, kills, update)
@@ -315,7 +315,7 @@ def test_copies_of_shards_are_enough_wherever_processes_die(run, capfd, how, kil
 @CAN_SHARD
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="takes a minute: make soak")
-def test_what_needs_a_lost_mesh_goes_back_to_the_latest_state(run, undisturbed, capfd):
+def test_using_a_lost_mesh_restarts_from_the_latest_state(run, undisturbed, capfd):
     outcome = run(4, kills=kill(rank1="exchange:7"), sharded="hsdp", gathers=True, **ALL)
     check_equal(outcome, undisturbed, survivors=3)
     assert re.search(r"All begin again from '.*update-000000005'", capfd.readouterr().out)
@@ -324,7 +324,7 @@ def test_what_needs_a_lost_mesh_goes_back_to_the_latest_state(run, undisturbed, 
 @CAN_SHARD
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="takes a minute: make soak")
-def test_a_sharded_run_of_two_trainings_ends_with_a_word(run):
+def test_a_second_sharded_training_cannot_restart(run):
     config = {"sharded": "hsdp", "trainings": 2, "epochs": 1, "samples": 107}
     outcome = run(4, kills=kill(rank1="evaluated:1"), **config)
     assert outcome.code == 0, outcome.output
@@ -338,7 +338,7 @@ def test_a_sharded_run_of_two_trainings_ends_with_a_word(run):
 @pytest.mark.skipif(not SOAK, reason="takes a minute: make soak")
 @pytest.mark.parametrize(("how", "processes", "lost"), [("fsdp", 3, "rank0"), ("hsdp", 4, "rank2")])
 def test_a_sharded_run_takes_a_new_process_and_loses_nothing(run, how, processes, lost):
-    """The ranks of the others change, and so do their places in meshes of the same form."""
+    """The ranks of the others change, and with them their positions in the meshes."""
     config = {"samples": 803, "saves": True, "pause": 0.01}
     outcome = run(processes, "--replace", kills=kill(**{lost: "forward:9"}), sharded=how, **config)
     assert outcome.code == 0, outcome.output
@@ -384,8 +384,8 @@ Path(sys.argv[1], str(trainer.ranks.world_size)).write_text(repr(result))
 """
 
 
-def test_a_death_within_a_large_message_ends_no_survivor(tmp_path):
-    """For which gloo would let it wait half an hour."""
+def test_a_death_during_a_large_message_ends_no_survivor(tmp_path):
+    """Otherwise, gloo would block for half an hour."""
     program = tmp_path / "program.py"
     program.write_text(DIES_WITHIN_A_MESSAGE)
     for processes in (1, 2):
@@ -462,7 +462,7 @@ FAULTS = {
 @pytest.mark.skipif(not SOAK, reason="kills for long")
 @pytest.mark.parametrize("kind", FAULTS)
 def test_faults_of_all_kinds_leave_no_trace(tmp_path, undisturbed, kind):
-    """FAULTS in the environment is how many there are of each kind, instead of hundreds in all."""
+    """The environment variable FAULTS sets the number of faults of each kind."""
     fault = FAULTS[kind]
     faults = number = 0
     while faults < int(os.environ.get("FAULTS", fault.count)):
@@ -509,7 +509,7 @@ PLACES |= {"exchange": 8, "epoch": 2, "evaluation": 8, "evaluated": 2, "saving":
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="kills for long")
 def test_faults_in_a_sharded_run_lose_no_update(tmp_path, capfd, undisturbed):
-    """Of a pair, the second one dies in the takeover, and has other shards than the first: 0 and 2 have the same."""
+    """Of two lost processes, the second dies in the takeover, with other shards than the first."""
     faults = number = 0
     while faults < int(os.environ.get("FAULTS", 40)):
         drawn = random.Random(f"sharded{number}")
@@ -527,7 +527,7 @@ def test_faults_in_a_sharded_run_lose_no_update(tmp_path, capfd, undisturbed):
 
 
 def report(text: str) -> None:
-    """Say how far a long test has got, also while its output is captured."""
+    """Print the progress of a long test, bypassing the capture of its output."""
     print(text, file=sys.__stderr__, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Samples, items and FLOPs per second: counted, compared with a peak, and of each process."""
+"""Samples, items and FLOPs per second: counted, compared with a peak, by process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, ThroughputCallback
 from tests.cases import SPLITTING
 from tests.ranks import rank
-from tests.tasks import equal, listener, make_model, make_trainer, own_clock, train, weights
+from tests.tasks import equal_weights, fake_clock, listener, make_model, make_trainer, train, weights
 
 # Of make_model, with layers of 4 * 8 and 8 * 1 weights: outputs, gradients of weights, gradients of hidden values.
 FLOPS = 2 * (40 + 40 + 8)
@@ -60,7 +60,7 @@ def test_flops_are_counted_and_compared_with_a_peak():
     assert "slowest_rank_epoch" not in trainer.run_history.get_metric_names()
 
 
-def test_flops_that_are_given_are_taken():
+def test_given_flops_are_used():
     trainer = train(make_trainer([ThroughputCallback(flops_per_sample=50, peak_flops=100)]))
     assert latest(trainer, "mfu") == pytest.approx(latest(trainer, "samples_per_second") / 2)
 
@@ -97,7 +97,7 @@ def test_counting_flops_changes_nothing(arguments, tmp_path):
 
     plain, losses = run()
     for found, its_losses, sizes in (counted(), counted(resume_from=tmp_path / "update-000000001")):
-        assert equal(found, plain)
+        assert equal_weights(found, plain)
         assert its_losses == losses
         assert len(sizes) <= 8
 
@@ -186,7 +186,7 @@ def test_an_unknown_peak_is_reported_before_training():
         ({"peak_flops": 1e12}, "pass count_flops=True or flops_per_sample, too"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(arguments, message):
+def test_senseless_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         ThroughputCallback(**arguments)
 
@@ -201,21 +201,25 @@ def test_items_have_a_rate_over_the_latest_updates():
 
 def throughput_of_processes() -> Any:
     """On rank 0 a forward pass takes a second, on rank 1 three, and so does each step."""
-    with own_clock() as spend:
+    with fake_clock() as pass_time:
 
         class Slow(Counted):
             def calculate_train_batch_loss(self, batch):
-                spend(1 + 2 * rank())
+                pass_time(1 + 2 * rank())
                 return super().calculate_train_batch_loss(batch)
 
             def optimizer_step(self):
                 super().optimizer_step()
-                spend(2 - 2 * rank())  # waits for the other
+                pass_time(2 - 2 * rank())  # waits for the other
 
         throughput = ThroughputCallback(count_flops=True, peak_flops=100)
         trainer = train(make_trainer([throughput], trainer_class=Slow), size=15)
     plain = train(make_trainer(trainer_class=Counted), size=15)
-    return trainer.run_history.to_dict(), throughput.per_process, equal(weights(trainer.model), weights(plain.model))
+    return (
+        trainer.run_history.to_dict(),
+        throughput.per_process,
+        equal_weights(weights(trainer.model), weights(plain.model)),
+    )
 
 
 def test_each_process_has_its_numbers_and_the_slowest_is_named(two_ranks):

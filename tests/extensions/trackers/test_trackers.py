@@ -1,4 +1,4 @@
-"""TrackerCallback: what trackers show, in which thread they are used, and those without an account."""
+"""TrackerCallback: logged values, its thread, and trackers without an account."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_pictures_are_logged_with_the_tracker_of_accelerate(tmp_path):
     assert [(e.step, e.width, e.height) for e in events.Images("sample")] == [(3, 5, 4), (6, 5, 4)]
 
 
-def test_accelerate_knows_the_tracker_while_the_run_lasts(tmp_path):
+def test_accelerate_knows_the_tracker_during_the_run(tmp_path):
     names: list[list[str]] = []
     look = listener(on_epoch_checkpoint=lambda t: names.append([x.name for x in t.accelerator.trackers]))
     trainer = train(make_trainer([TrackerCallback("tensorboard", "run", tmp_path), look]))
@@ -42,7 +42,7 @@ def test_accelerate_knows_the_tracker_while_the_run_lasts(tmp_path):
     assert trainer.accelerator.trackers == []
 
 
-def test_what_was_logged_before_an_error_stays(tmp_path):
+def test_values_logged_before_an_error_are_kept(tmp_path):
     def fail(trainer: Any) -> None:
         if trainer.progress.epoch == 3:
             raise ValueError("enough of this")
@@ -56,7 +56,7 @@ def test_what_was_logged_before_an_error_stays(tmp_path):
 
 
 class OfOneThread(GeneralTracker):
-    """A tracker that is used in the thread it was started in, as a database would ask for."""
+    """A tracker that may only be used in the thread that started it, such as a database."""
 
     name = "own"
     requires_logging_directory = False
@@ -119,7 +119,7 @@ print(*trainer.run_history["train_loss_epoch"], *trainer.run_history["eval_loss_
 
 @pytest.mark.programs
 @pytest.mark.parametrize(("name", "files"), [("wandb", "wandb/**/*.wandb"), ("trackio", "trackio/*.db")])
-def test_trackers_that_need_no_account_hold_what_was_recorded(tmp_path, name, files):
+def test_trackers_without_an_account_store_the_recorded_values(tmp_path, name, files):
     if find_spec(name) is None or name not in LOGGER_TYPE_TO_CLASS:
         pytest.skip(f"needs {name}, and a version of accelerate that knows it")
     output = run_code(LOGGED, name, str(tmp_path))
@@ -134,7 +134,7 @@ def test_trackers_that_need_no_account_hold_what_was_recorded(tmp_path, name, fi
 
 
 @pytest.mark.programs
-def test_a_tracker_without_an_account_says_how_to_do_without(tmp_path):
+def test_a_tracker_without_an_account_suggests_offline_use(tmp_path):
     if find_spec("wandb") is None:
         pytest.skip("needs wandb")
     with pytest.raises(AssertionError, match=r"could not start: .* pass init_kwargs=\{'mode': 'offline'\}\."):

@@ -1,4 +1,4 @@
-"""diagnose(): what limits the speed is found and said, and nothing is changed by it."""
+"""diagnose(): it finds the bottleneck and changes nothing."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from tests.ranks import rank, world_size
 from tests.tasks import (
     Rows,
     Stream,
-    equal,
+    adamw_trainer,
+    equal_weights,
+    fake_clock,
+    float64_data,
+    float64_model,
     make_trainer,
-    own_clock,
-    quiet_trainer,
-    regression_data,
-    small_model,
     weights,
 )
 
 
 class SlowOnTheLast(nn.Module):
-    """Takes long on the last rank alone, by a clock that stands still otherwise."""
+    """Takes long on the last rank only, on the fake clock."""
 
-    def __init__(self, spend: Callable[[float], None]) -> None:
+    def __init__(self, pass_time: Callable[[float], None]) -> None:
         super().__init__()
-        self.inner, self.spend = small_model(), spend
+        self.inner, self.pass_time = float64_model(), pass_time
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.spend(0.02 if rank() == world_size() - 1 else 1e-5)
+        self.pass_time(0.02 if rank() == world_size() - 1 else 1e-5)
         return self.inner(x)
 
 
 class Speaks(TrainerCallback):
-    """Communicates, which a process whose callback fails no longer does."""
+    """Communicates, which would hang if a process with a failing callback stopped doing so."""
 
     def on_train_step_end(self, trainer: Trainer, **kwargs: Any) -> None:
         trainer.barrier()
@@ -52,12 +52,12 @@ class Speaks(TrainerCallback):
 class Slow(nn.Module):
     """A model that takes some time."""
 
-    def __init__(self, spend: Callable[[], None]) -> None:
+    def __init__(self, pass_time: Callable[[], None]) -> None:
         super().__init__()
-        self.inner, self.spend = small_model(), spend
+        self.inner, self.pass_time = float64_model(), pass_time
 
     def forward(self, x):
-        self.spend()
+        self.pass_time()
         return self.inner(x)
 
 
@@ -71,19 +71,19 @@ class Logs(Trainer):
 
 
 def test_steps_may_log_values_and_ask_for_indices():
-    trainer = make_trainer(model=small_model(), trainer_class=Logs)
-    assert trainer.diagnose(regression_data(16), per_device_batch_size=4, num_steps=2).samples == 4
-    assert trainer.find_batch_size(regression_data(4)) == 4
+    trainer = make_trainer(model=float64_model(), trainer_class=Logs)
+    assert trainer.diagnose(float64_data(16), per_device_batch_size=4, num_steps=2).samples == 4
+    assert trainer.find_batch_size(float64_data(4)) == 4
 
 
-def test_slow_data_are_found(spend):
+def test_slow_data_are_found(pass_time):
     class SlowRows(Rows):
         def __getitem__(self, index):
-            spend(0.004)
+            pass_time(0.004)
             return super().__getitem__(index)
 
-    found = quiet_trainer(Slow(partial(spend, 0.008))).diagnose(
-        SlowRows(regression_data(40)), num_steps=6, train_dataloader_kwargs={"num_workers": 0}
+    found = adamw_trainer(Slow(partial(pass_time, 0.008))).diagnose(
+        SlowRows(float64_data(40)), num_steps=6, train_dataloader_kwargs={"num_workers": 0}
     )
     assert found.steps == 6
     assert found.samples == 8
@@ -94,21 +94,21 @@ def test_slow_data_are_found(spend):
     assert "waiting for data" in repr(found)
 
 
-def test_a_slow_model_is_not_taken_for_slow_data(spend):
-    found = quiet_trainer(Slow(partial(spend, 0.01))).diagnose(regression_data(40), num_steps=6)
+def test_a_slow_model_is_not_reported_as_slow_data(pass_time):
+    found = adamw_trainer(Slow(partial(pass_time, 0.01))).diagnose(float64_data(40), num_steps=6)
     assert (found.data, found.forward, found.waiting) == pytest.approx((0, 0.01, 0))
     assert not any("waits for data" in text for text in found.advice)
 
 
-def test_an_update_that_takes_long_is_found(spend):
+def test_an_update_that_takes_long_is_found(pass_time):
     class SlowUpdate(Trainer):
         def optimizer_step(self):
-            spend(0.01)
+            pass_time(0.01)
             super().optimizer_step()
 
-    model = Slow(partial(spend, 0.002))
+    model = Slow(partial(pass_time, 0.002))
     trainer = SlowUpdate(model, nn.MSELoss(), torch.optim.AdamW(model.parameters()), callbacks=())
-    found = trainer.diagnose(regression_data(40), num_steps=6)
+    found = trainer.diagnose(float64_data(40), num_steps=6)
     assert found.update == pytest.approx(0.01)
     assert any("AdamW(..., fused=True)" in text for text in found.advice)
 
@@ -116,11 +116,11 @@ def test_an_update_that_takes_long_is_found(spend):
 class Sleeps(TrainerCallback):
     """Takes its time in each step, and remembers it."""
 
-    def __init__(self, spend: Callable[[float], None]) -> None:
-        self.spend, self.steps, self.count = spend, list[int](), 0
+    def __init__(self, pass_time: Callable[[float], None]) -> None:
+        self.pass_time, self.steps, self.count = pass_time, list[int](), 0
 
     def on_train_step_end(self, trainer, step, **kwargs):
-        self.spend(0.03)
+        self.pass_time(0.03)
         self.steps.append(step)
         self.count += 1
         trainer.run_history.update_metric("slept", 0.03)
@@ -130,21 +130,21 @@ class Sleeps(TrainerCallback):
 
 
 class SleepsLess(TrainerCallback):
-    def __init__(self, spend: Callable[[float], None]) -> None:
-        self.spend = spend
+    def __init__(self, pass_time: Callable[[float], None]) -> None:
+        self.pass_time = pass_time
 
     def on_update_end(self, trainer, **kwargs):
-        self.spend(0.002)
+        self.pass_time(0.002)
 
     def on_train_step_checkpoint(self, trainer, **kwargs):
         raise AssertionError("nothing is saved")
 
 
-def test_the_time_of_callbacks_is_part_of_a_step(spend):
-    sleeps = Sleeps(spend)
-    callbacks = [*DEFAULT_CALLBACKS, SleepsLess(spend), sleeps]
-    trainer = quiet_trainer(Slow(partial(spend, 0.018)), callbacks=callbacks)
-    found = trainer.diagnose(regression_data(40), num_steps=6)
+def test_the_time_of_callbacks_is_part_of_a_step(pass_time):
+    sleeps = Sleeps(pass_time)
+    callbacks = [*DEFAULT_CALLBACKS, SleepsLess(pass_time), sleeps]
+    trainer = adamw_trainer(Slow(partial(pass_time, 0.018)), callbacks=callbacks)
+    found = trainer.diagnose(float64_data(40), num_steps=6)
     assert found.callbacks == pytest.approx({"Sleeps": 0.03, "SleepsLess": 0.002})
     assert (found.step, found.unexplained) == pytest.approx((0.05, 0))
     assert "Callbacks take 64 % of a step, most of all Sleeps: 30 ms." in found.advice[0]
@@ -152,7 +152,7 @@ def test_the_time_of_callbacks_is_part_of_a_step(spend):
     assert (sleeps.steps, sleeps.count, len(trainer.run_history)) == ([], 0, 0)
 
 
-def test_callbacks_that_need_a_run_are_reported_as_not_measured(spend):
+def test_callbacks_that_need_a_run_are_reported_as_not_measured(pass_time):
     class NeedsRun(TrainerCallback):
         def on_training_run_start(self, trainer, **kwargs):
             self.writer = []
@@ -164,19 +164,19 @@ def test_callbacks_that_need_a_run_are_reported_as_not_measured(spend):
         def on_train_step_end(self, trainer, **kwargs):
             raise StopTrainingError
 
-    callbacks = [Stops, NeedsRun, Sleeps(spend)]
-    found = quiet_trainer(Slow(partial(spend, 0.01)), callbacks=callbacks).diagnose(regression_data(40), num_steps=6)
+    callbacks = [Stops, NeedsRun, Sleeps(pass_time)]
+    found = adamw_trainer(Slow(partial(pass_time, 0.01)), callbacks=callbacks).diagnose(float64_data(40), num_steps=6)
     assert found.callbacks == pytest.approx({"Stops": 0, "Sleeps": 0.03})
     error = "AttributeError: 'NeedsRun' object has no attribute 'writer'"
     assert found.advice[-1].startswith(f"Callbacks that could not be measured: NeedsRun ({error}). A run with Timing")
 
 
-def test_what_no_part_explains_is_shown_and_reported(spend):
+def test_unexplained_step_time_is_reported(pass_time):
     class Contended(Slow):
         """Slower if the data are read in between."""
 
         def forward(self, x):
-            self.spend(0.02 if Reads.has_read else 0.01)
+            self.pass_time(0.02 if Reads.has_read else 0.01)
             Reads.has_read = False
             return self.inner(x)
 
@@ -188,17 +188,17 @@ def test_what_no_part_explains_is_shown_and_reported(spend):
             return super().__getitem__(index)
 
     arguments = {"num_steps": 6, "train_dataloader_kwargs": {"num_workers": 0}}
-    found = quiet_trainer(Contended(spend)).diagnose(Reads(regression_data(48)), **arguments)
+    found = adamw_trainer(Contended(pass_time)).diagnose(Reads(float64_data(48)), **arguments)
     assert (found.forward, found.step, found.unexplained) == pytest.approx((0.01, 0.02, 0.5), rel=0.2)
     assert re.search(r"\d\d % of a step are explained by none of its parts", " ".join(found.advice))
 
 
 def diagnosis() -> Any:
-    with own_clock() as spend:
-        model = SlowOnTheLast(spend)
+    with fake_clock() as pass_time:
+        model = SlowOnTheLast(pass_time)
         before = weights(model)
-        found = quiet_trainer(model, callbacks=[Speaks]).diagnose(regression_data(48), num_steps=4)
-    unchanged, said = equal(weights(model), before), " ".join(found.advice)
+        found = adamw_trainer(model, callbacks=[Speaks]).diagnose(float64_data(48), num_steps=4)
+    unchanged, said = equal_weights(weights(model), before), " ".join(found.advice)
     return {"unchanged": unchanged, "steps": found.steps, "step": found.step, "advice": said}
 
 
@@ -213,11 +213,11 @@ def test_diagnosis_works_on_several_processes(ranks):
 
 
 def test_diagnose_refuses_bad_limits_and_data_without_batches():
-    trainer = quiet_trainer(small_model())
+    trainer = adamw_trainer(float64_model())
     with pytest.raises(ValueError, match="num_steps=0 must be at least 1"):
-        trainer.diagnose(regression_data(8), num_steps=0)
+        trainer.diagnose(float64_data(8), num_steps=0)
     with pytest.raises(ValueError, match="train_dataset is empty"):
-        trainer.diagnose(regression_data(0))
+        trainer.diagnose(float64_data(0))
     with pytest.raises(ValueError, match="train_dataset gave no batch"):
         trainer.diagnose(Stream(0))
 
@@ -225,12 +225,12 @@ def test_diagnose_refuses_bad_limits_and_data_without_batches():
 def test_a_stream_that_can_be_read_only_once_is_refused():
     class Once(IterableDataset):
         def __init__(self, size: int) -> None:
-            self.samples = iter(regression_data(size))
+            self.samples = iter(float64_data(size))
 
         def __iter__(self) -> Iterator[object]:
             return self.samples
 
-    trainer = quiet_trainer(small_model())
+    trainer = adamw_trainer(float64_model())
     with pytest.raises(ValueError, match="exhausted after it was read once"):
         trainer.diagnose(Once(40), per_device_batch_size=4, num_steps=9)
     assert trainer.diagnose(Once(400), per_device_batch_size=4, num_steps=1).steps == 1

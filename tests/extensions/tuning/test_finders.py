@@ -1,4 +1,4 @@
-"""find_lr() and find_batch_size(): they find what there is to find, and leave everything as it was."""
+"""find_lr() and find_batch_size(): their results, and that they restore everything."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.ranks import IN_ORDER, global_batch, rank, world_size
 from tests.tasks import (
     Expanded,
     Stream,
-    equal,
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
     listener,
     make_data,
     make_trainer,
-    quiet_trainer,
-    regression_data,
-    same,
-    small_model,
+    same_bits,
     train,
     weights,
 )
@@ -34,7 +34,7 @@ class NotOnTheLast(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = small_model()
+        self.inner = float64_model()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if rank() == world_size() - 1 and len(x) > 3:
@@ -43,7 +43,7 @@ class NotOnTheLast(nn.Module):
 
 
 def everything(trainer: Trainer) -> dict[str, Any]:
-    """What a trial must leave alone."""
+    """Everything that a trial must not change."""
     return copy.deepcopy(
         {
             "weights": weights(trainer.model),
@@ -66,9 +66,9 @@ def make_model() -> nn.Module:
 
 
 def trained() -> Trainer:
-    """A trainer that has a past, so that there is something to disturb."""
-    trainer = quiet_trainer(make_model())
-    trainer.train(regression_data(24), 1, per_device_batch_size=6)
+    """A trainer after a run, with state that a trial could change."""
+    trainer = adamw_trainer(make_model())
+    trainer.train(float64_data(24), 1, per_device_batch_size=6)
     trainer.model[0].weight.grad = torch.ones_like(trainer.model[0].weight)
     trainer.model[1].eval()
     return trainer
@@ -83,11 +83,11 @@ ACTIONS = {
 
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("fails", [None, RuntimeError, KeyboardInterrupt])
-def test_what_is_tried_changes_nothing_even_when_it_fails(action, fails):
+def test_finders_leave_everything_unchanged_even_on_errors(action, fails):
     trainer = trained()
     before = everything(trainer)
     if fails is None:
-        ACTIONS[action](trainer, regression_data(24))
+        ACTIONS[action](trainer, float64_data(24))
     else:
         calls = []
 
@@ -98,20 +98,20 @@ def test_what_is_tried_changes_nothing_even_when_it_fails(action, fails):
 
         hook = trainer.model.register_forward_pre_hook(fail)
         with pytest.raises(fails):
-            ACTIONS[action](trainer, regression_data(24))
+            ACTIONS[action](trainer, float64_data(24))
         hook.remove()
-    assert same(everything(trainer), before)
+    assert same_bits(everything(trainer), before)
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_expanded_buffers_are_left_as_they_were(action):
-    trainer = quiet_trainer(nn.Sequential(Expanded(), small_model()))
+def test_expanded_buffers_are_left_unchanged(action):
+    trainer = adamw_trainer(nn.Sequential(Expanded(), float64_model()))
     before = everything(trainer)
-    ACTIONS[action](trainer, regression_data(24))
-    assert same(everything(trainer), before)
+    ACTIONS[action](trainer, float64_data(24))
+    assert same_bits(everything(trainer), before)
 
 
-def test_what_cannot_be_restored_does_not_keep_the_rest_from_it():
+def test_a_failed_restore_does_not_prevent_the_others():
     class Stubborn:
         def state_dict(self) -> dict[str, Any]:
             return {}
@@ -123,8 +123,8 @@ def test_what_cannot_be_restored_does_not_keep_the_rest_from_it():
     trainer.register_for_checkpointing("stubborn", Stubborn())
     before = everything(trainer)
     with pytest.raises(OSError, match="not this time"):
-        ACTIONS["find_lr"](trainer, regression_data(24))
-    assert same(everything(trainer), before)
+        ACTIONS["find_lr"](trainer, float64_data(24))
+    assert same_bits(everything(trainer), before)
 
 
 def test_a_trial_uses_deterministic_kernels_and_restores_them():
@@ -135,7 +135,7 @@ def test_a_trial_uses_deterministic_kernels_and_restores_them():
             seen.append(torch.are_deterministic_algorithms_enabled())
             return super().forward(x)
 
-    quiet_trainer(Looking(5, 1, dtype=torch.float64), deterministic=True).find_lr(regression_data(20), num_steps=10)
+    adamw_trainer(Looking(5, 1, dtype=torch.float64), deterministic=True).find_lr(float64_data(20), num_steps=10)
     assert set(seen) == {True}
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -144,17 +144,17 @@ def test_a_run_after_a_trial_is_the_run_without_it():
     results = []
     for tries in (False, True):
         torch.manual_seed(0)
-        trainer = quiet_trainer(make_model(), seed=4)
+        trainer = adamw_trainer(make_model(), seed=4)
         if tries:
-            trainer.find_lr(regression_data(24), 6, num_steps=15)
-            trainer.find_batch_size(regression_data(24))
-        trainer.train(regression_data(24), 2, per_device_batch_size=6)
+            trainer.find_lr(float64_data(24), 6, num_steps=15)
+            trainer.find_batch_size(float64_data(24))
+        trainer.train(float64_data(24), 2, per_device_batch_size=6)
         results.append(weights(trainer.model))
-    assert equal(*results)
+    assert equal_weights(*results)
 
 
 @pytest.mark.extension("plots")
-def test_the_suggestion_lies_where_the_loss_falls(tmp_path):
+def test_the_suggested_rate_is_where_the_loss_falls(tmp_path):
     """A quadratic bowl of curvature 2: gradient descent falls fastest near 1/2, and explodes above 1."""
 
     class Bowl(nn.Module):
@@ -167,7 +167,7 @@ def test_the_suggestion_lies_where_the_loss_falls(tmp_path):
 
     model = Bowl()
     data = torch.utils.data.TensorDataset(torch.zeros(50, 1), torch.zeros(50, 1, dtype=torch.float64))
-    trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = adamw_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     found = trainer.find_lr(data, 10, min_lr=1e-4, max_lr=100)
     assert 0.01 < found.suggestion < 1
     assert len(found.lrs) == len(found.losses) == len(found.smoothed) < 100  # stopped when it exploded
@@ -182,10 +182,10 @@ def test_the_suggestion_lies_where_the_loss_falls(tmp_path):
 
 def test_the_losses_are_those_of_training_with_these_rates():
     """By hand: the same batches, the same rates, accumulation of ragged micro-batches and clipping."""
-    data = regression_data(10)
-    model, by_hand = small_model(), small_model()
+    data = float64_data(10)
+    model, by_hand = float64_model(), float64_model()
     order = {"shuffle": False}
-    trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = adamw_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     found = trainer.find_lr(
         data, 4, 1e-3, 1e-1, 10, gradient_accumulation_steps=3, gradient_clip_norm=0.5, train_dataloader_kwargs=order
     )
@@ -201,10 +201,10 @@ def test_the_losses_are_those_of_training_with_these_rates():
 
 
 @pytest.mark.parametrize("sample", [27, 0])
-def test_a_loss_that_is_not_finite_ends_the_trial(sample):
-    data = regression_data(60)
+def test_a_non_finite_loss_ends_the_trial(sample):
+    data = float64_data(60)
     data.tensors[1][sample] = math.nan
-    trainer = quiet_trainer(small_model())
+    trainer = adamw_trainer(float64_model())
     arguments = {"num_steps": 20, "train_dataloader_kwargs": {"shuffle": False}}
     if sample:
         found = trainer.find_lr(data, 3, **arguments)
@@ -215,7 +215,7 @@ def test_a_loss_that_is_not_finite_ends_the_trial(sample):
             trainer.find_lr(data, 3, **arguments)
 
 
-def test_a_gradient_scaler_is_left_as_it_was(scaled_accelerator):
+def test_a_gradient_scaler_is_left_unchanged(scaled_accelerator):
     trainer = make_trainer(accelerator=scaled_accelerator)
     scaler = scaled_accelerator.scaler
     scaler.set_growth_interval(2)
@@ -225,14 +225,14 @@ def test_a_gradient_scaler_is_left_as_it_was(scaled_accelerator):
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_nothing_is_tried_within_a_run(action):
+def test_finders_are_refused_within_a_run(action):
     look = listener(on_train_step_end=lambda t, **_: ACTIONS[action](t, make_data()))
     with pytest.raises(RuntimeError, match=rf"{action}\(\) cannot be called within a run. Call it before train\(\)"):
         train(make_trainer([look]))
 
 
 def test_groups_keep_their_proportions():
-    model = small_model()
+    model = float64_model()
     groups = [{"params": model[0].parameters(), "lr": 0.001}, {"params": model[2].parameters(), "lr": 0.01}]
     seen = []
 
@@ -242,7 +242,7 @@ def test_groups_keep_their_proportions():
             super().optimizer_step()
 
     trainer = Watch(model, nn.MSELoss(), torch.optim.SGD(groups), callbacks=[])
-    found = trainer.find_lr(regression_data(12), 6, num_steps=10, max_lr=0.1)
+    found = trainer.find_lr(float64_data(12), 6, num_steps=10, max_lr=0.1)
     assert [high for _, high in seen] == found.lrs
     assert all(low == pytest.approx(high / 10) for low, high in seen)
 
@@ -252,7 +252,7 @@ class Hungry(nn.Module):
 
     def __init__(self, limit: int) -> None:
         super().__init__()
-        self.inner = small_model()
+        self.inner = float64_model()
         self.limit = limit
         self.sizes: list[int] = []
 
@@ -268,34 +268,34 @@ class Hungry(nn.Module):
 @pytest.mark.parametrize(("limit", "start"), some_of([(1, 2), (5, 2), (8, 8), (9, 64), (21, 4)]))
 def test_the_largest_batch_that_fits_is_found(limit, start, capsys):
     model = Hungry(limit)
-    assert quiet_trainer(model).find_batch_size(regression_data(100), start, num_steps=1) == limit
+    assert adamw_trainer(model).find_batch_size(float64_data(100), start, num_steps=1) == limit
     assert f"largest batch size that fits is {limit}." in capsys.readouterr().out
     assert len(model.sizes) <= 12
 
 
 @pytest.mark.parametrize(("largest", "found"), [(None, 37), (16, 16)])
 def test_no_batch_is_larger_than_requested_or_than_the_data(largest, found, capsys):
-    trainer = quiet_trainer(small_model())
-    assert trainer.find_batch_size(regression_data(37), max_batch_size=largest) == found
+    trainer = adamw_trainer(float64_model())
+    assert trainer.find_batch_size(float64_data(37), max_batch_size=largest) == found
     assert "(the maximum)" in capsys.readouterr().out
 
 
-def test_of_several_datasets_the_shortest_limits_the_batch(capsys):
+def test_the_shortest_of_several_datasets_limits_the_batch(capsys):
     class OfTwo(Trainer):
         def calculate_train_batch_loss(self, batch):
             return super().calculate_train_batch_loss(batch["a"])
 
-    trainer = make_trainer(model=small_model(), trainer_class=OfTwo)
-    assert trainer.find_batch_size({"a": regression_data(20), "b": regression_data(12)}) == 12
+    trainer = make_trainer(model=float64_model(), trainer_class=OfTwo)
+    assert trainer.find_batch_size({"a": float64_data(20), "b": float64_data(12)}) == 12
     assert "12 (the maximum)" in capsys.readouterr().out
 
 
 def test_a_model_that_is_too_large_for_one_sample_is_an_error():
     with pytest.raises(RuntimeError, match="Not even a batch of one sample fits"):
-        quiet_trainer(Hungry(0)).find_batch_size(regression_data(10))
+        adamw_trainer(Hungry(0)).find_batch_size(float64_data(10))
 
 
-def test_an_error_that_is_not_of_memory_is_raised():
+def test_other_errors_than_out_of_memory_are_raised():
     class Broken(nn.Module):
         def __init__(self):
             super().__init__()
@@ -305,7 +305,7 @@ def test_an_error_that_is_not_of_memory_is_raised():
             raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        quiet_trainer(Broken()).find_batch_size(regression_data(10))
+        adamw_trainer(Broken()).find_batch_size(float64_data(10))
 
 
 @pytest.mark.parametrize(
@@ -327,10 +327,10 @@ def test_an_error_that_is_not_of_memory_is_raised():
         ),
         (lambda t, d: t.find_batch_size(iter(d)), TypeError, "has no length"),
         (lambda t, d: t.find_batch_size({}), ValueError, "A dict of datasets must have at least one"),
-        (lambda t, d: t.find_batch_size({"a": regression_data(0)}), ValueError, "The dataset 'a' is empty"),
-        (lambda t, d: quiet_trainer(nn.LazyLinear(1)).find_lr(d), ValueError, "lazy layers"),
+        (lambda t, d: t.find_batch_size({"a": float64_data(0)}), ValueError, "The dataset 'a' is empty"),
+        (lambda t, d: adamw_trainer(nn.LazyLinear(1)).find_lr(d), ValueError, "lazy layers"),
         (
-            lambda t, d: Trainer(small_model(), nn.MSELoss(), None, callbacks=[]).find_lr(d),
+            lambda t, d: Trainer(float64_model(), nn.MSELoss(), None, callbacks=[]).find_lr(d),
             ValueError,
             "needs an optimizer",
         ),
@@ -338,14 +338,14 @@ def test_an_error_that_is_not_of_memory_is_raised():
 )
 def test_finders_refuse_bad_ranges_and_data(provoke, error, message):
     with pytest.raises(error, match=message):
-        provoke(quiet_trainer(small_model()), regression_data(20))
+        provoke(adamw_trainer(float64_model()), float64_data(20))
 
 
 def finding() -> Any:
-    data = regression_data(24)
-    model, alone = NotOnTheLast(), small_model()
+    data = float64_data(24)
+    model, alone = NotOnTheLast(), float64_model()
     before = weights(model)
-    trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = adamw_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     batch = trainer.find_batch_size(data)
     found = trainer.find_lr(data, global_batch(6), 1e-3, 0.1, 12, train_dataloader_kwargs=IN_ORDER)
     optimizer, losses = torch.optim.SGD(alone.parameters(), lr=0.1), []
@@ -362,7 +362,7 @@ def finding() -> Any:
         "lr": found.suggestion,
         "losses": found.losses,
         "alone": losses,
-        "unchanged": equal(weights(model), before),
+        "unchanged": equal_weights(weights(model), before),
     }
 
 

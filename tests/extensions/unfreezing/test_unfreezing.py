@@ -1,4 +1,4 @@
-"""Gradual unfreezing: what is trained in which epoch, by which optimizer, on any number of processes."""
+"""Gradual unfreezing: the layers trained in each epoch, optimizers, and several processes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tests.launching import CAN_SHARD, some_of, two_are_enough
 from tests.ranks import IN_ORDER, global_batch
 from tests.sharded import large_model, sharding_accelerator
 from tests.tasks import (
-    equal,
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
     largest_difference,
     listener,
     make_data,
     make_model,
     make_trainer,
-    quiet_trainer,
-    regression_data,
-    small_model,
     train,
     weights,
 )
@@ -41,7 +41,7 @@ def three_groups() -> nn.Module:
 
 
 def log_of(model: nn.Module) -> tuple[list[Any], TrainerCallback]:
-    """What is trained in each epoch, and what has changed in it, by the number of the layer group."""
+    """The layer groups trained in each epoch, and those that changed."""
     log: list[Any] = []
     before: dict[str, torch.Tensor] = {}
 
@@ -72,7 +72,7 @@ def test_one_more_group_is_trained_every_n_epochs(every, expected, over):
     assert len(groups) == (3 if over == "head" else 1)
 
 
-def test_an_evaluation_freezes_nothing():
+def test_evaluating_does_not_freeze_layers():
     model = three_groups()
     log, logging = log_of(model)
     evaluating = listener(on_train_epoch_end=lambda trainer: trainer.evaluate(make_data()))
@@ -129,7 +129,7 @@ def test_from_every_state_a_run_resumes_to_the_same_bits(tmp_path):
     assert len(states) == 12
     for state in some_of(states):
         resumed = unfreezing_run(tmp_path / "again", resume_from=state)
-        assert equal(weights(resumed.model), weights(whole.model)), state.name
+        assert equal_weights(weights(resumed.model), weights(whole.model)), state.name
         first, second = resumed.optimizer.state_dict(), whole.optimizer.state_dict()
         assert first["param_groups"] == second["param_groups"]
         assert first["state"].keys() == second["state"].keys()
@@ -138,17 +138,17 @@ def test_from_every_state_a_run_resumes_to_the_same_bits(tmp_path):
 
 def test_gradual_unfreezing_has_all_groups():
     def train_with(make):
-        model = small_model()
+        model = float64_model()
         seen = []
         note = listener(on_train_epoch_end=lambda t: seen.append([p.requires_grad for p in t.get_model().parameters()]))
-        quiet_trainer(model, optimizer=make(model), callbacks=[GradualUnfreezingCallback(), note]).train(
+        adamw_trainer(model, optimizer=make(model), callbacks=[GradualUnfreezingCallback(), note]).train(
             DATA, 2, **HERE
         )
         return weights(model), seen
 
     found, seen = train_with(factory)
     expected, _ = train_with(made)
-    assert equal(found, expected)
+    assert equal_weights(found, expected)
     assert seen == [[False, False, True, True], [True] * 4]
 
 
@@ -159,11 +159,11 @@ def gradual_unfreezing() -> Any:
         for epochs in (1, 2, 4):
             model = model_to_unfreeze()
             optimizer = torch.optim.AdamW(model[-1].parameters(), lr=0.01)
-            trainer = quiet_trainer(model, None, optimizer, callbacks=[GradualUnfreezingCallback()])
+            trainer = adamw_trainer(model, None, optimizer, callbacks=[GradualUnfreezingCallback()])
             trainer.train(
-                regression_data(37),
+                float64_data(37),
                 epochs,
-                regression_data(11),
+                float64_data(11),
                 per_device_batch_size=global_batch(6),
                 gradient_accumulation_steps=accumulation,
                 train_dataloader_kwargs=IN_ORDER,
@@ -179,7 +179,7 @@ def test_several_processes_unfreeze_as_one(ranks):
     for result in ranks(gradual_unfreezing):
         assert result.keys() == alone.keys()
         for key, expected in alone.items():
-            assert equal(result[key], ranks(gradual_unfreezing)[0][key]), key
+            assert equal_weights(result[key], ranks(gradual_unfreezing)[0][key]), key
             assert largest_difference(result[key], expected) < 1e-10, key
 
 
@@ -199,7 +199,7 @@ def test_groups_that_are_wrong_are_errors_before_training(given, message):
 
 def test_base_weights_of_adapters_are_not_unfrozen():
     pytest.importorskip("peft")
-    trainer = quiet_trainer(with_lora(bert()), callbacks=[GradualUnfreezingCallback])
+    trainer = adamw_trainer(with_lora(bert()), callbacks=[GradualUnfreezingCallback])
     with pytest.raises(ValueError, match=r"would unfreeze the base weights of PeftModelFor.*layers_to_transform"):
         trainer.train(rows(), 1)
 
@@ -217,7 +217,7 @@ def unfreeze_in_shards() -> str:
     accelerator = sharding_accelerator()
     trainer = Trainer(model, nn.MSELoss(), optimizer, [GradualUnfreezingCallback()], accelerator=accelerator, seed=3)
     with pytest.raises(RuntimeError) as error:
-        trainer.train(regression_data(12), 1, per_device_batch_size=3)
+        trainer.train(float64_data(12), 1, per_device_batch_size=3)
     return str(error.value)
 
 

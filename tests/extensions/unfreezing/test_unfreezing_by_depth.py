@@ -12,7 +12,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, ModelEmaCallback, SaveTrainingStateCallback
 from tests.adapters import bert, rows
 from tests.extensions.finetuning.test_layer_groups import in_groups
-from tests.tasks import equal, largest_difference, listener, quiet_trainer, weights
+from tests.tasks import adamw_trainer, equal_weights, largest_difference, listener, weights
 
 pytest.importorskip("transformers")
 
@@ -24,7 +24,7 @@ def test_a_transformer_is_unfrozen_block_by_block(capsys):
     note = listener(
         on_train_epoch_start=lambda t: log.append({n for n, p in model.named_parameters() if p.requires_grad})
     )
-    trainer = quiet_trainer(model, callbacks=[GradualUnfreezingCallback, note])
+    trainer = adamw_trainer(model, callbacks=[GradualUnfreezingCallback, note])
     trainer.loss_func = None
     trainer.train(rows(), 5)
     groups = in_groups(model)
@@ -59,7 +59,7 @@ def test_unfreezing_by_depth_resumes_to_the_same_bits(tmp_path):
     assert whole[2] == pytest.approx([0.01, 0.005, 0.0025, 0.00125])
     state = sorted((tmp_path / "whole").glob("update-*"))[1]
     resumed = unfreezing(tmp_path / "again", state)
-    assert all(equal(found, expected) for found, expected in zip(resumed[:2], whole[:2], strict=True))
+    assert all(equal_weights(found, expected) for found, expected in zip(resumed[:2], whole[:2], strict=True))
 
 
 def test_several_processes_unfreeze_by_depth_as_one(two_ranks):
@@ -67,5 +67,5 @@ def test_several_processes_unfreeze_by_depth_as_one(two_ranks):
     results = two_ranks(unfreezing)
     for result in results:
         for found, first, expected in zip(result[:2], results[0][:2], alone[:2], strict=False):
-            assert equal(found, first)
+            assert equal_weights(found, first)
             assert largest_difference(found, expected) < 1e-5

@@ -1,4 +1,4 @@
-"""The samples with the largest losses are found, on any number of processes, and drawn."""
+"""The samples with the largest losses, on any number of processes, and their pictures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback, WorstSamplesCallback
 from tests.launching import CAN_SHARD
 from tests.sharded import fit, gathered, large_model, sharded_trainer, sharding_accelerator
-from tests.tasks import Stream, make_data, make_trainer, quiet_trainer, regression_data, small_model, train
+from tests.tasks import Stream, adamw_trainer, float64_data, float64_model, make_data, make_trainer, train
 
 
 def classes(size: int = 40, pixels: int = 4) -> TensorDataset:
@@ -169,11 +169,11 @@ LEVELS = {"left": 0.25, "right_side": 0.75}
 
 
 def worst_samples() -> Any:
-    """Twice, with fewer samples than ranks too; by hand on the whole set."""
+    """The worst samples, also with fewer samples than ranks, and those computed by hand."""
     found, expected = [], []
     for size in (23, 2):
-        data, model, worst = regression_data(size), small_model(), WorstSamplesCallback(6)
-        quiet_trainer(model, callbacks=[worst]).evaluate(data, per_device_batch_size=2)
+        data, model, worst = float64_data(size), float64_model(), WorstSamplesCallback(6)
+        adamw_trainer(model, callbacks=[worst]).evaluate(data, per_device_batch_size=2)
         losses = nn.functional.mse_loss(model(data.tensors[0]), data.tensors[1], reduction="none")[:, 0]
         found.append([sample.index for sample in worst.samples])
         expected.append(losses.sort(descending=True).indices[:6].tolist())
@@ -186,11 +186,11 @@ def test_the_worst_samples_of_all_processes_are_found(ranks):
         assert result["found"] == result["expected"]
 
 
-def test_a_callback_of_the_average_learns_of_the_dataloaders():
+def test_the_model_ema_callback_learns_of_the_dataloaders():
     worst = WorstSamplesCallback(3)
     ema = ModelEmaCallback(0.5, save_path=None, callbacks=[worst])
-    data = regression_data(9)
-    quiet_trainer(small_model(), callbacks=[ema]).train(regression_data(22), 1, data)
+    data = float64_data(9)
+    adamw_trainer(float64_model(), callbacks=[ema]).train(float64_data(22), 1, data)
     x, y = data.tensors
     losses = (ema.ema.module(x) - y).square().squeeze(1)
     assert [sample.index for sample in worst.samples] == losses.topk(3).indices.tolist()
@@ -216,15 +216,15 @@ def worst_of_seven() -> tuple[dict[str, torch.Tensor], dict[int, float]]:
     worst, model = WorstSamplesCallback(7), large_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     trainer = Trainer(model, nn.MSELoss(), optimizer, [worst], accelerator=sharding_accelerator())
-    trainer.train(regression_data(12), 1, per_device_batch_size=3)
-    trainer.evaluate(regression_data(7), per_device_batch_size=3)
+    trainer.train(float64_data(12), 1, per_device_batch_size=3)
+    trainer.evaluate(float64_data(7), per_device_batch_size=3)
     return gathered(trainer.model.state_dict()), {sample.index: sample.loss for sample in worst.samples}
 
 
 @CAN_SHARD
 @pytest.mark.processes
-def test_a_sample_that_keeps_sharded_ranks_in_step_is_left_out(two_ranks):
-    data, model = regression_data(7), large_model().eval()
+def test_a_filler_sample_of_sharded_ranks_is_left_out(two_ranks):
+    data, model = float64_data(7), large_model().eval()
     for weights, losses in two_ranks(worst_of_seven):
         model.load_state_dict(weights)
         expected = (model(data.tensors[0]).detach() - data.tensors[1]).square()[:, 0].tolist()

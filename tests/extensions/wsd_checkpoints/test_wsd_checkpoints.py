@@ -1,4 +1,4 @@
-"""Checkpoints before and after each decay, and runs that begin from them."""
+"""Checkpoints before and after each decay, and runs that continue from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from pytorch_accel_lite.callbacks import RunPausedError, WSDCheckpointCallback
 from pytorch_accel_lite.schedulers import WSDLrScheduler
 from tests.launching import some_of
 from tests.ranks import IN_ORDER, global_batch, shared_folder
-from tests.tasks import equal, largest_difference, quiet_trainer, raises_at, regression_data, small_model, weights
+from tests.tasks import (
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
+    largest_difference,
+    raises_at,
+    weights,
+)
 from tests.test_schedulers import run, saved_run
 
 
@@ -23,13 +31,13 @@ def wsd() -> Any:
     with shared_folder() as folder:
 
         def run(name: str, epochs: int, ratio: float, initial: Path | None = None) -> Any:
-            model = small_model()
-            trainer = quiet_trainer(
+            model = float64_model()
+            trainer = adamw_trainer(
                 model, callbacks=[WSDCheckpointCallback(folder / f"wsd {name}", initial_checkpoint=initial)]
             )
             create = WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0, decay_phase_ratio=ratio)
             batch = {"per_device_batch_size": global_batch(6), "train_dataloader_kwargs": IN_ORDER}
-            trainer.train(regression_data(24), epochs, create_scheduler_fn=create, **batch)
+            trainer.train(float64_data(24), epochs, create_scheduler_fn=create, **batch)
             return weights(model)
 
         run("first", 2, 0.5)
@@ -66,7 +74,7 @@ def test_every_state_even_within_a_decay_resumes_the_same_bits(tmp_path, continu
         state = tmp_path / "states" / f"update-{n:09d}"
         resumed = saved_run(tmp_path / f"from{n}", create, checkpoints(f"again{n}"), resume_from=state)
         assert resumed.noting.rates == whole.noting.rates[n:]
-        assert equal(weights(resumed.model), weights(whole.model))
+        assert equal_weights(weights(resumed.model), weights(whole.model))
         assert resumed.scheduler.state_dict() == whole.scheduler.state_dict()
         due = {name for name in files(tmp_path / "whole") if int(name.split("_")[1]) >= n}
         assert files(tmp_path / f"again{n}") == due  # also what it was killed before saving, after this very update
@@ -82,7 +90,7 @@ def test_checkpoints_hold_the_model_before_and_after_each_decay(tmp_path):
     assert files(tmp_path) == set(names)
     for name, n in names.items():
         checkpoint = torch.load(tmp_path / name, weights_only=True)
-        assert equal(checkpoint["model_state_dict"], trainer.noting.weights[n])
+        assert equal_weights(checkpoint["model_state_dict"], trainer.noting.weights[n])
         assert checkpoint["step"] == n
         kept = {"optimizer_state_dict", "scheduler_state_dict"} & checkpoint.keys()
         assert len(kept) == (2 if "pre" in name else 0)
@@ -94,18 +102,18 @@ QUARTER = WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=1, decay_phase_ra
 CONTINUED = partial(QUARTER, is_continuation_from_checkpoint=True)
 
 
-def test_going_on_from_before_the_decay_is_a_longer_stable_phase(tmp_path):
+def test_continuing_before_a_decay_extends_the_stable_phase(tmp_path):
     run(QUARTER, WSDCheckpointCallback(tmp_path / "first"))
     initial = tmp_path / "first" / "checkpoint_9_wsd_pre_decay.pt"
     trainer = run(CONTINUED, WSDCheckpointCallback(tmp_path / "second", initial_checkpoint=initial))
     one_go = run(WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=1, decay_phase_ratio=1 / 7), epochs=7)
     assert one_go.scheduler.get_decay_info()[0]["pre_decay_step"] == 9 + 9
     assert trainer.noting.rates == one_go.noting.rates[9:]
-    assert equal(weights(trainer.model), weights(one_go.model))
+    assert equal_weights(weights(trainer.model), weights(one_go.model))
     assert "checkpoint_9_wsd_pre_decay.pt" in files(tmp_path / "second")
 
 
-def test_going_on_after_a_decay_keeps_weights_at_the_stable_rate(tmp_path):
+def test_continuing_after_a_decay_starts_at_the_stable_rate(tmp_path):
     first = run(QUARTER, WSDCheckpointCallback(tmp_path / "first"))
     assert first.optimizer.param_groups[0]["lr"] < 1e-6
     initial = tmp_path / "first" / "checkpoint_12_wsd_post_decay.pt"
@@ -115,7 +123,7 @@ def test_going_on_after_a_decay_keeps_weights_at_the_stable_rate(tmp_path):
     one_go = run(within, epochs=6)
     assert trainer.noting.rates == one_go.noting.rates[12:]
     assert trainer.noting.rates[:5] == [0.1] * 5
-    assert equal(weights(trainer.model), weights(one_go.model))
+    assert equal_weights(weights(trainer.model), weights(one_go.model))
 
 
 def test_without_states_only_the_weights_are_taken_over(tmp_path):
@@ -129,7 +137,7 @@ def test_without_states_only_the_weights_are_taken_over(tmp_path):
 
     callback = WSDCheckpointCallback(tmp_path / "second", initial_checkpoint=initial)
     trainer = run(CONTINUED, callback, Looks())
-    assert equal(seen[0][0], weights(first.model))
+    assert equal_weights(seen[0][0], weights(first.model))
     assert not seen[0][1]
     assert trainer.noting.rates[0] == 0.1
 
@@ -148,7 +156,7 @@ def test_a_run_that_ends_within_a_decay_saves_its_last_model(tmp_path):
     trainer = run(create, WSDCheckpointCallback(tmp_path))
     assert files(tmp_path) == {"checkpoint_10_wsd_pre_decay.pt", "checkpoint_12_wsd_post_decay.pt"}
     saved = torch.load(tmp_path / "checkpoint_12_wsd_post_decay.pt", weights_only=True)["model_state_dict"]
-    assert equal(saved, weights(trainer.model))
+    assert equal_weights(saved, weights(trainer.model))
 
 
 @pytest.mark.parametrize(
@@ -160,10 +168,10 @@ def test_a_run_stopped_within_a_decay_saves_its_last_model(tmp_path, error, save
     assert files(tmp_path) == {"checkpoint_9_wsd_pre_decay.pt"} | saved
     for name in saved:
         last = torch.load(tmp_path / name, weights_only=True)["model_state_dict"]
-        assert equal(last, weights(trainer.model))
+        assert equal_weights(last, weights(trainer.model))
 
 
-def test_what_the_callback_cannot_begin_with_is_explained(tmp_path):
+def test_invalid_starts_of_wsd_checkpoints_are_explained(tmp_path):
     with pytest.raises(ValueError, match="needs a WSDLrScheduler, not None: pass create_scheduler_fn=WSDLrScheduler"):
         run(None, WSDCheckpointCallback(tmp_path))
     run(QUARTER, WSDCheckpointCallback(tmp_path))
@@ -181,7 +189,7 @@ def test_wsd_checkpoints_are_continued_on_several_processes(ranks):
         assert found["files"] == ["checkpoint_4_wsd_pre_decay.pt", "checkpoint_8_wsd_post_decay.pt"]
         # Not to the bit: the first step of a job sums gradients in another order than the later ones.
         assert largest_difference(found["continued"], found["in one go"]) < 1e-12
-        assert equal(found["continued"], ranks(wsd)[0]["continued"])
+        assert equal_weights(found["continued"], ranks(wsd)[0]["continued"])
 
 
 @pytest.mark.parametrize("updates", [1, 2, 3])

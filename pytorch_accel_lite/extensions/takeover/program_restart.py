@@ -1,7 +1,7 @@
-"""How the processes of a sharded run go on without one of them: their program begins again, from the latest state.
+"""How a sharded run continues after the loss of a process: the program restarts, in the same processes, from a state.
 
-Torch has no way to reshard a model. If others have the shards of a lost process, too, the latest state is one that
-they save for this.
+Torch cannot reshard a live model. If other processes hold replicas of the lost shards, they save a state for the
+restart; otherwise, the latest training state is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from pytorch_accel_lite.extending import TrainerLike, open_trainers, use_holders
 from pytorch_accel_lite.extensions.logical import LogicalProcesses
 from pytorch_accel_lite.extensions.takeover.joining import wait_for_state
-from pytorch_accel_lite.extensions.takeover.membership import BeginAgain, Membership
+from pytorch_accel_lite.extensions.takeover.membership import Membership, ProgramRestart
 
 _MANIFEST = "manifest.json"
 #: When each state was saved, by its folder.
@@ -25,7 +25,7 @@ States = dict[str, float]
 
 
 def has_sharded_trainer() -> bool:
-    """Whether the weights of a trainer are divided among the processes, so that some go with each of them."""
+    """Whether the weights of some trainer are sharded, so that losing a process loses weights."""
     trainers = cast(list[TrainerLike], open_trainers())
     return any(trainer.is_sharded and isinstance(trainer.division, LogicalProcesses) for trainer in trainers)
 
@@ -41,34 +41,34 @@ def states_of(trainer: TrainerLike) -> States:
     return found
 
 
-def note_states(trainer: TrainerLike, membership: Membership) -> None:
-    """At the beginning of a training, note which states others have saved."""
+def note_existing_states(trainer: TrainerLike, membership: Membership) -> None:
+    """At the beginning of a training, note which states exist that this job has not saved."""
     if membership.states_of_others is None:
         membership.states_of_others = states_of(trainer)
     membership.states = lambda: states_of(trainer)
 
 
 def newest_state(membership: Membership) -> str | None:
-    """Return the newest state that the job has saved in the training that was interrupted."""
+    """Return the newest state that this job has saved during the interrupted training."""
     others = membership.states_of_others or {}
     own = {folder: saved_at for folder, saved_at in membership.states().items() if others.get(folder) != saved_at}
     return max(own, key=lambda folder: own[folder]) if own else None
 
 
 def join_sharded(membership: Membership) -> None:
-    """Join a sharded run that others have begun, before the program of this process begins."""
+    """Join a sharded run that is already under way, before the program of this process starts."""
     membership.trainings = 1
     membership.resumes_from = wait_for_state(membership)
-    membership.forget()
+    membership.reset()
     membership.enter_sharded(membership.joins)
 
 
-def begin_again(membership: Membership) -> None:
-    """Forget what the program has made, and enter the generation that follows."""
+def restart_program(membership: Membership) -> None:
+    """Discard what the program has created, and enter the next generation."""
     if membership.saves_first:
         _save_state(membership)
     state = membership.resumes_from
-    loses_nothing = state is not None and Path(state, _MANIFEST).exists()  # whoever has made the folder may be gone
+    loses_nothing = state is not None and Path(state, _MANIFEST).exists()  # its creator may be lost
     membership.resumes_from = state if loses_nothing else newest_state(membership)
     trainers = cast(list[TrainerLike], open_trainers())
     for trainer in trainers:
@@ -76,14 +76,14 @@ def begin_again(membership: Membership) -> None:
     for kind in (AcceleratorState, GradientState, PartialState):
         shared = vars(kind)["_shared_state"]
         getattr(shared, "_storage", shared).clear()
-    membership.forget()
+    membership.reset()
     use_holders(None)
     if not membership.has_entered:
         membership.enter_sharded()
     membership.has_entered = False
     if membership.rank == 0 and not loses_nothing:
-        if membership.made is not None:  # it could not be completed
-            shutil.rmtree(membership.made, ignore_errors=True)
+        if membership.restart_folder is not None:  # saving it was interrupted
+            shutil.rmtree(membership.restart_folder, ignore_errors=True)
         where = "the beginning: no state had been saved"
         if membership.resumes_from is not None:
             where = repr(membership.resumes_from)
@@ -91,8 +91,8 @@ def begin_again(membership: Membership) -> None:
 
 
 def _save_state(membership: Membership) -> None:
-    """Save the state with which the training has ended, from the shards that are left."""
+    """Save the state at the end of the training from the remaining shards."""
     assert membership.shards is not None
-    membership.begins_again = membership.is_in_action = False
-    with suppress(BeginAgain):  # too many are lost meanwhile
+    membership.must_restart = membership.is_in_action = False
+    with suppress(ProgramRestart):  # more processes are lost while saving
         membership.shards.save()

@@ -1,4 +1,4 @@
-"""Names and texts of the user's, whatever they hold, where they are drawn, written, printed or sent."""
+"""Any names and texts of users are escaped in plots, files, output and messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(*others: Any, epochs: int = 1) -> Any:
 
 
 @pytest.mark.extension("plots")
-def test_any_name_is_drawn(tmp_path):
+def test_any_metric_name_can_be_plotted(tmp_path):
     run().run_history.plot(tmp_path / "metrics.svg")
     drawn = (tmp_path / "metrics.svg").read_text()
     assert "cost $x^{$" in drawn
@@ -36,7 +36,7 @@ def test_any_name_is_drawn(tmp_path):
 
 
 @pytest.mark.parametrize("callback", [LogMetricsCallback(), ProgressTableCallback(show_always=True)])
-def test_any_name_is_printed_in_a_line(capsys, callback):
+def test_any_metric_name_is_printed_on_one_line(capsys, callback):
     run(callback)
     said = capsys.readouterr().out
     assert "\x1b" not in said
@@ -45,7 +45,7 @@ def test_any_name_is_printed_in_a_line(capsys, callback):
 
 
 @pytest.mark.extension("metrics_file")
-def test_a_table_of_numbers_holds_no_formulas(tmp_path):
+def test_tables_of_metrics_contain_no_formulas(tmp_path):
     run(*(callbacks.MetricsFileCallback(tmp_path / f"metrics.{suffix}") for suffix in ("csv", "jsonl")), epochs=2)
     head, *rows = csv.reader((tmp_path / "metrics.csv").read_text().splitlines())
     assert head[2:] == ["cost_$x^{$", "'=1+1", *map(escape_unprintable, NAMES[2:]), "note"]
@@ -70,7 +70,7 @@ def test_new_columns_keep_those_that_look_like_formulas(tmp_path):
 @pytest.mark.parametrize(
     "text", ["=1", "+x", "-y", "@z", "'=1", "''@", "'", "-Infinity", "-1.5", "plain", "", 3.5, None]
 )
-def test_cells_are_read_as_they_were_written(text):
+def test_escaped_cells_are_read_back_unchanged(text):
     assert from_cell(as_cell(text)) == text
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed and FSDP1 through Accelerate: as DistributedDataParallel, or refused in words."""
+"""DeepSpeed and FSDP1 through Accelerate: like DistributedDataParallel, or refused with an explanation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
 from tests.sharded import sharding_accelerator
-from tests.tasks import largest_difference, regression_data
+from tests.tasks import float64_data, largest_difference
 
 NEEDS_DEEPSPEED = pytest.mark.usefixtures("deepspeed")
 
@@ -61,7 +61,7 @@ def train(engine: str, callbacks: Any = (), size: int = 37, **kwargs: Any) -> Tr
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
     options = {"accelerator": accelerator_of(engine), "callbacks": list(callbacks), "seed": 1}
     trainer = Trainer(model, nn.MSELoss(), lambda parameters: torch.optim.AdamW(parameters, lr=0.01), **options)
-    data = regression_data(size, dtype=torch.float32)
+    data = float64_data(size, dtype=torch.float32)
     trainer.train(data, 2, data, per_device_batch_size=4, **kwargs)
     return trainer
 
@@ -101,7 +101,7 @@ def compared_on_cpus(engine: str, folder: Path) -> dict[str, float]:
 @NEEDS_DEEPSPEED
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.processes
-def test_deepspeed_trains_as_ddp_does(tmp_path, two_ranks, stage):
+def test_deepspeed_trains_like_ddp(tmp_path, two_ranks, stage):
     for differences in two_ranks.run(compared_on_cpus, f"zero{stage}", tmp_path):
         assert max(differences.values()) < 1e-5, differences
 
@@ -129,7 +129,7 @@ def refusals(folder: Path) -> dict[str, str]:
 
 @NEEDS_DEEPSPEED
 @pytest.mark.processes
-def test_what_deepspeed_cannot_do_is_refused(two_ranks, tmp_path):
+def test_features_unsupported_by_deepspeed_are_refused(two_ranks, tmp_path):
     for said in two_ranks.run(refusals, tmp_path):
         assert said["value"].startswith("gradient_clip_value=0.1 cannot be applied: DeepSpeed updates the weights with")
         assert (
@@ -142,7 +142,7 @@ def test_what_deepspeed_cannot_do_is_refused(two_ranks, tmp_path):
 
 
 @pytest.mark.processes
-def test_fsdp1_trains_as_ddp_does(tmp_path, two_ranks):
+def test_fsdp1_trains_like_ddp(tmp_path, two_ranks):
     for differences in two_ranks.run(compared, "fsdp1", tmp_path / "unsaved"):
         assert max(differences.values()) < 1e-5, differences
 
@@ -163,6 +163,6 @@ def refusals_of_fsdp1(folder: Path) -> list[str]:
 
 
 @pytest.mark.processes
-def test_what_fsdp1_cannot_do_is_refused(two_ranks, tmp_path):
+def test_features_unsupported_by_fsdp1_are_refused(two_ranks, tmp_path):
     for said in two_ranks.run(refusals_of_fsdp1, tmp_path):
         assert said == ["save_model()", "SaveBestModelCallback", "load_checkpoint()"]

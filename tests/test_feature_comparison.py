@@ -1,4 +1,4 @@
-"""The page that lists what five other trainers have and how it is written here: each of its rows is tried."""
+"""The page that compares features with five other trainers: each of its rows is tested."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ from pytorch_accel_lite.extension_names import OFFERED
 from pytorch_accel_lite.run.events import EVENTS
 from pytorch_accel_lite.trainer import DEFAULT_CALLBACKS, replace_trainer_placeholder_values
 from tests.launching import ROOT
-from tests.tasks import equal, listener, make_data, make_model, make_trainer, train, weights
+from tests.tasks import equal_weights, listener, make_data, make_model, make_trainer, train, weights
 
-PAGE = ROOT / "docs" / "what_it_has.md"
+PAGE = ROOT / "docs" / "feature_comparison.md"
 P = TrainerPlaceholderValues
 Test = TypeVar("Test", bound=Callable[..., None])
 
@@ -63,7 +63,7 @@ TRIED: list[str] = []
 
 
 def row(*names: str) -> Callable[[Test], Test]:
-    """Say which rows of the page a test tries, in its order."""
+    """Declare the rows of the page that a test tests."""
     TRIED.extend(names)
     return lambda test: test
 
@@ -74,13 +74,13 @@ HELD = {
     "test_loaders_have_the_sizes_that_those_of_accelerate_have",
     "equal batches on all processes, samples repeated": "test_dataloaders.py::"
     "test_a_sampler_may_repeat_samples_to_fill_batches",
-    "saving into a buffer in memory": "test_checkpoint.py::test_an_open_file_holds_what_a_path_does",
+    "saving into a buffer in memory": "test_checkpoint.py::test_saving_to_an_open_file_equals_saving_to_a_path",
     "loading from a buffer in memory": "test_checkpoint.py::test_an_open_file_is_written_and_read_from_its_position",
     "a word when their lengths differ": "test_data.py::test_training_datasets_by_name_give_batches_by_name",
     "a batch that fails is skipped in a validation": "test_failures.py::"
     "test_an_evaluation_leaves_out_the_failed_batch_alone",
-    "a batch that fails is skipped in a test": "test_testing.py::test_a_test_may_leave_out_what_fails_and_lists_it",
-    "a whole script with the import renamed": "test_docs.py::test_both_sides_of_a_page_are_the_same_training",
+    "a batch that fails is skipped in a test": "test_testing.py::test_a_test_may_skip_and_list_failed_batches",
+    "a whole script with the import renamed": "test_docs.py::test_both_columns_of_a_page_train_the_same",
     "the same script launched on two processes": "test_processes.py::"
     "test_the_first_example_runs_unchanged_on_two_processes",
     "the script of progressive resizing": "test_examples.py::"
@@ -89,17 +89,16 @@ HELD = {
     "test_the_best_average_of_an_earlier_run_stays_in_its_file",
     "an incomplete last window updates, too": "test_exactness.py::"
     "test_accumulated_gradients_are_those_of_the_whole_window",
-    "no exchange of gradients within a window": "test_training.py::"
+    "no exchange of gradients within a window": "test_data_parallel_training.py::"
     "test_training_equals_one_process_with_the_whole_batch",
-    "settings of a distributed run": "test_training.py::test_limits_count_steps_of_the_whole_job",
+    "settings of a distributed run": "test_data_parallel_training.py::test_limits_count_steps_of_the_whole_job",
     "mixed precision of the launcher in the settings": "test_mixed_precision.py::"
-    "test_without_the_argument_it_is_that_of_the_launcher",
-    "a checkpoint saved once for all machines": "test_checkpoint.py::"
-    "test_missing_folders_are_made_and_the_path_may_be_a_string",
+    "test_mixed_precision_defaults_to_the_launchers",
+    "a checkpoint saved once for all machines": "test_checkpoint.py::test_missing_folders_are_created",
     "checkpoints move between both libraries": "test_checkpoint.py::"
     "test_the_ancestor_loads_our_file_with_its_optimizer",
     "the same over two processes": "test_processes.py::test_gather_takes_tensors_of_unequal_length",
-    "a package with tests, examples, pages and a changelog": "test_docs.py::test_the_pages_have_code",
+    "a package with tests, examples, pages and a changelog": "test_docs.py::test_the_pages_with_code_are_found",
     "few packages are needed": "test_imports.py::test_importing_costs_only_accelerate_torch_numpy_and_tqdm",
     "timm is needed only for its schedules": "test_imports.py::test_extras_are_imported_only_when_they_are_used",
     "training in a notebook": "test_notebooks.py::test_a_run_is_one_table_in_a_notebook",
@@ -111,7 +110,7 @@ HELD = {
     "`accelerate launch --multi_gpu` on CPUs": "test_processes.py::"
     "test_a_launched_run_exits_with_0_however_it_is_closed",
     "the first example with the extra for plots": "test_extras.py::test_errors_name_what_to_install",
-    "a context without exchange of gradients": "test_training.py::"
+    "a context without exchange of gradients": "test_data_parallel_training.py::"
     "test_training_equals_one_process_with_the_whole_batch",
     "automatic mixed precision": "test_mixed_precision.py::test_the_argument_gives_the_bits_of_an_accelerator_with_it",
     "each sample once, on any number of processes": "test_data.py::"
@@ -124,8 +123,7 @@ HELD = {
     "test_a_failing_rank_ends_the_job_with_its_traceback",
     "an object of any process, in a group": "test_processes.py::test_processes_gather_broadcast_and_wait",
     "objects of the processes of a group": "test_processes.py::test_processes_gather_broadcast_and_wait",
-    "the precision of mixed precision": "test_mixed_precision.py::"
-    "test_with_torchs_losses_it_is_the_loop_that_one_would_write",
+    "the precision of mixed precision": "test_mixed_precision.py::test_mixed_precision_equals_a_hand_written_loop",
     "a gradient scaler with settings": "test_exactness.py::test_clipping_sees_unscaled_gradients",
     "the scale is logged": "test_monitoring.py::test_the_loss_scale_and_its_skipped_updates_are_recorded",
     "the state of the scaler is saved": "test_monitoring.py::test_skipped_updates_are_counted_over_a_resume",
@@ -136,10 +134,10 @@ HELD = {
     "one file describes a run": "test_experiments.py::test_a_run_from_a_file_ends_in_the_bits_of_the_script",
     "the command line wins over the file": "test_experiments.py::"
     "test_another_class_drops_the_arguments_it_does_not_take",
-    "arguments of your own": "test_experiments.py::test_functions_without_types_make_parts_of_an_experiment",
-    "unknown options are named": "test_experiments.py::test_what_is_wrong_is_named_with_its_place_and_the_remedy",
+    "arguments of your own": "test_experiments.py::test_functions_without_types_may_create_parts",
+    "unknown options are named": "test_experiments.py::test_errors_name_the_location_and_the_remedy",
     "a folder for results, named like the file": "test_run_folders.py::test_each_new_run_has_its_own_folder",
-    "commands to train and to test": "test_testing.py::test_the_command_tests_as_the_file_says",
+    "commands to train and to test": "test_testing.py::test_the_test_command_follows_the_file",
     "the settings are kept beside the results": "test_experiments.py::test_the_resolved_file_is_the_same_experiment",
     "mixed precision by an option": "test_experiments.py::test_an_accelerator_is_described_by_its_arguments",
     "backend and address of the processes": "test_machines.py::test_two_machines_have_the_bits_of_two_processes_on_one",
@@ -152,7 +150,7 @@ HELD = {
     "stopping is agreed over processes": "test_stopping.py::test_a_stop_requested_by_one_rank_stops_all_at_one_update",
     "curves": "test_callbacks.py::test_a_shipped_callback_serves_two_runs",
     "a description of how data are read": "test_callbacks.py::test_a_shipped_callback_serves_two_runs",
-    "several models, and averages of them": "test_testing.py::test_averages_of_the_best_and_the_last",
+    "several models, and averages of them": "test_testing.py::test_best_and_last_weights_can_be_averaged",
     "results are kept beside each model": "test_testing.py::test_each_combination_is_tested_and_listed_in_the_table",
     "the n worst samples": "test_testing.py::test_samples_are_ranked_by_a_function_of_outputs_and_targets",
     "several settings of inference": "test_testing.py::test_each_combination_is_tested_and_listed_in_the_table",
@@ -177,19 +175,19 @@ def cells() -> list[tuple[str, str, str]]:
     return [(name, here, how) for name, here, how in lines if here != "here"]
 
 
-def test_each_row_is_tried_once():
+def test_each_row_of_the_page_is_tested_once():
     named = [*TRIED, *HELD, *UNTRIED]
     assert sorted(named) == sorted(rows_of_the_page())
     assert len(set(named)) == len(named)
     assert len(TRIED) > 150
 
 
-def test_a_row_says_how_it_is_here():
+def test_each_row_says_how_the_package_does_it():
     assert {here for _, here, _ in cells()} == {"yes", "another way", "no"}
     assert all(how for _, _, how in cells())
 
 
-def test_the_tests_that_hold_rows_exist():
+def test_the_tests_named_for_rows_exist():
     files: dict[str, str] = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
         files[path.name] = files.get(path.name, "") + path.read_text()
@@ -210,7 +208,7 @@ def test_the_sections_that_are_linked_exist():
 
 
 class Noted(Trainer):
-    """Notes which of its methods are called, and what a few of them see."""
+    """Records the calls of its methods, and some of their arguments."""
 
     calls: Any = None
     seen: Any = None
@@ -355,7 +353,7 @@ def test_the_first_event_is_the_end_of_the_constructor(ran):
 
 
 @row("an accelerator of your own, by a method", "the trainer wraps an accelerator, which prepares the rest")
-def test_an_accelerator_by_a_method():
+def test_an_accelerator_may_be_created_by_a_method():
     own = Accelerator(cpu=True)
     trainer = make_trainer(trainer_class=type("Other", (Trainer,), {"_create_accelerator": lambda self: own}))
     assert trainer.accelerator is trainer._accelerator is own
@@ -544,7 +542,7 @@ def test_the_best_models_are_kept(tmp_path):
     best = SaveBestModelCallback(tmp_path / "best.pt", "accuracy", greater_is_better=True)
     other = SaveBestModelCallback(tmp_path / "other.pt", "train_loss_epoch", keep=2, load_saved_checkpoint=False)
     trainer = train(make_trainer([listener(on_train_epoch_end=record), best, other]), 3)
-    assert equal(weights(trainer.model), seen[1])
+    assert equal_weights(weights(trainer.model), seen[1])
     assert len(other.find_saved()) == 2
 
 
@@ -554,7 +552,7 @@ def test_the_best_models_are_kept(tmp_path):
     "every part of a step can be overridden",
     "methods at the start and end of a run",
 )
-def test_the_order_of_a_run(ran):
+def test_methods_and_events_of_a_run_are_in_order(ran):
     assert {*METHODS} - {"evaluation_run_start", "evaluation_run_end"} <= {*ran.calls}
     step = ["on_train_step_start", "calculate_train_batch_loss", "on_backward_start", "backward_step"]
     epoch = ran.calls[ran.calls.index("train_epoch_start") : ran.calls.index("training_run_epoch_end")]
@@ -570,7 +568,7 @@ def test_the_order_of_a_run(ran):
 
 
 @row("order of the events of `evaluate`", "methods around `evaluate`", "the metric of `evaluate`")
-def test_the_order_of_an_evaluation(evaluated):
+def test_methods_and_events_of_an_evaluation_are_in_order(evaluated):
     steps = ["on_eval_step_start", "calculate_eval_batch_loss", "on_eval_step_end"] * 3
     start = ["evaluation_run_start", "on_evaluation_run_start", "eval_epoch_start", "on_eval_epoch_start"]
     end = ["eval_epoch_end", "on_eval_epoch_end", "evaluation_run_end", "on_evaluation_run_end"]
@@ -585,7 +583,7 @@ def test_the_order_of_an_evaluation(evaluated):
     "a hook that gets outputs, labels and loss",
     "a method that computes the loss of a batch",
 )
-def test_events_carry_the_batch_and_what_the_step_returned(ran):
+def test_events_carry_the_batch_and_the_output_of_the_step(ran):
     carried = ran.seen["on_train_step_end"]
     inputs, targets = carried["batch"]
     output = carried["batch_output"]
@@ -615,7 +613,7 @@ def test_a_callback_may_change_the_loss_before_the_backward_pass():
 
     trainer = make_trainer([listener(on_backward_start=double)])
     before = weights(trainer.model)
-    assert equal(weights(train(trainer).model), before)
+    assert equal_weights(weights(train(trainer).model), before)
     with pytest.raises(RuntimeError, match="Change it in on_backward_start"):
         train(make_trainer([listener(on_train_step_end=double)]))
 
@@ -676,7 +674,7 @@ def test_the_first_two_elements_of_a_batch_are_used():
     third: list[int] = []
     note = listener(on_train_step_end=lambda trainer, batch, **kwargs: third.extend(batch[2].tolist()))
     trainer = train(make_trainer([note]), train_dataset=triples)
-    assert equal(weights(trainer.model), weights(train(make_trainer()).model))
+    assert equal_weights(weights(trainer.model), weights(train(make_trainer()).model))
     assert third == [*range(6)]
 
     class Own(Trainer):
@@ -792,7 +790,7 @@ def test_loaders_have_default_arguments():
 
 
 @row("the twelve arguments of `train`, in order", "batches of 8 by default", "accumulation of gradients")
-def test_train_takes_its_arguments_in_order():
+def test_train_accepts_positional_arguments():
     def create(optimizer: Any) -> Any:
         return StepLR(optimizer, 1)
 
@@ -895,7 +893,7 @@ def test_the_settings_of_a_run_are_fixed(ran):
 
 
 @row("settings are made of fifteen fields")
-def test_settings_are_made_of_fifteen_fields(ran):
+def test_a_run_config_needs_fifteen_fields(ran):
     config = TrainerRunConfig(**{name: getattr(ran.run_config, name) for name in FIELDS})
     assert config.num_local_update_steps_per_epoch == config.num_update_steps_per_epoch == 2
     assert config.num_processes == 1
@@ -968,7 +966,7 @@ def test_overridden_loops_train_to_the_same_bits():
     plain = train(make_trainer(), 2, eval_dataset=True)
     for kind in (OwnLoop, OwnEpoch, OwnEvaluation):
         own = train(make_trainer(trainer_class=kind), 2, eval_dataset=True)
-        assert equal(weights(own.model), weights(plain.model))
+        assert equal_weights(weights(own.model), weights(plain.model))
         assert own.run_history.get_metric_values("eval_loss_epoch") == plain.run_history.get_metric_values(
             "eval_loss_epoch"
         )
@@ -1074,7 +1072,7 @@ def test_a_checkpoint_holds_weights_optimizer_and_additions(tmp_path):
     other = make_model(seed=1)
     second = make_trainer(model=other, optimizer=torch.optim.AdamW(other.parameters(), lr=0.5))
     second.load_checkpoint(tmp_path / "all.pt", load_optimizer=False)
-    assert equal(weights(other), weights(model))
+    assert equal_weights(weights(other), weights(model))
     assert second.optimizer.param_groups[0]["lr"] == 0.5
     second.load_checkpoint(tmp_path / "all.pt")
     assert second.optimizer.param_groups[0]["lr"] == 0.1
@@ -1153,7 +1151,7 @@ def test_nested_batches_are_moved_to_the_device():
 def test_a_model_in_data_parallel_trains_to_the_same_bits():
     plain, wrapped = make_model(), nn.DataParallel(make_model())
     train(make_trainer(model=wrapped))
-    assert equal(weights(train(make_trainer(model=plain)).model), weights(wrapped.module))
+    assert equal_weights(weights(train(make_trainer(model=plain)).model), weights(wrapped.module))
 
 
 @row("one mode for the whole model")
@@ -1175,7 +1173,7 @@ def test_keys_of_a_batch_are_arguments_of_forward():
     train(trained[0], train_dataset=dicts(), train_dataloader_kwargs=HERE)
     with said("takes no argument named 'id': ignored"):
         train(trained[1], train_dataset=dicts(id=3), train_dataloader_kwargs=HERE)
-    assert equal(weights(trained[0].model), weights(trained[1].model))
+    assert equal_weights(weights(trained[0].model), weights(trained[1].model))
     passed: list[set[str]] = []
 
     def loss(outputs: Any, targets: Any) -> Any:
@@ -1249,20 +1247,20 @@ def test_overridden_methods_clear_gradients_and_skip_updates(ran):
             return super().calculate_train_batch_loss(batch)
 
     trainer = make_trainer(trainer_class=ClearsFirst)
-    assert equal(weights(train(trainer).model), weights(train(make_trainer()).model))
+    assert equal_weights(weights(train(trainer).model), weights(train(make_trainer()).model))
     assert all(p.grad is not None for p in trainer.model.parameters())
     trainer = make_trainer([listener(on_optimizer_step_start=lambda trainer: trainer.skip_update())])
     before = weights(trainer.model)
-    assert equal(weights(train(trainer).model), before)
+    assert equal_weights(weights(train(trainer).model), before)
 
 
 @pytest.mark.extension("tuning")
 @row("a dry run that only reads data")
-def test_a_dry_run_is_a_diagnosis():
+def test_diagnose_replaces_a_dry_run():
     trainer = make_trainer()
     before = weights(trainer.model)
     assert "data" in str(trainer.diagnose(make_data(), 2, num_steps=3))
-    assert equal(weights(trainer.model), before)
+    assert equal_weights(weights(trainer.model), before)
 
 
 @row("a context for evaluations")
@@ -1288,7 +1286,7 @@ class Counted(torch.utils.data.Sampler[int]):
 
 
 @row("`set_epoch` of a sampler is called")
-def test_a_sampler_is_told_each_epoch():
+def test_set_epoch_of_a_sampler_is_called_in_each_epoch():
     sampler = Counted(6)
     train(make_trainer(), 2, train_dataloader_kwargs={"sampler": sampler})
     assert sampler.epochs == [0, 1]
@@ -1332,7 +1330,7 @@ def test_a_run_resumes_from_its_last_state_to_the_same_bits(tmp_path, capsys):
     assert sorted(names) == ["update-000000006", "update-000000009"]
     resumed = saving_run(tmp_path / "states", 4, resume_from="latest")
     assert resumed.progress.update == 12
-    assert equal(weights(resumed.model), weights(whole.model))
+    assert equal_weights(weights(resumed.model), weights(whole.model))
 
 
 @row(
@@ -1350,7 +1348,7 @@ def test_each_callback_resumes_its_own_state(tmp_path):
 
 
 @row("your own states come back when loaded")
-def test_own_entries_of_a_state_come_back(tmp_path):
+def test_own_entries_of_a_state_are_restored(tmp_path):
     train(make_trainer(seed=0)).save_training_state(tmp_path, {"mine": 7})
     assert make_trainer(seed=0).load_training_state(tmp_path)["mine"] == 7
 
@@ -1361,11 +1359,11 @@ def test_saved_weights_and_models_are_loaded(tmp_path):
     trainer.save_model(tmp_path / "model")
     other = make_trainer(model=make_model(seed=1))
     other.load_checkpoint(tmp_path / "model", load_optimizer=False)
-    assert equal(weights(other.model), weights(trainer.model))
+    assert equal_weights(weights(other.model), weights(trainer.model))
     assert train(other, 2).progress.epochs_completed == 2
     torch.save(trainer.get_model(), tmp_path / "module.pt")
     loaded = torch.load(tmp_path / "module.pt", weights_only=False)
-    assert equal(weights(loaded), weights(trainer.model))
+    assert equal_weights(weights(loaded), weights(trainer.model))
 
 
 @row(
@@ -1416,7 +1414,7 @@ def test_hooks_run_in_the_order_of_their_list():
 
 @pytest.mark.extension("other_libraries")
 @row("hooks with names of detectron2 are noticed", "`None` in the list is dropped", "what is no hook is refused")
-def test_what_may_be_a_hook():
+def test_invalid_callbacks_and_unknown_hooks_are_reported():
     class Hook(TrainerCallback):
         def after_step(self):
             pass
@@ -1428,7 +1426,7 @@ def test_what_may_be_a_hook():
 
 
 @row("no cycle of references keeps a trainer alive")
-def test_a_trainer_is_freed():
+def test_a_trainer_is_garbage_collected():
     gc.collect()
     gc.disable()
     try:
@@ -1563,7 +1561,7 @@ def test_a_prediction_is_the_output_of_the_model():
 
 
 @row("a seed", "deterministic kernels", "seeds are set again for each epoch")
-def test_a_seed_decides_the_bits_and_the_order_of_each_epoch():
+def test_a_seed_determines_the_bits_and_the_order():
     def run(**kwargs: Any) -> Any:
         noisy = nn.Sequential(make_model(), nn.Dropout())
         with torch.random.fork_rng():
@@ -1571,8 +1569,8 @@ def test_a_seed_decides_the_bits_and_the_order_of_each_epoch():
             return train(make_trainer(model=noisy, **kwargs), 2, train_dataloader_kwargs={})
 
     first, second, other = run(seed=0), run(seed=0, deterministic=True), run(seed=1)
-    assert equal(weights(first.model), weights(second.model))
-    assert not equal(weights(first.model), weights(other.model))
+    assert equal_weights(weights(first.model), weights(second.model))
+    assert not equal_weights(weights(first.model), weights(other.model))
     assert not torch.are_deterministic_algorithms_enabled()
     orders: list[Any] = []
     note = listener(on_train_step_start=lambda trainer: orders.append(trainer.batch_indices))
@@ -1607,7 +1605,7 @@ def test_a_seed_set_at_the_start_of_a_run_decides_its_numbers():
         model = nn.Sequential(make_model(), nn.Dropout())
         return weights(train(make_trainer(model=model, trainer_class=Same, seed=seed)).model)
 
-    assert equal(run(0), run(1))
+    assert equal_weights(run(0), run(1))
 
 
 @row("the kind of norm", "gradients of several batches in an update")
@@ -1650,7 +1648,7 @@ class Unreadable(torch.utils.data.Dataset[Any]):
 
 @row("a batch that fails is skipped in training", "callbacks are told what has failed", "an empty batch")
 @pytest.mark.extension("failed_batches")
-def test_a_batch_that_fails_is_skipped_if_asked():
+def test_a_failing_batch_is_skipped_on_request():
     heard: list[Any] = []
     note = listener(on_train_batch_skipped=lambda trainer, failures, error, **kwargs: heard.append((failures, error)))
     skips = [callbacks.SkipFailedBatchesCallback(), note]

@@ -1,4 +1,4 @@
-"""Processes that wait for each other in vain say where each is, and end; no two different calls are taken for one."""
+"""Processes in mismatched calls report their positions and end; different calls are never paired."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveBestModelCal
 from pytorch_accel_lite.extending import OBSERVERS
 from tests.launching import in_forks
 from tests.ranks import rank, shared_folder
-from tests.tasks import equal, listener, quiet_trainer, regression_data, small_model, weights
+from tests.tasks import adamw_trainer, equal_weights, float64_data, float64_model, listener, weights
 
-DATA = regression_data(16)
+DATA = float64_data(16)
 HOW: dict[str, Any] = {"num_epochs": 2, "per_device_batch_size": 2}
 
 
@@ -48,13 +48,13 @@ CALLS: dict[str, Callable[[Any, Path], Any]] = {
 
 
 def said_if_only_one_calls() -> dict[tuple[str, str], str]:
-    """What is said where rank 1 makes a call of which rank 0 knows nothing, at the end of an epoch or in evaluation."""
+    """The errors when only rank 1 makes a call, at the end of an epoch or in an evaluation."""
     said = {}
     with shared_folder() as folder:
         for name, call in CALLS.items():
             for event in ("on_train_epoch_end", "on_eval_step_end"):
                 callback = on_rank_1(event, lambda trainer, call=call: call(trainer, folder))
-                trainer = quiet_trainer(small_model(), callbacks=[callback], seed=0)
+                trainer = adamw_trainer(float64_model(), callbacks=[callback], seed=0)
                 try:
                     trainer.train(DATA, eval_dataset=DATA, **HOW)
                 except Exception as error:
@@ -69,14 +69,16 @@ def test_a_call_that_one_rank_makes_is_never_paired_with_another(two_ranks):
     assert first.keys() == {(name, event) for name in CALLS for event in ("on_train_epoch_end", "on_eval_step_end")}
     for (name, event), said in first.items():
         assert said.startswith("The processes are in different calls"), (name, event)
-        assert re.search(r"\n  rank 0: in train\(\), called by said_if_only_one_calls of test_waiting.py:\d+ \(", said)
-        assert re.search(rf"\n  rank 1: in {name}\(\), called by <lambda> of test_waiting.py:\d+", said), said
+        assert re.search(
+            r"\n  rank 0: in train\(\), called by said_if_only_one_calls of test_deadlocks.py:\d+ \(", said
+        )
+        assert re.search(rf"\n  rank 1: in {name}\(\), called by <lambda> of test_deadlocks.py:\d+", said), said
 
 
 def saved_by_one_then_trained() -> list[str]:
-    """What is said where only rank 0 saves a checkpoint, and then all train; where one trains, and one evaluates."""
+    """The errors when only rank 0 saves a checkpoint before training, and when one rank trains and one evaluates."""
     said = []
-    trainer = quiet_trainer(small_model(), callbacks=[])
+    trainer = adamw_trainer(float64_model(), callbacks=[])
     with shared_folder() as folder:
         calls: tuple[Callable[[], Any], ...] = (
             lambda: (rank() or trainer.save_checkpoint(folder / "model.pt"), trainer.train(DATA, **HOW)),
@@ -91,7 +93,7 @@ def saved_by_one_then_trained() -> list[str]:
     return said
 
 
-def test_calls_outside_of_runs_are_not_paired_either(two_ranks):
+def test_different_calls_outside_of_runs_are_not_paired(two_ranks):
     for saved, evaluated in two_ranks(saved_by_one_then_trained):
         assert "rank 0: in save_checkpoint(), called by <lambda>" in saved
         assert "rank 1: in train(), called by <lambda>" in saved
@@ -99,7 +101,7 @@ def test_calls_outside_of_runs_are_not_paired_either(two_ranks):
 
 
 def train(model: nn.Module | None = None, kind: type[Trainer] = Trainer, callbacks: Any = ()) -> None:
-    model = small_model() if model is None else model
+    model = float64_model() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     kind(model, nn.MSELoss(), optimizer, callbacks=callbacks, seed=0).train(DATA, **HOW)
 
@@ -112,8 +114,8 @@ def fails_on_rank_1(trainer: Any) -> None:
 
 
 @pytest.mark.processes
-def test_the_others_say_that_a_process_has_left_the_job(tmp_path):
-    """Who has left, and why, is for observers of the job to find out: here are none."""
+def test_the_others_report_that_a_process_has_left(tmp_path):
+    """Without observers of the job, nobody knows who has left, and why."""
 
     def unobserved(rank: int) -> None:
         OBSERVERS.clear()
@@ -130,7 +132,7 @@ def test_the_others_say_that_a_process_has_left_the_job(tmp_path):
 
 
 def with_numbers_of_their_own() -> Any:
-    """What is trained where each rank records a metric of its own, on which a model, a stop and a schedule depend."""
+    """The results when each rank records its own metric for the best model, early stopping and a schedule."""
     numbers = {0: [3.0, 2.0, 1.0, 2.0, 3.0, 4.0], 1: [1.0, 2.0, 3.0, 2.0, 1.0, 0.0]}[rank()]
 
     def record(trainer: Any, **kwargs: Any) -> None:
@@ -139,7 +141,7 @@ def with_numbers_of_their_own() -> Any:
     with shared_folder() as folder:
         best = SaveBestModelCallback(folder / "best.pt", "own_loss", load_saved_checkpoint=False)
         callbacks = [listener(on_train_epoch_end=record), best, EarlyStoppingCallback(2, 0, "own_loss")]
-        model = small_model()
+        model = float64_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=callbacks, seed=0)
         schedule: Any = lambda optimizer: ReduceLROnPlateau(optimizer, patience=0)  # noqa: E731
@@ -157,7 +159,7 @@ def test_all_processes_decide_by_the_number_of_rank_0(two_ranks):
     for best, epoch, last, rate, _ in results:
         assert (best, epoch, last) == (1.0, 3, 5)
         assert rate < 0.1
-    assert equal(results[0][-1], results[1][-1])
+    assert equal_weights(results[0][-1], results[1][-1])
     assert "its values differ between the processes (3 on rank 0, 1 on rank 1)" in results.output
     assert results.output.count("its values differ between") == 1
 
@@ -166,7 +168,7 @@ def test_all_processes_decide_by_the_number_of_rank_0(two_ranks):
 
 
 def arguments_of_their_own() -> list[str]:
-    """What is said where the ranks give a callback or the optimizer other arguments."""
+    """The errors when ranks pass different arguments to a callback or the optimizer."""
     said = []
     with shared_folder() as folder:
         for callback, rate in (
@@ -175,7 +177,7 @@ def arguments_of_their_own() -> list[str]:
             (EarlyStoppingCallback(), 0.1 + rank()),
             (SaveBestModelCallback(folder / f"best{rank()}.pt"), 0.1),  # of which only one is written
         ):
-            model = small_model()
+            model = float64_model()
             optimizer = torch.optim.SGD(model.parameters(), lr=rate)
             trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=[callback], seed=0)
             try:

@@ -1,4 +1,4 @@
-"""What code that was written for pytorch-accelerated does, and subclasses with names of their own."""
+"""Code written for pytorch-accelerated, and subclasses with names of their own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from pytorch_accel_lite.callbacks import (
 from tests import ancestor
 from tests.cases import SPLITTING
 from tests.launching import run_code
-from tests.tasks import equal, listener, make_data, make_model, make_trainer, train, weights
+from tests.tasks import equal_weights, listener, make_data, make_model, make_trainer, train, weights
 
 # ------------------------------------------------------------------------------------ batches and losses
 
@@ -50,14 +50,14 @@ def test_the_default_step_uses_the_first_two_elements_of_a_batch():
     pairs, triples = (make_trainer([*more]) for more in ((), [watch]))
     for trainer, data in ((pairs, make_data()), (triples, with_indices())):
         train(trainer, epochs=2, train_dataset=data, eval_dataset=data)
-    assert equal(weights(pairs.model), weights(triples.model))
+    assert equal_weights(weights(pairs.model), weights(triples.model))
     assert pairs.run_history.to_dict() == triples.run_history.to_dict()
     assert torch.equal(pairs.predict(make_data()), triples.predict(with_indices()))
     assert seen == [0, 1, 2, 3, 4, 5] * 2
 
 
 class Shaped(Trainer):
-    """Returns its losses with other shapes."""
+    """Returns losses of several shapes."""
 
     in_training: Any = staticmethod(lambda loss: loss)
     in_evaluation: Any = in_training
@@ -83,7 +83,7 @@ def shaped(in_training: Any, in_evaluation: Any, **arguments: Any) -> Trainer:
 def test_a_loss_may_have_any_shape_of_one_element(reshape, arguments):
     scalar = shaped(lambda loss: loss, torch.mean, **arguments)
     other = shaped(reshape, lambda losses: losses.mean()[None], **arguments)
-    assert equal(weights(scalar.model), weights(other.model))
+    assert equal_weights(weights(scalar.model), weights(other.model))
     for name in ("train_loss_epoch", "eval_loss_epoch"):
         assert other.run_history.get_metric_values(name) == scalar.run_history.get_metric_values(name)
 
@@ -111,8 +111,8 @@ FREE = {
 }  # fmt: skip
 
 
-def test_a_subclass_may_use_most_names_for_itself(tmp_path):
-    """All that looks at the trainer still sees the run."""
+def test_a_subclass_may_define_most_names_itself(tmp_path):
+    """Everything that reads the trainer still finds the run."""
 
     class Named(Trainer):
         def __init__(self, *args, **kwargs):
@@ -134,14 +134,14 @@ def test_a_subclass_may_use_most_names_for_itself(tmp_path):
         return train(trainer, epochs=2, eval_dataset=True)
 
     plain, named = run(Trainer, tmp_path / "plain"), run(Named, tmp_path / "named")
-    assert equal(weights(plain.model), weights(named.model))
+    assert equal_weights(weights(plain.model), weights(named.model))
     assert plain.run_history.to_dict() == named.run_history.to_dict()
     assert {name: getattr(named, name) for name in FREE} == FREE | {"running_loss": named.running_loss}
     assert named.running_loss > 5.0
     assert isinstance(plain.running_loss, float)
 
 
-def test_a_method_may_have_the_name_of_one_of_ours():
+def test_a_method_may_share_a_name_of_the_package():
     class Named(Trainer):
         def _calculate_loss(self, outputs, targets, weight):
             raise AssertionError
@@ -149,11 +149,11 @@ def test_a_method_may_have_the_name_of_one_of_ours():
         def _adapter(self, layer):
             raise AssertionError
 
-    assert equal(weights(train(make_trainer(trainer_class=Named)).model), weights(train(make_trainer()).model))
+    assert equal_weights(weights(train(make_trainer(trainer_class=Named)).model), weights(train(make_trainer()).model))
 
 
 @pytest.mark.parametrize("name", ["progress", "ranks", "is_running", "eval_dataloaders", "device"])
-def test_the_names_that_the_trainer_relies_on_are_taken(name):
+def test_names_that_the_trainer_needs_are_reserved(name):
     with pytest.raises(AttributeError, match=r"no setter|can't set attribute"):
         setattr(make_trainer(), name, "mine")
     with pytest.raises(TypeError, match=rf"Holding\.{name} is reserved"):
@@ -189,7 +189,7 @@ def test_a_callback_may_replace_the_loader_of_the_run():
 
 
 def test_a_callback_may_replace_the_loss_tracker_for_a_while():
-    """As the ancestor's own callback for evaluations within an epoch does."""
+    """As pytorch-accelerated's callback for evaluations within an epoch does."""
     seen: list[float] = []
 
     def evaluate(trainer: Trainer, step: int, **kwargs: Any) -> None:
@@ -203,7 +203,7 @@ def test_a_callback_may_replace_the_loss_tracker_for_a_while():
     plain, evaluating = (make_trainer([*more]) for more in ((), [listener(on_train_step_end=evaluate)]))
     for trainer in (plain, evaluating):
         train(trainer, epochs=2, eval_dataset=True)
-    assert equal(weights(plain.model), weights(evaluating.model))
+    assert equal_weights(weights(plain.model), weights(evaluating.model))
     losses = plain.run_history.get_metric_values("train_loss_epoch")
     assert evaluating.run_history.get_metric_values("train_loss_epoch") == losses == [seen[2], seen[5]]
     assert len(evaluating.run_history.get_metric_values("intermediate_eval_loss")) == 6
@@ -345,7 +345,7 @@ def test_methods_that_the_ancestors_users_override_are_called():
 
 
 class OwnLoop(Trainer):
-    """Replaces the loop of the run, as a tutorial of the ancestor does."""
+    """Replaces the loop of the run, as a tutorial of pytorch-accelerated does."""
 
     def _run_training(self):
         self.training_run_start()
@@ -387,19 +387,19 @@ def fired(trainer_class: type[Trainer], callbacks: list[Any], **arguments: Any) 
     [{}, {"max_num_train_steps": 5}, {"gradient_accumulation_steps": 2}, {"scheduler_interval": "epoch"}],
     ids=lambda arguments: "-".join(arguments) or "epochs",
 )
-def test_a_loop_of_a_subclass_trains_like_ours(arguments, here):
+def test_an_overridden_loop_trains_like_the_default(arguments, here):
     if "scheduler_interval" in arguments:
         arguments = arguments | {"create_scheduler_fn": partial(StepLR, step_size=1)}
     (ours, expected), (own, heard) = (
         fired(kind, [SaveBestModelCallback(f"{kind.__name__}.pt")], **arguments) for kind in (Trainer, OwnLoop)
     )
-    assert equal(weights(own.model), weights(ours.model))
+    assert equal_weights(weights(own.model), weights(ours.model))
     assert own.run_history.to_dict() == ours.run_history.to_dict()
     assert own.progress == ours.progress
     assert heard == expected
 
 
-def test_a_loop_of_a_subclass_can_be_stopped():
+def test_an_overridden_loop_can_be_stopped():
     def stop(trainer: Trainer, **kwargs: Any) -> None:
         if trainer.progress.epoch == 2:
             raise StopTrainingError("Enough.")
@@ -407,15 +407,15 @@ def test_a_loop_of_a_subclass_can_be_stopped():
     (ours, expected), (own, heard) = (fired(kind, [listener(on_train_epoch_end=stop)]) for kind in (Trainer, OwnLoop))
     assert (own.stop_reason, heard) == (ours.stop_reason, expected)
     assert own.stop_reason == "Enough."
-    assert equal(weights(own.model), weights(ours.model))
+    assert equal_weights(weights(own.model), weights(ours.model))
 
 
 def loops_on_ranks() -> list[bool]:
     (ours, expected), (own, heard) = (fired(kind, [], size=7) for kind in (Trainer, OwnLoop))
-    return [equal(weights(own.model), weights(ours.model)), own.progress == ours.progress, heard == expected]
+    return [equal_weights(weights(own.model), weights(ours.model)), own.progress == ours.progress, heard == expected]
 
 
-def test_a_loop_of_a_subclass_trains_like_ours_on_two_processes(two_ranks):
+def test_an_overridden_loop_trains_alike_on_two_processes(two_ranks):
     assert [*two_ranks(loops_on_ranks)] == [[True] * 3] * 2
 
 
@@ -427,7 +427,7 @@ def test_an_error_in_a_loop_of_a_subclass_reaches_the_callbacks():
     assert [type(error) for error in seen] == [ZeroDivisionError]
 
 
-def test_a_loop_of_a_subclass_cannot_be_resumed_and_says_so(tmp_path):
+def test_resuming_an_overridden_loop_is_refused(tmp_path):
     saving = SaveTrainingStateCallback(tmp_path)
     with pytest.warns(UserWarning, match=r"OwnLoop\._run_training has a loop of its own, so the run cannot be resumed"):
         train(make_trainer([saving], trainer_class=OwnLoop, seed=1), epochs=1)
@@ -447,7 +447,7 @@ def test_an_epoch_trains_on_the_loader_that_it_is_passed():
             return super()._run_train_epoch(other)
 
     found = train(make_trainer(trainer_class=Other), epochs=2)
-    assert equal(weights(found.model), weights(train(make_trainer(), epochs=2, size=2).model))
+    assert equal_weights(weights(found.model), weights(train(make_trainer(), epochs=2, size=2).model))
     assert found.progress.update == 2
     assert lengths == [3, 3]  # those of the run, in each epoch
 
@@ -470,7 +470,7 @@ def test_an_epoch_of_a_subclass_may_be_its_own_loop():
 
     for arguments in ({"epochs": 2}, {"epochs": 9, "max_num_train_steps": 6}):
         found = train(make_trainer(trainer_class=Whole), eval_dataset=True, **arguments)
-        assert equal(weights(found.model), weights(train(make_trainer(), epochs=2).model))
+        assert equal_weights(weights(found.model), weights(train(make_trainer(), epochs=2).model))
         assert len(found.run_history["eval_loss_epoch"]) == 2
 
 
@@ -503,7 +503,7 @@ def test_an_evaluation_in_a_callback_does_not_replace_the_runs():
 
 
 @pytest.mark.parametrize("hook", ["_run_training", "_run_train_epoch", "_run_eval_epoch"])
-def test_hooks_of_a_subclass_do_what_they_do_in_the_ancestor(hook):
+def test_overridden_private_hooks_work_as_in_the_ancestor(hook):
     ancestor.skip_without_it()
     from pytorch_accelerated.trainer import Trainer as TheirTrainer
 
@@ -530,7 +530,7 @@ def test_hooks_of_a_subclass_do_what_they_do_in_the_ancestor(hook):
         values = [history.get_metric_values(name) for name in ("train_loss_epoch", "eval_loss_epoch")]
         found.append((weights(model), values, history.current_epoch))
     (their_weights, their_values, their_epoch), (our_weights, our_values, our_epoch) = found
-    assert equal(our_weights, their_weights)
+    assert equal_weights(our_weights, their_weights)
     assert our_epoch == their_epoch
     for ours, theirs in zip(our_values, their_values, strict=True):
         assert ours == pytest.approx(theirs)
@@ -566,7 +566,7 @@ def save(tmp_path: Any) -> Trainer:
     return train(trainer, epochs=2)
 
 
-def test_a_loaded_training_state_says_its_epoch(tmp_path):
+def test_loading_a_training_state_prints_its_epoch(tmp_path):
     trainer = make_trainer(seed=1)
     seen: list[Any] = []
 
@@ -597,7 +597,7 @@ def test_resuming_calls_an_overridden_load_training_state(tmp_path):
     plain, keeping = resumed(Trainer), resumed(Keeping)
     assert keeping.extra == (7, 3, tmp_path / "state")
     for trainer in (plain, keeping):
-        assert equal(weights(trainer.model), weights(whole.model))
+        assert equal_weights(weights(trainer.model), weights(whole.model))
         assert trainer.run_history.to_dict() == whole.run_history.to_dict()
         assert trainer.progress == whole.progress
 
@@ -615,7 +615,7 @@ trainer.save_training_state(sys.argv[1])
 """
 
 
-def test_a_state_directory_of_the_ancestor_is_called_what_it_is(tmp_path):
+def test_a_state_of_the_ancestor_is_named_as_such(tmp_path):
     ancestor.skip_without_it()
     run_code(STATE_OF_THE_ANCESTOR, str(tmp_path / "theirs"))
     trainer = make_trainer(model=nn.Linear(4, 1), optimizer=None)
@@ -634,7 +634,7 @@ def test_numbers_of_numpy_in_a_checkpoint_are_loaded(tmp_path):
     trainer = make_trainer(optimizer=None)
     loaded = trainer.load_checkpoint(tmp_path / "theirs.pt")
     assert {name: loaded[name] for name in numbers} == numbers
-    assert equal(weights(trainer.model), weights(make_model(seed=1)))
+    assert equal_weights(weights(trainer.model), weights(make_model(seed=1)))
 
 
 def test_objects_of_numpy_that_could_run_code_are_still_refused(tmp_path):
@@ -667,10 +667,10 @@ def test_names_that_the_ancestors_users_import():
     kwargs = {"num_workers": 2, "worker_init_fn": worker_init_fn}
     loaders = [{"num_workers": 2}, kwargs, kwargs]
     runs = [train(make_trainer(seed=2), train_dataloader_kwargs=kwargs) for kwargs in loaders]
-    assert all(equal(weights(run.model), weights(runs[0].model)) for run in runs)
+    assert all(equal_weights(weights(run.model), weights(runs[0].model)) for run in runs)
 
 
-def test_a_run_config_is_made_of_the_ancestors_arguments():
+def test_a_run_config_accepts_the_ancestors_arguments():
     numbers = "num_epochs train_per_device_batch_size eval_per_device_batch_size gradient_accumulation_steps"
     numbers += " train_total_batch_size eval_total_batch_size num_update_steps_per_epoch max_num_train_steps"
     numbers += " num_local_update_steps_per_epoch num_processes"
@@ -710,7 +710,7 @@ def test_any_metric_is_shown_with_six_digits(value, capsys):
 
 
 @pytest.mark.parametrize("callback_class", [SaveBestModelCallback, EarlyStoppingCallback])
-def test_the_operator_of_a_watching_callback(callback_class):
+def test_watching_callbacks_have_the_operator_of_the_ancestor(callback_class):
     assert callback_class(greater_is_better=True).operator is operator.gt
     assert callback_class(greater_is_better=False).operator is operator.lt
 

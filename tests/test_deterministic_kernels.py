@@ -1,4 +1,4 @@
-"""Deterministic kernels: in runs, and nowhere else."""
+"""Deterministic kernels: within runs, and nowhere else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ cudnn = torch.backends.cudnn
 
 
 def settings() -> dict[str, Any]:
-    """What torch's own functions say, and what programs of the GPU's libraries read."""
+    """The settings of torch, and the environment variables of GPU libraries."""
     return {
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warns only": torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -75,7 +75,7 @@ def test_backend_settings_are_restored_after_an_error():
         train(make_trainer([listener(on_train_step_end=fail)], deterministic=True))
 
 
-def test_what_a_user_has_chosen_before_is_restored():
+def test_earlier_backend_settings_are_restored():
     torch.use_deterministic_algorithms(True, warn_only=True)
     cudnn.benchmark = True
     try:
@@ -93,7 +93,7 @@ def test_what_a_user_has_chosen_before_is_restored():
         cudnn.benchmark = False
 
 
-def test_a_missing_deterministic_kernel_fails_only_if_asked_for():
+def test_a_missing_deterministic_kernel_fails_only_on_request():
     model = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), Unpooled(), nn.Flatten(), nn.Linear(4, 1))
     train(make_trainer(model=model))
     with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
@@ -101,7 +101,7 @@ def test_a_missing_deterministic_kernel_fails_only_if_asked_for():
 
 
 class Unpooled(nn.Module):
-    """Has an operation for which torch knows no deterministic kernel, on any device."""
+    """Has an operation without a deterministic kernel on any device."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         pooled, places = nn.functional.max_pool2d(x, 2, return_indices=True)
@@ -129,6 +129,6 @@ def test_settings_of_kernels_are_recorded_and_a_change_reported(tmp_path, capsys
     assert "precision of float32 products high (now highest), deterministic kernels False (now True)" in printed
 
 
-def test_deterministic_refuses_what_is_no_boolean():
+def test_deterministic_must_be_a_boolean():
     with pytest.raises(TypeError, match="deterministic='warn' must be True, False, or None"):
         make_trainer(deterministic="warn")

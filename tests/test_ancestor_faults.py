@@ -1,4 +1,4 @@
-"""One test for each measured fault of pytorch-accelerated that may not live here, named after what is right."""
+"""One test for each measured fault of pytorch-accelerated, named after the correct behaviour."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveBestModelCallbac
 from tests.cases import evaluate_inside, nan_on_one_rank, schedule
 from tests.launching import run_code
 from tests.ranks import Recorder
-from tests.tasks import CountsReads, equal, make_trainer, quiet_trainer, regression_data, small_model
+from tests.tasks import CountsReads, adamw_trainer, equal_weights, float64_data, float64_model, make_trainer
 
 
 def test_an_attribute_error_inside_a_callback_is_raised():
@@ -25,7 +25,7 @@ def test_an_attribute_error_inside_a_callback_is_raised():
             trainer.no_such_attribute  # noqa: B018
 
     with pytest.raises(AttributeError, match="no_such_attribute"):
-        quiet_trainer(small_model(), callbacks=[Misspelt]).train(regression_data(4), 1)
+        adamw_trainer(float64_model(), callbacks=[Misspelt]).train(float64_data(4), 1)
 
 
 def test_on_train_step_end_fires_after_the_update():
@@ -38,7 +38,7 @@ def test_on_train_step_end_fires_after_the_update():
         def on_train_step_end(self, trainer, **kwargs):
             seen.append(trainer.model[0].weight.detach().clone())
 
-    quiet_trainer(small_model(), callbacks=[Watch]).train(regression_data(8), 1, per_device_batch_size=4)
+    adamw_trainer(float64_model(), callbacks=[Watch]).train(float64_data(8), 1, per_device_batch_size=4)
     assert not torch.equal(seen[0], seen[1])
     assert torch.equal(seen[1], seen[2])
 
@@ -46,9 +46,9 @@ def test_on_train_step_end_fires_after_the_update():
 def test_the_reported_loss_does_not_depend_on_accumulation():
     losses = []
     for accumulation in (1, 4):
-        model = small_model()
-        trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
-        trainer.train(regression_data(32), 1, per_device_batch_size=4, gradient_accumulation_steps=accumulation)
+        model = float64_model()
+        trainer = adamw_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+        trainer.train(float64_data(32), 1, per_device_batch_size=4, gradient_accumulation_steps=accumulation)
         losses.append(trainer.run_history.get_latest_metric("train_loss_epoch"))
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
 
@@ -61,8 +61,8 @@ def test_gradients_are_clipped_once_in_an_update():
             self.clips += 1
             super().clip_gradients()
 
-    trainer = make_trainer(model=small_model(), trainer_class=Counts)
-    data = regression_data(32)
+    trainer = make_trainer(model=float64_model(), trainer_class=Counts)
+    data = float64_data(32)
     trainer.train(data, 1, per_device_batch_size=4, gradient_accumulation_steps=4, gradient_clip_value=1.0)
     assert trainer.clips == 2
 
@@ -70,22 +70,22 @@ def test_gradients_are_clipped_once_in_an_update():
 def test_an_evaluation_in_mid_epoch_keeps_training_mode():
     result = evaluate_inside()
     assert result["training"]
-    assert equal(result[0][0], result[1][0])
+    assert equal_weights(result[0][0], result[1][0])
 
 
 def test_the_first_best_model_heeds_save_scheduler_false(tmp_path):
     path = tmp_path / "best.pt"
     best = SaveBestModelCallback(path, save_scheduler=False, save_optimizer=False)
-    trainer = quiet_trainer(small_model(), callbacks=[best])
+    trainer = adamw_trainer(float64_model(), callbacks=[best])
     scheduler = partial(StepLR, step_size=1)
-    trainer.train(regression_data(8), 1, regression_data(4), create_scheduler_fn=scheduler)
+    trainer.train(float64_data(8), 1, float64_data(4), create_scheduler_fn=scheduler)
     saved = torch.load(path, weights_only=True)
     assert "model_state_dict" in saved
     assert not {"scheduler_state_dict", "optimizer_state_dict"} & saved.keys()
 
 
 @pytest.mark.programs
-def test_neither_importing_it_nor_train_seeds_generators():
+def test_importing_and_training_do_not_seed_generators():
     script = """
 import random, numpy, torch
 torch.manual_seed(1); numpy.random.seed(1); random.seed(1)
@@ -94,12 +94,12 @@ from tests.launching import forget
 forget("pytorch_accel_lite", "tests")
 torch.manual_seed(1); numpy.random.seed(1); random.seed(1)
 import pytorch_accel_lite
-from tests.tasks import quiet_trainer, regression_data, small_model
-model = small_model()
-trainer = quiet_trainer(model)
+from tests.tasks import adamw_trainer, float64_data, float64_model
+model = float64_model()
+trainer = adamw_trainer(model)
 assert (torch.rand(1).item(), numpy.random.rand(), random.random()) == expected
 first = numpy.random.get_state()[1].tolist()
-trainer.train(regression_data(8), 1)
+trainer.train(float64_data(8), 1)
 assert numpy.random.get_state()[1].tolist() == first
 assert torch.initial_seed() == 1
 """
@@ -109,8 +109,8 @@ assert torch.initial_seed() == 1
 def test_placeholders_take_arithmetic_from_both_sides():
     updates = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
     factory = partial(OneCycleLR, max_lr=0.1, total_steps=2 * updates + updates * 2 + 1)
-    trainer = quiet_trainer(small_model())
-    trainer.train(regression_data(16), 2, per_device_batch_size=4, create_scheduler_fn=factory)
+    trainer = adamw_trainer(float64_model())
+    trainer.train(float64_data(16), 2, per_device_batch_size=4, create_scheduler_fn=factory)
     assert trainer.scheduler.total_steps == 17
 
 
@@ -128,57 +128,57 @@ def test_on_training_run_end_is_called_on_errors():
             ends.append("end")
 
     with pytest.raises(RuntimeError, match="in a step"):
-        quiet_trainer(small_model(), callbacks=[Ends]).train(regression_data(4), 1)
+        adamw_trainer(float64_model(), callbacks=[Ends]).train(float64_data(4), 1)
     assert ends == ["in a step", "end"]
 
 
 def test_a_nan_raises_an_error_rather_than_ending_the_program():
-    model = small_model()
+    model = float64_model()
     trainer = Trainer(model, lambda out, y: (out * float("nan")).mean(), torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(NonFiniteLossError, match=r"epoch 1, step 0: loss=nan"):
-        trainer.train(regression_data(4), 1)
+        trainer.train(float64_data(4), 1)
 
 
 def test_two_callbacks_of_one_class_are_allowed(tmp_path):
     first, second = (SaveBestModelCallback(tmp_path / f"{name}.pt") for name in "ab")
-    trainer = quiet_trainer(small_model(), callbacks=[first, second])
-    trainer.train(regression_data(8), 1, regression_data(4))
+    trainer = adamw_trainer(float64_model(), callbacks=[first, second])
+    trainer.train(float64_data(8), 1, float64_data(4))
     assert (tmp_path / "a.pt").exists()
     assert (tmp_path / "b.pt").exists()
 
 
-def test_an_accelerator_is_passed_or_made_by_an_override():
+def test_an_accelerator_is_passed_or_created_by_an_override():
     accelerator = Accelerator()
-    assert quiet_trainer(small_model(), accelerator=accelerator).accelerator is accelerator
+    assert adamw_trainer(float64_model(), accelerator=accelerator).accelerator is accelerator
 
     class Own(Trainer):
         def _create_accelerator(self):
             return accelerator
 
-    model = small_model()
+    model = float64_model()
     assert Own(model, nn.MSELoss(), None)._accelerator is accelerator
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("callbacks", [DEFAULT_CALLBACKS, get_default_callbacks(progress_bar=False)])
 def test_the_default_callbacks_read_no_device_values_in_steps(callbacks):
-    model = small_model()
+    model = float64_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=callbacks)
     with CountsReads() as counted:
-        trainer.train(regression_data(1000), 1, per_device_batch_size=1)
+        trainer.train(float64_data(1000), 1, per_device_batch_size=1)
     assert trainer.progress.step == 1000
     assert counted.reads < 20
 
 
-def test_the_last_short_window_has_its_whole_gradient():
-    x, y = regression_data(6).tensors
-    model = small_model()
+def test_a_short_last_window_has_its_full_gradient():
+    x, y = float64_data(6).tensors
+    model = float64_model()
     recorder = Recorder()
-    trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), callbacks=[recorder])
+    trainer = adamw_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), callbacks=[recorder])
     kwargs = {"shuffle": False}
     trainer.train(
-        regression_data(6), 1, per_device_batch_size=2, gradient_accumulation_steps=2, train_dataloader_kwargs=kwargs
+        float64_data(6), 1, per_device_batch_size=2, gradient_accumulation_steps=2, train_dataloader_kwargs=kwargs
     )
     nn.functional.mse_loss(model(x[4:]), y[4:]).backward()
     assert torch.allclose(recorder.gradients[1]["0.weight"], model[0].weight.grad, atol=1e-12, rtol=0)
@@ -192,27 +192,27 @@ def test_a_limit_of_updates_holds_on_2_processes(two_ranks):
 
 class Countdown(IterableDataset):
     def __iter__(self):
-        return iter(regression_data(10))
+        return iter(float64_data(10))
 
 
 def test_dict_batches_and_iterable_datasets_train_alike():
     class Named(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = small_model()
+            self.inner = float64_model()
 
         def forward(self, features):
             return self.inner(features)
 
-    x, y = regression_data(10).tensors
+    x, y = float64_data(10).tensors
     rows = [{"features": a, "wanted": b} for a, b in zip(x, y, strict=True)]
-    named, plain, streamed = Named(), small_model(), small_model()
+    named, plain, streamed = Named(), float64_model(), float64_model()
     kwargs = {"per_device_batch_size": 4}
-    quiet_trainer(named).train(rows, 2, train_dataloader_kwargs={"shuffle": False}, **kwargs)
-    quiet_trainer(plain).train(regression_data(10), 2, train_dataloader_kwargs={"shuffle": False}, **kwargs)
-    quiet_trainer(streamed).train(Countdown(), 2, **kwargs)
-    assert equal(named.inner.state_dict(), plain.state_dict())
-    assert equal(streamed.state_dict(), plain.state_dict())
+    adamw_trainer(named).train(rows, 2, train_dataloader_kwargs={"shuffle": False}, **kwargs)
+    adamw_trainer(plain).train(float64_data(10), 2, train_dataloader_kwargs={"shuffle": False}, **kwargs)
+    adamw_trainer(streamed).train(Countdown(), 2, **kwargs)
+    assert equal_weights(named.inner.state_dict(), plain.state_dict())
+    assert equal_weights(streamed.state_dict(), plain.state_dict())
 
 
 @pytest.mark.processes

@@ -1,4 +1,4 @@
-"""Training on several processes gives what one process with the whole batch gives."""
+"""Data-parallel training gives the results of one process with the global batch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.cases import Contrastive, both_ways, schedule, to_own_target, tokens,
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, Recorder, global_batch, rank
 from tests.tasks import (
-    alone,
-    equal,
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    float64_model,
     image_data,
     image_model,
     largest_difference,
-    quiet_trainer,
-    regression_data,
-    small_model,
+    on_one_process,
     weights,
 )
 
@@ -68,7 +68,7 @@ class OfFirstRank(nn.Module):
 
 
 class OwnRows(Trainer):
-    """The same loss, of which each process computes the part of its own samples."""
+    """The same loss, computed by each process for its own samples."""
 
     def calculate_train_batch_loss(self, batch):
         x, y = batch
@@ -104,7 +104,7 @@ class GathersOutputs(TrainerCallback):
 def test_training_equals_one_process_with_the_whole_batch(ranks):
     for result in ranks(uneven_batches):
         for key, run in result.items():
-            one = alone(uneven_batches)[key]
+            one = on_one_process(uneven_batches)[key]
             assert run["updates"] == one["updates"]
             assert run["samples"] == one["samples"]
             assert largest_difference(run["weights"], one["weights"]) < 1e-10
@@ -117,7 +117,7 @@ def test_training_equals_one_process_with_the_whole_batch(ranks):
 def test_losses_over_items_equal_one_process(ranks):
     for result in ranks(tokens):
         for accumulation, run in result.items():
-            one = alone(tokens)[accumulation]
+            one = on_one_process(tokens)[accumulation]
             assert largest_difference(run["weights"], one["weights"]) < 1e-10
             assert largest_difference(run["gradients"][0], one["gradients"][0]) < 1e-10
             assert run["history"]["train_loss_epoch"] == pytest.approx(one["history"]["train_loss_epoch"], abs=1e-10)
@@ -125,7 +125,7 @@ def test_losses_over_items_equal_one_process(ranks):
 
 def test_the_number_of_processes_changes_no_update_or_rate(ranks):
     for result in ranks(schedule):
-        assert result == alone(schedule)
+        assert result == on_one_process(schedule)
 
 
 def losses_over_all_samples() -> Any:
@@ -138,11 +138,11 @@ def losses_over_all_samples() -> Any:
     ):
         for accumulation in (1, 2):
             for size in (13, 14, 16) if loss_func is both_ways else (14, 16):
-                model, recorder = small_model(), Recorder()
+                model, recorder = float64_model(), Recorder()
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
                 trainer = trainer_class(model, loss_func, optimizer, callbacks=[recorder])
                 trainer.train(
-                    regression_data(size),
+                    float64_data(size),
                     2,
                     per_device_batch_size=global_batch(6),
                     gradient_accumulation_steps=accumulation,
@@ -159,7 +159,7 @@ def losses_over_all_samples() -> Any:
 def test_losses_over_all_samples_equal_those_of_one_process(ranks):
     for result in ranks(losses_over_all_samples):
         for key, run in result.items():
-            one = alone(losses_over_all_samples)[key]
+            one = on_one_process(losses_over_all_samples)[key]
             assert largest_difference(run["weights"], one["weights"]) < 1e-10, key
             assert run["loss"] == pytest.approx(one["loss"], abs=1e-10), key
             for ours, theirs in zip(run["gradients"], one["gradients"], strict=True):
@@ -167,17 +167,17 @@ def test_losses_over_all_samples_equal_those_of_one_process(ranks):
 
 
 def losses_of_what_has_no_gradients() -> Any:
-    """What is said of a loss over gathered constants, and of gathering in a step that may fail; metrics are fine."""
+    """The errors for a loss of gathered constants, and for gathering in a guarded step; metrics are allowed."""
     said = []
     for trainer_class, auto_microbatch in ((GathersConstants, False), (Contrastive, True)):
-        model = small_model()
+        model = float64_model()
         trainer = trainer_class(model, both_ways, torch.optim.SGD(model.parameters(), lr=0.05), callbacks=[])
         try:
-            trainer.train(regression_data(12), 1, per_device_batch_size=2, auto_microbatch=auto_microbatch)
+            trainer.train(float64_data(12), 1, per_device_batch_size=2, auto_microbatch=auto_microbatch)
         except RuntimeError as error:
             said.append(str(error))
     gathers = GathersOutputs()
-    quiet_trainer(small_model(), callbacks=[gathers]).train(regression_data(12), 1, per_device_batch_size=2)
+    adamw_trainer(float64_model(), callbacks=[gathers]).train(float64_data(12), 1, per_device_batch_size=2)
     return {"said": said, "lengths": gathers.lengths}
 
 
@@ -192,21 +192,21 @@ def test_a_loss_of_gathered_values_without_gradients_is_an_error(ranks):
 
 def named() -> Any:
     """A dict of training datasets, one of which is shorter, and a dict of evaluation datasets."""
-    model = small_model()
+    model = float64_model()
     trainer = TwoTasks(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.05), callbacks=[], seed=1)
     trainer.train(
-        NamedDatasets({"a": regression_data(13), "b": regression_data(22)}, length="max"),
+        NamedDatasets({"a": float64_data(13), "b": float64_data(22)}, length="max"),
         2,
-        {"few": regression_data(2), "many": regression_data(25)},
+        {"few": float64_data(2), "many": float64_data(25)},
         per_device_batch_size=global_batch(6),
         eval_dataloader_kwargs={"batch_size": 4},
     )
-    parts = list(trainer.predict_iter(regression_data(25), per_device_batch_size=global_batch(6)))
+    parts = list(trainer.predict_iter(float64_data(25), per_device_batch_size=global_batch(6)))
     return {"weights": weights(model), "history": trainer.run_history.to_dict(), "parts": parts}
 
 
 def test_datasets_by_name_equal_one_process(ranks):
-    one = alone(named)
+    one = on_one_process(named)
     assert {"train_a_epoch", "few_eval_loss_epoch", "many_eval_loss_epoch"} <= one["history"].keys()
     for result in ranks(named):
         assert largest_difference(result["weights"], one["weights"]) < 1e-10
@@ -236,30 +236,30 @@ def channels_last() -> Any:
 def test_the_layout_in_memory_does_not_change_the_result(ranks):
     for result in ranks(channels_last):
         assert largest_difference(result[True], result[False]) < 1e-12
-        assert largest_difference(result[True], alone(channels_last)[True]) < 1e-12
+        assert largest_difference(result[True], on_one_process(channels_last)[True]) < 1e-12
 
 
 def limits() -> Any:
-    model = small_model()
-    trainer = quiet_trainer(model, callbacks=[LimitBatchesCallback(2)])
-    data = regression_data(30)
+    model = float64_model()
+    trainer = adamw_trainer(model, callbacks=[LimitBatchesCallback(2)])
+    data = float64_data(30)
     trainer.train(data, 2, data, per_device_batch_size=global_batch(6), train_dataloader_kwargs=IN_ORDER)
     return {"weights": weights(model), "samples": trainer.progress.samples, "updates": trainer.progress.update}
 
 
 def test_limits_count_steps_of_the_whole_job(ranks):
     for result in ranks(limits):
-        assert result["samples"] == alone(limits)["samples"] == 24
-        assert result["updates"] == alone(limits)["updates"] == 4
-        assert largest_difference(result["weights"], alone(limits)["weights"]) < 1e-10
+        assert result["samples"] == on_one_process(limits)["samples"] == 24
+        assert result["updates"] == on_one_process(limits)["updates"] == 4
+        assert largest_difference(result["weights"], on_one_process(limits)["weights"]) < 1e-10
 
 
 def learned_loss() -> Any:
-    model, loss_func = small_model(), LearnedScale()
+    model, loss_func = float64_model(), LearnedScale()
     optimizer = torch.optim.SGD([*model.parameters(), *loss_func.parameters()], lr=0.05)
-    trainer = quiet_trainer(model, loss_func, optimizer)
+    trainer = adamw_trainer(model, loss_func, optimizer)
     trainer.train(
-        regression_data(25),
+        float64_data(25),
         2,
         per_device_batch_size=global_batch(6),
         gradient_accumulation_steps=2,
@@ -272,18 +272,18 @@ def learned_loss() -> Any:
 def test_ranks_have_the_same_parameters_of_the_loss_function(ranks):
     for result in ranks(learned_loss):
         assert torch.equal(result["scale"], ranks(learned_loss)[0]["scale"])
-        assert abs(result["scale"] - alone(learned_loss)["scale"]) < 1e-10
-        assert largest_difference(result["weights"], alone(learned_loss)["weights"]) < 1e-10
+        assert abs(result["scale"] - on_one_process(learned_loss)["scale"]) < 1e-10
+        assert largest_difference(result["weights"], on_one_process(learned_loss)["weights"]) < 1e-10
 
 
 def sparse_gradients() -> Any:
-    """The same with a guard, which averages gradients itself, and without."""
+    """The results with a guarded step, which averages gradients itself, and without."""
     results = {}
     for guarded in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(30, 4, sparse=True), nn.Flatten(), nn.Linear(8, 1)).double()
         data = TensorDataset(torch.arange(24).reshape(12, 2), torch.randn(12, 1, dtype=torch.float64))
-        trainer = quiet_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        trainer = adamw_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
         trainer.train(data, 2, per_device_batch_size=2, train_dataloader_kwargs=IN_ORDER, auto_microbatch=guarded)
         results[guarded] = weights(model)
     return results
@@ -294,15 +294,15 @@ def sparse_gradients() -> Any:
 def test_sparse_gradients_are_averaged_with_and_without_a_guard(ranks):
     for result in ranks(sparse_gradients):
         assert largest_difference(result[True], result[False]) < 1e-12
-        assert equal(result[True], ranks(sparse_gradients)[0][True])
+        assert equal_weights(result[True], ranks(sparse_gradients)[0][True])
 
 
 def gradients_of_one_rank() -> Any:
     results = {}
     for sparse, others in ((True, False), (False, False), (True, True)):
-        model, loss_func = small_model(), OfFirstRank(sparse, others)
+        model, loss_func = float64_model(), OfFirstRank(sparse, others)
         optimizer = torch.optim.SGD([*model.parameters(), *loss_func.parameters()], lr=0.1)
-        quiet_trainer(model, loss_func, optimizer).train(regression_data(12), 1, per_device_batch_size=12)
+        adamw_trainer(model, loss_func, optimizer).train(float64_data(12), 1, per_device_batch_size=12)
         results[sparse, others] = loss_func.centres.weight.detach().flatten()
     return results
 

@@ -1,4 +1,4 @@
-"""Continuing a sharded run after a process is lost whose shards have copies on other processes, as in HSDP."""
+"""Continuing a sharded run after the loss of a process whose shards have replicas on other processes, as in HSDP."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from pytorch_accel_lite.extending import (
 )
 from pytorch_accel_lite.extensions.logical import LogicalWindow, sharded_modules
 from pytorch_accel_lite.extensions.takeover.joining import memory_folder
-from pytorch_accel_lite.extensions.takeover.membership import BeginAgain, Membership
+from pytorch_accel_lite.extensions.takeover.membership import Membership, ProgramRestart
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-class ShardsOfRun:
-    """The shards of a run, from the beginning of its training on.
+class RunShards:
+    """The shards of a run during its training.
 
-    Once a process is lost, the others exchange shards without the meshes, if they hold all. So they repeat what was
-    interrupted and go on, up to the next update, which needs the meshes: before it, they save a state, and begin again
-    from that.
+    If the processes that remain after a loss hold every shard, they exchange shards without the device meshes, repeat
+    the interrupted action and continue until the next update, which needs the meshes. Before it, they save a state, and
+    the program restarts from that.
 
     Attributes:
-        has_ended: whether the training is over, so that there is no further update
+        has_ended: whether the training is over, so that no update follows
     """
 
     def __init__(self, trainer: TrainerLike, run: Run, membership: Membership) -> None:
@@ -51,7 +51,7 @@ class ShardsOfRun:
         self.has_ended = False
 
     def are_held(self, members: Sequence[int], machines: Sequence[int]) -> bool:
-        """Whether each shard is held by one of these processes, which all can read the state that they save."""
+        """Whether these processes hold every shard, and can all read the state that they save."""
         if self._parent(machines) is None or not set(members) <= set(self._members):
             return False
         positions = self._positions(members)
@@ -63,7 +63,7 @@ class ShardsOfRun:
         )
 
     def _parent(self, machines: Sequence[int]) -> Path | None:
-        """Return the folder for the state: in memory, or for several machines on the disk that has the run's states."""
+        """Return the folder for the state: in memory on one machine, else next to the run's training states."""
         if len(set(machines)) == 1:
             return memory_folder()
         sources = self._run.request.state_sources
@@ -71,7 +71,7 @@ class ShardsOfRun:
         return next((Path(folder) for folder in folders if folder and "://" not in folder), None)
 
     def _make_folder(self) -> str:
-        if self._folder is None:  # otherwise a process was lost before all knew of it
+        if self._folder is None:  # else it was created in an attempt that a loss interrupted
             assert self._membership.generation is not None
             parent = self._parent(self._membership.generation.machines)
             assert parent is not None  # see are_held()
@@ -82,42 +82,42 @@ class ShardsOfRun:
     def _positions(self, members: Sequence[int]) -> list[int]:
         return [self._members.index(member) for member in members]
 
-    def stand_in(self, members: Sequence[int]) -> None:
-        """Let these processes exchange shards in place of the meshes."""
+    def bypass_meshes(self, members: Sequence[int]) -> None:
+        """Make these processes exchange shards without the device meshes."""
         positions = self._positions(members)
         use_holders(Holders(self._trainer.ranks, positions))
         for module in sharded_modules(self._trainer.model):
             module.set_custom_all_gather(cast(Any, _GatherFromHolders(module, positions, self._membership)))
 
     def end(self) -> None:
-        """End the training; all begin again, to end it there, if the meshes have lost a process.
+        """End the training. If the meshes have lost a process, restart first and end it then.
 
         Raises:
-            BeginAgain: if they have
+            ProgramRestart: if the meshes have lost a process
         """
-        if self._membership.stands_in and self._run.end.pause is None:
-            self.begin_again()
+        if self._membership.bypasses_meshes and self._run.end.pause is None:
+            self.save_and_restart()
         self.has_ended = True
 
-    def begin_again(self) -> None:
-        """Save a state, of which each process writes its shards, from which all begin again.
+    def save_and_restart(self) -> None:
+        """Save a sharded state, and restart the program from it.
 
         Raises:
-            BeginAgain: once it is saved; or if it cannot be, so that they begin again from a state saved before
+            ProgramRestart: always; if the state cannot be saved, the restart uses an earlier one
         """
         self.save()
-        raise BeginAgain
+        raise ProgramRestart
 
     def save(self) -> None:
-        """Save a state, together with the others, and let it be that from which all begin again."""
+        """Save the state for the restart, together with the other processes."""
         self._membership.check_is_first_training()
-        # If all have resumed from a state and made no update since, that is the state.
+        # If all have resumed from a state and made no update since, that state is used again.
         if self._membership.resumes_from is not None or self._can_write_state():
             self._trainer.print(
                 "The weights were sharded, and others had the shards of each lost process, too. All go on from update "
                 f"{self._trainer.progress.update}."
             )
-        self._membership.begins_again = self._membership.has_entered = True
+        self._membership.must_restart = self._membership.has_entered = True
 
     def _can_write_state(self) -> bool:
         membership, trainer, window = self._membership, self._trainer, self._run.window
@@ -125,8 +125,8 @@ class ShardsOfRun:
         window.restart()
         window.filled = 0
         try:
-            membership.made = trainer.ranks.broadcast_object(self._make_folder)
-            membership.resumes_from = os.path.join(membership.made, "state")
+            membership.restart_folder = trainer.ranks.broadcast_object(self._make_folder)
+            membership.resumes_from = os.path.join(membership.restart_folder, "state")
             with replaced(trainer, current_run=self._run):
                 trainer.save_training_state(membership.resumes_from, sharded=True)
         except OSError as error:
@@ -136,10 +136,10 @@ class ShardsOfRun:
 
 
 class _GatherFromHolders:
-    """Takes the place of torch's gathering of the weights of a sharded module.
+    """Replaces torch's all-gather of the weights of a sharded module.
 
     Args:
-        positions: for each process that is left, its rank in the mesh
+        positions: for each remaining process, its rank in the mesh
     """
 
     def __init__(self, module: FSDPModule, positions: Sequence[int], membership: Membership) -> None:

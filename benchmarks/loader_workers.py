@@ -1,6 +1,6 @@
 """What worker processes of a loader cost: the time to the first batch of an epoch, and to read all, in turns.
 
-    python -m benchmarks.workers [--workers 2] [--rounds 5] [--megabytes 256]
+    python -m benchmarks.loader_workers [--workers 2] [--rounds 5] [--megabytes 256]
 
 Each sample is a row of a large NumPy array, which the dataset holds. The standard loader and the trainer's read the
 same samples, with workers that are kept between epochs and with new ones; the first row reads the same bytes in a plain
@@ -98,7 +98,7 @@ def contenders(data: Rows, workers: int) -> dict[str, Callable[[], Iterable[Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.workers", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.loader_workers", description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=int, default=256)

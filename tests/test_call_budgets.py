@@ -1,4 +1,4 @@
-"""How many Python functions a step calls, and the feeding of a batch: budgets that cannot drift unseen."""
+"""The number of Python function calls of a step and of reading a batch stays within budgets."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Whole(Dataset[Any]):
 def calls_per_step(
     trainer_class: type[Trainer], data: Any, callbacks: Any, everywhere: bool = False, train: Any = None, **kwargs: Any
 ) -> tuple[float, Counter[str]]:
-    """Return the calls of a step: what a longer epoch makes more of them.
+    """Return the calls per step: the difference between a longer and a shorter epoch.
 
     Args:
         train: further arguments of ``train``
@@ -112,19 +112,19 @@ QUIET = get_default_callbacks(progress_bar=False)
     ],
     ids=["list", "list and default callbacks", "dataset", "dataset with a seed"],
 )
-def test_a_step_calls_no_more_functions_than_this(trainer_class, data, callbacks, kwargs, budget):
+def test_a_step_keeps_its_call_budget(trainer_class, data, callbacks, kwargs, budget):
     total, found = calls_per_step(trainer_class, data, callbacks, **kwargs)
     assert total <= budget, found.most_common()
 
 
-def test_training_states_cost_a_step_what_a_seed_does(tmp_path):
+def test_training_states_cost_a_step_no_more_than_a_seed(tmp_path):
     callbacks = [SaveTrainingStateCallback(tmp_path, save_at_end=False)]
     calls_per_step(Trainer, lambda steps: Whole(8 * steps), callbacks)  # a folder is locked in another way from then on
     total, found = calls_per_step(Trainer, lambda steps: Whole(8 * steps), callbacks)
     assert total <= 29, found.most_common()
 
 
-def test_a_sample_that_draws_nothing_costs_no_seeding():
+def test_samples_without_random_draws_are_not_seeded():
     class Single(Dataset[Any]):
         def __init__(self, steps: int) -> None:
             self.inner = Whole(8 * steps)
@@ -142,7 +142,7 @@ def test_a_sample_that_draws_nothing_costs_no_seeding():
 
 
 @pytest.mark.slow
-def test_what_steps_do_besides_calls_no_more_functions_than_this():
+def test_callbacks_and_clipping_keep_their_call_budget():
     callbacks = [ModelEmaCallback(evaluate_during_training=False, save_path=None)]
     callbacks += [MetricsCallback(MeanSquaredError(), train=True)]
     schedule = partial(ExponentialLR, gamma=0.99)
@@ -155,7 +155,7 @@ def test_what_steps_do_besides_calls_no_more_functions_than_this():
 
 
 @pytest.mark.parametrize(("callbacks", "budget"), [((), 11), (QUIET, 11)], ids=["bare", "default callbacks"])
-def test_an_evaluation_batch_calls_few_functions(callbacks, budget):
+def test_an_evaluation_batch_keeps_its_call_budget(callbacks, budget):
     counts = []
     for steps in (STEPS, 2 * STEPS):
         trainer = Ready(nn.Linear(4, 1), nn.MSELoss(), None, callbacks=callbacks)
@@ -178,7 +178,7 @@ def calls_by_hand(data: list[Any]) -> int:
     return calls.by_name.total()
 
 
-def test_a_step_calls_fewer_functions_than_one_by_hand():
+def test_a_step_calls_fewer_functions_than_a_hand_written_one():
     less, more = map(calls_by_hand, (batches(STEPS), batches(2 * STEPS)))
     total, found = calls_per_step(Ready, batches, (), everywhere=True)
     assert total < (more - less) / STEPS, found.most_common()

@@ -1,4 +1,4 @@
-"""Training states whose checksums fit but whose content is odd: the file is named, and an older state used."""
+"""Training states with valid checksums but malformed content: the file is named, and an older state used."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def saved(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_a_manifest_with_an_odd_field_is_named_and_skipped(tmp_path, field, capsys):
+def test_a_malformed_manifest_field_is_named_and_skipped(tmp_path, field, capsys):
     *_, older, newest = saved(tmp_path)
     intact = (newest / "manifest.json").read_bytes()
     for value in ODD:
@@ -53,7 +53,7 @@ def test_a_manifest_with_an_odd_field_is_named_and_skipped(tmp_path, field, caps
 
 @pytest.mark.parametrize("content", [[1], {}, {"history": None}, "text"])
 @pytest.mark.parametrize("file", ["trainer.pt", "rank00000.pt"])
-def test_a_file_of_another_content_is_named_and_skipped(tmp_path, file, content, capsys):
+def test_a_state_file_with_other_content_is_named_and_skipped(tmp_path, file, content, capsys):
     *_, older, newest = saved(tmp_path)
     torch.save(content, newest / file)
     with changed_manifest(newest, file):
@@ -64,7 +64,7 @@ def test_a_file_of_another_content_is_named_and_skipped(tmp_path, file, content,
     assert f"Resuming from '{older}'" in shown
 
 
-def test_if_all_states_are_odd_each_is_named(tmp_path):
+def test_if_all_states_are_malformed_each_is_named(tmp_path):
     states = saved(tmp_path)
     for state in states:
         with changed_manifest(state) as manifest:

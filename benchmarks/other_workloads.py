@@ -49,7 +49,9 @@ def timed(action: Callable[[], Any]) -> dict[str, float]:
 
 def in_process(kind: str, names: list[str], quick: bool, run: Run) -> Measures:
     """Return calls that run each contender of this module in its own process."""
-    return {name: partial(run, "benchmarks.others", kind, name, "quick" if quick else "full") for name in names}
+    return {
+        name: partial(run, "benchmarks.other_workloads", kind, name, "quick" if quick else "full") for name in names
+    }
 
 
 # ------------------------------------------------------------------------------------------- evaluation
@@ -123,7 +125,7 @@ def two_processes(name: str, quick: bool, run: Run) -> dict[str, float] | None:
     """Train on 2 processes and return the time of the first."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    arguments = ["benchmarks.others", "rank", name, "quick" if quick else "full"]
+    arguments = ["benchmarks.other_workloads", "rank", name, "quick" if quick else "full"]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     result: dict[str, float] = json.loads(lines[-1])

@@ -1,4 +1,4 @@
-"""A machine that takes part in a job which a supervisor on another one has begun: ``launch --join``."""
+"""Running processes on this machine for a supervisor on another one: ``launch --join``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 
-from pytorch_accel_lite.extensions.takeover import nursery
+from pytorch_accel_lite.extensions.takeover import fork_server
 from pytorch_accel_lite.extensions.takeover.channel import Channel
 
 _PAUSE = 0.5
@@ -23,27 +23,27 @@ def join(address: tuple[str, int], processes: int, seconds: float) -> int:
         address: the host and the port on which the supervisor listens
         seconds: how long to try to reach it
     """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which ends the processes, too
-    nursery.prepare()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the processes die with this one
+    fork_server.prepare()
     while (connection := _connect(address, seconds)) is not None:
         channel = Channel(connection)
         channel.send(processes=processes, name=socket.gethostname())
         try:
-            order = nursery.Nursery(channel).serve()
-        except nursery.LostSupervisorError:
+            order = fork_server.ForkServer(channel).serve()
+        except fork_server.LostSupervisorError:
             channel.close()
             print("launch: lost the connection to the job. Its processes here have been killed.", file=sys.stderr)
             continue
         if isinstance(order, int):
             return order
-        nursery.begin(order)
+        fork_server.begin(order)
         return 0
     print(f"launch: there is no job at {address[0]}:{address[1]}.", file=sys.stderr)
     return 1
 
 
 def _connect(address: tuple[str, int], seconds: float) -> socket.socket | None:
-    """Connect to a supervisor, which may be yet to start; return ``None`` if there is none for some time."""
+    """Connect to a supervisor, retrying as it may not have started yet; return ``None`` if it cannot be reached."""
     end = time.monotonic() + seconds
     while True:
         try:

@@ -1,6 +1,6 @@
-"""A process that has imported everything, of which those of a job are copies: they begin in milliseconds.
+"""A fork server: it imports torch once and forks the worker processes of a job, which start in milliseconds.
 
-There is one on each machine of the job. It has no threads, and none of torch's: a copy of those would hang.
+There is one on each machine of the job. It starts no threads, not even torch's, as forked processes would hang.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from typing import Any, NamedTuple
 from pytorch_accel_lite.extensions.takeover import worker
 from pytorch_accel_lite.extensions.takeover.channel import SECONDS_BETWEEN_BEATS, Channel
 
-#: Options of glibc's mallopt(), with their variables: M_MMAP_THRESHOLD, of 32 MiB, and M_TRIM_THRESHOLD, of 1 GiB.
+#: Options of glibc's mallopt(), their environment variables and values: M_MMAP_THRESHOLD (32 MiB) and
+#: M_TRIM_THRESHOLD (1 GiB).
 _KEPT = ((-3, "MALLOC_MMAP_THRESHOLD_", 1 << 25), (-1, "MALLOC_TRIM_THRESHOLD_", 1 << 30))
-#: What torch, and programs, import when they first need it, which takes seconds.
+#: Modules that torch and programs import on first use, which takes seconds.
 IMPORTED_LATE = "torch._dynamo", "torch.distributed.nn", "torchmetrics"
 
 
 class LostSupervisorError(Exception):
-    """The supervisor has not been heard of for so long that the others may have gone on without this machine."""
+    """The supervisor has been silent for so long that the job may have continued without this machine."""
 
 
 class Child(NamedTuple):
-    """A process that a nursery has started.
+    """A process that a fork server has started.
 
     Args:
         number: the number of the process in the job
-        process: the id that the system gave to the process
-        wakes: the descriptor to which a byte is written to wake the process
+        process: the process id
+        wakes: the write end of the pipe that wakes the process
     """
 
     number: int
@@ -45,8 +46,8 @@ class Child(NamedTuple):
     wakes: int
 
 
-class Nursery:
-    """Starts and kills processes as told through a channel, and tells what they do and how they end.
+class ForkServer:
+    """Starts and kills processes on the orders of the supervisor, and reports their CPU time and exits.
 
     Args:
         channel: the connection to the supervisor
@@ -54,15 +55,15 @@ class Nursery:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._children: dict[int, Child] = {}  # by descriptors that tell when they end
+        self._children: dict[int, Child] = {}  # by their pidfds
         self._poll = select.poll()
         self._poll.register(channel, select.POLLIN)
         self._heard_at = time.monotonic()
-        self._lease: float | None = None  # seconds without a word from the supervisor, after which all ends
+        self._lease: float | None = None  # seconds without a message, after which all processes end
         self._is_over: int | None = None
 
     def serve(self) -> dict[str, Any] | int:
-        """Start processes until the job ends, and return its exit code. In each of them, return what it is to do.
+        """Start processes until the job ends, and return its exit code. In each forked process, return its order.
 
         Raises:
             LostSupervisorError: if the connection is lost; the processes have been killed
@@ -82,7 +83,7 @@ class Nursery:
         return self._is_over
 
     def _follow_orders(self) -> dict[str, Any] | None:
-        """Do what the supervisor says. In a process that it starts, return what that is to do."""
+        """Carry out the orders of the supervisor. In a forked process, return its order."""
         try:
             orders = self._channel.receive()
         except OSError:
@@ -112,11 +113,11 @@ class Nursery:
         raise LostSupervisorError
 
     def _start(self, order: dict[str, Any]) -> bool:
-        """Start a process; return whether this is it."""
+        """Fork a process; return ``True`` in the child."""
         order["wakes"] = waked, wakes = os.pipe2(os.O_NONBLOCK)
         process = os.fork()
         if not process:
-            os.setsid()  # so that a signal to the supervisor's group does not reach it, too
+            os.setsid()  # so that signals to the supervisor's group do not reach it
             self._channel.close()
             for descriptor, child in self._children.items():
                 os.close(descriptor)
@@ -134,9 +135,9 @@ class Nursery:
                 os.kill(child.process, with_signal)
 
     def _wake(self) -> None:
-        """Let the processes look at the generation that has begun."""
+        """Wake the processes, as a new generation has begun."""
         for child in self._children.values():
-            with suppress(BlockingIOError, BrokenPipeError):  # it has not looked for long, or is just ending
+            with suppress(BlockingIOError, BrokenPipeError):  # the pipe is full, or the process is exiting
                 os.write(child.wakes, b"\0")
 
     def _report_end(self, descriptor: int) -> None:
@@ -145,18 +146,18 @@ class Nursery:
         os.close(descriptor)
         os.close(wakes)
         _, status = os.waitpid(process, 0)
-        with suppress(ProcessLookupError, PermissionError):  # what it has started itself, such as workers
+        with suppress(ProcessLookupError, PermissionError):  # its own children, such as data workers
             os.killpg(process, signal.SIGKILL)
         self._channel.send(ended=number, code=os.waitstatus_to_exitcode(status))
 
     def _report_computing(self) -> None:
-        """Tell how long each process has computed. It is also the sign that this machine is there."""
+        """Report the CPU time of each process, which is also the heartbeat of this machine."""
         computed = {child.number: _cpu_seconds(child.process) for child in self._children.values()}
         self._channel.send(computed=computed)
 
 
 def _cpu_seconds(process: int) -> float:
-    """Return the time that a process has computed, as the system says."""
+    """Return the CPU time of a process, in seconds."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -165,7 +166,7 @@ def _cpu_seconds(process: int) -> float:
 
 
 def prepare() -> None:
-    """Import what the processes need, once for all, and let each keep the memory that an update frees."""
+    """Import what the processes need, and configure malloc to keep the memory that an update frees."""
     _keep_memory()
     for name in IMPORTED_LATE:
         with suppress(ImportError):
@@ -173,9 +174,9 @@ def prepare() -> None:
 
 
 def _keep_memory() -> None:
-    """Let glibc keep what is freed: otherwise it may return and request megabytes in each update.
+    """Configure glibc to keep freed memory; otherwise it may return and request megabytes in each update.
 
-    Variables of the environment that set this take precedence.
+    Its environment variables take precedence.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     for option, name, size in _KEPT:
@@ -184,7 +185,7 @@ def _keep_memory() -> None:
 
 
 def begin(order: dict[str, Any]) -> None:
-    """Be the process that an order asks for, and run its program."""
+    """Run the program of an order in this forked process."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -196,12 +197,12 @@ def begin(order: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve the supervisor, with the descriptor of the channel to it as the argument."""
+    """Serve the supervisor. The argument is the descriptor of the channel to it."""
     worker.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     prepare()
     with suppress(LostSupervisorError):
-        order = Nursery(Channel(socket.socket(fileno=int(arguments[0])))).serve()
+        order = ForkServer(Channel(socket.socket(fileno=int(arguments[0])))).serve()
         if not isinstance(order, int):
             begin(order)
 
