@@ -19,6 +19,7 @@ from pytorch_accel_lite.base.types import ChosenModules, JsonObject
 from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.checkpoint.checksums import verify as verify_tensors
+from pytorch_accel_lite.checkpoint.companion_files import COMPANION_WRITERS, CompanionWriter, SavedModel
 from pytorch_accel_lite.checkpoint.files import FENCES, check_is_shared, load_verified, write_tensors
 from pytorch_accel_lite.checkpoint.locations import STORES, Store, read_state
 from pytorch_accel_lite.checkpoint.locks import lock_path
@@ -31,7 +32,6 @@ from pytorch_accel_lite.checkpoint.model_forms import (
     is_of_peft,
     is_of_timm,
 )
-from pytorch_accel_lite.checkpoint.model_writers import MODEL_WRITERS, ModelWriter, SavedModel
 from pytorch_accel_lite.checkpoint.shards import every_part_is_held
 from pytorch_accel_lite.checkpoint.state_directory import CapturedState, read_model, read_verified, write_files
 from pytorch_accel_lite.checkpoint.state_store import StateStore
@@ -93,6 +93,7 @@ from pytorch_accel_lite.run.attributes import (
 from pytorch_accel_lite.run.division import DIVISIONS, Division, create_division
 from pytorch_accel_lite.run.events import NonFiniteLossError, RunInterruptedError, StopTrainingError, TrainerCallback
 from pytorch_accel_lite.run.history import count_values
+from pytorch_accel_lite.run.job_queues import JOB_QUEUES, JobQueue
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.metric_panels import (
     MONITOR_TITLES,
@@ -103,7 +104,7 @@ from pytorch_accel_lite.run.metric_panels import (
     panels_by_metric,
 )
 from pytorch_accel_lite.run.parts import SKIPPED, LoadedWeights, SkippedBatches, SkippedStep, TrainingState
-from pytorch_accel_lite.run.seams import JOB_QUEUES, PLOTS, JobQueue, Plots, plots_for
+from pytorch_accel_lite.run.plots import PLOTS, Plots, plots_for
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import InferenceStep, Run, Step, TrainerLike
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
@@ -119,10 +120,10 @@ __all__ = [
     "NonFiniteLossError", "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError",
     "TrainerCallback", "TrainerLike", "TrainingState", "WatchedMetric",
     # Seams.
-    "DIVISIONS", "Division", "FENCES", "INFERENCE_STEPS", "InferenceStep", "JOB_QUEUES", "JobObserver", "JobQueue",
-    "MEMORY_ADVICE", "MODEL_CHANGES", "MODEL_FORMS", "MODEL_WRITERS", "ModelForm", "ModelWriter", "OBSERVERS",
-    "OTHER_LIBRARIES", "PLOTS", "Plots", "STEP_COMPILERS", "STEP_KINDS", "STORES", "StateStore", "StepCompiler",
-    "Store", "create_division", "replace_step",
+    "COMPANION_WRITERS", "CompanionWriter", "DIVISIONS", "Division", "FENCES", "INFERENCE_STEPS", "InferenceStep",
+    "JOB_QUEUES", "JobObserver", "JobQueue", "MEMORY_ADVICE", "MODEL_CHANGES", "MODEL_FORMS", "ModelForm",
+    "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "STEP_COMPILERS", "STEP_KINDS", "STORES", "StateStore",
+    "StepCompiler", "Store", "create_division", "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
     "RECOMPUTED", "SKIPPED_BATCHES", "ShardedStep", "as_returned", "as_weight", "backward", "merge_outputs",
@@ -139,7 +140,7 @@ __all__ = [
     # For stores, and for other files of several processes.
     "CapturedState", "JsonObject", "catch_damage", "check_is_shared", "load_verified", "lock_path", "manifest_text",
     "read_manifest", "read_model", "read_state", "read_verified", "write_files",
-    # For saved models, and files beside them.
+    # For saved models, and their companion files.
     "ADAPTERS", "LoadedWeights", "SavedModel", "WriteModel", "is_of_peft", "is_of_timm", "reachable_from",
     "verify_tensors", "write_tensors",
     # Trials.

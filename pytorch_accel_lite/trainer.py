@@ -35,7 +35,7 @@ from pytorch_accel_lite.callbacks import (
     TerminateOnNaNCallback,
 )
 from pytorch_accel_lite.callbacks.batch_limits import limit_from_environment
-from pytorch_accel_lite.checkpoint import saving
+from pytorch_accel_lite.checkpoint import loading, saving
 from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
 from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, total_loss
@@ -43,7 +43,7 @@ from pytorch_accel_lite.data.defaults import default_loader_kwargs, loader_for
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loss_shapes import LossFunction
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
-from pytorch_accel_lite.distributed import Ranks, accelerators, launch, shutdown
+from pytorch_accel_lite.distributed import Ranks, accelerate_settings, launch, shutdown
 from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extension_names import add_missing_method_errors
 from pytorch_accel_lite.extensions import blocks as blocks  # adds to MODEL_CHANGES
@@ -739,7 +739,7 @@ class Trainer:
         Raises:
             ValueError: if it does not fit the model; lists missing and unexpected keys
         """
-        return saving.load_checkpoint(self, checkpoint_path, load_optimizer, load_scheduler, strict=strict)
+        return loading.load_checkpoint(self, checkpoint_path, load_optimizer, load_scheduler, strict=strict)
 
     def save_model(
         self, path: PathOrFile, *, trainable_only: bool = False, card_data: Mapping[str, object] | None = None
@@ -829,7 +829,7 @@ class Trainer:
             DamagedStateError: if the state is damaged; names the file
             ValueError: if it does not fit the model or the optimizer
         """
-        return saving.load_training_state(self, input_dir)
+        return loading.load_training_state(self, input_dir)
 
     def check_weights(self) -> None:
         """Check that all trained parameters are finite and no buffer is NaN, before saving. Reads from the device.
@@ -888,12 +888,12 @@ class Trainer:
         arguments.check_mixed_precision(mixed_precision, accelerator)
         self._requested_precision = mixed_precision
         if accelerator is None:
-            accelerator = accelerators.create_accelerator(self._create_accelerator, mixed_precision)
+            accelerator = accelerate_settings.create_accelerator(self._create_accelerator, mixed_precision)
         arguments.check_mixed_precision(mixed_precision, accelerator)  # an overridden method may have created it
         launch.check_launch(accelerator)
         arguments.check_parallelism(accelerator)
         if find_unused:
-            accelerators.find_unused_parameters(accelerator)
+            accelerate_settings.find_unused_parameters(accelerator)
         return accelerator
 
     # ----------------------------------------------------------------------- parts of a run, to override

@@ -980,7 +980,7 @@ def test_an_argument_of_an_extension_that_is_not_there_names_it(monkeypatch):
 
 
 def test_a_plot_without_its_extension_names_it(monkeypatch):
-    monkeypatch.setattr("pytorch_accel_lite.run.seams.PLOTS", [])
+    monkeypatch.setattr("pytorch_accel_lite.run.plots.PLOTS", [])
     with pytest.raises(ImportError, match=r"RunHistory.plot belongs to the extension 'plots', which is not installed"):
         make_trainer().run_history.plot()
 

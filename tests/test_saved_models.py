@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from pytorch_accel_lite.callbacks import SaveBestModelCallback
-from pytorch_accel_lite.extending import MODEL_FORMS, MODEL_WRITERS, ModelForm, SavedModel
+from pytorch_accel_lite.extending import COMPANION_WRITERS, MODEL_FORMS, ModelForm, SavedModel
 from tests.launching import CAN_SHARD
 from tests.saved_models import saved_sharded, trained
 from tests.sharded import create_model
@@ -70,7 +70,7 @@ class Licence:
 
 def test_registered_writers_add_files_to_a_saved_model(tmp_path, monkeypatch):
     licence = Licence()
-    monkeypatch.setitem(MODEL_WRITERS, "licence", licence)
+    monkeypatch.setitem(COMPANION_WRITERS, "licence", licence)
     trainer = trained(epochs=1)
     trainer.save_model(tmp_path / "model", card_data={"license": "mit"})
     trainer.save_model(tmp_path / "alone.safetensors")
@@ -83,8 +83,8 @@ def test_registered_writers_add_files_to_a_saved_model(tmp_path, monkeypatch):
 
 
 def test_without_any_writer_the_error_names_the_extension(tmp_path, monkeypatch):
-    for name in [*MODEL_WRITERS]:
-        monkeypatch.delitem(MODEL_WRITERS, name)
+    for name in [*COMPANION_WRITERS]:
+        monkeypatch.delitem(COMPANION_WRITERS, name)
     trainer = adamw_trainer(float64_model())
     with pytest.raises(
         ValueError, match=r"card_data=\{'license': 'mit'\} belongs to the extension 'reports', which is not"

@@ -24,8 +24,8 @@ from pytorch_accel_lite.checkpoint.weights import model_checksums
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.events import RunInterruptedError, RunPausedError, TrainerCallback, set_listening
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
+from pytorch_accel_lite.run.job_queues import JOB_QUEUES
 from pytorch_accel_lite.run.parts import TrainingState
-from pytorch_accel_lite.run.seams import JOB_QUEUES
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
 

@@ -139,6 +139,25 @@ def require_shared(path: Path, name: str) -> None:
         time.sleep(0.05)
 
 
+def check_on_all_ranks(ranks: Ranks, look_at: Callable[[], object]) -> None:
+    """Check a file that a user has opened. Call it on every process.
+
+    Raises:
+        TypeError: on all processes, if any raises it; likewise ``ValueError``
+    """
+
+    def find_problem() -> TypeError | ValueError | None:
+        try:
+            look_at()
+        except (TypeError, ValueError) as error:
+            return error.with_traceback(None)
+        return None
+
+    for problem in ranks.run_together(find_problem):
+        if problem is not None:
+            raise problem
+
+
 def no_link(path: str, flags: int) -> int:
     """Open a file for ``open(..., opener=no_link)``, but not through a link that somebody may have put in its place.
 

@@ -1,4 +1,4 @@
-"""The trainer's methods for saving and loading checkpoints, weights and training states."""
+"""The trainer's methods for saving checkpoints, weights and training states."""
 
 from __future__ import annotations
 
@@ -8,66 +8,47 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 import torch
-from torch import nn
 
 from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, file_path, name_of, parse_location
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.checkpoint.attribute_states import (
-    attribute_states,
-    load_attribute_states,
-    load_loss_state,
-    loss_state,
-    names_beside_model,
-)
+from pytorch_accel_lite.checkpoint.attribute_states import attribute_states, loss_state, names_beside_model
 from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
 from pytorch_accel_lite.checkpoint.capture_and_restore import (
     capture,
     check_states_are_possible,
-    finish_restoring,
     refuse_engines,
     refuse_fsdp1,
-    restore,
 )
-from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal, verify
+from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal
+from pytorch_accel_lite.checkpoint.companion_files import COMPANION_WRITERS, SavedModel
 from pytorch_accel_lite.checkpoint.files import (
     FROZEN,
-    read_checkpoint,
+    check_on_all_ranks,
     replacing,
     write_checkpoint,
     write_sealed,
     write_tensors,
 )
-from pytorch_accel_lite.checkpoint.locations import open_folder, read_state, store_of, write_state
-from pytorch_accel_lite.checkpoint.manifest import MANIFEST
+from pytorch_accel_lite.checkpoint.locations import open_folder, write_state
 from pytorch_accel_lite.checkpoint.model_forms import MODEL_FORMS, WriteModel, find_writer, write_in_form
-from pytorch_accel_lite.checkpoint.model_writers import MODEL_WRITERS, SavedModel
-from pytorch_accel_lite.checkpoint.recorded_settings import describe_optimizers
-from pytorch_accel_lite.checkpoint.settings_comparison import describe_loaded
-from pytorch_accel_lite.checkpoint.state_directory import CapturedState, read_learned
+from pytorch_accel_lite.checkpoint.state_directory import CapturedState
 from pytorch_accel_lite.checkpoint.user_attributes import changed_modules
 from pytorch_accel_lite.checkpoint.weights import (
     WEIGHTS,
     check_has_trainable,
-    describe_other_weights,
-    fit_model_state,
     full_state_dict,
     leave_out_frozen,
-    load_optimizer_state,
     model_state,
-    read_pretrained,
-    verify_weights,
 )
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import NonFiniteLossError
-from pytorch_accel_lite.run.parts import LoadedWeights
 from pytorch_accel_lite.run.state import TrainerLike
 
 
@@ -88,25 +69,6 @@ def _timed(trainer: TrainerLike) -> Iterator[None]:
     timer = trainer.callback_handler.timer
     with nullcontext() if timer is None else timer("saving"), trainer.current_run.goodput.counting("saving"):
         yield
-
-
-def _check_on_all_ranks(trainer: TrainerLike, look_at: Callable[[], object]) -> None:
-    """Check a file that a user has opened. Call it on every process.
-
-    Raises:
-        TypeError: on all processes, if any raises it; likewise ``ValueError``
-    """
-
-    def find_problem() -> TypeError | ValueError | None:
-        try:
-            look_at()
-        except (TypeError, ValueError) as error:
-            return error.with_traceback(None)
-        return None
-
-    for problem in trainer.ranks.run_together(find_problem):
-        if problem is not None:
-            raise problem
 
 
 def save_checkpoint(
@@ -144,7 +106,9 @@ def _attempt_to_save_checkpoint(
 ) -> None:
     writes = trainer.accelerator.is_local_main_process if save_per_node else trainer.accelerator.is_main_process
     with naming_call(trainer.ranks, "save_checkpoint()"):
-        _check_on_all_ranks(trainer, lambda: check_open_file("save_path", target, to_write=True) if writes else None)
+        check_on_all_ranks(
+            trainer.ranks, lambda: check_open_file("save_path", target, to_write=True) if writes else None
+        )
     if save_optimizer:
         refuse_engines(trainer.accelerator, "save_checkpoint(save_optimizer=True)", "Pass save_optimizer=False.")
     refuse_fsdp1(trainer.accelerator, "save_checkpoint()")
@@ -172,100 +136,6 @@ def _attempt_to_save_checkpoint(
         trainer.ranks.run_together(lambda: write_checkpoint(checkpoint, target) if writes else None)
 
 
-def load_checkpoint(
-    trainer: TrainerLike, checkpoint_path: PathOrFile, load_optimizer: bool, load_scheduler: bool, *, strict: bool
-) -> StateDict:
-    """Load a checkpoint, a saved model or weights, without running code from the file."""
-    with naming_call(trainer.ranks, "load_checkpoint()"):
-        trainer.ranks.barrier()
-    if trainer.prepared_model is not None:
-        refuse_engines(trainer.accelerator, "load_checkpoint()", "Call it before the first run of the trainer.")
-    model, source = trainer.get_model(keep_torch_compile=False), name_of(checkpoint_path)
-    checkpoint = _read_content(trainer, checkpoint_path, model, only_weights=not (load_optimizer or load_scheduler))
-    frozen_left_out = checkpoint.get(FROZEN, {})
-    weights = fit_model_state(model, checkpoint["model_state_dict"], source, strict, frozen_left_out)
-    if frozen_left_out and (others := describe_other_weights(model, frozen_left_out, source)):
-        warn_outside(f"{others} Create the model from the same pretrained weights.")
-    options = describe_optimizers(trainer)
-    with attributes.evaluating_optimizers(trainer):
-        if load_optimizer and "optimizer_state_dict" in checkpoint:
-            if trainer.optimizer is None:
-                raise ValueError(
-                    f"The checkpoint {source!r} holds an optimizer's state, but the trainer has "
-                    "no optimizer. Pass load_optimizer=False, or give the trainer an optimizer."
-                )
-            load_optimizer_state(trainer.optimizer, checkpoint["optimizer_state_dict"])
-            trainer.current_run.schedule.final_rates = []  # the rates were loaded, not set by the user
-        if load_scheduler and trainer.scheduler is not None and "scheduler_state_dict" in checkpoint:
-            trainer.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
-        load_loss_state(trainer, checkpoint.get("loss_func_state_dict", {}), source)
-        states = checkpoint.get("attribute_state_dicts", {})
-        load_attribute_states(trainer, states, source, load_optimizer, load_scheduler, strict)
-        model.load_state_dict(weights, strict=strict and not frozen_left_out)
-    if not trainer.is_running:
-        _say_what_was_loaded(trainer, source, options, load_scheduler and "scheduler_state_dict" in checkpoint)
-    numbers = {name: value for name, value in checkpoint.items() if type(value) in (int, float)}
-    trainer.current_run.latest.loaded = LoadedWeights(
-        os.path.basename(source.rstrip("/")), numbers, trainer.progress.update
-    )
-    trainer.current_run.latest.evaluation = None
-    return checkpoint
-
-
-def _say_what_was_loaded(trainer: TrainerLike, source: str, options: Mapping[str, str], wants_scheduler: bool) -> None:
-    """Print which options of the optimizer a checkpoint has changed, and whether its schedule was left out.
-
-    Args:
-        options: the options before loading
-    """
-    if changes := describe_loaded(trainer, options, source):
-        trainer.print(f"{changes} To keep this program's options, pass load_optimizer=False, or set them again.")
-    if wants_scheduler and trainer.scheduler is None and trainer.optimizer is not None:
-        trainer.print(
-            f"The schedule in {source!r} was not loaded: train() creates its own, from the start. To "
-            "continue a schedule, resume from a training state. load_scheduler=False omits this message."
-        )
-
-
-def _read_content(trainer: TrainerLike, path: PathOrFile, model: nn.Module, only_weights: bool) -> StateDict:
-    """Return the content of a checkpoint, of a directory of weights for a model, or of a training state.
-
-    Call it on every process.
-
-    Args:
-        only_weights: whether the path may be a training state
-    """
-    if not isinstance(path, (str, os.PathLike)):
-        return _read_open_file(trainer, path)
-    location = parse_location(path, "checkpoint_path")
-    if isinstance(location, str):
-        with store_of(location).fetch_weights(location) as directory:
-            for file in directory.glob("*.safetensors"):
-                verify(file)
-            return read_pretrained(directory, model)
-    if (location / MANIFEST).is_file():
-        if not only_weights:
-            raise ValueError(
-                f"{os.fspath(path)!r} is a training state. Load it with trainer.load_training_state(directory), or "
-                "resume the run with train(resume_from=directory)."
-            )
-        return read_learned(location)  # also verifies the whole state
-    verify_weights(trainer, location)
-    return read_pretrained(location, model) if location.is_dir() else read_checkpoint(location, is_verified=True)
-
-
-def _read_open_file(trainer: TrainerLike, file: IO[bytes]) -> StateDict:
-    """Return the content of this process's open file, if every process can read its file. Call it on every process."""
-    checkpoint: StateDict = {}
-
-    def read() -> None:
-        check_open_file("checkpoint_path", file, to_write=False)
-        checkpoint.update(read_checkpoint(file))
-
-    _check_on_all_ranks(trainer, read)
-    return checkpoint
-
-
 def _split(location: Path | str) -> tuple[Path | str, str]:
     """Return the folder and the name of a file on a disk or in a remote store."""
     if isinstance(location, Path):
@@ -284,7 +154,7 @@ def save_model(
 
     def write_beside(folder: Path) -> None:
         saved = SavedModel(folder, parse_location(name_of(path)), trainable_only, card_data or {})
-        for writer in MODEL_WRITERS.values():
+        for writer in COMPANION_WRITERS.values():
             writer.write(trainer, saved)
 
     trainer.ranks.repeatable(
@@ -298,9 +168,9 @@ def _check_card_data(card_data: Mapping[str, object], file: str | None) -> None:
             f"card_data={card_data!r} is for a model card, but path={file!r} is one file, without a card. "
             "Pass the path of a directory, or omit card_data."
         )
-    if not MODEL_WRITERS:
+    if not COMPANION_WRITERS:
         raise ValueError(f"card_data={card_data!r} {missing_extension_text('reports')}")
-    for writer in MODEL_WRITERS.values():
+    for writer in COMPANION_WRITERS.values():
         writer.check(card_data)
 
 
@@ -315,7 +185,7 @@ def _attempt_to_save_model(
     location = parse_location(path) if isinstance(path, (str, os.PathLike)) else path
     writes = trainer.accelerator.is_main_process
     with naming_call(trainer.ranks, "save_model()"):
-        _check_on_all_ranks(trainer, lambda: check_open_file("path", path, to_write=True) if writes else None)
+        check_on_all_ranks(trainer.ranks, lambda: check_open_file("path", path, to_write=True) if writes else None)
     refuse_fsdp1(trainer.accelerator, "save_model()")
     model = trainer.get_model(keep_torch_compile=False)
     if trainable_only:
@@ -428,21 +298,3 @@ def save_training_state(
         else:
             captured = capture(trainer, kwargs, created_weights, sharded).to_host(writer.memory)
             writer.start(partial(write, writer.ranks, captured))
-
-
-def load_training_state(trainer: TrainerLike, input_dir: StrPath) -> StateDict:
-    """Carry out ``Trainer.load_training_state()``."""
-    resumed, location = trainer.current_run.resumed, parse_location(input_dir, "input_dir")
-    if resumed is not None and resumed.directory == location:  # the run has read this state, and finishes restoring it
-        state = resumed
-        restore(trainer, state, with_scheduler=not trainer.current_run.schedule.is_recreated)
-    else:
-        state = read_state(location, trainer.ranks)
-        options = describe_optimizers(trainer)
-        restore(trainer, state)
-        finish_restoring(trainer, state)
-        if changes := describe_loaded(trainer, options, os.fspath(input_dir)):
-            trainer.print(f"{changes} To train with this program's options, set them again.")
-        prepared = trainer.prepared_model
-        attributes.set_optimizer_modes(trainer, training=prepared is not None and prepared.trains)
-    return {"current_epoch": trainer.run_history.current_epoch, **state.metadata, **state.shared["extra"]}

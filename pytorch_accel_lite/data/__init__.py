@@ -1,4 +1,4 @@
-"""Samplers and loaders: order, position, sharding and batched reading."""
+"""The batches of a process: their order, shares, reading and placing on the device; streams and their positions."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The processes of a job: communication, the shared model, launch and shutdown."""
+"""The processes of a job: communication, who reads which data, observers, lost processes, launch and shutdown."""
 
 from pytorch_accel_lite.distributed.ranks import Ranks
 

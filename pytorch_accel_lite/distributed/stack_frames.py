@@ -11,7 +11,7 @@ from pytorch_accel_lite.base.origins import LIBRARIES
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
 #: Files whose functions carry out collectives for other code. Extensions may add files.
-MACHINERY = {_HERE + f"{name}.py" for name in ("control_group", "ranks", "data_ranks", "shared_errors")}
+MACHINERY = {_HERE + f"{name}.py" for name in ("control_group", "ranks", "data_ranks")}
 _AT_THE_END = _HERE + "shutdown.py"
 _WRAPPERS = os.path.join(_PACKAGE, "base", "unknown_names.py")  # wraps methods to check their arguments
 

@@ -1,4 +1,4 @@
 """Extensions: folders that use the public names of the package only, and can each be deleted.
 
-The package names them in its facade alone, the files beside this folder.
+Only the facade of the package names them: the files beside this folder, and ``callbacks``, ``data`` and ``optimizers``.
 """

@@ -10,7 +10,7 @@ from typing import Literal
 from pytorch_accel_lite.base.backends import deterministic_kernels
 from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.distributed import shutdown
-from pytorch_accel_lite.distributed.accelerators import in_effect
+from pytorch_accel_lite.distributed.accelerate_settings import in_effect
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.distributed.observers import observed
 from pytorch_accel_lite.loop.collectives import gathering_uneven_batches

@@ -1,6 +1,6 @@
 """Reports on runs and models: pages and plots of runs, outputs of models during training, and model cards."""
 
-from pytorch_accel_lite.extending import MODEL_WRITERS
+from pytorch_accel_lite.extending import COMPANION_WRITERS
 from pytorch_accel_lite.extensions.reports.model_card import ModelCard
 from pytorch_accel_lite.extensions.reports.plot_metrics import PlotMetricsCallback
 from pytorch_accel_lite.extensions.reports.run_log import RunLogCallback
@@ -8,4 +8,4 @@ from pytorch_accel_lite.extensions.reports.show_outputs_callback import ShowOutp
 
 __all__ = ["ModelCard", "PlotMetricsCallback", "RunLogCallback", "ShowOutputsCallback"]
 
-MODEL_WRITERS["model card"] = ModelCard()
+COMPANION_WRITERS["model card"] = ModelCard()

@@ -15,8 +15,8 @@ from pytorch_accel_lite.checkpoint import replacing, write_text
 from pytorch_accel_lite.extending import (
     ADAPTERS,
     Column,
+    CompanionWriter,
     LoadedWeights,
-    ModelWriter,
     Run,
     SavedModel,
     TrainerLike,
@@ -42,7 +42,7 @@ _MARKER = (
 _OMITTED = ("train_", "eval_", "num_", "max_num_", "is_", "mixed_precision", "seed")
 
 
-class ModelCard(ModelWriter):
+class ModelCard(CompanionWriter):
     """Writes the card of a model, ``README.md``, with a plot of the metrics."""
 
     def check(self, card_data: Mapping[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""Different Accelerate settings for the trainers of one process, all of which would have the first settings."""
+"""Accelerate keeps one settings object per process. This gives each trainer its own."""
 
 from __future__ import annotations
 

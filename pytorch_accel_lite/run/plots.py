@@ -1,4 +1,4 @@
-"""Seams of runs that extensions fill: what draws plots, and the queues to which an interrupted job returns."""
+"""The seam for what draws the methods ``plot()``."""
 
 from __future__ import annotations
 
@@ -63,34 +63,3 @@ def plots_for(name: str) -> Plots:
     if not PLOTS:
         raise ImportError(f"{name} {missing_extension_text('plots')}")
     return PLOTS[0]
-
-
-class JobQueue(Protocol):
-    """The queue of a cluster, for ``SaveTrainingStateCallback(requeue=True)``. Only the first process of a job uses it.
-
-    Outside such a cluster, its methods do nothing.
-    """
-
-    def check(self) -> None:
-        """Check before training that this job could return to the queue.
-
-        Raises:
-            RuntimeError: if the job could not return
-        """
-
-    def was_requeued(self) -> bool:
-        """Whether this job has returned to the queue before."""
-
-    def requeue_after(self, interruption: Exception) -> str:
-        """Return this job to the queue if its run was interrupted in a way that requires that.
-
-        Args:
-            interruption: the error that has paused the run, for example a ``RunInterruptedError``
-
-        Returns:
-            a sentence to print that says what was done; empty if nothing was done
-        """
-
-
-#: The known queues, by the name of the cluster's scheduler. An extension adds its own.
-JOB_QUEUES: dict[str, JobQueue] = {}

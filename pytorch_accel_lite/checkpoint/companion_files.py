@@ -1,4 +1,4 @@
-"""Writers of files beside the weights of a saved model."""
+"""The seam for companion files of a saved model, which are written beside its weights, such as a model card."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class SavedModel(NamedTuple):
     card_data: Mapping[str, object]
 
 
-class ModelWriter(Protocol):
-    """Writes further files, such as a description, beside the weights of each model that is saved in a directory."""
+class CompanionWriter(Protocol):
+    """Writes companion files, such as a description, beside the weights of each model that is saved in a directory."""
 
     def check(self, card_data: Mapping[str, object]) -> None:
         """Check the user's ``card_data`` on each process, before anything is saved.
@@ -39,5 +39,5 @@ class ModelWriter(Protocol):
         """Write the files. Called only on the first process."""
 
 
-#: The writers by name, in the order of their calls. An extension adds its own.
-MODEL_WRITERS: dict[str, ModelWriter] = {}
+#: The writers of companion files by name, in the order of their calls. An extension adds its own.
+COMPANION_WRITERS: dict[str, CompanionWriter] = {}
