@@ -9,7 +9,6 @@ from pytorch_accel_lite.base.devices import is_out_of_memory
 from pytorch_accel_lite.base.environment import install_command
 from pytorch_accel_lite.base.inspection import nested_in
 from pytorch_accel_lite.base.modules import local_shard
-from pytorch_accel_lite.base.origins import is_overridden, warn_outside
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.reachable import reachable_from
 from pytorch_accel_lite.base.templates import Column, render
@@ -17,6 +16,8 @@ from pytorch_accel_lite.base.text import describe_error, listed
 from pytorch_accel_lite.base.tool_reports import Report
 from pytorch_accel_lite.base.types import ChosenModules, JsonObject
 from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
+from pytorch_accel_lite.base.user_code import is_overridden
+from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.checkpoint.checksums import verify as verify_tensors
 from pytorch_accel_lite.checkpoint.companion_files import COMPANION_WRITERS, CompanionWriter, SavedModel

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from pytorch_accel_lite.base.origins import is_in_this_package, is_installed, users_classes
+from pytorch_accel_lite.base.user_code import is_in_this_package, is_installed, users_classes
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from pytorch_accel_lite.base.environment import is_terminal
-from pytorch_accel_lite.base.origins import is_overridden
 from pytorch_accel_lite.base.text import wrapped
+from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.base.validation import check_range
 from pytorch_accel_lite.callbacks.metrics import default_transform
 from pytorch_accel_lite.callbacks.monitoring import GradientNorms

@@ -12,10 +12,11 @@ import torch
 from accelerate.utils import recursively_apply
 
 from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
-from pytorch_accel_lite.base.origins import is_overridden, warn_outside
 from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.base.types import StateDict, Tree
+from pytorch_accel_lite.base.user_code import is_overridden
+from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.batches import TARGET_KEYS, BatchOutput
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.distributed import Ranks

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from pytorch_accel_lite.base.devices import accumulation_dtype, to_float
-from pytorch_accel_lite.base.origins import is_overridden
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.loop.clipping import total_norm
 from pytorch_accel_lite.optimizers.operations import group_names, is_created, parts_of_optimizer
 from pytorch_accel_lite.run.events import TrainerCallback

@@ -13,10 +13,10 @@ from accelerate.utils import DistributedType, send_to_device
 from torch import nn
 
 from pytorch_accel_lite.base.modules import PLAIN
-from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.randomness import capture_generators, derive_seed, restore_generators, seed_generators
 from pytorch_accel_lite.base.types import Keys, StateDict, Tree
+from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.attribute_states import (
     attribute_states,
     load_attribute_states,

@@ -25,9 +25,9 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, local_path, name_of
 from pytorch_accel_lite.base.types import Keys, StateDict, Tree
+from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.checksums import UNSEALED, sealed, verify, verify_content
 from pytorch_accel_lite.distributed import Ranks
 

@@ -8,9 +8,9 @@ from typing import IO
 
 from torch import nn
 
-from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, name_of, parse_location
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.attribute_states import load_attribute_states, load_loss_state
 from pytorch_accel_lite.checkpoint.capture_and_restore import finish_restoring, refuse_engines, restore
 from pytorch_accel_lite.checkpoint.checksums import verify

@@ -14,8 +14,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal
 from pytorch_accel_lite.checkpoint.files import naming_file, open_tensors, replacing, write_tensors
 from pytorch_accel_lite.extension_names import missing_extension_text

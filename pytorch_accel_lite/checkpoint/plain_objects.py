@@ -27,10 +27,10 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.base.inspection import sums_by_position
-from pytorch_accel_lite.base.origins import is_in_this_package
 from pytorch_accel_lite.base.randomness import restore_generator
 from pytorch_accel_lite.base.reachable import RandomGenerator
 from pytorch_accel_lite.base.types import StateDict, Tree
+from pytorch_accel_lite.base.user_code import is_in_this_package
 from pytorch_accel_lite.checkpoint.packed_lists import Columns, pack_columns, unpack_columns
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, model_state
 

@@ -25,10 +25,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.modules import class_of, unsharded_class
-from pytorch_accel_lite.base.origins import is_overridden
 from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.text import to_number
 from pytorch_accel_lite.base.types import JsonObject
+from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.data.fingerprint import fingerprint_of
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.data.sources import Source

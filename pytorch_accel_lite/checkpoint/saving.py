@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, file_path, name_of, parse_location
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.attribute_states import attribute_states, loss_state, names_beside_model
 from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
 from pytorch_accel_lite.checkpoint.capture_and_restore import (

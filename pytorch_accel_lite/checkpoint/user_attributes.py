@@ -17,9 +17,10 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.origins import is_from_this_package, warn_outside
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.user_code import is_from_this_package
+from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.plain_objects import (
     Decoder,
     Encoder,

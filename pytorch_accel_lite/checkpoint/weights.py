@@ -24,10 +24,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pytorch_accel_lite.base.inspection import sums_of_bits
-from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.quantised import plain_parts, quantised_entries
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import Keys, StateDict, Tree
+from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.checksums import verify
 from pytorch_accel_lite.checkpoint.files import FROZEN, map_nested, open_tensors
 from pytorch_accel_lite.checkpoint.model_forms import read_in_form

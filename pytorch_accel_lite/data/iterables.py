@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base.change_marks import Marks, marks_of
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.randomness import (
     derive_seed,
     drawn_with_seeds,
@@ -25,6 +24,7 @@ from pytorch_accel_lite.base.randomness import (
     seed_held_generators,
     state_of_generator,
 )
+from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.batches import Batch, infer_batch_size, tensors_in
 from pytorch_accel_lite.data.consistency import checksum_of_batches
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader, copy_loader

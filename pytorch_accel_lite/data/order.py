@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.randomness import (
     capture_generators,
     derive_seed,
@@ -24,6 +23,7 @@ from pytorch_accel_lite.base.randomness import (
     seed_generators,
     seed_held_generators,
 )
+from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.consistency import PASS_OWN_SHARD, check_same_order
 from pytorch_accel_lite.data.shares import WrongLengthError
 from pytorch_accel_lite.data.sources import Index, SamplerLike

@@ -13,8 +13,8 @@ from weakref import WeakValueDictionary
 
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.randomness import preserving_generators
+from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.batches import infer_batch_size, tensors_in
 from pytorch_accel_lite.data.shares import early_end_error
 from pytorch_accel_lite.data.sources import BatchData, Sample, Source, SourceState

@@ -6,7 +6,7 @@ import os
 import traceback
 from collections.abc import Sequence
 
-from pytorch_accel_lite.base.origins import LIBRARIES
+from pytorch_accel_lite.base.user_code import LIBRARIES
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from pytorch_accel_lite.base.devices import is_asynchronous, record_event
 from pytorch_accel_lite.base.modules import evaluation_mode
-from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.types import StateDict, Tree
+from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data import Data
 from pytorch_accel_lite.data.batches import Batch, infer_batch_size, parts_in, tensors_in
 from pytorch_accel_lite.data.loader import LoaderKwargs

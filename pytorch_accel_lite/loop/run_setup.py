@@ -11,8 +11,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.origins import overridden_methods, warn_outside
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators, seed_run
+from pytorch_accel_lite.base.user_code import overridden_methods
+from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.capture_and_restore import check_history, find_state
 from pytorch_accel_lite.checkpoint.locks import lock_path
 from pytorch_accel_lite.checkpoint.recorded_settings import record_settings

@@ -11,9 +11,9 @@ import torch
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from pytorch_accel_lite.base.inspection import accepts
-from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.text import wrapped
+from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.optimizers.combined import create_schedulers
 from pytorch_accel_lite.optimizers.operations import (
     SchedulerFactory,

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from pytorch_accel_lite.base.origins import is_overridden
 from pytorch_accel_lite.base.text import describe_error
+from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.run.events import EVENTS, CallbackHandler, StopTrainingError, TrainerCallback, events_between
 
 #: The events of a step, except the event for saving.

@@ -10,12 +10,13 @@ from contextlib import AbstractContextManager
 from functools import update_wrapper, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypedDict, TypeVar
 
-from pytorch_accel_lite.base.origins import checked_by, is_from_this_package, is_overridden, warn_outside
 from pytorch_accel_lite.base.pictures import Picture
 from pytorch_accel_lite.base.reprs import constructor_call
 from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.base.unknown_names import events_meant, suggest
+from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_overridden
+from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.base.validation import check_booleans
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import BatchData, Index

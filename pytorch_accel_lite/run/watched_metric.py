@@ -6,9 +6,10 @@ import math
 import reprlib
 from typing import TypeVar
 
-from pytorch_accel_lite.base.origins import is_from_this_package, warn_outside
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.unknown_names import did_you_mean
+from pytorch_accel_lite.base.user_code import is_from_this_package
+from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.run.history import MetricValue, RunHistory
 from pytorch_accel_lite.run.state import TrainerLike
 

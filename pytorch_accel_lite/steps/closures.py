@@ -6,9 +6,9 @@ import inspect
 
 import torch
 
-from pytorch_accel_lite.base.origins import is_from_this_package, is_overridden
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.reachable import codes_in
+from pytorch_accel_lite.base.user_code import is_from_this_package, is_overridden
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients, gradient_sync

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.base.origins import warn_outside
 from pytorch_accel_lite.base.types import StateDict
+from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.attribute_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput, complete_output, infer_batch_size

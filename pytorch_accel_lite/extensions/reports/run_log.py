@@ -28,7 +28,6 @@ from torch.nn.parameter import UninitializedParameter
 from pytorch_accel_lite.checkpoint import folder_path, write_text
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike, warn_outside
 from pytorch_accel_lite.extending_callbacks import (
-    TimeBudget,
     TrainerOptimizer,
     class_of,
     in_notebook,
@@ -38,6 +37,7 @@ from pytorch_accel_lite.extending_callbacks import (
 from pytorch_accel_lite.extensions.plots import NothingToPlotError, svg_panels
 from pytorch_accel_lite.extensions.reports.run_page import ShownPicture, pages, shown_outputs
 from pytorch_accel_lite.extensions.reports.show_outputs_callback import ShowOutputsCallback
+from pytorch_accel_lite.extensions.reports.time_budget import TimeBudget
 from pytorch_accel_lite.tracking import InMemoryRunHistory
 from pytorch_accel_lite.utils import as_json, format_metric
 

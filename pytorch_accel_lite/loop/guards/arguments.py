@@ -21,10 +21,11 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.origins import is_from_this_package, is_overridden, warn_outside
 from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.text import add_note, listed
 from pytorch_accel_lite.base.unknown_names import did_you_mean
+from pytorch_accel_lite.base.user_code import is_from_this_package, is_overridden
+from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.base.validation import check_choice, check_number, check_positive_int, check_positive_number
 from pytorch_accel_lite.data.consistency import is_prepared
 from pytorch_accel_lite.data.loader import LoaderKwargs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.utils.data import IterableDataset
 
-from pytorch_accel_lite.base.origins import warn_outside
+from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.state import Run, TrainerLike

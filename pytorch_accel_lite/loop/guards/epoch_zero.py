@@ -10,7 +10,8 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from types import FunctionType
 
-from pytorch_accel_lite.base.origins import is_from_this_package, warn_outside
+from pytorch_accel_lite.base.user_code import is_from_this_package
+from pytorch_accel_lite.base.user_warnings import warn_outside
 
 _IN_EPOCHS = re.compile("epoch|step|loss|update|backward")  # in the names of methods that are called in epochs
 _looked_at: set[type] = set()

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from pytorch_accel_lite.base.devices import is_out_of_memory
-from pytorch_accel_lite.base.origins import checked_by
 from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.text import add_note, notes_of
 from pytorch_accel_lite.base.types import Tree
+from pytorch_accel_lite.base.user_code import checked_by
 from pytorch_accel_lite.data import FailedRead
 from pytorch_accel_lite.data.loss_shapes import LossFunction
 from pytorch_accel_lite.data.reading import names_sample

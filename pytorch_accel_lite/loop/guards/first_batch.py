@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.origins import is_from_this_package, warn_outside
 from pytorch_accel_lite.base.types import Tree
+from pytorch_accel_lite.base.user_code import is_from_this_package
+from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.loss_shapes import LossFunction

@@ -15,9 +15,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.modules import preserving_modes
-from pytorch_accel_lite.base.origins import is_from_this_package
 from pytorch_accel_lite.base.randomness import find_held_generators, preserving_held_generators
 from pytorch_accel_lite.base.text import add_note
+from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, complete_output
 from pytorch_accel_lite.data.loader import FailedRead, ShardedLoader
 from pytorch_accel_lite.data.single_batches import can_read_single_batch, datasets_in, read_single_batch

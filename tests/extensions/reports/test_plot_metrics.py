@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from pytorch_accel_lite import InMemoryRunHistory
-from pytorch_accel_lite.base import time_budget
 from pytorch_accel_lite.callbacks import PlotMetricsCallback
+from pytorch_accel_lite.extensions.reports import time_budget
 from tests.tasks import listener, make_trainer, train
 
 

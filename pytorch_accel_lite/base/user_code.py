@@ -1,4 +1,4 @@
-"""Telling the user's code from this package's and from libraries, for messages, warnings and tracebacks."""
+"""Telling the user's code from this package's and from libraries, for messages and tracebacks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import sys
 import sysconfig
 import traceback
-import warnings
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -66,14 +65,6 @@ def checked_by(error: BaseException) -> str:
     module = str(frame.f_globals.get("__name__"))
     is_check = isinstance(error, (ValueError, TypeError, RuntimeError)) and is_in_this_package(module)
     return module if is_check else ""
-
-
-def warn_outside(message: str) -> None:
-    """Warn at the innermost line outside this package, from which the user called it."""
-    frame, level = sys._getframe(1), 2  # noqa: SLF001
-    while frame.f_back is not None and is_in_this_package(frame.f_globals.get("__name__")):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
 
 
 def leave_out_libraries(error: BaseException) -> None:
