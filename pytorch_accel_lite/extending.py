@@ -92,7 +92,7 @@ from pytorch_accel_lite.run.attributes import (
     registered_objects,
 )
 from pytorch_accel_lite.run.division import DIVISIONS, Division, create_division
-from pytorch_accel_lite.run.events import NonFiniteLossError, RunInterruptedError, StopTrainingError, TrainerCallback
+from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.history import count_values
 from pytorch_accel_lite.run.job_queues import JOB_QUEUES, JobQueue
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
@@ -108,6 +108,7 @@ from pytorch_accel_lite.run.parts import SKIPPED, LoadedWeights, SkippedBatches,
 from pytorch_accel_lite.run.plots import PLOTS, Plots, plots_for
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import InferenceStep, Run, Step, TrainerLike
+from pytorch_accel_lite.run.stops import NonFiniteLossError, RunInterruptedError, StopTrainingError
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
 from pytorch_accel_lite.steps.choice import replace_step
 from pytorch_accel_lite.steps.closures import CLOSURE, RECOMPUTED

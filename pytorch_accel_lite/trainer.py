@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
+from pytorch_accel_lite.base.constructor_calls import LIBRARY_ATTRIBUTES, library_attributes
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_ENV_VAR
 from pytorch_accel_lite.base.inspection import is_private
@@ -78,8 +79,9 @@ from pytorch_accel_lite.optimizers.operations import (
     is_created,
     take_step,
 )
+from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.division import create_division
-from pytorch_accel_lite.run.events import EVENTS, CallbackHandler, RunPausedError, TrainerCallback
+from pytorch_accel_lite.run.events import EVENTS, TrainerCallback
 from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.history import InMemoryRunHistory, MetricValue, RunHistory
 from pytorch_accel_lite.run.intervals import Interval, parse_interval
@@ -88,6 +90,7 @@ from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.settings import LoaderArguments, RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.state import CompiledForwardLike, Run, Step, run_for_assignment
+from pytorch_accel_lite.run.stops import RunPausedError
 from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.named_schedules import ScheduleArgument, resolve_names
 from pytorch_accel_lite.schedulers.placeholders import (
@@ -439,7 +442,7 @@ class Trainer:
         )
         model_preparation.apply_block_options(self)
         shutdown.register(self)
-        self._library_attributes = vars(self).keys() - before
+        vars(self)[LIBRARY_ATTRIBUTES] = vars(self).keys() - before
         self.callback_handler.call_event("on_init_end", self)
 
     # ------------------------------------------------------------------- training, evaluation, prediction
@@ -1241,8 +1244,7 @@ class Trainer:
 
     def __dir__(self) -> list[str]:
         """List the names for users: without this package's private names and the names of other libraries."""
-        library = vars(self).get("_library_attributes", set())
-        ours = {name for name in {"_library_attributes", *library} if is_private(name)}
+        ours = set(filter(is_private, library_attributes(self)))
         users = set(vars(self)) - ours
         for kind in type(self).__mro__[:-1]:
             if is_from_this_package(kind):

@@ -46,14 +46,9 @@ from pytorch_accel_lite.extensions.unfreezing import GradualUnfreezingCallback
 from pytorch_accel_lite.extensions.worst_samples import WorstSample, WorstSamplesCallback
 from pytorch_accel_lite.extensions.wsd_checkpoints import WSDCheckpointCallback
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma as ModelEma  # as in pytorch-accelerated
-from pytorch_accel_lite.run.events import (
-    CallbackHandler,
-    NonFiniteLossError,
-    RunInterruptedError,
-    RunPausedError,
-    StopTrainingError,
-    TrainerCallback,
-)
+from pytorch_accel_lite.run.callback_handler import CallbackHandler
+from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.stops import NonFiniteLossError, RunInterruptedError, RunPausedError, StopTrainingError
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
 
 __all__ = [

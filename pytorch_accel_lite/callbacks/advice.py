@@ -22,7 +22,8 @@ from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.loop.clipping import total_norm
 from pytorch_accel_lite.loop.speed_advice import faster_data
-from pytorch_accel_lite.run.events import TrainerCallback, set_listening
+from pytorch_accel_lite.run.callback_handler import set_listening
+from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.state import TrainerLike
 
 _FIRST_STEPS = 16  # the mean loss of these steps is compared with the epoch's

@@ -23,7 +23,8 @@ from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
 from pytorch_accel_lite.checkpoint.files import FROZEN
 from pytorch_accel_lite.checkpoint.weights import leave_out_frozen, sharded_like
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma, ShardedEma
-from pytorch_accel_lite.run.events import CallbackHandler, TrainerCallback, set_listening
+from pytorch_accel_lite.run.callback_handler import CallbackHandler, set_listening
+from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.metric_checks import ExpectedMetrics
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike

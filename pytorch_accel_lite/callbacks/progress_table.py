@@ -34,10 +34,11 @@ from pytorch_accel_lite.callbacks.printing import (
     rates_of,
     shown_rates,
 )
-from pytorch_accel_lite.run.events import RunInterruptedError, set_listening
+from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.history import MetricValue
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.run.stops import RunInterruptedError
 
 _GAP = "  "
 _WIDTH = 9  # minimum of a column, to fit numbers

@@ -55,8 +55,8 @@ from pytorch_accel_lite.checkpoint.weights import (
 )
 from pytorch_accel_lite.optimizers.operations import group_names, state_class_names
 from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.callback_handler import callbacks_with
 from pytorch_accel_lite.run.division import numbers_of_shares
-from pytorch_accel_lite.run.events import callbacks_with
 from pytorch_accel_lite.run.parts import TrainingState
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.settings import StateSource

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from pytorch_accel_lite.base.constructor_calls import arguments_of
 from pytorch_accel_lite.base.modules import class_of, unsharded_class
 from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.text import to_number
@@ -35,7 +36,7 @@ from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.optimizers.operations import is_created, parts_of_optimizer
 from pytorch_accel_lite.optimizers.rates import Options, initial_options
 from pytorch_accel_lite.run import attributes
-from pytorch_accel_lite.run.events import TrainerCallback, arguments_of
+from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.state import TrainerLike
 
 #: Settings of ``TrainerRunConfig`` that change what a run computes.

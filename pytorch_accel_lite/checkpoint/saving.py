@@ -48,8 +48,8 @@ from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run import attributes
-from pytorch_accel_lite.run.events import NonFiniteLossError
 from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.run.stops import NonFiniteLossError
 
 
 def _warn_of_weights(trainer: TrainerLike, method: str) -> None:

@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from pytorch_accel_lite.base.constructor_calls import CONSTRUCTOR_ARGUMENTS, library_attributes
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.user_code import is_from_this_package
@@ -35,7 +36,8 @@ from pytorch_accel_lite.checkpoint.plain_objects import (
 from pytorch_accel_lite.checkpoint.recorded_settings import is_place
 from pytorch_accel_lite.checkpoint.trained_parameters import trainability
 from pytorch_accel_lite.run import attributes
-from pytorch_accel_lite.run.events import CONSTRUCTOR_ARGUMENTS, LIBRARY_ATTRIBUTES, TrainerCallback, named_callbacks
+from pytorch_accel_lite.run.callback_handler import named_callbacks
+from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.parts import CreatedAttributes, Key
 from pytorch_accel_lite.run.state import TrainerLike
 
@@ -332,8 +334,8 @@ def _library_names(owner: TrainerLike | TrainerCallback) -> set[str]:
         ours_has = set(chain.from_iterable(map(vars, ours)))
         if ours != [TrainerCallback]:  # a built-in base class may create private attributes later
             ours_has |= {name for name in vars(owner) if name.startswith("_")}
-        return ours_has | {LIBRARY_ATTRIBUTES, CONSTRUCTOR_ARGUMENTS, *vars(owner).get(LIBRARY_ATTRIBUTES, ())}
-    return {*owner._library_attributes, LIBRARY_ATTRIBUTES}  # noqa: SLF001
+        return ours_has | {CONSTRUCTOR_ARGUMENTS} | library_attributes(owner)
+    return library_attributes(owner)
 
 
 def _saved_elsewhere(trainer: TrainerLike) -> Callable[[object], bool]:

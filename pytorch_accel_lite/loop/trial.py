@@ -31,7 +31,7 @@ from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_
 from pytorch_accel_lite.loop.step import loss_of
 from pytorch_accel_lite.loop.training import run_step
 from pytorch_accel_lite.run import attributes
-from pytorch_accel_lite.run.events import CallbackHandler
+from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.progress import EpochPhase, Progress
 from pytorch_accel_lite.run.settings import RunRequest

@@ -16,9 +16,10 @@ from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.rates import Options, Rate
-from pytorch_accel_lite.run.events import Failure, RunPausedError, StopTrainingError
+from pytorch_accel_lite.run.events import Failure
 from pytorch_accel_lite.run.history import MetricValue
 from pytorch_accel_lite.run.settings import TrainerRunConfig
+from pytorch_accel_lite.run.stops import RunPausedError, StopTrainingError
 
 #: The names of an owner and of one of its attributes.
 Key = tuple[str, str]

@@ -29,8 +29,9 @@ from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.operations import SchedulerFactory, TrainerOptimizer, TrainerScheduler
 from pytorch_accel_lite.run.accumulation import Accumulation, Count, GradientWindow
+from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.division import Division
-from pytorch_accel_lite.run.events import CallbackHandler, Phase
+from pytorch_accel_lite.run.events import Phase
 from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.history import MetricValue, RunHistory
 from pytorch_accel_lite.run.intervals import Interval
@@ -97,7 +98,6 @@ class TrainerLike(Protocol):
     registered_objects: dict[str, HasStateDict]
     prepared_model: PreparedModel | None
     open_runs: list[Run]
-    _library_attributes: set[str]
 
     # The current or last run.
     current_run: Run  # the attribute behind ``run``, which the package reads in every step

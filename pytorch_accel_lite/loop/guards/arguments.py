@@ -20,6 +20,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from pytorch_accel_lite.base.constructor_calls import arguments_of
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.text import add_note, listed
@@ -41,7 +42,7 @@ from pytorch_accel_lite.optimizers.operations import (
     parts_of_optimizer,
 )
 from pytorch_accel_lite.run import attributes
-from pytorch_accel_lite.run.events import TrainerCallback, arguments_of
+from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.history import RunHistory
 from pytorch_accel_lite.run.intervals import parse_interval
 from pytorch_accel_lite.run.settings import RunRequest

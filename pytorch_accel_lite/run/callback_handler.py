@@ -1,0 +1,354 @@
+"""The handler that calls the callbacks of a trainer at events."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import update_wrapper
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from pytorch_accel_lite.base.constructor_calls import IS_CONSTRUCTED
+from pytorch_accel_lite.base.text import add_note
+from pytorch_accel_lite.base.unknown_names import events_meant, suggest
+from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_overridden
+from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.data.batches import BatchOutput
+from pytorch_accel_lite.run.events import EVENTS, TrainerCallback, events_between, keywords_of
+from pytorch_accel_lite.run.stops import NonFiniteLossError, RunPausedError, StopTrainingError
+
+if TYPE_CHECKING:
+    from pytorch_accel_lite.run.settings import RunRequest
+
+T = TypeVar("T")
+Listener = Callable[..., object]
+
+#: Events after the backward pass, where a change of the loss would have no effect. In pytorch-accelerated,
+#: ``on_train_step_end`` fires before the backward pass.
+_AFTER_BACKWARD = tuple(
+    event for event in events_between("on_backward_start", "on_train_epoch_end") if "batch_output" in keywords_of(event)
+)
+
+
+class _AfterBackward:
+    """A listener to an event after the backward pass, when it is too late to change the loss."""
+
+    def __init__(self, listener: Listener, event: str) -> None:
+        update_wrapper(self, listener)  # for inspect.signature(), and for code that looks for the owner
+        self.__wrapped__ = listener
+        self.__self__ = getattr(listener, "__self__", listener)
+        self._event = event
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        output: BatchOutput = kwargs.get("batch_output") or {}  # type: ignore[assignment]
+        loss = output.get("loss")
+        version = getattr(loss, "_version", 0)
+        self.__wrapped__(*args, **kwargs)
+        if loss is not None and _is_another_loss(loss, version, output.get("loss")):
+            raise RuntimeError(
+                f"{type(self.__self__).__name__}.{self._event} changes batch_output['loss'], but the gradients have "
+                "been computed already. Change it in on_backward_start, which is called with the same arguments before "
+                "the backward pass."
+            )
+
+
+def _is_another_loss(loss: object, version: int, after: object) -> bool:
+    """Whether a loss was changed in place, or replaced; a replacement without a graph is only for display."""
+    if after is loss:
+        return bool(getattr(loss, "_version", 0) != version)
+    needs_gradients = getattr(after, "requires_grad", None)
+    return needs_gradients is not None and (needs_gradients or not getattr(loss, "requires_grad", False))
+
+
+class _Listeners(dict[str, tuple[Listener, ...]]):
+    """The bound methods that listen to each event, in order, collected when an event is first looked up."""
+
+    def __init__(self, find: Callable[[str], Iterable[Listener]]) -> None:
+        super().__init__()
+        self._find = find
+
+    def __missing__(self, event: str) -> tuple[Listener, ...]:
+        result = self[event] = tuple(self._find(event))
+        return result
+
+
+def named_callbacks(callbacks: Iterable[T]) -> dict[str, T]:
+    """Return the callbacks under unique names: ``Class``, ``Class#2`` ..."""
+    seen: Counter[str] = Counter()
+    named = {}
+    for callback in callbacks:
+        kind = type(callback).__name__
+        seen[kind] += 1
+        named[kind if seen[kind] == 1 else f"{kind}#{seen[kind]}"] = callback
+    return named
+
+
+def callbacks_with(method: str, callbacks: Iterable[object]) -> dict[str, Any]:
+    """Return the callbacks that have a method, named as by ``named_callbacks()``."""
+    return {name: callback for name, callback in named_callbacks(callbacks).items() if hasattr(callback, method)}
+
+
+class CallbackHandler:
+    """Calls the callbacks of a trainer, in the order in which they were passed.
+
+    Args:
+        callbacks: instances of ``TrainerCallback``, or subclasses of it, which are instantiated without arguments.
+            Several callbacks of the same class are allowed, and ``None`` is left out.
+
+    Attributes:
+        callbacks: the callbacks, in order
+        listeners: the methods that each event calls, by event and in order; an event without listeners costs only a
+            look-up
+        timer: called with the callback about to be called, or the phase ``"saving"``; returns a context that times it
+    """
+
+    def __init__(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback] | None] = ()) -> None:
+        self.callbacks: list[TrainerCallback] = []
+        self.listeners: dict[str, tuple[Listener, ...]] = _Listeners(self._find_listeners)
+        self.timer: Callable[[object], AbstractContextManager[None]] | None = None
+        self._muted: set[tuple[int, str]] = set()
+        self._failed: Listener | None = None  # the last listener that raised an error
+        self.add_callbacks(callbacks)
+
+    def add_callbacks(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback] | None]) -> None:
+        """Append several callbacks. ``None`` is left out, as in ``[callback if is_wanted else None]``."""
+        if isinstance(callbacks, (str, bytes, TrainerCallback, type)) or not isinstance(callbacks, Iterable):
+            raise TypeError(f"callbacks={callbacks!r} must be a list of callbacks.")
+        for callback in callbacks:
+            if callback is not None:
+                self.add_callback(callback)
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback], *, first: bool = False) -> None:
+        """Append a callback, given as an instance or as a class, or put it before the others."""
+        instance = _create(callback) if isinstance(callback, type) else callback
+        if not isinstance(instance, TrainerCallback):
+            raise TypeError(
+                f"callbacks: {callback!r} is not a TrainerCallback. "
+                "Pass an instance or a subclass of pytorch_accel_lite.TrainerCallback."
+            )
+        _check_constructed(instance)
+        _check_methods(instance)
+        self.callbacks.insert(0 if first else len(self.callbacks), instance)
+        self.listeners.clear()
+
+    def clear_callbacks(self) -> None:
+        """Remove all callbacks."""
+        self.callbacks = []
+        self._muted = set()
+        self.listeners.clear()
+
+    def set_listening(self, callback: TrainerCallback, listens: bool, *events: str) -> None:
+        """Set whether a callback is called at events that it defines. Calls at every step cost time."""
+        muted = {(id(callback), event) for event in events}
+        self._muted = self._muted - muted if listens else self._muted | muted
+        for event in events:
+            self.listeners.pop(event, None)
+
+    @property
+    def callback_list(self) -> list[str]:
+        """The class names of the callbacks, in order."""
+        return [type(callback).__name__ for callback in self.callbacks]
+
+    def configure_run(self, trainer: object, request: RunRequest) -> None:
+        """Let every callback declare what it needs from a run, and find the listeners of all events."""
+        for callback in self.callbacks:
+            configure: Listener = callback.configure_run  # typed with the trainer of the layers above
+            configure(trainer, request)
+        for event in EVENTS:
+            self.listeners[event]
+
+    def warn_of_unknown_events(self) -> None:
+        """Warn of methods that are named almost like an event, or like an event of another library."""
+        for kind in dict.fromkeys(map(type, self.callbacks)):
+            for name in dir(kind):
+                is_like_ours = name.startswith("on_") and name not in EVENTS
+                method = getattr(kind, name) if is_like_ours or events_meant(name) else None
+                if callable(method) and not is_from_this_package(method):
+                    hint = suggest(name, [*EVENTS, "state_dict", "load_state_dict"], cutoff=0.88)
+                    if hint:
+                        warn_outside(
+                            f"{kind.__name__}.{name} is not an event of the trainer: it is called only if your program "
+                            f"does.{hint}"
+                        )
+
+    def call_event(self, event: str, *args: object, **kwargs: object) -> None:
+        """Call an event, which may be your own, on every callback that defines a method of this name.
+
+        Requests to end the run are raised after all have been called: the first stop, or else the first pause.
+        """
+        listeners = self.listeners[event]
+        if len(listeners) == 1 and self.timer is None:
+            try:
+                listeners[0](*args, **kwargs)
+            except Exception as error:
+                _explain(error, listeners[0], event, args, kwargs)
+                raise
+            return
+        raised: list[Exception] = []
+        self.call_each(event, raised.append, *args, **kwargs)
+        if raised:
+            raise next((error for error in raised if not isinstance(error, RunPausedError)), raised[0])
+
+    def call_each(self, event: str, ask: Callable[[Exception], None], *args: object, **kwargs: object) -> None:
+        """Call an event like ``call_event()``, but pass requests to end the run to ``ask`` and continue.
+
+        The next callbacks must run even if one of several processes requests the end, because they may communicate.
+        """
+        timer = self.timer
+        for listener in self.listeners[event]:
+            try:
+                if timer is None:
+                    listener(*args, **kwargs)
+                else:
+                    with timer(getattr(listener, "__self__", listener)):
+                        listener(*args, **kwargs)
+            except (StopTrainingError, NonFiniteLossError) as error:
+                _note_source(error, listener, event)
+                ask(error)
+            except Exception as error:
+                self._failed = listener
+                _explain(error, listener, event, args, kwargs)
+                raise
+
+    def notify_all(self, event: str, *args: object, **kwargs: object) -> list[Exception]:
+        """Call an event of the end of a run on every callback, even if some raise errors, and return the errors."""
+        return _call_all(event, self.listeners[event], *args, **kwargs)
+
+    def notify_rest(self, event: str, *args: object, **kwargs: object) -> list[Exception]:
+        """After an error in this event, call the callbacks after the one that raised it, like ``notify_all()``."""
+        listeners, failed, self._failed = self.listeners[event], self._failed, None
+        first = listeners.index(failed) + 1 if failed in listeners else len(listeners)
+        return _call_all(event, listeners[first:], *args, **kwargs)
+
+    def _find_listeners(self, event: str) -> Iterator[Listener]:
+        default = getattr(TrainerCallback, event, None)
+        for callback in self.callbacks:
+            is_defined = inspect.getattr_static(callback, event, default) is not default
+            if is_defined and (id(callback), event) not in self._muted:
+                listener = getattr(callback, event)
+                checks = event in _AFTER_BACKWARD and not is_from_this_package(listener)
+                yield _AfterBackward(listener, event) if checks else listener
+
+    def __iter__(self) -> Iterator[TrainerCallback]:
+        return iter(self.callbacks)
+
+    def __len__(self) -> int:
+        return len(self.callbacks)
+
+    def __repr__(self) -> str:
+        """List each event that has listeners, with the classes that listen, in the order they are called."""
+        lines = []
+        for event in EVENTS:
+            names = [type(getattr(call, "__self__", call)).__name__ for call in self.listeners[event]]
+            if names:
+                lines.append(f"{event}: {', '.join(names)}")
+        return "\n".join(lines) or "CallbackHandler: no callback listens to any event"
+
+
+class HasCallbackHandler(Protocol):
+    """The part of a trainer that calls callbacks."""
+
+    callback_handler: CallbackHandler
+
+
+def set_listening(trainer: HasCallbackHandler, callback: TrainerCallback, listens: bool, *events: str) -> None:
+    """Set whether a callback is called at events, except events that a user's subclass of the callback overrides."""
+    built_in = [
+        vars(kind) for kind in type(callback).__mro__ if is_from_this_package(kind) and kind is not TrainerCallback
+    ]
+    overridden = [e for e in events if is_overridden(callback, e) and any(e in names for names in built_in)]
+    trainer.callback_handler.set_listening(callback, listens, *(e for e in events if e not in overridden))
+
+
+def _create(callback: type[TrainerCallback]) -> TrainerCallback:
+    """Create a callback that was passed as a class."""
+    name = callback.__name__
+    try:
+        inspect.signature(callback).bind()
+    except ValueError:  # not written in Python
+        pass
+    except TypeError as error:
+        raise TypeError(f"callbacks: the class {name} needs arguments: {error}. Pass {name}(...).") from None
+    return callback()
+
+
+def _check_constructed(callback: TrainerCallback) -> None:
+    """Check that a user's subclass of a built-in callback has called the constructor of that callback."""
+    ours = next((c for c in type(callback).__mro__ if is_from_this_package(c) and "__init__" in vars(c)), None)
+    if ours is not None and IS_CONSTRUCTED not in vars(callback):
+        raise TypeError(
+            f"{type(callback).__name__}.__init__ does not call super().__init__(...), the constructor of "
+            f"{ours.__name__}."
+        )
+
+
+def _check_methods(callback: TrainerCallback) -> None:
+    """Check that every event method of a callback accepts the arguments it will be called with.
+
+    Raises:
+        TypeError: if a method does not; names the class, the method and the right signature
+    """
+    for name in EVENTS:
+        default: object = getattr(TrainerCallback, name)
+        if inspect.getattr_static(callback, name) is not default:
+            _check_call(getattr(callback, name), name, ("trainer",), dict.fromkeys(keywords_of(name)))
+    _check_call(callback.configure_run, "configure_run", ("trainer", "request"), {})
+
+
+def _check_call(method: Listener, name: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    """Check that the method of a callback can be called with these arguments.
+
+    Args:
+        name: name of the event
+
+    Raises:
+        TypeError: if it cannot
+    """
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # not written in Python
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        owner = type(getattr(method, "__self__", method)).__name__
+        positional = ("trainer", "request") if name == "configure_run" else ("trainer", "*args")[: len(args)]
+        wanted = ", ".join(["self", *positional, *kwargs, "**kwargs"])
+        raise TypeError(
+            f"{owner}.{name}{signature} does not accept the event's arguments: {error}. Write: def {name}({wanted})"
+        ) from None
+
+
+def _call_all(event: str, listeners: Iterable[Listener], *args: object, **kwargs: object) -> list[Exception]:
+    """Call all listeners to an event, even if some raise, and return their errors."""
+    errors = []
+    for listener in listeners:
+        try:
+            listener(*args, **kwargs)
+        except Exception as error:
+            _note_source(error, listener, event)
+            errors.append(error)
+    return errors
+
+
+def _explain(
+    error: Exception, listener: Listener, event: str, args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
+    """Note in an error which callback raised it, and check that the callback accepts the arguments of the event."""
+    _note_source(error, listener, event)
+    if isinstance(error, TypeError):
+        _check_call(listener, event, args, kwargs)
+    output = kwargs.get("batch_output")
+    if isinstance(error, KeyError) and isinstance(output, dict) and error.args and error.args[0] not in output:
+        add_note(error, f"batch_output has the keys {', '.join(map(repr, output))}.")
+
+
+def _note_source(error: Exception, listener: Listener, event: str) -> None:
+    """Note in an error which callback raised it. After a stop, a run without that callback may then continue."""
+    callback = getattr(listener, "__self__", listener)
+    if isinstance(error, StopTrainingError):
+        if isinstance(callback, TrainerCallback):
+            error.raised_by = callback._as_created()  # noqa: SLF001
+    elif not isinstance(error, NonFiniteLossError) and not (is_from_this_package(type(callback)) and checked_by(error)):
+        add_note(error, f"In {type(callback).__name__}.{event}.")
