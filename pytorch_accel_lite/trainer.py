@@ -14,17 +14,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
-from pytorch_accel_lite.base.constructor_calls import LIBRARY_ATTRIBUTES, library_attributes
+from pytorch_accel_lite.base.constructor_calls import LIBRARY_ATTRIBUTES
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_ENV_VAR
-from pytorch_accel_lite.base.inspection import is_private
 from pytorch_accel_lite.base.modules import is_sharded, unwrap, without_gradients
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
+from pytorch_accel_lite.base.presentation import names_for_users, presented
 from pytorch_accel_lite.base.reprs import join_wrapped
 from pytorch_accel_lite.base.shadowable import Shadowable
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
-from pytorch_accel_lite.base.unknown_names import ATTRIBUTES, AttributeElsewhere, check_subclass, suggest_arguments
-from pytorch_accel_lite.base.user_code import is_from_this_package
+from pytorch_accel_lite.base.unknown_names import check_subclass, suggest_arguments
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     LogMetricsCallback,
@@ -125,8 +124,7 @@ __all__ = [
 #: Arguments of a trainer that become attributes. A subclass may have set them before.
 _GIVEN = {"model", "loss_func", "optimizer", "run_history", "accelerator", "seed", "compile_model", "channels_last"}
 _GIVEN |= {"activation_checkpointing", "check_replicas", "deterministic", "scheduler", "create_scheduler_fn"}
-#: The methods that ``help(Trainer)`` shows first.
-_CALLED_FIRST = (
+_SHOWN_FIRST = (
     *("train", "evaluate", "predict", "predict_iter", "save_model", "save_checkpoint", "load_checkpoint"),
     *("check", "find_lr", "find_batch_size", "diagnose", "estimate_memory", "summary", "log"),
 )
@@ -134,6 +132,7 @@ _CALLED_FIRST = (
 
 @add_missing_method_errors
 @suggest_arguments
+@presented(_SHOWN_FIRST)
 class Trainer:
     """Trains and evaluates a model, and predicts with it, on any hardware that Accelerate supports.
 
@@ -197,7 +196,6 @@ class Trainer:
     saves_attributes: ClassVar[bool] = True
     unsaved_attributes: ClassVar[Collection[str]] = ()
     recomputes_gradients: ClassVar[bool | None] = None
-    _fields: ClassVar[Sequence[str]] = _CALLED_FIRST  # pydoc shows these first, and others by the alphabet
 
     # ------------------------------------------------------------------------- the current or last run
 
@@ -669,8 +667,6 @@ class Trainer:
     estimate_memory = estimate.estimate_memory
     logical = logical_of_trainer
     summary = layer_summary.summary
-    if not TYPE_CHECKING:
-        fit, test, validate, add_callback, global_step, current_epoch = ATTRIBUTES
 
     # ---------------------------------------------------------------------------- saving and loading
 
@@ -1244,15 +1240,7 @@ class Trainer:
 
     def __dir__(self) -> list[str]:
         """List the names for users: without this package's private names and the names of other libraries."""
-        ours = set(filter(is_private, library_attributes(self)))
-        users = set(vars(self)) - ours
-        for kind in type(self).__mro__[:-1]:
-            if is_from_this_package(kind):
-                elsewhere = {name for name, value in vars(kind).items() if isinstance(value, AttributeElsewhere)}
-                ours |= elsewhere | set(filter(is_private, vars(kind)))
-            else:
-                users |= set(vars(kind))
-        return [name for name in super().__dir__() if name in users or name not in ours]
+        return names_for_users(self, super().__dir__())
 
     def __repr__(self) -> str:
         """Show the model, optimizer, device, callbacks, and other settings that are not at their defaults."""

@@ -164,14 +164,17 @@ class AttributeElsewhere:
         raise AttributeError(f"{owner.__name__} has no {self._name}. {self._advice}")
 
 
-ATTRIBUTES = [
-    AttributeElsewhere("fit()", "Call train(train_dataset, num_epochs, eval_dataset)."),
-    AttributeElsewhere("test()", "Call evaluate(dataset)."),
-    AttributeElsewhere("validate()", "Call evaluate(dataset)."),
-    AttributeElsewhere("add_callback()", "Pass callbacks to Trainer(), or to its callback_handler.add_callbacks()."),
-    AttributeElsewhere("global_step", "Read progress.update, the number of updates."),
-    AttributeElsewhere("current_epoch", "Read progress.epoch, which counts from 1."),
-]
+#: The attributes of other libraries' trainers that are called otherwise here, by name.
+ELSEWHERE = {
+    "fit": AttributeElsewhere("fit()", "Call train(train_dataset, num_epochs, eval_dataset)."),
+    "test": AttributeElsewhere("test()", "Call evaluate(dataset)."),
+    "validate": AttributeElsewhere("validate()", "Call evaluate(dataset)."),
+    "add_callback": AttributeElsewhere(
+        "add_callback()", "Pass callbacks to Trainer(), or to its callback_handler.add_callbacks()."
+    ),
+    "global_step": AttributeElsewhere("global_step", "Read progress.update, the number of updates."),
+    "current_epoch": AttributeElsewhere("current_epoch", "Read progress.epoch, which counts from 1."),
+}
 
 
 def _warn_of_hooks(cls: type, defined: Collection[str], events: Collection[str]) -> None:
