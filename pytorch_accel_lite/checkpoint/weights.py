@@ -207,7 +207,7 @@ def load_optimizer_state(optimizer: TrainerOptimizer, state: StateDict) -> None:
     Raises:
         ValueError: if the state does not fit the optimizer's groups and parameters
     """
-    groups = getattr(optimizer, "param_groups", ())  # an DeferredOptimizer keeps the state as it is
+    groups = getattr(optimizer, "param_groups", ())  # a DeferredOptimizer keeps the state as it is
     parameters = dict(enumerate(p for group in groups for p in group["params"]))
     sharded = {
         index: {name: sharded_like(parameters.get(index), value) for name, value in values.items()}

@@ -341,8 +341,9 @@ class LoopState:
 class Run:
     """The state of a run. A trainer always has one, ``trainer.run``: the active run, the last one, or an idle one.
 
-    Callbacks may read the attributes that are listed here, but not change them: they only mirror the trainer. All other
-    attributes belong to the trainer, and may change with any version.
+    Callbacks may read the attributes that are listed here. They may add to ``cleanup``, ``end.last_calls`` and
+    ``step_metrics``, but must not change the others. All other attributes belong to the trainer, and may change with
+    any version.
 
     Attributes:
         ranks: the processes of the job, for settings, files and errors. In tensor parallelism, several processes
