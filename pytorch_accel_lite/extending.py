@@ -106,7 +106,7 @@ from pytorch_accel_lite.run.state import InferenceStep, Run, Step, TrainerLike
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
 from pytorch_accel_lite.steps.choice import replace_step
 from pytorch_accel_lite.steps.closures import CLOSURE, RECOMPUTED
-from pytorch_accel_lite.steps.compiled import COMPILED, STEP_COMPILERS, StepCompiler
+from pytorch_accel_lite.steps.compilation import COMPILED, STEP_COMPILERS, StepCompiler
 from pytorch_accel_lite.steps.features import FP16, MICROBATCHES, SKIPPED_BATCHES, STEP_KINDS, Conflict, Feature
 from pytorch_accel_lite.steps.manual import MANUAL
 from pytorch_accel_lite.steps.sharded import ShardedStep

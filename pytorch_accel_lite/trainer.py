@@ -97,7 +97,7 @@ from pytorch_accel_lite.schedulers.placeholders import (
 )
 from pytorch_accel_lite.steps import closures, manual
 from pytorch_accel_lite.steps.choice import create_step
-from pytorch_accel_lite.steps.compiled import create_compiled_forward
+from pytorch_accel_lite.steps.compilation import create_compiled_forward
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection

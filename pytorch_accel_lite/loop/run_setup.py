@@ -117,7 +117,7 @@ def _set_seeds(trainer: TrainerLike, run: Run) -> None:
     elif trainer.seed is None and (run.request.saves_training_states or run.data.ranks.replicas > 1):
         run.data.seed = run.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
     if run.data.ranks.replicas > 1:  # processes that share a batch must draw the same dropout
-        restore_generators(run.data.ranks.broadcast_to_sharers(capture_generators()))  # type: ignore[attr-defined]
+        restore_generators(run.data.ranks.broadcast_to_sharers(capture_generators()))
 
 
 def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:

@@ -1,4 +1,4 @@
-"""The seam for compiled steps, which an extension makes, and the features that they do not work with."""
+"""Compilation: the seam for compiled steps, which an extension makes, and what compiled code does not work with."""
 
 from __future__ import annotations
 
