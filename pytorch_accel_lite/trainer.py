@@ -39,7 +39,7 @@ from pytorch_accel_lite.checkpoint import saving
 from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
 from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, total_loss
-from pytorch_accel_lite.data.defaults import default_loader_kwargs, loader_for
+from pytorch_accel_lite.data.defaults import dataloader_for, default_loader_kwargs
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loss_shapes import LossFunction
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
@@ -929,7 +929,7 @@ class Trainer:
             by default, a ``DataLoader`` of ``self.train_dataset``, or that itself if it is a loader
         """
         defaults = self.get_default_train_dl_kwargs(batch_size)
-        source, self._train_dl_kwargs = loader_for(self.train_dataset, self.collate_fn, defaults, train_dl_kwargs)
+        source, self._train_dl_kwargs = dataloader_for(self.train_dataset, self.collate_fn, defaults, train_dl_kwargs)
         return source  # type: ignore[no-any-return]
 
     def create_eval_dataloader(
@@ -937,7 +937,7 @@ class Trainer:
     ) -> Iterable[BatchData]:
         """Return the loader of evaluation batches; see ``create_train_dataloader()``."""
         defaults = self.get_default_eval_dl_kwargs(batch_size)
-        source, self._eval_dl_kwargs = loader_for(self.eval_dataset, self.collate_fn, defaults, eval_dl_kwargs)
+        source, self._eval_dl_kwargs = dataloader_for(self.eval_dataset, self.collate_fn, defaults, eval_dl_kwargs)
         return source  # type: ignore[no-any-return]
 
     def get_default_train_dl_kwargs(self, batch_size: int) -> LoaderKwargs:

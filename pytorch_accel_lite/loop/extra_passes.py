@@ -25,6 +25,6 @@ def warm_up_ddp(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     The wrapper rearranges gradients after its first backward pass. With three or more processes, the order of their
     sums, and so the last bits, depend on it: a resumed run must have had that first pass, too.
     """
-    run.stepper.must_warm_up_ddp = False
+    run.loop.must_warm_up_ddp = False
     with StepSnapshot(trainer):
         trainer.backward_step(loss_of(trainer, batch))

@@ -1,4 +1,4 @@
-"""What is left of a resumed run, and what its states keep."""
+"""Completing the restoration of a resumed run, unless it has nothing left to do."""
 
 from __future__ import annotations
 

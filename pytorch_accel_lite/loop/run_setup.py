@@ -244,9 +244,9 @@ def begin_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> 
         resume_schedule(trainer, run, state)
     if state is not None and trainer.accelerator.is_main_process and (changes := compare_settings(trainer, state)):
         trainer.print(changes)
-    run.stepper.must_compare_replicas = trainer.check_replicas and run.ranks.world_size > 1
+    run.loop.must_compare_replicas = trainer.check_replicas and run.ranks.world_size > 1
     reorders = isinstance(trainer.model, DistributedDataParallel) and run.ranks.world_size > 2
-    run.stepper.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0
+    run.loop.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0
 
 
 @contextmanager

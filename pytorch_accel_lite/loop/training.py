@@ -156,7 +156,7 @@ def _steps_until_reread(trainer: TrainerLike, run: Run, batches: Iterator[Batch]
             evaluate_if_due(trainer, run)  # the run was interrupted before or within this evaluation
         is_outdated = loader.is_outdated  # the evaluation may have changed the data
         while batch is not None and not is_outdated:
-            if run.stepper.must_warm_up_ddp:
+            if run.loop.must_warm_up_ddp:
                 warm_up_ddp(trainer, run, batch)
             try:
                 run_step(trainer, run, batch)
@@ -164,8 +164,8 @@ def _steps_until_reread(trainer: TrainerLike, run: Run, batches: Iterator[Batch]
                 if not run.stepper.recover(trainer, run, error):
                     raise
                 return False
-            if run.stepper.must_compare_replicas and progress.update:
-                run.stepper.must_compare_replicas = False
+            if run.loop.must_compare_replicas and progress.update:
+                run.loop.must_compare_replicas = False
                 trainer.compare_replicas()
             is_outdated = loader.is_outdated
             if not is_outdated:
@@ -189,7 +189,7 @@ def run_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     output = forward_backward(trainer, run, batch)
     updates = window.is_ending and window.has_gradients  # without gradients if all batches were skipped
     if updates:
-        if run.stepper.must_compare_replicas:
+        if run.loop.must_compare_replicas:
             note_missing_gradients(trainer, run)
         run.stepper.apply_update(trainer, run)
     run.progress.step += 1

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -231,11 +231,6 @@ class Step:
         gradient_norm: the total norm of the gradients of the current update, if it has been computed
         skips_update: whether the current update is skipped
         skipped_updates: number of updates skipped in the run
-        must_warm_up_ddp: whether ``DistributedDataParallel`` still has to arrange its gradients
-        must_compare_replicas: whether the first update still has to be compared between the processes
-        without_gradient: the parameters that had no gradient on this process in the first update
-        clipped: the parameters whose gradients were clipped last, in the order of the model
-        clipped_ids: their ids, in the order of the optimizer
     """
 
     closure: tuple[Callable[[], torch.Tensor]] | tuple[()] = ()
@@ -248,11 +243,6 @@ class Step:
         self.gradient_norm: torch.Tensor | None = None
         self.skips_update = False
         self.skipped_updates = 0
-        self.must_warm_up_ddp = False
-        self.must_compare_replicas = False
-        self.without_gradient: list[nn.Parameter] = []
-        self.clipped: list[nn.Parameter] = []
-        self.clipped_ids: list[int] = []
 
     @property
     def optimizers_never_updated(self) -> list[str]:
@@ -312,6 +302,18 @@ class InferenceStep(Protocol):
         """Report what was skipped. Called on every process after its last batch."""
 
 
+class ClippingOrder(NamedTuple):
+    """The parameters whose gradients were clipped last.
+
+    Args:
+        ids: their ids, in the order of the optimizer
+        parameters: the parameters, in the order of the model
+    """
+
+    ids: list[int]
+    parameters: list[nn.Parameter]
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class LoopState:
     """The private state of the loop of a run.
@@ -325,6 +327,10 @@ class LoopState:
         trained_model: the trainer's model, while another model is evaluated in its place
         unrecorded: the running losses of the training epoch, until they are recorded
         global_modes: settings of torch after the starting events
+        must_warm_up_ddp: whether ``DistributedDataParallel`` still has to arrange its gradients
+        must_compare_replicas: whether the first update still has to be compared between the processes
+        without_gradient: the parameters that had no gradient on this process in the first update
+        clipping_order: the parameters whose gradients were clipped last, if any
     """
 
     uses_builtin_loop: bool = False
@@ -335,6 +341,10 @@ class LoopState:
     trained_model: nn.Module | None = None
     unrecorded: LossTrackers | None = None
     global_modes: GlobalModes | None = None
+    must_warm_up_ddp: bool = False
+    must_compare_replicas: bool = False
+    without_gradient: list[nn.Parameter] = field(default_factory=list)
+    clipping_order: ClippingOrder | None = None
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -33,7 +33,7 @@ def compare_replicas(trainer: TrainerLike) -> None:
     if len(set(trainer.ranks.all_gather_object(hash(tuple(sums.values()))))) == 1:
         return
     learning = [name for name, parameter in trained.items() if parameter.requires_grad]
-    found = _Fingerprint(sums, learning, [names.get(id(p), "") for p in trainer.current_run.stepper.without_gradient])
+    found = _Fingerprint(sums, learning, [names.get(id(p), "") for p in trainer.current_run.loop.without_gradient])
     by_rank = trainer.ranks.all_gather_object(found)
     for name in dict.fromkeys(chain.from_iterable(other.sums for other in by_rank)):
         differing = [str(r) for r, other in enumerate(by_rank) if other.sums.get(name) != by_rank[0].sums.get(name)]
@@ -61,7 +61,7 @@ class _Fingerprint(NamedTuple):
 
 def note_missing_gradients(trainer: TrainerLike, run: Run) -> None:
     """Note which trained parameters have no gradient in the current update."""
-    run.stepper.without_gradient = [
+    run.loop.without_gradient = [
         p for p in attributes.updated_parameters(trainer) if p.requires_grad and p.grad is None
     ]
 
