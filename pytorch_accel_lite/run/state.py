@@ -35,20 +35,13 @@ from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.history import MetricValue, RunHistory
 from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.losses import LossTrackers
-from pytorch_accel_lite.run.parts import (
-    CreatedAttributes,
-    GlobalModes,
-    Latest,
-    RunData,
-    RunEnd,
-    RunSchedule,
-    SkippedBatches,
-    TrainingState,
-)
+from pytorch_accel_lite.run.parts import GlobalModes, Latest, RunData, RunEnd, RunSchedule
 from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import EpochPhase, Progress
 from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
+from pytorch_accel_lite.run.skipped_batches import SkippedBatches
 from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
+from pytorch_accel_lite.run.training_state import CreatedAttributes, TrainingState
 
 T = TypeVar("T")
 
