@@ -100,10 +100,10 @@ from pytorch_accel_lite.run.metric_panels import (
     panels_by_metric,
 )
 from pytorch_accel_lite.run.parts import LoadedWeights
+from pytorch_accel_lite.run.run_and_interfaces import InferenceStep, Run, Step, TrainerLike
 from pytorch_accel_lite.run.seams import JOB_QUEUES, PLOTS, JobQueue, Plots, plots_for
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches, SkippedStep
-from pytorch_accel_lite.run.state import InferenceStep, Run, Step, TrainerLike
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
 from pytorch_accel_lite.steps.choice import replace_step

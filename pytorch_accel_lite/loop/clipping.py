@@ -15,8 +15,8 @@ from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.meshes import add_up_along
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
 from pytorch_accel_lite.run.attributes import updated_parameters
+from pytorch_accel_lite.run.run_and_interfaces import ClippingOrder, TrainerLike
 from pytorch_accel_lite.run.settings import TrainerRunConfig
-from pytorch_accel_lite.run.state import ClippingOrder, TrainerLike
 
 #: Returns the total norm of gradients.
 NormFunction: TypeAlias = Callable[[Iterable[torch.Tensor]], torch.Tensor]

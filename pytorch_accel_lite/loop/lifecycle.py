@@ -21,7 +21,7 @@ from pytorch_accel_lite.loop.sharded_models import set_up_sharded_model
 from pytorch_accel_lite.optimizers.rates import learning_rates, note_initial_options
 from pytorch_accel_lite.run.attributes import set_optimizer_modes
 from pytorch_accel_lite.run.events import NonFiniteLossError, StopTrainingError
-from pytorch_accel_lite.run.state import Run, TrainerLike
+from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
 
 
 @contextmanager

@@ -28,9 +28,9 @@ from pytorch_accel_lite.loop.guards.error_notes import explaining
 from pytorch_accel_lite.loop.inference import compute_batches, inference, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import end_failed_run
 from pytorch_accel_lite.loop.run_setup import inference_run
+from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.skipped_batches import SKIPPED
-from pytorch_accel_lite.run.state import Run, TrainerLike
 
 # Several processes gather the outputs of several steps at once: as many as take about this time and memory on each.
 _SECONDS_AT_ONCE = 0.2
