@@ -26,10 +26,10 @@ from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
 from pytorch_accel_lite.run.job_queues import JOB_QUEUES
-from pytorch_accel_lite.run.parts import TrainingState
+from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import TrainerLike
 from pytorch_accel_lite.run.stops import RunInterruptedError, RunPausedError
+from pytorch_accel_lite.run.training_state import TrainingState
 
 # Expected seconds for the first state, and the number of states to average for the next.
 _FIRST_PAUSE = 0.05
