@@ -7,7 +7,6 @@ import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import FrozenInstanceError
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -17,14 +16,13 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import pytorch_accel_lite.callbacks as shipped
 from pytorch_accel_lite import (
     CallbackHandler,
     InMemoryRunHistory,
     LossTracker,
-    NonFiniteLossError,
     RunHistory,
     StopTrainingError,
     Trainer,
@@ -48,7 +46,7 @@ from pytorch_accel_lite.callbacks import (
 from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.extension_names import OFFERED
 from pytorch_accel_lite.run.events import EVENTS
-from pytorch_accel_lite.trainer import DEFAULT_CALLBACKS, replace_trainer_placeholder_values
+from pytorch_accel_lite.trainer import DEFAULT_CALLBACKS
 from tests.launching import ROOT
 from tests.small_models import equal_weights, listener, make_data, make_model, make_trainer, train, weights
 
@@ -68,7 +66,7 @@ def row(*names: str) -> Callable[[Test], Test]:
     return lambda test: test
 
 
-#: Rows about programs, several processes, or what takes longer, with the test that tries each.
+#: Rows that another test tries: of programs, of several processes, or of a feature with a file of its own.
 HELD = {
     "attributes of Accelerate's loaders": "test_dataloaders.py::"
     "test_loaders_have_the_sizes_that_those_of_accelerate_have",
@@ -156,6 +154,48 @@ HELD = {
     "several settings of inference": "test_testing.py::test_each_combination_is_tested_and_listed_in_the_table",
     "results by model, setting and dataset": "test_testing.py::test_each_combination_is_tested_and_listed_in_the_table",
     "an interrupted test is resumed": "test_testing.py::test_a_killed_test_leaves_the_same_files_as_one_that_was_not",
+    "a history written from scratch": "test_tracking.py::test_a_users_history_is_used",
+    "a history that extends `reset`": "test_tracking.py::test_a_subclass_may_reset_what_its_constructor_creates",
+    "a mean of losses that weighs by samples": "test_tracking.py::test_a_running_mean_weighs_by_batch_size",
+    "settings cannot be changed": "test_tracking.py::test_the_run_config_cannot_be_changed",
+    "settings are made of fifteen fields": "test_ancestor_code.py::test_a_config_needs_the_fields_that_it_always_had",
+    "an end when the loss is NaN": "test_ancestor_faults.py::test_a_nan_raises_an_error_rather_than_ending_the_program",
+    "NaN is an error with the iteration and the losses": "test_ancestor_faults.py::"
+    "test_a_nan_raises_an_error_rather_than_ending_the_program",
+    "only the first two elements of a batch are used": "test_ancestor_code.py::"
+    "test_the_default_step_uses_the_first_two_elements_of_a_batch",
+    "clipping by a method": "test_ancestor_code.py::test_an_override_that_nothing_calls_is_reported",
+    "what prepares model and loaders is overridden": "test_ancestor_code.py::"
+    "test_an_override_that_nothing_calls_is_reported",
+    "an overridden `_run_evaluation`": "test_ancestor_code.py::test_an_override_that_nothing_calls_is_reported",
+    "an overridden `_perform_forward_and_backward_passes`": "test_ancestor_code.py::"
+    "test_an_override_that_nothing_calls_is_reported",
+    "number of epochs": "test_placeholders.py::test_a_placeholder_has_the_value_of_the_run",
+    "number of updates in an epoch": "test_placeholders.py::test_a_placeholder_has_the_value_of_the_run",
+    "number of training batches": "test_placeholders.py::test_a_placeholder_has_the_value_of_the_run",
+    "number of evaluation batches": "test_placeholders.py::test_a_placeholder_has_the_value_of_the_run",
+    "a placeholder times a number": "test_placeholders.py::test_every_operator_works_with_numbers_on_either_side",
+    "a placeholder plus a number": "test_placeholders.py::test_every_operator_works_with_numbers_on_either_side",
+    "subtracting is an error": "test_placeholders.py::test_every_operator_works_with_numbers_on_either_side",
+    "placeholders are the members of an `Enum`": "test_placeholders.py::"
+    "test_placeholders_are_listed_like_members_of_an_enum",
+    "the name of a placeholder": "test_placeholders.py::test_placeholders_are_listed_like_members_of_an_enum",
+    "the set of their names": "test_placeholders.py::test_placeholders_are_listed_like_members_of_an_enum",
+    "the value of a placeholder, as an expression": "test_placeholders.py::test_a_placeholder_has_its_computed_value",
+    "an expression has the name of its placeholder": "test_placeholders.py::"
+    "test_expressions_have_the_name_of_their_first_placeholder",
+    "placeholders in a partial are replaced": "test_placeholders.py::"
+    "test_placeholders_are_found_wherever_they_are_nested",
+    "what is no partial is returned as it is": "test_placeholders.py::"
+    "test_values_without_placeholders_are_returned_unchanged",
+    "a stand-in for the trainer": "test_placeholders.py::test_placeholders_work_with_names_of_the_ancestor",
+    "settings that depend on the run are given before it": "test_placeholders.py::"
+    "test_counts_of_updates_in_schedules_are_those_really_made",
+    "`set_epoch` of a sampler is called": "test_consistency.py::"
+    "test_set_epoch_of_every_data_source_is_called_with_0_and_1",
+    "a model that is not in training mode is noticed": "test_modes.py::"
+    "test_evaluation_mode_left_by_a_step_ends_with_it",
+    "evaluation every n epochs": "test_evaluation.py::test_evaluation_after_every_nth_epoch_and_the_last",
 }
 #: Rows without a test: what is left out on purpose, and what only a GPU shows.
 UNTRIED = {
@@ -362,58 +402,6 @@ def test_an_accelerator_may_be_created_by_a_method():
     assert train(trainer).accelerator.device == inside[0].device
 
 
-class FromScratch(RunHistory):
-    """A history of a user."""
-
-    def __init__(self):
-        self.metrics, self.epoch = {}, 1
-
-    def get_metric_names(self):
-        return set(self.metrics)
-
-    def get_metric_values(self, name):
-        return self.metrics[name]
-
-    def get_latest_metric(self, name):
-        return self.metrics[name][-1]
-
-    def update_metric(self, name, value):
-        self.metrics.setdefault(name, []).append(value)
-
-    def delete_metric(self, name):
-        del self.metrics[name]
-
-    def set_metric_name_prefix(self, prefix=""):
-        self.prefix = prefix
-
-    metric_name_prefix = ""
-
-    @property
-    def current_epoch(self):
-        return self.epoch
-
-    def _increment_epoch(self):
-        self.epoch += 1
-
-    def reset(self):
-        self.metrics, self.epoch = {}, 1
-
-
-class Extended(InMemoryRunHistory):
-    """A history that resets more."""
-
-    def reset(self):
-        super().reset()
-        self.extra = []
-
-
-@row("a history written from scratch", "a history that extends `reset`")
-def test_a_history_may_be_written_or_extended():
-    trainer = train(make_trainer(run_history=FromScratch()), 2)
-    assert (len(trainer.run_history.get_metric_values("train_loss_epoch")), trainer.run_history.current_epoch) == (2, 3)
-    assert train(make_trainer(run_history=Extended())).run_history.extra == []  # type: ignore[attr-defined]
-
-
 @row(
     "a history whose values a callback adds to",
     "names, values and the latest value of a metric",
@@ -433,14 +421,8 @@ def test_a_history_takes_values_and_counts_epochs_from_1():
     assert epochs == [1, 2]
 
 
-@row("a mean of losses that weighs by samples", "the mean loss of the epoch in its last event")
-def test_mean_losses_weigh_by_samples(ran):
-    tracker: Any = LossTracker()
-    tracker.update(torch.tensor(1.0), 3)
-    tracker.update(torch.tensor(5.0), 1)
-    assert (tracker.average, tracker.total_loss, tracker.running_count, tracker.loss_value) == (2.0, 8.0, 4, 5.0)
-    tracker.reset()
-    assert tracker.running_count == 0
+@row("the mean loss of the epoch in its last event")
+def test_the_last_event_of_an_epoch_has_its_mean_loss(ran):
     assert ran.seen["mean"] == pytest.approx(ran.run_history.get_latest_metric("train_loss_epoch"))
 
 
@@ -468,13 +450,6 @@ def test_modules_of_a_trainer_are_moved_to_the_device():
     assert trainer.teacher.moved == 1
     trainer.evaluate(make_data())
     assert trainer.teacher.moved == 2
-
-
-@row("an end when the loss is NaN", "NaN is an error with the iteration and the losses")
-def test_a_loss_that_is_nan_ends_the_run():
-    broken = TensorDataset(make_data().tensors[0] * torch.nan, make_data().tensors[1])
-    with pytest.raises(NonFiniteLossError, match=r"(?s)nan.*epoch 1.*|epoch 1.*nan"):
-        train(make_trainer([TerminateOnNaNCallback]), train_dataset=broken)
 
 
 @row(
@@ -668,15 +643,8 @@ def test_overridden_methods_set_the_mode():
     assert modes[2:] == [False, True]
 
 
-@row("only the first two elements of a batch are used", "the method is replaced as a whole")
-def test_the_first_two_elements_of_a_batch_are_used():
-    triples = TensorDataset(*make_data().tensors, torch.arange(6))
-    third: list[int] = []
-    note = listener(on_train_step_end=lambda trainer, batch, **kwargs: third.extend(batch[2].tolist()))
-    trainer = train(make_trainer([note]), train_dataset=triples)
-    assert equal_weights(weights(trainer.model), weights(train(make_trainer()).model))
-    assert third == [*range(6)]
-
+@row("the method is replaced as a whole")
+def test_an_overridden_method_computes_the_loss_of_a_batch():
     class Own(Trainer):
         def calculate_train_batch_loss(self, batch):
             outputs = self.model(batch[0])
@@ -719,28 +687,6 @@ def test_a_timm_trainer_steps_the_schedules_of_timm():
         trainer: Any = train(make_trainer(trainer_class=kind), 4, create_scheduler_fn=create)
         assert trainer.num_updates == 12
         assert trainer.optimizer.param_groups[0]["lr"] == 0.01
-
-
-@row(
-    "clipping by a method",
-    "what prepares model and loaders is overridden",
-    "an overridden `_run_evaluation`",
-    "an overridden `_perform_forward_and_backward_passes`",
-    "`build_train_loader`",
-)
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [
-        ("_clip_gradients", "clip_gradients"),
-        ("_prepare_model_optimizer_and_dataloaders", "training_run_start"),
-        ("_run_evaluation", "evaluation_run_start"),
-        ("_perform_forward_and_backward_passes", "backward_step"),
-        pytest.param("build_train_loader", "create_train_dataloader", marks=pytest.mark.extension("other_libraries")),
-    ],
-)
-def test_methods_that_nothing_calls_are_warned_of(name, advice):
-    with said(rf"{name} is never called.*{advice}"):
-        type("Other", (Trainer,), {name: lambda self: None})
 
 
 # ------------------------------------------------------------------------------- pytorch-accelerated: loaders
@@ -882,21 +828,12 @@ FIELDS = [
 ]
 
 
-@row("the fifteen fields and their values", "settings cannot be changed", "batch size of evaluations")
-def test_the_settings_of_a_run_are_fixed(ran):
+@row("the fifteen fields and their values", "batch size of evaluations")
+def test_the_settings_of_a_run_have_its_values(ran):
     config = ran.run_config
     values = {name: getattr(config, name) for name in FIELDS if not name.endswith("kwargs")}
     assert list(values.values()) == [2, 2, 2, 2, None, 4, 2, 2, 4, True, True, False, "no"]
     assert config.train_dl_kwargs["batch_size"] == 2
-    with pytest.raises(FrozenInstanceError):
-        config.num_epochs = 3
-
-
-@row("settings are made of fifteen fields")
-def test_a_run_config_needs_fifteen_fields(ran):
-    config = TrainerRunConfig(**{name: getattr(ran.run_config, name) for name in FIELDS})
-    assert config.num_local_update_steps_per_epoch == config.num_update_steps_per_epoch == 2
-    assert config.num_processes == 1
 
 
 @row("settings by a method")
@@ -970,63 +907,6 @@ def test_overridden_loops_train_to_the_same_bits():
         assert own.run_history.get_metric_values("eval_loss_epoch") == plain.run_history.get_metric_values(
             "eval_loss_epoch"
         )
-
-
-@pytest.fixture(scope="module")
-def value(ran) -> Callable[[Any], Any]:
-    """The value of an expression in that run."""
-    return lambda expression: replace_trainer_placeholder_values(ran, partial(dict, it=expression)).keywords["it"]
-
-
-@row(
-    "number of epochs",
-    "number of updates in an epoch",
-    "number of training batches",
-    "number of evaluation batches",
-    "a placeholder times a number",
-    "a placeholder plus a number",
-    "subtracting is an error",
-)
-def test_placeholders_and_their_expressions_have_values(value):
-    assert value(P.NUM_EPOCHS) == 2
-    assert value(P.NUM_UPDATE_STEPS_PER_EPOCH) == 2
-    assert value(P.TRAIN_DATALOADER_LEN) == 3
-    assert value(P.EVAL_DATALOADER_LEN) == 3
-    assert value(P.NUM_EPOCHS * 2) == 4
-    assert value(P.NUM_EPOCHS + 1) == 3
-    assert value((P.NUM_EPOCHS - 1) / 2) == 0.5
-
-
-@row(
-    "placeholders are the members of an `Enum`",
-    "the name of a placeholder",
-    "the value of a placeholder, as an expression",
-    "the set of their names",
-    "an expression has the name of its placeholder",
-)
-def test_placeholders_are_listed_as_members_of_an_enum():
-    assert isinstance(P.NUM_EPOCHS, P)
-    assert P["NUM_EPOCHS"] is P.NUM_EPOCHS
-    assert list(P) == list(P.__members__.values())
-    assert P.NUM_EPOCHS.name == "NUM_EPOCHS"
-    assert P.NUM_EPOCHS.value == "trainer.run_config.num_epochs"
-    assert P.placeholder_set() == {member.name for member in P}
-    assert (P.NUM_EPOCHS * 2).name == "NUM_EPOCHS"
-
-
-@row(
-    "placeholders in a partial are replaced",
-    "what is no partial is returned as it is",
-    "a stand-in for the trainer",
-    "settings that depend on the run are given before it",
-)
-def test_placeholders_in_a_partial_are_replaced(ran):
-    create = partial(StepLR, step_size=P.NUM_UPDATE_STEPS_PER_EPOCH)
-    assert replace_trainer_placeholder_values(ran, create).keywords == {"step_size": 2}
-    assert replace_trainer_placeholder_values(ran, StepLR) is StepLR
-    alike = SimpleNamespace(_train_dataloader=[1, 2, 3], run_config=SimpleNamespace(num_epochs=4))
-    found = replace_trainer_placeholder_values(alike, partial(dict, a=P.TRAIN_DATALOADER_LEN, b=P.NUM_EPOCHS))
-    assert found() == {"a": 3, "b": 4}
 
 
 @row(
@@ -1268,30 +1148,6 @@ def test_evaluations_record_no_gradients(evaluated):
     assert evaluated.trainer.seen["needs gradients"] is False
 
 
-class Counted(torch.utils.data.Sampler[int]):
-    """Notes its epochs."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.epochs: list[int] = []
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epochs.append(epoch)
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.size))
-
-
-@row("`set_epoch` of a sampler is called")
-def test_set_epoch_of_a_sampler_is_called_in_each_epoch():
-    sampler = Counted(6)
-    train(make_trainer(), 2, train_dataloader_kwargs={"sampler": sampler})
-    assert sampler.epochs == [0, 1]
-
-
 class CountsSteps(TrainerCallback):
     """A callback with a state of its own."""
 
@@ -1388,6 +1244,13 @@ def test_values_are_exchanged_between_processes(ran):
 # ---------------------------------------------------------------------------------------- detectron2, LiBai
 
 
+@pytest.mark.extension("other_libraries")
+@row("`build_train_loader`")
+def test_a_method_of_detectron2_is_warned_of():
+    with said(r"build_train_loader is never called.*create_train_dataloader"):
+        type("Other", (Trainer,), {"build_train_loader": lambda self: None})
+
+
 @row(
     "`before_train` and `after_train`",
     "`before_step` and `after_step`",
@@ -1480,16 +1343,6 @@ def test_an_overridden_step_records_each_of_its_losses():
     history = train(make_trainer(trainer_class=Twice, loss_func=None)).run_history
     fit, more, both = (history.get_latest_metric(f"train_{name}_epoch") for name in ("fit", "more", "loss"))
     assert fit == more == pytest.approx(both / 2)
-
-
-@row("a model that is not in training mode is noticed")
-def test_a_callback_that_leaves_evaluation_mode_is_noticed():
-    class Forgets(TrainerCallback):
-        def on_train_step_start(self, trainer, **kwargs):
-            trainer.model.eval()
-
-    with said("Forgets left the model in evaluation mode"):
-        train(make_trainer([Forgets]))
 
 
 @row("a loader is replaced in mid-run", "a loader that wraps another")
@@ -1664,14 +1517,6 @@ def test_a_failing_batch_is_skipped_on_request():
 
     with pytest.raises(TypeError, match="must be Tensor, not NoneType"):
         train(make_trainer(), collate_fn=collate, train_dataset=[*make_data()], train_dataloader_kwargs=HERE)
-
-
-@row("evaluation every n epochs")
-def test_an_evaluation_is_made_every_n_epochs_and_at_the_end():
-    epochs: list[int] = []
-    note = listener(on_eval_epoch_start=lambda trainer, **kwargs: epochs.append(trainer.progress.epoch))
-    train(make_trainer([note]), 5, eval_dataset=True, eval_every_n_epochs=2)
-    assert epochs == [2, 4, 5]
 
 
 @row("processes that write snapshots", "snapshots of outputs, every so often")
