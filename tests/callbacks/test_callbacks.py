@@ -43,7 +43,7 @@ from pytorch_accel_lite.callbacks import (
     TerminateOnNaNCallback,
     TimeLimitCallback,
 )
-from tests.launching import two_are_enough
+from tests.launching import some_of, two_are_enough
 from tests.ranks import rank, shared_folder
 from tests.shared_trainings import StopsAt
 from tests.shipped_callbacks import EVENTFUL, NEEDS_A_SCALER, NOT_REPEATABLE, RUN, SHIPPED, STATEFUL, STATELESS, build
@@ -210,7 +210,8 @@ def test_a_run_with_a_shipped_callback_resumes_from_its_middle(callback_class, h
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("callback_class", SHIPPED)
+@pytest.mark.soak
+@pytest.mark.parametrize("callback_class", some_of(SHIPPED))
 def test_a_stopped_run_with_a_shipped_callback_trains_further(callback_class, here, monkeypatch):
     def run(event: str, stops_at: int) -> Trainer:
         (here / event).mkdir(exist_ok=True)
@@ -1122,7 +1123,8 @@ def shipped_callbacks() -> Any:
     return results
 
 
-@pytest.mark.parametrize("name", [callback_class.__name__ for callback_class in SHIPPED])
+@pytest.mark.soak
+@pytest.mark.parametrize("name", some_of(callback_class.__name__ for callback_class in SHIPPED))
 @two_are_enough
 def test_a_shipped_callback_serves_several_processes(ranks, name):
     results = [result[name] for result in ranks(shipped_callbacks)]

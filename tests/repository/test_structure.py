@@ -7,7 +7,8 @@ import importlib
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -56,19 +57,29 @@ FILES = {
 }
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield our modules that a file imports anywhere, also for typing, and whether that is in a function."""
-    tree = ast.parse(path.read_text())
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports(path: Path) -> tuple[tuple[str, bool], ...]:
+    """Return our modules that a file imports anywhere, also for typing, and whether that is in a function."""
+    tree = parsed(path)
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    inner = {id(child) for function in functions for child in ast.walk(function)}
+    inner = {id(node) for each in functions for node in ast.walk(each) if isinstance(node, ast.ImportFrom)}
+    found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE.name:
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                yield name if name in FILES else str(node.module), id(node) in inner
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [(name if name in FILES else str(node.module), id(node) in inner) for name in names]
+    return tuple(found)
 
 
-EDGES = {(name, imported) for name, path in FILES.items() for imported, _ in imports(path)} - EXCEPTIONS
+@cache
+def edges() -> frozenset[tuple[str, str]]:
+    found = {(name, imported) for name, path in FILES.items() for imported, _ in imports(path)}
+    return frozenset(found - EXCEPTIONS)
 
 
 def layer_of(module: str) -> str:
@@ -78,7 +89,7 @@ def layer_of(module: str) -> str:
 def test_a_layer_imports_only_layers_below_it():
     climbing = [
         (name, imported)
-        for name, imported in EDGES
+        for name, imported in edges()
         if layer_of(name) in LAYERS
         and not extension(imported)
         and layer_of(imported) not in LAYERS[: LAYERS.index(layer_of(name)) + 1]
@@ -88,7 +99,7 @@ def test_a_layer_imports_only_layers_below_it():
 
 
 def test_no_files_import_each_other_in_a_circle():
-    graph = {name: {imported for other, imported in EDGES if other == name} for name in FILES}
+    graph = {name: {imported for other, imported in edges() if other == name} for name in FILES}
     while graph:
         leaves = {name for name, imported in graph.items() if not imported & graph.keys()}
         assert leaves, f"these import each other: {sorted(graph)}"
@@ -112,7 +123,7 @@ def extension(module: str) -> str:
 def test_no_two_files_begin_with_the_same_sentence():
     sentences: dict[str, Path] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        first = (ast.get_docstring(ast.parse(path.read_text())) or str(path)).splitlines()[0]
+        first = (ast.get_docstring(parsed(path)) or str(path)).splitlines()[0]
         assert first not in sentences, f"{path} and {sentences[first]} begin alike: {first}"
         sentences[first] = path
 
@@ -133,7 +144,7 @@ def test_extensions_use_only_what_users_can_import():
     for name, path in FILES.items():
         if not extension(name):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             if not module.startswith(f"{PACKAGE.name}."):
                 continue
@@ -185,7 +196,7 @@ def test_docstrings_have_sections_rather_than_fields():
     field = re.compile(r"^ *:(?:param|type|ivar|cvar|returns?|rtype|raises)\b.*?:", re.MULTILINE)
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, kinds) and (found := field.search(ast.get_docstring(node) or "")):
                 pytest.fail(f"{path.name}: {found[0]} should be in a section, such as Args:, Returns: or Raises:")
 
