@@ -18,7 +18,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from tests.launching import ROOT, SOAK, EarlyCopy, EarlyFork
 from tests.rank_pool import RankPool
-from tests.tasks import fake_clock
+from tests.small_models import fake_clock
 
 EXPENSIVE = ["job", "ancestors", "exchange", "fresh", "uninterrupted"]  # fixtures that take long to create
 

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.launching import some_of
-from tests.tasks import equal_weights, largest_difference, weights
+from tests.small_models import equal_weights, largest_difference, weights
 
 IN_ORDER = {"shuffle": False}
 

@@ -14,7 +14,7 @@ from torch import nn
 from pytorch_accel_lite import Trainer
 from tests.ranks import rank
 from tests.sharded import create_model, gathered, shard
-from tests.tasks import adamw_trainer, equal_weights, float64_data, float64_model
+from tests.small_models import adamw_trainer, equal_weights, float64_data, float64_model
 
 DATA, OTHER_DATA = float64_data(24), float64_data(8)
 

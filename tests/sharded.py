@@ -21,7 +21,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint.weights import full_state_dict
 from tests.ranks import world_size
-from tests.tasks import float64_data, listener
+from tests.small_models import float64_data, listener
 
 
 def large_model() -> nn.Module:

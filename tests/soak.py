@@ -122,7 +122,7 @@ def _kill_after_a_state(process: Fork, folder: Path, generator: torch.Generator,
 
 
 def main() -> None:
-    from tests.tasks import assert_same
+    from tests.small_models import assert_same
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)

@@ -15,7 +15,7 @@ from pytorch_accel_lite import Trainer, TrainerCallback, data
 from pytorch_accel_lite.data import OwnShard
 from tests.ranks import rank as own_rank
 from tests.ranks import world_size
-from tests.tasks import float64_data, weights
+from tests.small_models import float64_data, weights
 
 
 class Shelf(IterableDataset):

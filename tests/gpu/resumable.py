@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, TerminateOnNaNCallback
 from tests.gpu.parts import COMPILED, IMAGES, ON_GPU, Task, adamw, image_data, in_precision
-from tests.tasks import listener
+from tests.small_models import listener
 
 UPDATES = 8  # in each of two epochs
 DIES_AFTER = 11  # in the second, two updates after a state

@@ -29,7 +29,7 @@ from tests.gpu.parts import (
     sized,
     trainer_of,
 )
-from tests.tasks import listener
+from tests.small_models import listener
 
 STEPS = sized(20, 3)
 PRECISIONS = ["no", "bf16", "fp16"]

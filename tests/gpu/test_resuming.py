@@ -14,7 +14,7 @@ import torch
 from tests.gpu.parts import ON_GPU, sized
 from tests.gpu.resumable import DIES_AFTER
 from tests.launching import ROOT, environment
-from tests.tasks import same_bits
+from tests.small_models import same_bits
 
 
 def start(kind: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -7,7 +7,7 @@ import sys
 import torch
 
 from pytorch_accel_lite import TrainerCallback
-from tests.tasks import Rows, adamw_trainer, float64_data, float64_model
+from tests.small_models import Rows, adamw_trainer, float64_data, float64_model
 
 how = sys.argv[1] if sys.argv[1:] else "fails"
 failing_rank = int(sys.argv[2]) if sys.argv[2:] else 1

@@ -15,7 +15,7 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
 )
 from tests.scripts.resumable import Lingers
-from tests.tasks import adamw_trainer, float64_data, float64_model
+from tests.small_models import adamw_trainer, float64_data, float64_model
 
 EPOCHS, UPDATES = 3, 12
 

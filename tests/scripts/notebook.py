@@ -10,7 +10,7 @@ from pytorch_accel_lite import notebook_launcher
 
 
 def training(folder: str) -> None:
-    from tests.tasks import adamw_trainer, float64_data, float64_model, weights
+    from tests.small_models import adamw_trainer, float64_data, float64_model, weights
 
     torch.set_num_threads(1)
     model = float64_model()

@@ -1,6 +1,6 @@
 """What runs on the simulated device and, for comparison, on the CPU: python on_a_device.py FILE
 
-There all cases run on the device, one after another; tests/test_devices.py calls them for the CPU.
+There all cases run on the device, one after another; tests/base/test_devices.py calls them for the CPU.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from pytorch_accel_lite.callbacks import (
     TerminateOnNaNCallback,
 )
 from pytorch_accel_lite.trainer import DEFAULT_CALLBACKS
-from tests.shipped import RUN, SHIPPED, build
-from tests.tasks import make_data, make_trainer, train
+from tests.shipped_callbacks import RUN, SHIPPED, build
+from tests.small_models import make_data, make_trainer, train
 
 waits: Counter[str] = Counter()
 copies: Counter[str] = Counter()

@@ -20,7 +20,7 @@ from torch import nn
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.ranks import rank, world_size
-from tests.tasks import weights
+from tests.small_models import weights
 
 EPOCHS = 3
 

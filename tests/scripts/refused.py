@@ -2,7 +2,7 @@
 
 from accelerate import PartialState
 
-from tests.tasks import adamw_trainer, float64_model
+from tests.small_models import adamw_trainer, float64_model
 
 PartialState()
 try:

@@ -8,7 +8,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.utils import local_process_zero_only
-from tests.tasks import float64_data, float64_model
+from tests.small_models import float64_data, float64_model
 
 torch.set_num_threads(1)
 # Before there is a trainer, which makes a process of this one.

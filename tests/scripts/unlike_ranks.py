@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from tests.tasks import adamw_trainer, float64_data, float64_model
+from tests.small_models import adamw_trainer, float64_data, float64_model
 
 case, _, left_out = sys.argv[1].partition(", not in step ")
 torch.set_num_threads(1)

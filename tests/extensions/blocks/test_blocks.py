@@ -20,7 +20,15 @@ from pytorch_accel_lite.utils import format_bytes
 from tests.launching import CAN_SHARD, SOAK
 from tests.ranks import world_size
 from tests.sharded import mesh_of
-from tests.tasks import Blocks, adamw_trainer, equal_weights, float64_data, image_model, largest_difference, weights
+from tests.small_models import (
+    Blocks,
+    adamw_trainer,
+    equal_weights,
+    float64_data,
+    image_model,
+    largest_difference,
+    weights,
+)
 
 DATA = float64_data(26)
 # torch looks at the gradients of what a graph is given; it ignores the warning itself unless warnings are errors.

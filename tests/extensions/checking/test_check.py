@@ -23,7 +23,7 @@ from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValue
 from pytorch_accel_lite.checking import ProgramError, doubt
 from pytorch_accel_lite.data import OwnShard
 from tests.launching import some_of
-from tests.tasks import Stream, adamw_trainer, float64_data, float64_model, same_bits
+from tests.small_models import Stream, adamw_trainer, float64_data, float64_model, same_bits
 
 CLASSES, WORDS, PAD = 5, 20, 0
 #: A trainer, its data, and arguments of train().

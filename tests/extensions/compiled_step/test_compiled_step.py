@@ -24,7 +24,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveTrainingStateCallback
 from tests.launching import SOAK, run_code
 from tests.ranks import shared_folder, world_size
-from tests.tasks import (
+from tests.small_models import (
     Blocks,
     adamw_trainer,
     equal_weights,

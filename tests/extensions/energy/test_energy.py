@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import EnergyCallback, SaveTrainingStateCallback
 from tests.ranks import rank, shared_folder
-from tests.tasks import adamw_trainer, listener, make_data, make_model
+from tests.small_models import adamw_trainer, listener, make_data, make_model
 
 KWH = 3_600_000_000_000  # microjoules
 

@@ -27,7 +27,7 @@ from tests.extensions.experiment import parts
 from tests.extensions.experiment.parts import Net, load_data
 from tests.launching import run_forked, some_of
 from tests.ranks import shared_folder
-from tests.tasks import raises_at
+from tests.small_models import raises_at
 
 SIZE = 12
 LABELS = [index % 3 for index in range(SIZE)]

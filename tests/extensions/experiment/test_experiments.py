@@ -34,7 +34,7 @@ from pytorch_accel_lite.callbacks import (
 from tests.extensions.experiment import parts
 from tests.launching import HAS_MUON, ROOT, SOAK, run_code, run_forked, run_module
 from tests.pages import blocks, write_files
-from tests.tasks import deep_model, equal_weights, float64_data, make_data, make_trainer
+from tests.small_models import deep_model, equal_weights, float64_data, make_data, make_trainer
 
 pytest.importorskip("jsonargparse", reason="needs the extra cli")
 
@@ -958,7 +958,7 @@ def test_a_file_can_name_muon_with_adamw(tmp_path):
     arguments = {"per_device_batch_size": 8, "train_dataloader_kwargs": {"shuffle": False}}
     path = tmp_path / "muon.yaml"
     path.write_text(
-        "model: tests.tasks.deep_model\nloss_func: MSELoss\n"
+        "model: tests.small_models.deep_model\nloss_func: MSELoss\n"
         "optimizer: {class_path: pytorch_accel_lite.optimizers.muon_with_adamw, init_args: {lr: 0.02}}\n"
     )
     trainer = Experiment.from_file(path).trainer

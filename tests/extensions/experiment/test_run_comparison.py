@@ -26,7 +26,7 @@ from pytorch_accel_lite.experiment import Experiment, RunComparison
 from pytorch_accel_lite.extensions.experiment.command_line import main
 from tests.extensions.experiment import parts
 from tests.extensions.experiment.test_experiments import FILE, SCHEDULE
-from tests.tasks import listener, make_data, make_trainer
+from tests.small_models import listener, make_data, make_trainer
 
 METRICS = """
 callbacks:

@@ -28,7 +28,7 @@ from tests.extensions.experiment.parts import DATA, TRAINING, make, on_gpu, savi
 from tests.launching import ROOT, SOAK, run_forked
 from tests.pages import blocks, write_files
 from tests.ranks import shared_folder
-from tests.tasks import raises_at
+from tests.small_models import raises_at
 
 pytest.importorskip("scipy")
 

@@ -30,7 +30,7 @@ from pytorch_accel_lite.extensions.experiment.tested_weights import find_weights
 from tests.extensions.experiment import parts
 from tests.extensions.experiment.test_experiments import FILE
 from tests.launching import SOAK, run_forked
-from tests.tasks import listener
+from tests.small_models import listener
 
 OPTIONS: dict[str, Any] = {"worst": 3, "per_device_batch_size": 2, "shard_size": 2}
 SETTINGS = {"plain": {}, "double": {"scale": 2.0}}

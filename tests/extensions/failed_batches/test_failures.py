@@ -23,10 +23,10 @@ from pytorch_accel_lite.callbacks import (
     TerminateOnNaNCallback,
 )
 from pytorch_accel_lite.tracking import Progress
-from tests.cases import TokenTrainer
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, OrderedStream, global_batch, rank, world_size
-from tests.tasks import (
+from tests.shared_trainings import TokenTrainer
+from tests.small_models import (
     Broken,
     Expanded,
     Rows,

@@ -20,7 +20,7 @@ from pytorch_accel_lite.finetuning import Layer, LayerGroup, ModelFreezer, layer
 from tests import ancestor as ancestors
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, global_batch
-from tests.tasks import (
+from tests.small_models import (
     adamw_trainer,
     equal_weights,
     float64_data,

@@ -13,7 +13,7 @@ from torch import nn
 from pytorch_accel_lite.finetuning import ModelFreezer, layer_group_parameters
 from tests import ancestor as ancestors
 from tests.adapters import SIZES, bert, rows, with_lora
-from tests.tasks import adamw_trainer
+from tests.small_models import adamw_trainer
 
 transformers = pytest.importorskip("transformers")
 

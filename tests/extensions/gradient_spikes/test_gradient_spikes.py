@@ -12,7 +12,7 @@ from torch import nn
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import GradientSpikeCallback, SaveTrainingStateCallback
 from tests.ranks import IN_ORDER
-from tests.tasks import equal_weights, float64_data, listener, weights
+from tests.small_models import equal_weights, float64_data, listener, weights
 
 
 def fit(callbacks: Any, data: Any, epochs: int = 1, seed: int | None = None, **kwargs: Any) -> Trainer:

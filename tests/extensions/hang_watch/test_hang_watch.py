@@ -19,7 +19,7 @@ from pytorch_accel_lite.distributed.ranks import timeout_of
 from tests.launching import EarlyFork, Fork, run_elastic_script
 from tests.ranks import IN_ORDER, rank, world_size
 from tests.scripts.resumable import run_to_the_end
-from tests.tasks import Rows, adamw_trainer, equal_weights, float64_data, float64_model, listener, weights
+from tests.small_models import Rows, adamw_trainer, equal_weights, float64_data, float64_model, listener, weights
 
 
 class Stuck(Rows):

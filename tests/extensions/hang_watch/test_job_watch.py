@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer
+from tests.distributed.test_deadlocks import DATA, fails_on_rank_1, on_rank_1, train
 from tests.launching import in_forks, some_of
 from tests.ranks import rank
-from tests.tasks import float64_model
-from tests.test_deadlocks import DATA, fails_on_rank_1, on_rank_1, train
+from tests.small_models import float64_model
 
 
 class CatchesItsError(Trainer):

@@ -46,9 +46,9 @@ from pytorch_accel_lite.extensions.logical import LogicalStep
 from pytorch_accel_lite.extensions.logical.gradient_sum import Node, TreeSum, blocks_of
 from tests.launching import SOAK, two_are_enough
 from tests.ranks import world_size
+from tests.run.test_events import PARTS, TWO_STEPS, Kind, check_kind
 from tests.scripts.resumable import CopyStates, run_to_the_end
-from tests.soak import soak
-from tests.tasks import (
+from tests.small_models import (
     Stream,
     adamw_trainer,
     float64_data,
@@ -60,7 +60,7 @@ from tests.tasks import (
     train,
     weights,
 )
-from tests.test_events import PARTS, TWO_STEPS, Kind, check_kind
+from tests.soak import soak
 
 P = TrainerPlaceholderValues
 

@@ -22,7 +22,7 @@ from pytorch_accel_lite.loop.clipping import norm_by_rows
 from tests.launching import CAN_SHARD, SOAK
 from tests.ranks import world_size
 from tests.sharded import gathered, mesh_of
-from tests.tasks import adamw_trainer
+from tests.small_models import adamw_trainer
 
 pytestmark = [CAN_SHARD, pytest.mark.processes]
 VOCABULARY, CLASSES = 11, 3

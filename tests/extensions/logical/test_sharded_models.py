@@ -25,7 +25,7 @@ from pytorch_accel_lite.callbacks import (
 from tests.launching import CAN_SHARD, SOAK, run_forked
 from tests.ranks import rank, world_size
 from tests.sharded import gathered, mesh_of, shard, sharding_accelerator
-from tests.tasks import adamw_trainer, equal_weights, float64_data
+from tests.small_models import adamw_trainer, equal_weights, float64_data
 
 pytestmark = [CAN_SHARD, pytest.mark.processes]
 

@@ -24,7 +24,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback
 from pytorch_accel_lite.extensions.memory_estimate.live_bytes import LiveBytes
 from tests.launching import CAN_SHARD
-from tests.tasks import Stream, adamw_trainer, equal_weights, float64_data, float64_model, listener, make_trainer
+from tests.small_models import Stream, adamw_trainer, equal_weights, float64_data, float64_model, listener, make_trainer
 
 BATCH = 64
 

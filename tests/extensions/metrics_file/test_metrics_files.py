@@ -13,7 +13,7 @@ import pytest
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import MetricsFileCallback, SaveTrainingStateCallback
 from tests.logs import csv_rows, json_rows
-from tests.tasks import listener, make_data, make_trainer, train
+from tests.small_models import listener, make_data, make_trainer, train
 
 
 def test_values_outside_json_and_csv_are_written_as_text(tmp_path):

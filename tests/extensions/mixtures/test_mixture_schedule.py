@@ -14,8 +14,16 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import MixtureScheduleCallback
 from pytorch_accel_lite.data import Mixture, MixtureStream
 from tests.ranks import every_state, run_and_resume, world_size
+from tests.small_models import (
+    adamw_trainer,
+    equal_weights,
+    largest_difference,
+    listener,
+    make_data,
+    make_model,
+    weights,
+)
 from tests.streams import Cut, Forgetful, ForgetfulCut, Keeps, Shelf, Sums
-from tests.tasks import adamw_trainer, equal_weights, largest_difference, listener, make_data, make_model, weights
 
 STAGES = {0: {"easy": 3, "hard": 1}, 2: {"easy": 1, "hard": 3}}
 

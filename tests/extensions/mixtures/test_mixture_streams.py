@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite.data import MixtureStream
+from tests.small_models import equal_weights
 from tests.streams import Forgetful, Shelf, train_on
-from tests.tasks import equal_weights
 
 
 def given(stream, count=None):

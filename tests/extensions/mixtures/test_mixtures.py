@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import Mixture, shard
 from tests.loaders import numbers, rank_of
+from tests.small_models import Stream, equal_weights, largest_difference, make_trainer, weights
 from tests.streams import SavesEachUpdate
-from tests.tasks import Stream, equal_weights, largest_difference, make_trainer, weights
 
 
 class Numbers(Dataset[Any]):

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelSummaryCallback
-from tests.tasks import adamw_trainer, equal_weights, image_data, image_model, listener, make_trainer, weights
+from tests.small_models import adamw_trainer, equal_weights, image_data, image_model, listener, make_trainer, weights
 
 pytest.importorskip("torchinfo")
 

@@ -16,7 +16,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import MomentumTeacherCallback, SaveTrainingStateCallback
 from tests.ranks import OrderedStream, check_processes, every_state, world_size
 from tests.sharded import fit, gathered, sharded_trainer
-from tests.tasks import equal_weights, float64_data, float64_model, largest_difference, weights
+from tests.small_models import equal_weights, float64_data, float64_model, largest_difference, weights
 
 DATA = float64_data(26)
 IN_ORDER = {"shuffle": False}

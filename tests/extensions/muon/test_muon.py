@@ -14,7 +14,7 @@ from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.optimizers import muon_with_adamw, split_parameters
 from tests.launching import HAS_MUON
 from tests.ranks import shared_folder, world_size
-from tests.tasks import (
+from tests.small_models import (
     deep_model,
     equal_weights,
     float64_data,

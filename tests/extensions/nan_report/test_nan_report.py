@@ -15,7 +15,7 @@ from pytorch_accel_lite import callbacks as shipped
 from pytorch_accel_lite.callbacks import NaNReportCallback, SaveTrainingStateCallback, TerminateOnNaNCallback
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, global_batch, shared_folder
-from tests.tasks import adamw_trainer, equal_weights, float64_data, float64_model, listener, weights
+from tests.small_models import adamw_trainer, equal_weights, float64_data, float64_model, listener, weights
 
 WITHOUT_WORKERS = {"shuffle": False, "num_workers": 0}
 

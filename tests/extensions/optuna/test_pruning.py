@@ -13,7 +13,7 @@ from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStat
 from pytorch_accel_lite.integrations import OptunaPruningCallback
 from tests.launching import run_code
 from tests.ranks import rank
-from tests.tasks import adamw_trainer, equal_weights, float64_data, float64_model
+from tests.small_models import adamw_trainer, equal_weights, float64_data, float64_model
 
 
 class PruneAt(optuna.pruners.BasePruner):

@@ -11,7 +11,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import EarlyStoppingCallback, ModelEmaCallback, SaveBestModelCallback
 from pytorch_accel_lite.extensions.other_libraries import HOOKS
 from pytorch_accel_lite.run.events import EVENTS
-from tests.tasks import make_data, make_trainer
+from tests.small_models import make_data, make_trainer
 
 
 def message(error: type[Exception], action: Any) -> str:

@@ -23,8 +23,8 @@ from pytorch_accel_lite.data import (
     unpack,
 )
 from tests.ranks import shared_folder
+from tests.small_models import equal_weights, largest_difference, listener, weights
 from tests.streams import SavesEachUpdate
-from tests.tasks import equal_weights, largest_difference, listener, weights
 
 transformers = pytest.importorskip("transformers")
 

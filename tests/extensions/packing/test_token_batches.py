@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.data import TokenBatchSampler
 from tests.ranks import shared_folder, world_size
+from tests.small_models import equal_weights, largest_difference, listener, weights
 from tests.streams import SavesEachUpdate
-from tests.tasks import equal_weights, largest_difference, listener, weights
 
 IGNORED = -100
 

@@ -19,7 +19,7 @@ from pytorch_accel_lite.callbacks import MetricsCallback
 from pytorch_accel_lite.plotting import plot_schedule
 from pytorch_accel_lite.schedulers import schedule_values
 from tests.launching import run_code
-from tests.tasks import listener, make_data, make_trainer, train
+from tests.small_models import listener, make_data, make_trainer, train
 
 
 def filled() -> InMemoryRunHistory:

@@ -19,7 +19,7 @@ from tests.launching import CAN_SHARD, some_of
 from tests.ranks import rank as own_rank
 from tests.ranks import shared_folder
 from tests.sharded import fit, gathered, large_model, sharded_trainer, sharding_accelerator
-from tests.tasks import (
+from tests.small_models import (
     Stream,
     adamw_trainer,
     float64_data,

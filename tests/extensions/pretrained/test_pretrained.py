@@ -19,7 +19,7 @@ from tests.launching import CAN_SHARD
 from tests.ranks import world_size
 from tests.saved_models import ModelMixin, make_timm
 from tests.sharded import gathered, mesh_of
-from tests.tasks import adamw_trainer, equal_weights, make_trainer, weights
+from tests.small_models import adamw_trainer, equal_weights, make_trainer, weights
 
 
 def files_in(folder: Path) -> set[str]:

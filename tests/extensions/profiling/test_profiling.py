@@ -12,7 +12,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import ProfilerCallback, StepBasedEvaluationCallback, TimingCallback
-from tests.tasks import Rows, float64_data, float64_model, listener, make_trainer, train
+from tests.small_models import Rows, float64_data, float64_model, listener, make_trainer, train
 
 NAP = 1 / 32  # of which sums are exact
 

@@ -21,7 +21,7 @@ from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.checkpoint import verify_state
 from tests.launching import ROOT, environment, run_code
 from tests.ranks import rank, shared_folder, world_size
-from tests.tasks import adamw_trainer, equal_weights, float64_data, float64_model, weights
+from tests.small_models import adamw_trainer, equal_weights, float64_data, float64_model, weights
 
 SIZE, EPOCHS = 20, 3
 

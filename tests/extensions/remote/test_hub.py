@@ -16,7 +16,7 @@ from tests.extensions.remote.hub_store import HubStore
 from tests.launching import CAN_SHARD, ROOT
 from tests.saved_models import saved_sharded, trained
 from tests.sharded import create_model
-from tests.tasks import adamw_trainer, equal_weights, float64_model
+from tests.small_models import adamw_trainer, equal_weights, float64_model
 
 
 @pytest.fixture

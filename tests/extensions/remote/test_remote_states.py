@@ -21,7 +21,7 @@ from tests.faulty_store import FaultyStore
 from tests.launching import CAN_SHARD, PATIENCE, SOAK, Fork, run_code
 from tests.ranks import rank
 from tests.scripts.resumable import run
-from tests.tasks import assert_same, changed_manifest, equal_weights, make_trainer, train
+from tests.small_models import assert_same, changed_manifest, equal_weights, make_trainer, train
 
 
 def resume(folder: Path) -> Any:
@@ -273,7 +273,7 @@ def test_invalid_addresses_are_errors(tmp_path):
 def test_without_s3fs_the_error_names_what_to_install():
     code = (
         "from tests.launching import forget; from pytorch_accel_lite.callbacks import SaveTrainingStateCallback\n"
-        "from tests.tasks import make_trainer, train\n"
+        "from tests.small_models import make_trainer, train\n"
         "forget('fsspec')\n"
         "forget('s3fs', installed=False)\n"
         "try: train(make_trainer(callbacks=[SaveTrainingStateCallback('s3://bucket/run')]))\n"

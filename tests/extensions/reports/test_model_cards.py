@@ -26,7 +26,7 @@ from pytorch_accel_lite.callbacks import (
 from tests.adapters import bert, with_lora
 from tests.launching import CAN_SHARD
 from tests.saved_models import DATA, OTHER_DATA, ModelMixin, make_timm, saved_sharded, trained
-from tests.tasks import adamw_trainer, equal_weights, float64_model, listener, raises_at
+from tests.small_models import adamw_trainer, equal_weights, float64_model, listener, raises_at
 
 
 def results(folder: Path) -> list[Any]:

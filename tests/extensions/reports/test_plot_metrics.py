@@ -11,7 +11,7 @@ from PIL import Image
 from pytorch_accel_lite import InMemoryRunHistory
 from pytorch_accel_lite.callbacks import PlotMetricsCallback
 from pytorch_accel_lite.extensions.reports import time_budget
-from tests.tasks import listener, make_trainer, train
+from tests.small_models import listener, make_trainer, train
 
 
 def test_metrics_are_plotted_after_each_epoch(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
 )
 from tests.ranks import shared_folder
-from tests.tasks import adamw_trainer, float64_data, float64_model, listener, make_data, make_trainer, train
+from tests.small_models import adamw_trainer, float64_data, float64_model, listener, make_data, make_trainer, train
 
 
 def test_the_folder_of_a_run_records_its_course(tmp_path):

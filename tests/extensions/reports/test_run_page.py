@@ -12,7 +12,7 @@ import torch
 from pytorch_accel_lite.callbacks import RunLogCallback, ShowOutputsCallback
 from pytorch_accel_lite.extensions.reports.run_page import TEMPLATES
 from pytorch_accel_lite.plotting import Column, render
-from tests.tasks import make_data, make_trainer, train
+from tests.small_models import make_data, make_trainer, train
 
 
 def test_markdown_shows_names_as_they_are():

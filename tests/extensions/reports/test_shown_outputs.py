@@ -20,7 +20,7 @@ from pytorch_accel_lite import Trainer, callbacks
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, ShowOutputsCallback
 from tests.launching import CAN_SHARD
 from tests.ranks import global_batch, world_size
-from tests.tasks import adamw_trainer, equal_weights, float64_data, listener, weights
+from tests.small_models import adamw_trainer, equal_weights, float64_data, listener, weights
 
 
 def model_with_dropout() -> nn.Module:

@@ -25,7 +25,7 @@ from tests.launching import PATIENCE, ROOT, WarmPython, environment
 from tests.ranks import rank, shared_folder, world_size
 from tests.scripts.resumable import run_to_the_end
 from tests.scripts.submitted import Submitted
-from tests.tasks import adamw_trainer, equal_weights, float64_data, float64_model
+from tests.small_models import adamw_trainer, equal_weights, float64_data, float64_model
 
 
 class SendsSignals(TrainerCallback):

@@ -19,7 +19,7 @@ from pytorch_accel_lite.extensions.step_logging import StepLogger
 from tests.launching import PATIENCE, SOAK, EarlyFork, some_of
 from tests.logs import csv_rows, json_rows, scalars
 from tests.scripts.logged import EPOCHS, UPDATES, run, run_with_mlflow
-from tests.tasks import listener, make_trainer, train
+from tests.small_models import listener, make_trainer, train
 
 #: Has every logger.
 OF_THE_SCRIPT = pytest.mark.extension("metrics_file", "reports", "trackers")

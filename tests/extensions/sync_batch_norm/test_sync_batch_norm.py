@@ -14,7 +14,7 @@ from pytorch_accel_lite.callbacks import ConvertSyncBatchNormCallback
 from pytorch_accel_lite.extensions.sync_batch_norm import synchronised
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER
-from tests.tasks import adamw_trainer, equal_weights, float64_data, make_data, make_trainer, train, weights
+from tests.small_models import adamw_trainer, equal_weights, float64_data, make_data, make_trainer, train, weights
 
 
 class TwoOfOne(nn.Module):

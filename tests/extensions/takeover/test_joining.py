@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.test_machines import ADDRESSES, ip, namespace, network  # noqa: F401
 from tests.extensions.takeover.test_takeover import (
     ALL,
     LAUNCH,
@@ -30,7 +31,6 @@ from tests.extensions.takeover.test_takeover import (
     report,
 )
 from tests.launching import CAN_SHARD, PATIENCE, ROOT, SOAK, TORCHRUN, WarmPython, environment
-from tests.test_machines import ADDRESSES, ip, namespace, network  # noqa: F401
 
 pytestmark = [pytest.mark.programs, pytest.mark.processes]
 

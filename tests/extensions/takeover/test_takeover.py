@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.launching import CAN_SHARD, PATIENCE, SOAK, WarmPython, environment, run_module
-from tests.tasks import same_bits
+from tests.small_models import same_bits
 
 PROGRAM = Path(__file__).with_name("program.py")
 LAUNCH = [sys.executable, "-m", "pytorch_accel_lite", "launch"]

@@ -10,9 +10,9 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, ThroughputCallback
-from tests.cases import SPLITTING
 from tests.ranks import rank
-from tests.tasks import equal_weights, fake_clock, listener, make_model, make_trainer, train, weights
+from tests.shared_trainings import SPLITTING
+from tests.small_models import equal_weights, fake_clock, listener, make_model, make_trainer, train, weights
 
 # Of make_model, with layers of 4 * 8 and 8 * 1 weights: outputs, gradients of weights, gradients of hidden values.
 FLOPS = 2 * (40 + 40 + 8)
@@ -172,7 +172,7 @@ def test_an_unknown_peak_is_reported_before_training():
     with pytest.warns(UserWarning, match=r"the peak of the device 'cpu' with float32. Pass peak_flops=") as warned:
         train(trainer)
     assert len(warned) == 1
-    assert warned[0].filename == __file__ or "tasks" in warned[0].filename
+    assert warned[0].filename == __file__ or "small_models" in warned[0].filename
     assert latest(trainer, "flops_per_second") > 0
     assert "mfu" not in trainer.step_metrics
 

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pytorch_accel_lite.callbacks import TrackerCallback
 from tests.launching import PATIENCE, run_code
 from tests.logs import scalars
-from tests.tasks import listener, make_data, make_trainer, train
+from tests.small_models import listener, make_data, make_trainer, train
 
 
 def test_pictures_are_logged_with_the_tracker_of_accelerate(tmp_path):
@@ -106,7 +106,7 @@ os.environ |= {"TRACKIO_DIR": f"{folder}/trackio", "HOME": folder, "WANDB_API_KE
 
 from pytorch_accel_lite.callbacks import TrackerCallback
 from tests.launching import forget
-from tests.tasks import make_trainer, train
+from tests.small_models import make_trainer, train
 
 forget("trackio")  # which reads its folder when it is imported, as another test may have done
 kwargs = {"mode": "offline"} if name == "wandb" else {}

@@ -17,7 +17,7 @@ from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS
 from tests.launching import two_are_enough
 from tests.ranks import rank, world_size
-from tests.tasks import (
+from tests.small_models import (
     Rows,
     Stream,
     adamw_trainer,

@@ -13,7 +13,7 @@ from torch import nn
 from pytorch_accel_lite import Trainer
 from tests.launching import some_of, two_are_enough
 from tests.ranks import IN_ORDER, global_batch, rank, world_size
-from tests.tasks import (
+from tests.small_models import (
     Expanded,
     Stream,
     adamw_trainer,

@@ -17,9 +17,10 @@ from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, SaveBestMode
 from tests.adapters import bert, rows, with_lora
 from tests.extensions.finetuning.test_finetuning import model_to_unfreeze, trained
 from tests.launching import CAN_SHARD, some_of, two_are_enough
+from tests.optimizers.test_optimizer_factories import DATA, HERE, factory, made
 from tests.ranks import IN_ORDER, global_batch
 from tests.sharded import large_model, sharding_accelerator
-from tests.tasks import (
+from tests.small_models import (
     adamw_trainer,
     equal_weights,
     float64_data,
@@ -32,7 +33,6 @@ from tests.tasks import (
     train,
     weights,
 )
-from tests.test_optimizer_factories import DATA, HERE, factory, made
 
 
 def three_groups() -> nn.Module:

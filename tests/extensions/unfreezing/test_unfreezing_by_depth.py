@@ -12,7 +12,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, ModelEmaCallback, SaveTrainingStateCallback
 from tests.adapters import bert, rows
 from tests.extensions.finetuning.test_layer_groups import in_groups
-from tests.tasks import adamw_trainer, equal_weights, largest_difference, listener, weights
+from tests.small_models import adamw_trainer, equal_weights, largest_difference, listener, weights
 
 pytest.importorskip("transformers")
 

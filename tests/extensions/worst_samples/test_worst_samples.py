@@ -17,7 +17,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback, WorstSamplesCallback
 from tests.launching import CAN_SHARD
 from tests.sharded import fit, gathered, large_model, sharded_trainer, sharding_accelerator
-from tests.tasks import Stream, adamw_trainer, float64_data, float64_model, make_data, make_trainer, train
+from tests.small_models import Stream, adamw_trainer, float64_data, float64_model, make_data, make_trainer, train
 
 
 def classes(size: int = 40, pixels: int = 4) -> TensorDataset:

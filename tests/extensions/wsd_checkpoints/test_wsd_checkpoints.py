@@ -14,7 +14,8 @@ from pytorch_accel_lite.callbacks import RunPausedError, WSDCheckpointCallback
 from pytorch_accel_lite.schedulers import WSDLrScheduler
 from tests.launching import some_of
 from tests.ranks import IN_ORDER, global_batch, shared_folder
-from tests.tasks import (
+from tests.schedulers.test_schedulers import run, saved_run
+from tests.small_models import (
     adamw_trainer,
     equal_weights,
     float64_data,
@@ -23,7 +24,6 @@ from tests.tasks import (
     raises_at,
     weights,
 )
-from tests.test_schedulers import run, saved_run
 
 
 def wsd() -> Any:

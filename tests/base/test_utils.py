@@ -1,0 +1,102 @@
+"""Helpers of utils and of the trainer on one process; for several, see tests/distributed/test_processes.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.utils import (
+    DataLoaderSlice,
+    local_process_zero_first,
+    local_process_zero_only,
+    remove_padding,
+    world_process_zero_only,
+)
+from tests.small_models import Stream, make_trainer, train
+
+
+@pytest.mark.parametrize(
+    ("padded", "value", "expected"),
+    [
+        ([1, -1, 2, -1], -1, [1, 2]),
+        ([[1, 0], [0, 0], [0, 3]], 0, [[1, 0], [0, 3]]),
+        ([[[0.0], [0.0]], [[1.0], [0.0]]], 0, [[[1.0], [0.0]]]),
+        ([1.0, float("nan")], float("nan"), [1.0]),
+        ([1, 2], 0, [1, 2]),
+    ],
+)
+def test_padding_is_removed(padded, value, expected):
+    assert torch.equal(remove_padding(torch.tensor(padded), value), torch.tensor(expected))
+
+
+def test_a_slice_of_a_dataloader_restarts_each_time():
+    loader = DataLoader(range(10), batch_size=2)
+    first = DataLoaderSlice(loader, 3)
+    assert len(first) == 3
+    assert [batch.tolist() for batch in first] == [batch.tolist() for batch in first] == [[0, 1], [2, 3], [4, 5]]
+    assert len(DataLoaderSlice(loader, 9)) == len(list(DataLoaderSlice(loader, 9))) == 5
+    assert len(DataLoaderSlice(iter([1]), 2)) == 2
+    with pytest.raises(ValueError, match="slice_size=0 must be at least 1"):
+        DataLoaderSlice(loader, 0)
+
+
+@pytest.mark.parametrize("dataset", [None, Stream(6)])
+def test_a_trainer_trains_on_a_slice(dataset):
+    class Sliced(Trainer):
+        def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+            return DataLoaderSlice(super().create_train_dataloader(batch_size, train_dl_kwargs), 2)
+
+    kwargs = {} if dataset is None else {"train_dataset": dataset, "train_dataloader_kwargs": {}}
+    trainer = train(make_trainer(trainer_class=Sliced), 2, **kwargs)
+    assert (trainer.progress.update, trainer.progress.samples) == (4, 8)
+
+
+@pytest.mark.parametrize("decorator", [local_process_zero_first, local_process_zero_only, world_process_zero_only])
+def test_on_one_process_a_decorator_changes_nothing(decorator):
+    @decorator
+    def divide(a, b=1):
+        """Divide."""
+        return a / b
+
+    assert divide(6, b=2) == 3
+    assert divide.__doc__ == "Divide."
+    with pytest.raises(ZeroDivisionError):
+        divide(1, b=0)
+
+
+def test_helpers_of_the_trainer_on_one_process():
+    trainer = make_trainer()
+    trainer.barrier()
+    assert trainer.broadcast_object("x") == "x"
+    assert trainer.all_gather_object("x") == ["x"]
+    rows = torch.tensor([[1.0, 2.0]])
+    assert trainer.gather(rows) is trainer.gather(rows, with_gradients=True) is rows
+    with pytest.raises(ValueError, match=r"source=1 must be a rank of the job: 0 to 0\."):
+        trainer.broadcast_object("x", source=1)
+
+
+def test_tensor_to_numeric_reduces_all_elements():
+    to_numeric = make_trainer().tensor_to_numeric
+    for reduce in (None, "sum", "mean", "max", "min"):
+        assert to_numeric(torch.tensor([[3]]), reduce) == 3
+    assert isinstance(to_numeric(torch.tensor(3), "sum"), int)
+    elements = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
+    assert to_numeric(elements) == [[1, 2], [3, 6]]
+    assert [to_numeric(elements, reduce) for reduce in ("sum", "mean", "max", "min")] == [12, 3, 6, 1]
+    assert to_numeric({"a": [elements, torch.tensor(True)]}, "max") == {"a": [6, True]}
+    for wrong, reduce in ((torch.ones(0), "max"), (2.0, None), ([torch.ones(2), "x"], None)):
+        with pytest.raises(ValueError, match="must be a tensor with elements"):
+            to_numeric(wrong, reduce)
+    with pytest.raises(ValueError, match="reduce='median' must be None, 'sum'"):
+        to_numeric(elements, "median")
+
+
+def test_gather_leaves_out_rows_that_are_padding():
+    trainer = make_trainer()
+    assert trainer.gather(torch.tensor([-1] * 7), padding_value=-1).shape == (0,)
+    boxes = {"boxes": torch.tensor([[0.0, -1.0], [-1.0, -1.0]]), "scores": (torch.tensor([0.5, torch.nan]),)}
+    kept = trainer.gather(boxes, padding_value=-1)
+    assert kept["boxes"].tolist() == [[0.0, -1.0]]
+    assert trainer.gather(boxes, padding_value=torch.nan)["scores"][0].tolist() == [0.5]

@@ -1,0 +1,169 @@
+"""Features that cannot be combined: an error before training or a warning, and a page of the documentation."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite.run.run_and_interfaces import Step
+from pytorch_accel_lite.steps.choice import as_markdown
+from pytorch_accel_lite.steps.features import STEP_KINDS
+from tests.launching import CAN_SHARD, ROOT
+from tests.sharded import create_model, shard, sharding_accelerator
+from tests.small_models import adamw_trainer, float64_data, float64_model, make_model, make_trainer, train
+
+PAGE = ROOT / "docs" / "combinations.md"
+
+
+class OwnStep(Trainer):
+    def train_step(self, batch):
+        raise AssertionError("it is refused before")
+
+
+class Recomputes(Trainer):
+    def optimizer_step(self):
+        self.recompute_gradients()
+
+
+class NormsItsErrors(nn.MSELoss):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(1, affine=False)
+
+
+SPLITS: dict[str, Any] = {"auto_microbatch": True}
+
+
+class Skips(TrainerCallback):
+    def configure_run(self, trainer, request, **kwargs):
+        request.skips_failed_batches = True
+
+
+SKIPS = {"callbacks": [Skips]}
+LOGICAL = {"seed": 1, "logical_processes": 3}
+NEEDS_LOGICAL = pytest.mark.extension("logical")
+
+
+def of_failed_batches(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.extension("failed_batches"))
+
+
+def with_closure(**kwargs: Any) -> dict[str, Any]:
+    model = make_model()
+    return {"model": model, "optimizer": torch.optim.LBFGS(model.parameters()), **kwargs}
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "message"),
+    [
+        of_failed_batches({"trainer_class": OwnStep}, SPLITS, "an overridden train_step .* with auto_microbatch=True"),
+        of_failed_batches({"trainer_class": OwnStep, **SKIPS}, {}, "train_step .* SkipFailedBatchesCallback"),
+        of_failed_batches(with_closure(), SPLITS, r"a closure \(LBFGS\) does not work with auto_microbatch=True"),
+        of_failed_batches(with_closure(**SKIPS), {}, "a closure .* SkipFailedBatchesCallback"),
+        (with_closure(trainer_class=OwnStep), {}, "a closure .* an overridden train_step"),
+    ],
+)
+def test_conflicting_features_are_refused_before_training(settings, arguments, message):
+    trainer = make_trainer(**settings)
+    with pytest.raises(ValueError, match=message):
+        train(trainer, **arguments)
+    assert trainer.progress.step == 0
+
+
+@NEEDS_LOGICAL
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (with_closure(), "a closure .* logical_processes"),
+        ({"trainer_class": OwnStep}, "logical_processes .* Override calculate_train_batch_loss"),
+        ({"loss_func": NormsItsErrors()}, "logical_processes .* SyncBatchNorm: .* Use BatchNorm"),
+        ({"model": nn.Embedding(4, 1, sparse=True)}, r"sparse gradients \(nn.Embedding.* sparse=False"),
+    ],
+)
+def test_features_unsupported_by_logical_processes_are_refused(settings, message):
+    test_conflicting_features_are_refused_before_training({**LOGICAL, **settings}, {}, message)
+
+
+@pytest.mark.parametrize("settings", [with_closure(), pytest.param(LOGICAL, marks=NEEDS_LOGICAL)])
+def test_features_unsupported_by_a_scaler_are_refused(settings, scaled_accelerator):
+    with pytest.raises(ValueError, match=r"does not work with mixed_precision='fp16': .* Use bf16\."):
+        train(make_trainer(accelerator=scaled_accelerator, **settings))
+
+
+def closure_with_shards() -> str:
+    """Return the error of LBFGS with a model that Accelerate shards."""
+    model = float64_model()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    trainer = adamw_trainer(model, optimizer=optimizer, accelerator=sharding_accelerator())
+    with pytest.raises(ValueError, match=r"\(LBFGS\) does not work with sharded weights") as caught:
+        trainer.train(float64_data(26), 1)
+    return str(caught.value)
+
+
+def logical_with_shards() -> str:
+    """The error for a model in tensor parallelism."""
+    accelerator = Accelerator(cpu=True)
+    model = shard(create_model(), "tp")
+    trainer = adamw_trainer(model, seed=1, logical_processes=8, accelerator=accelerator)
+    with pytest.raises(ValueError, match=r"^logical_processes does not work with weights sharded") as caught:
+        trainer.train(float64_data(16), 1, per_device_batch_size=1)
+    return str(caught.value)
+
+
+@CAN_SHARD
+@pytest.mark.processes
+def test_closures_with_sharded_weights_are_refused(two_ranks):
+    for message in two_ranks(closure_with_shards):
+        assert message.startswith("an optimizer that needs a closure (LBFGS) does not work with sharded weights: ")
+
+
+@CAN_SHARD
+@NEEDS_LOGICAL
+@pytest.mark.processes
+def test_logical_processes_in_tensor_parallelism_are_refused(two_ranks):
+    for message in two_ranks(logical_with_shards):
+        assert message.startswith(
+            "logical_processes does not work with weights sharded by other means than fully_shard"
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "other"),
+    [
+        of_failed_batches({}, SPLITS, "auto_microbatch=True"),
+        of_failed_batches(SKIPS, {}, "SkipFailedBatchesCallback"),
+        pytest.param(LOGICAL, {}, "logical_processes", marks=NEEDS_LOGICAL),
+    ],
+)
+def test_gradients_are_not_recomputed_where_it_does_not_work(settings, arguments, other):
+    trainer = make_trainer(trainer_class=Recomputes, **settings)
+    with pytest.raises(RuntimeError, match=rf"optimizer_step, .*: it does not work with {other}"):
+        train(trainer, **arguments)
+
+
+def kinds_of_steps(kind: type[Step] = Step) -> set[Any]:
+    """All classes of steps."""
+    return {kind}.union(*map(kinds_of_steps, kind.__subclasses__()))
+
+
+def test_the_kinds_of_steps_that_have_features_are_listed():
+    assert {kind for kind in kinds_of_steps() if "features" in vars(kind)} == {*STEP_KINDS}
+
+
+@NEEDS_LOGICAL
+def test_the_documentation_has_the_table_of_all_combinations():
+    assert as_markdown() in PAGE.read_text(encoding="utf-8")
+
+
+def test_a_run_never_has_to_choose_between_two_kinds_of_steps():
+    for pair in combinations([kind.features for kind in STEP_KINDS], 2):
+        for one in pair[0]:
+            for other in pair[1]:
+                conflicts = {c.other.name for c in one.conflicts} | {c.other.name for c in other.conflicts}
+                assert conflicts & {one.name, other.name}, (one.name, other.name)
