@@ -68,19 +68,16 @@ from pytorch_accel_lite.distributed.stack_frames import (
     is_library_frame,
 )
 from pytorch_accel_lite.distributed.trainer_protocol import OpenTrainer
-from pytorch_accel_lite.loop.batch_parts import merge_outputs, split_into_parts
+from pytorch_accel_lite.loop.extra_passes import loss_of
 from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.guards.error_notes import explain, list_samples
 from pytorch_accel_lite.loop.guards.held_memory import MEMORY_ADVICE
 from pytorch_accel_lite.loop.inference import INFERENCE_STEPS, unwrapped_model
 from pytorch_accel_lite.loop.model_preparation import MODEL_CHANGES
+from pytorch_accel_lite.loop.plain_step import PlainStep, backward
 from pytorch_accel_lite.loop.run_setup import inference_run
 from pytorch_accel_lite.loop.sharded_models import shard_model
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
-from pytorch_accel_lite.loop.speed_advice import faster_data
-from pytorch_accel_lite.loop.step import PlainStep, as_returned, backward, loss_of
-from pytorch_accel_lite.loop.trial import Trial
-from pytorch_accel_lite.loop.user_callbacks import UserCallbacks
 from pytorch_accel_lite.optimizers.operations import CreateScheduler, optimized_parameters
 from pytorch_accel_lite.optimizers.rates import layer_scales
 from pytorch_accel_lite.run.accumulation import GradientWindow, as_weight
@@ -102,17 +99,23 @@ from pytorch_accel_lite.run.metric_panels import (
     is_monitor,
     panels_by_metric,
 )
-from pytorch_accel_lite.run.parts import SKIPPED, LoadedWeights, SkippedBatches, SkippedStep, TrainingState
+from pytorch_accel_lite.run.parts import LoadedWeights
+from pytorch_accel_lite.run.run_and_interfaces import InferenceStep, Run, Step, TrainerLike
 from pytorch_accel_lite.run.seams import JOB_QUEUES, PLOTS, JobQueue, Plots, plots_for
 from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import InferenceStep, Run, Step, TrainerLike
+from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches, SkippedStep
+from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
 from pytorch_accel_lite.steps.choice import replace_step
 from pytorch_accel_lite.steps.closures import CLOSURE, RECOMPUTED
-from pytorch_accel_lite.steps.compiled import COMPILED, STEP_COMPILERS, StepCompiler
+from pytorch_accel_lite.steps.compilation import COMPILED, STEP_COMPILERS, StepCompiler
 from pytorch_accel_lite.steps.features import FP16, MICROBATCHES, SKIPPED_BATCHES, STEP_KINDS, Conflict, Feature
 from pytorch_accel_lite.steps.manual import MANUAL
 from pytorch_accel_lite.steps.sharded import ShardedStep
+from pytorch_accel_lite.tools.batch_parts import as_returned, merge_outputs, split_into_parts
+from pytorch_accel_lite.tools.speed_advice import faster_data
+from pytorch_accel_lite.tools.trial import Trial
+from pytorch_accel_lite.tools.user_callbacks import UserCallbacks
 
 __all__ = [
     # The run.

@@ -39,7 +39,7 @@ from pytorch_accel_lite.checkpoint import saving
 from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
 from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, total_loss
-from pytorch_accel_lite.data.defaults import default_loader_kwargs, loader_for
+from pytorch_accel_lite.data.defaults import dataloader_for, default_loader_kwargs
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loss_shapes import LossFunction
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
@@ -86,8 +86,8 @@ from pytorch_accel_lite.run.intervals import Interval, parse_interval
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import Progress
+from pytorch_accel_lite.run.run_and_interfaces import CompiledForwardLike, Run, Step, run_for_assignment
 from pytorch_accel_lite.run.settings import LoaderArguments, RunRequest, TrainerRunConfig
-from pytorch_accel_lite.run.state import CompiledForwardLike, Run, Step, run_for_assignment
 from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.named_schedules import ScheduleArgument, resolve_names
 from pytorch_accel_lite.schedulers.placeholders import (
@@ -97,7 +97,7 @@ from pytorch_accel_lite.schedulers.placeholders import (
 )
 from pytorch_accel_lite.steps import closures, manual
 from pytorch_accel_lite.steps.choice import create_step
-from pytorch_accel_lite.steps.compiled import create_compiled_forward
+from pytorch_accel_lite.steps.compilation import create_compiled_forward
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -929,7 +929,7 @@ class Trainer:
             by default, a ``DataLoader`` of ``self.train_dataset``, or that itself if it is a loader
         """
         defaults = self.get_default_train_dl_kwargs(batch_size)
-        source, self._train_dl_kwargs = loader_for(self.train_dataset, self.collate_fn, defaults, train_dl_kwargs)
+        source, self._train_dl_kwargs = dataloader_for(self.train_dataset, self.collate_fn, defaults, train_dl_kwargs)
         return source  # type: ignore[no-any-return]
 
     def create_eval_dataloader(
@@ -937,7 +937,7 @@ class Trainer:
     ) -> Iterable[BatchData]:
         """Return the loader of evaluation batches; see ``create_train_dataloader()``."""
         defaults = self.get_default_eval_dl_kwargs(batch_size)
-        source, self._eval_dl_kwargs = loader_for(self.eval_dataset, self.collate_fn, defaults, eval_dl_kwargs)
+        source, self._eval_dl_kwargs = dataloader_for(self.eval_dataset, self.collate_fn, defaults, eval_dl_kwargs)
         return source  # type: ignore[no-any-return]
 
     def get_default_train_dl_kwargs(self, batch_size: int) -> LoaderKwargs:

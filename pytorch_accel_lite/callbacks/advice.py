@@ -21,9 +21,9 @@ from pytorch_accel_lite.callbacks.monitoring import GradientNorms
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.loop.clipping import total_norm
-from pytorch_accel_lite.loop.speed_advice import faster_data
 from pytorch_accel_lite.run.events import TrainerCallback, set_listening
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.tools.speed_advice import faster_data
 
 _FIRST_STEPS = 16  # the mean loss of these steps is compared with the epoch's
 _LEAST_UPDATES = 48

@@ -20,8 +20,8 @@ from pytorch_accel_lite.data.batches import TARGET_KEYS, BatchOutput
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import TrainerLike
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection

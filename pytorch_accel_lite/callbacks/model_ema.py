@@ -25,8 +25,8 @@ from pytorch_accel_lite.checkpoint.weights import leave_out_frozen, sharded_like
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma, ShardedEma
 from pytorch_accel_lite.run.events import CallbackHandler, TrainerCallback, set_listening
 from pytorch_accel_lite.run.metric_checks import ExpectedMetrics
+from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import TrainerLike
 
 
 @suggest_arguments

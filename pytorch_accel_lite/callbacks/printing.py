@@ -10,7 +10,7 @@ from pytorch_accel_lite.base.text import escape_unprintable, format_metric
 from pytorch_accel_lite.optimizers.operations import parts_of_optimizer
 from pytorch_accel_lite.run.events import TrainerCallback, set_listening
 from pytorch_accel_lite.run.history import MetricValue, NewMetrics
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
 
 
 class PrintProgressCallback(TrainerCallback):

@@ -18,8 +18,8 @@ from pytorch_accel_lite.base.validation import check_positive_number, check_rang
 from pytorch_accel_lite.callbacks.printing import changes_in_each_update, epoch_of, rates_of
 from pytorch_accel_lite.data import ShardedLoader
 from pytorch_accel_lite.run.events import TrainerCallback, set_listening
+from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
 from pytorch_accel_lite.run.settings import TrainerRunConfig
-from pytorch_accel_lite.run.state import TrainerLike
 
 
 class _Speed:

@@ -36,8 +36,8 @@ from pytorch_accel_lite.callbacks.printing import (
 )
 from pytorch_accel_lite.run.events import RunInterruptedError, set_listening
 from pytorch_accel_lite.run.history import MetricValue
+from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import TrainerLike
 
 _GAP = "  "
 _WIDTH = 9  # minimum of a column, to fit numbers

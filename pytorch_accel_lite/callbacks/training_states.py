@@ -24,10 +24,10 @@ from pytorch_accel_lite.checkpoint.weights import model_checksums
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.events import RunInterruptedError, RunPausedError, TrainerCallback, set_listening
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
-from pytorch_accel_lite.run.parts import TrainingState
+from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
 from pytorch_accel_lite.run.seams import JOB_QUEUES
 from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.run.training_state import TrainingState
 
 # Expected seconds for the first state, and the number of states to average for the next.
 _FIRST_PAUSE = 0.05

@@ -57,10 +57,10 @@ from pytorch_accel_lite.optimizers.operations import group_names, state_class_na
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.division import numbers_of_shares
 from pytorch_accel_lite.run.events import callbacks_with
-from pytorch_accel_lite.run.parts import TrainingState
 from pytorch_accel_lite.run.progress import EpochPhase
+from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
 from pytorch_accel_lite.run.settings import StateSource
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.run.training_state import TrainingState
 
 
 def check_states_are_possible(accelerator: Accelerator) -> None:

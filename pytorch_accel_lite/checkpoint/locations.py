@@ -10,7 +10,7 @@ from pytorch_accel_lite.checkpoint.state_directory import CapturedState, read_di
 from pytorch_accel_lite.checkpoint.state_store import DirectoryStore, StateStore
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.extension_names import missing_extension_text
-from pytorch_accel_lite.run.parts import TrainingState
+from pytorch_accel_lite.run.training_state import TrainingState
 
 
 class Store(Protocol):

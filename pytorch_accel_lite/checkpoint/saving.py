@@ -68,7 +68,7 @@ from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import NonFiniteLossError
 from pytorch_accel_lite.run.parts import LoadedWeights
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
 
 
 def _warn_of_weights(trainer: TrainerLike, method: str) -> None:

@@ -21,7 +21,7 @@ import torch
 from pytorch_accel_lite.base.types import Keys, Tree
 from pytorch_accel_lite.checkpoint.files import map_nested, open_tensors, write_tensors
 from pytorch_accel_lite.distributed.meshes import current_holders
-from pytorch_accel_lite.run.parts import OpenTensor
+from pytorch_accel_lite.run.training_state import OpenTensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

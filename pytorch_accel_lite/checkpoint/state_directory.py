@@ -47,7 +47,7 @@ from pytorch_accel_lite.checkpoint.manifest import (
 )
 from pytorch_accel_lite.checkpoint.shards import Parts, find_tensors, restore_tensors, write_parts
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.run.parts import TrainingState
+from pytorch_accel_lite.run.training_state import TrainingState
 
 MODEL = "model.safetensors"
 TRAINER = "trainer.pt"

@@ -16,7 +16,7 @@ from pytorch_accel_lite.checkpoint.locks import FileLock, LockedError
 from pytorch_accel_lite.checkpoint.manifest import DamagedStateError, read_manifest, recover
 from pytorch_accel_lite.checkpoint.state_directory import read_directory
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.run.parts import TrainingState
+from pytorch_accel_lite.run.training_state import TrainingState
 
 _LOCK = ".lock"
 _HEARTBEAT_SECONDS = 5.0

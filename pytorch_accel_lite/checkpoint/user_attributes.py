@@ -35,8 +35,8 @@ from pytorch_accel_lite.checkpoint.recorded_settings import is_place
 from pytorch_accel_lite.checkpoint.trained_parameters import trainability
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import CONSTRUCTOR_ARGUMENTS, LIBRARY_ATTRIBUTES, TrainerCallback, named_callbacks
-from pytorch_accel_lite.run.parts import CreatedAttributes, Key
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.training_state import CreatedAttributes, Key
 
 T = TypeVar("T")
 

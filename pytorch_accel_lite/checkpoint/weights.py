@@ -33,7 +33,7 @@ from pytorch_accel_lite.checkpoint.files import FROZEN, map_nested, open_tensors
 from pytorch_accel_lite.checkpoint.model_forms import read_in_form
 from pytorch_accel_lite.checkpoint.shards import find_tensors, gather_tensor, is_sharded_tensor
 from pytorch_accel_lite.optimizers.operations import TrainerOptimizer
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
 
 #: The file of a model's weights in a directory, and the index of a large model's files, as on the Hugging Face Hub.
 WEIGHTS = "model.safetensors"
@@ -207,7 +207,7 @@ def load_optimizer_state(optimizer: TrainerOptimizer, state: StateDict) -> None:
     Raises:
         ValueError: if the state does not fit the optimizer's groups and parameters
     """
-    groups = getattr(optimizer, "param_groups", ())  # an DeferredOptimizer keeps the state as it is
+    groups = getattr(optimizer, "param_groups", ())  # a DeferredOptimizer keeps the state as it is
     parameters = dict(enumerate(p for group in groups for p in group["params"]))
     sharded = {
         index: {name: sharded_like(parameters.get(index), value) for name, value in values.items()}

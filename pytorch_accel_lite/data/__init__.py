@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.iterables import OwnShard
 from pytorch_accel_lite.data.loader import FailedRead, LoaderKwargs, LoaderOptions, ShardedLoader
-from pytorch_accel_lite.data.loader_choice import Data, NamedData
-from pytorch_accel_lite.data.loader_choice import create_loader as shard  # its public name
+from pytorch_accel_lite.data.loader_choice import Data, NamedData, shard
 from pytorch_accel_lite.data.named_datasets import NamedDatasets, NamedSampler
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, IndexedData, Sample, Source
 from pytorch_accel_lite.extension_names import missing_name_error

@@ -58,10 +58,10 @@ def default_loader_kwargs(dataset: Source, batch_size: int, shuffle: bool, accel
     return kwargs
 
 
-def loader_for(
+def dataloader_for(
     dataset: Source, collate_fn: CollateFunction | None, defaults: LoaderKwargs, arguments: LoaderKwargs | None
 ) -> tuple[Source, LoaderKwargs]:
-    """Return a loader of a dataset, and its arguments. The user may have passed a loader in place of a dataset.
+    """Return a dataloader of a dataset, and its arguments. The user may have passed one in place of a dataset.
 
     Args:
         arguments: the user's arguments, which override the defaults

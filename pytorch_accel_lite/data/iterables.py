@@ -158,8 +158,7 @@ class SequentialLoader(ShardedLoader):
 
     def _read_identically(self, start: int) -> Iterator[BatchData]:
         """Read the source like ``_read_from()``, with the same batches on processes that share them."""
-        batches = self._read_from(start)
-        return self._ranks.read_identically(batches) if self._ranks.replicas > 1 else batches  # type: ignore[attr-defined]
+        return self._ranks.read_identically(self._read_from(start))
 
     def _skip_to(self, start: int) -> Iterator[BatchData]:
         """Read the source, and discard the samples that the run has already seen.

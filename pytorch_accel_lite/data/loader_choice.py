@@ -52,7 +52,7 @@ def with_batch_size(data: Source, size: int) -> Source:
     return copy_loader(data, batch_size=size, batch_sampler=batches)
 
 
-def create_loader(
+def shard(
     source: Source, ranks: Ranks, device: torch.device, seed: int | None, training: bool, **options: Any
 ) -> ShardedLoader:
     """Return a loader that yields this process's share of any source of batches.
@@ -62,6 +62,11 @@ def create_loader(
         training: whether every process must take the same number of steps; in evaluation, a process may take fewer
         options: further ``LoaderOptions``
     """
+    return create_loader(source, ranks, device, LoaderOptions(seed, training, **options))
+
+
+def create_loader(source: Source, ranks: Ranks, device: torch.device, options: LoaderOptions) -> ShardedLoader:
+    """Return the loader for a source of batches; a source that is already such a loader is returned unchanged."""
     if isinstance(source, ShardedLoader):
         return source
     if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
@@ -69,23 +74,22 @@ def create_loader(
             f"A dataloader must be an iterable of batches, not {type(source).__name__}: see what your "
             "create_train_dataloader or create_eval_dataloader returns."
         )
-    resolved = LoaderOptions(seed, training, **options)
     # torchdata's StatefulDataLoader has the same options as torch's DataLoader.
     packages = ("torch", "torchdata")
     is_own = type(source) is not DataLoader and isinstance(source, DataLoader)
     is_of_torch = package_of(type(source).__iter__) in packages if is_own else isinstance(source, DataLoader)
     if not is_of_torch or isinstance(source.dataset, IterableDataset) or source.batch_sampler is None:
-        if resolved.shares is not None:
+        if options.shares is not None:
             dataset = getattr(source, "dataset", source)
             raise ValueError(
-                f"{resolved.shares.argument}={resolved.shares.total} needs data that can be indexed, in a DataLoader, "
-                f"to give each {resolved.shares.owner} its own share; {type(dataset).__name__} is read in turn. Use a "
+                f"{options.shares.argument}={options.shares.total} needs data that can be indexed, in a DataLoader, "
+                f"to give each {options.shares.owner} its own share; {type(dataset).__name__} is read in turn. Use a "
                 "dataset with __len__ and __getitem__."
             )
-        return _read_in_turn(source, ranks, device, resolved, is_of_torch)
+        return _read_in_turn(source, ranks, device, options, is_of_torch)
     if ranks.world_size > 1:
         check_same_data(source.dataset, ranks)
-    return MapLoader(source, ranks, device, resolved)
+    return MapLoader(source, ranks, device, options)
 
 
 def _read_in_turn(

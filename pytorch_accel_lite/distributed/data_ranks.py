@@ -75,15 +75,9 @@ class DataRanks(Ranks):
         self._everyone.barrier(timeout)
 
     def broadcast_to_sharers(self, value: T) -> T:
-        """Return the same value on all processes that share a batch: the value of the first of them."""
         return self._sharers.broadcast_object(lambda: value)
 
     def read_identically(self, items: Iterator[T]) -> Iterator[T]:
-        """Yield the same items on all processes that share a batch: the items of the first of them.
-
-        Each process also reads its own items, so that positions stay in step. If one process fails, all raise an error.
-        """
-
         def read() -> list[T]:
             item = list(islice(items, 1))
             return item if self.is_first_sharer else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
@@ -99,6 +99,17 @@ class Ranks:
     def everyone(self) -> Ranks:
         """All processes of the job, including those that share batches."""
         return self
+
+    def broadcast_to_sharers(self, value: T) -> T:
+        """Return the same value on all processes that share a batch: the value of the first of them."""
+        return value
+
+    def read_identically(self, items: Iterator[T]) -> Iterator[T]:
+        """Return the same items on all processes that share a batch: the items of the first of them.
+
+        Each process also reads its own items, so that positions stay in step. If one process fails, all raise an error.
+        """
+        return items
 
     @property
     def _group(self) -> dist.ProcessGroup:

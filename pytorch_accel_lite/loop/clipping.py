@@ -15,8 +15,8 @@ from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.meshes import add_up_along
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
 from pytorch_accel_lite.run.attributes import updated_parameters
+from pytorch_accel_lite.run.run_and_interfaces import ClippingOrder, TrainerLike
 from pytorch_accel_lite.run.settings import TrainerRunConfig
-from pytorch_accel_lite.run.state import TrainerLike
 
 #: Returns the total norm of gradients.
 NormFunction: TypeAlias = Callable[[Iterable[torch.Tensor]], torch.Tensor]
@@ -26,24 +26,25 @@ _Sharding: TypeAlias = tuple[DeviceMesh, int]
 
 def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
     """Clip each element of the gradients and their total norm, as configured."""
-    accelerator, step = trainer.accelerator, trainer.current_run.stepper
+    accelerator, run = trainer.accelerator, trainer.current_run
     value, norm = config.gradient_clip_value, config.gradient_clip_norm
     if trainer.is_sharded:
         clipped = list(trainer.model.parameters())
     else:
         clipped = updated_parameters(trainer)
         ids = list(map(id, clipped))
-        if step.clipped_ids != ids:
-            step.clipped_ids, step.clipped = ids, _in_model_order(clipped, trainer.model)
-        clipped = step.clipped
+        order = run.loop.clipping_order
+        if order is None or order.ids != ids:
+            order = run.loop.clipping_order = ClippingOrder(ids, _in_model_order(clipped, trainer.model))
+        clipped = order.parameters
     if are_sharded(clipped) or trainer.division.has_fixed_shares:
-        step.gradient_norm = clip_shards(accelerator, clipped, value, norm, _norm_function(trainer, clipped))
+        run.stepper.gradient_norm = clip_shards(accelerator, clipped, value, norm, _norm_function(trainer, clipped))
         return
     if value is not None:
         accelerator.clip_grad_value_(clipped, value)
     if norm is not None:
         is_plain = trainer.prepared_model is not None and trainer.prepared_model.is_plain
-        step.gradient_norm = (_clip_norm if is_plain else accelerator.clip_grad_norm_)(clipped, norm)
+        run.stepper.gradient_norm = (_clip_norm if is_plain else accelerator.clip_grad_norm_)(clipped, norm)
 
 
 def _in_model_order(parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -26,10 +26,11 @@ from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.run.events import CallbackHandler
 from pytorch_accel_lite.run.history import MetricValue, RunHistory, count_values
 from pytorch_accel_lite.run.intervals import Interval
-from pytorch_accel_lite.run.parts import SKIPPED, Evaluation, SkippedBatches
+from pytorch_accel_lite.run.parts import Evaluation
 from pytorch_accel_lite.run.progress import EpochPhase
+from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import Run, TrainerLike
+from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches
 
 
 @contextmanager

@@ -19,9 +19,9 @@ from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.loop.guards.modes import restoring_mode_between_batches
 from pytorch_accel_lite.run.attributes import evaluating_optimizers
-from pytorch_accel_lite.run.parts import SkippedBatches
+from pytorch_accel_lite.run.run_and_interfaces import InferenceStep, Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import InferenceStep, Run, TrainerLike
+from pytorch_accel_lite.run.skipped_batches import SkippedBatches
 
 #: A step method, which returns its output for a batch.
 Compute: TypeAlias = Callable[[BatchData], Tree]

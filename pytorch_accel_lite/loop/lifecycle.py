@@ -21,7 +21,7 @@ from pytorch_accel_lite.loop.sharded_models import set_up_sharded_model
 from pytorch_accel_lite.optimizers.rates import learning_rates, note_initial_options
 from pytorch_accel_lite.run.attributes import set_optimizer_modes
 from pytorch_accel_lite.run.events import NonFiniteLossError, StopTrainingError
-from pytorch_accel_lite.run.state import Run, TrainerLike
+from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
     trainer.open_runs.append(run)
     trainer.current_run = run
     try:
-        with ExitStack() as run.cleanup, applying_settings(trainer), _begun_together(trainer, run, call):
+        with ExitStack() as run.cleanup, _applying_settings(trainer), _begun_together(trainer, run, call):
             if run.outer is None and (run.ranks.world_size > 1 or "parallelize_model" in run.overridden):
                 set_up_sharded_model(trainer, run)
             yield
@@ -77,7 +77,7 @@ def _begun_together(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]
 
 
 @contextmanager
-def applying_settings(trainer: TrainerLike) -> Iterator[None]:
+def _applying_settings(trainer: TrainerLike) -> Iterator[None]:
     """Within a block, apply the settings of torch and Accelerate that a trainer requests."""
     with (
         in_effect(trainer.accelerator),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.data import ShardedLoader
-from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions
 from pytorch_accel_lite.data.loader_choice import create_loader, dataset_of
 from pytorch_accel_lite.data.named_datasets import NamedSampler, describe_lengths
 from pytorch_accel_lite.data.sources import Source
-from pytorch_accel_lite.run.state import Run, TrainerLike
+from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
 
 
 def create_train_loader(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: LoaderKwargs | None) -> None:
@@ -52,12 +52,9 @@ def loader_of_run(trainer: TrainerLike, run: Run, source: Source, training: bool
     has_fixed_shares = trainer.division.has_fixed_shares
     takes_equal_steps = training or (trainer.is_sharded and not has_fixed_shares)
     evens_shares = trainer.is_sharded and has_fixed_shares and run.ranks.world_size > 1
-    loader = create_loader(
-        source,
-        run.data.ranks,
-        run.device,
-        run.data.seed,
-        training=takes_equal_steps,
+    options = LoaderOptions(
+        seed=run.data.seed,
+        fill=takes_equal_steps,
         limit=run.request.max_batches,
         channels_last=trainer.channels_last,
         shares=trainer.division.shares,
@@ -66,6 +63,7 @@ def loader_of_run(trainer: TrainerLike, run: Run, source: Source, training: bool
         divides=training,
         first_epoch=run.data.first_epoch,
     )
+    loader = create_loader(source, run.data.ranks, run.device, options)
     if loader is not source:
         run.data.made_loaders.add(loader)
         data = "training" if training else "evaluation"

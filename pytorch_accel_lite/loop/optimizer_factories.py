@@ -85,7 +85,7 @@ class DeferredOptimizer:
 
 
 def combine_or_defer(optimizer: Optimizers | OptimizerFactory | None) -> TrainerOptimizer:
-    """Combine several optimizers into one, and wrap a factory as an ``DeferredOptimizer``."""
+    """Combine several optimizers into one, and wrap a factory as a ``DeferredOptimizer``."""
     if callable(optimizer) and not is_created(optimizer):
         return DeferredOptimizer(optimizer)
     return combine(optimizer)

@@ -28,9 +28,9 @@ from pytorch_accel_lite.loop.guards.error_notes import explaining
 from pytorch_accel_lite.loop.inference import compute_batches, inference, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import end_failed_run
 from pytorch_accel_lite.loop.run_setup import inference_run
-from pytorch_accel_lite.run.parts import SKIPPED
+from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import Run, TrainerLike
+from pytorch_accel_lite.run.skipped_batches import SKIPPED
 
 # Several processes gather the outputs of several steps at once: as many as take about this time and memory on each.
 _SECONDS_AT_ONCE = 0.2
@@ -51,7 +51,13 @@ def predict(
 
     def collect() -> Concatenation | None:
         predicted = _predict_by_step(
-            trainer, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, True
+            trainer,
+            dataset,
+            per_device_batch_size,
+            dataloader_kwargs,
+            collate_fn,
+            only_first=only_first,
+            is_collected=True,
         )
         outputs, is_empty = Concatenation(), True
         with closing(predicted):  # leaves inference mode even if outputs cannot be concatenated
@@ -80,7 +86,13 @@ def predict_iter(
 ) -> Iterator[Tree]:
     """Carry out ``Trainer.predict_iter()``."""
     for parts in _predict_by_step(
-        trainer, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first, False
+        trainer,
+        dataset,
+        per_device_batch_size,
+        dataloader_kwargs,
+        collate_fn,
+        only_first=only_first,
+        is_collected=False,
     ):
         yield concatenate(parts) if parts else None
 
@@ -95,13 +107,15 @@ def _predict_by_step(
     batch_size: int,
     loader_kwargs: LoaderKwargs | None,
     collate_fn: CollateFunction | None,
+    *,
     only_first: bool,
     is_collected: bool,
 ) -> Generator[list[Tree], None, None]:
     """Yield the outputs of all processes for each step, or an empty list on processes that do not want them.
 
     Args:
-        is_collected: whether the caller only collects the outputs
+        only_first: whether only the first process wants them
+        is_collected: whether the caller only collects them
     """
     check_dataset(trainer, "dataset", dataset, batch_size, loader_kwargs, collate_fn)
     if isinstance(dataset, dict):

@@ -1,4 +1,4 @@
-"""What is left of a resumed run, and what its states keep."""
+"""Completing the restoration of a resumed run, unless it has nothing left to do."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pytorch_accel_lite.checkpoint.attribute_states import describe_attributes
 from pytorch_accel_lite.checkpoint.capture_and_restore import finish_restoring
 from pytorch_accel_lite.checkpoint.user_attributes import describe_unsaved, note_trained_parameters
 from pytorch_accel_lite.run.events import StopTrainingError
-from pytorch_accel_lite.run.parts import TrainingState
-from pytorch_accel_lite.run.state import Run, TrainerLike
+from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
+from pytorch_accel_lite.run.training_state import TrainingState
 
 
 def print_state_contents(trainer: TrainerLike, run: Run) -> None:

@@ -42,8 +42,8 @@ from pytorch_accel_lite.optimizers.operations import clear_gradients, is_created
 from pytorch_accel_lite.run.accumulation import Accumulation, GradientWindow
 from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.parts import Training
+from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
 from pytorch_accel_lite.run.settings import LoaderArguments, RunRequest, TrainerRunConfig
-from pytorch_accel_lite.run.state import Run, TrainerLike
 from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
 
 
@@ -117,7 +117,7 @@ def _set_seeds(trainer: TrainerLike, run: Run) -> None:
     elif trainer.seed is None and (run.request.saves_training_states or run.data.ranks.replicas > 1):
         run.data.seed = run.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
     if run.data.ranks.replicas > 1:  # processes that share a batch must draw the same dropout
-        restore_generators(run.data.ranks.broadcast_to_sharers(capture_generators()))  # type: ignore[attr-defined]
+        restore_generators(run.data.ranks.broadcast_to_sharers(capture_generators()))
 
 
 def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
@@ -147,8 +147,10 @@ def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
 
 
 def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRunConfig:
-    """Return the settings of a run from ``_create_run_config``, which users of pytorch-accelerated override."""
+    """Return the settings of a run; from ``_create_run_config`` if it is overridden, as in pytorch-accelerated."""
     request = run.request
+    if "_create_run_config" not in run.overridden:
+        return resolve_run_config(trainer, run, request, batch_size)
     return trainer._create_run_config(
         per_device_batch_size=batch_size,
         num_epochs=request.num_epochs,
@@ -242,9 +244,9 @@ def begin_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> 
         resume_schedule(trainer, run, state)
     if state is not None and trainer.accelerator.is_main_process and (changes := compare_settings(trainer, state)):
         trainer.print(changes)
-    run.stepper.must_compare_replicas = trainer.check_replicas and run.ranks.world_size > 1
+    run.loop.must_compare_replicas = trainer.check_replicas and run.ranks.world_size > 1
     reorders = isinstance(trainer.model, DistributedDataParallel) and run.ranks.world_size > 2
-    run.stepper.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0
+    run.loop.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0
 
 
 @contextmanager

@@ -32,9 +32,9 @@ from pytorch_accel_lite.optimizers.rates import (
     set_options,
 )
 from pytorch_accel_lite.run import attributes
-from pytorch_accel_lite.run.parts import TrainingState
+from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import Run, TrainerLike
+from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.schedulers.named_schedules import check_factory
 from pytorch_accel_lite.schedulers.placeholders import Placeholder, replace_trainer_placeholder_values
 from pytorch_accel_lite.schedulers.scheduler_base import PlannedLrScheduler

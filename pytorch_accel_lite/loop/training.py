@@ -13,6 +13,7 @@ from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed.gradient_averaging import gradient_sync, sync_ddp_buffers
 from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, evaluate_if_due
+from pytorch_accel_lite.loop.extra_passes import warm_up_ddp
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, warn_of_nonfinite_weights
 from pytorch_accel_lite.loop.guards.error_notes import explaining
@@ -22,11 +23,10 @@ from pytorch_accel_lite.loop.guards.sanity_check import check_evaluation
 from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.loaders import loader_of_run
 from pytorch_accel_lite.loop.resuming import end_if_complete, finish_resuming, print_state_contents, resuming
-from pytorch_accel_lite.loop.step import warm_up_ddp
 from pytorch_accel_lite.run.attributes import set_optimizer_modes
 from pytorch_accel_lite.run.parts import GlobalModes
 from pytorch_accel_lite.run.progress import EpochPhase
-from pytorch_accel_lite.run.state import Run, TrainerLike
+from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
 
 
 def begin_training(trainer: TrainerLike, run: Run) -> None:
@@ -156,7 +156,7 @@ def _steps_until_reread(trainer: TrainerLike, run: Run, batches: Iterator[Batch]
             evaluate_if_due(trainer, run)  # the run was interrupted before or within this evaluation
         is_outdated = loader.is_outdated  # the evaluation may have changed the data
         while batch is not None and not is_outdated:
-            if run.stepper.must_warm_up_ddp:
+            if run.loop.must_warm_up_ddp:
                 warm_up_ddp(trainer, run, batch)
             try:
                 run_step(trainer, run, batch)
@@ -164,8 +164,8 @@ def _steps_until_reread(trainer: TrainerLike, run: Run, batches: Iterator[Batch]
                 if not run.stepper.recover(trainer, run, error):
                     raise
                 return False
-            if run.stepper.must_compare_replicas and progress.update:
-                run.stepper.must_compare_replicas = False
+            if run.loop.must_compare_replicas and progress.update:
+                run.loop.must_compare_replicas = False
                 trainer.compare_replicas()
             is_outdated = loader.is_outdated
             if not is_outdated:
@@ -189,7 +189,7 @@ def run_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     output = forward_backward(trainer, run, batch)
     updates = window.is_ending and window.has_gradients  # without gradients if all batches were skipped
     if updates:
-        if run.stepper.must_compare_replicas:
+        if run.loop.must_compare_replicas:
             note_missing_gradients(trainer, run)
         run.stepper.apply_update(trainer, run)
     run.progress.step += 1

@@ -27,7 +27,7 @@ class SchedulerLike(HasStateDict, Protocol):
     def step(self) -> Callable[..., object]: ...  # noqa: D102
 
 
-#: A trainer's optimizer: ``None``, an ``DeferredOptimizer``, an optimizer of torch, or Accelerate's wrapper of it.
+#: A trainer's optimizer: ``None``, a ``DeferredOptimizer``, an optimizer of torch, or Accelerate's wrapper of it.
 TrainerOptimizer: TypeAlias = Any
 #: A trainer's scheduler: ``None``, a scheduler of torch, timm or the user, or several by optimizer name.
 TrainerScheduler: TypeAlias = Any

@@ -14,7 +14,7 @@ from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.extension_names import ARGUMENTS, missing_extension_text
 from pytorch_accel_lite.run.history import MetricValue
 from pytorch_accel_lite.run.losses import LossTrackers
-from pytorch_accel_lite.run.parts import TrainingState
+from pytorch_accel_lite.run.training_state import TrainingState
 
 
 class Division:

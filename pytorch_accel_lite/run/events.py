@@ -412,7 +412,7 @@ EVENTS: tuple[str, ...] = tuple(
 
 
 def events_between(first: str, last: str) -> tuple[str, ...]:
-    """Return the events of a part of the loop: from ``first`` to ``last`` in the order in which they are declared."""
+    """Return the events of a part of the loop, in its order: those after ``first`` and before ``last``."""
     return EVENTS[EVENTS.index(first) + 1 : EVENTS.index(last)]
 
 
@@ -423,7 +423,7 @@ def keywords_of(event: str) -> tuple[str, ...]:
 
 
 Phase = Literal["training", "evaluation", "prediction"]
-#: The events between two batches, by phase.
+#: The events of the steps, by phase.
 STEP_EVENTS: dict[Phase, tuple[str, ...]] = {
     "training": events_between("on_train_epoch_start", "on_train_epoch_end"),
     "evaluation": events_between("on_eval_epoch_start", "on_eval_epoch_end"),

@@ -1,27 +1,22 @@
-"""The parts of a run: its data, its schedule, its end, the batches it skips, and the records it leaves."""
+"""The parts of a run: its data, its schedule, its end, and the records it leaves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
 
-from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.data import Batch, NamedData, ShardedLoader
+from pytorch_accel_lite.data import NamedData, ShardedLoader
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.rates import Options, Rate
-from pytorch_accel_lite.run.events import Failure, RunPausedError, StopTrainingError
+from pytorch_accel_lite.run.events import RunPausedError, StopTrainingError
 from pytorch_accel_lite.run.history import MetricValue
 from pytorch_accel_lite.run.settings import TrainerRunConfig
-
-#: The names of an owner and of one of its attributes.
-Key = tuple[str, str]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -145,43 +140,6 @@ class RunEnd:
         return self.pause is None and not self.has_failed
 
 
-#: Stands for the output of a batch that was skipped.
-SKIPPED = object()
-
-
-class SkippedStep(NamedTuple):
-    """A batch that was skipped in an evaluation or a prediction.
-
-    Args:
-        failure: the failure, as callbacks are told about it
-        step: the number of the batch on its process, from 0
-        samples: number of samples in the batch, or ``None`` if unknown
-    """
-
-    failure: Failure
-    step: int
-    samples: int | None
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class SkippedBatches:
-    """The batches that are skipped in an evaluation or a prediction because their steps failed.
-
-    Attributes:
-        phase: whether the batches belong to an evaluation or a prediction
-        batches: the batches of this process; after gathering, those of all processes
-        is_gathered: whether the batches of all processes have been gathered
-        first_error: the first error of this process
-        last_computed: the last batch of this process that did not fail
-    """
-
-    phase: Literal["evaluation", "prediction"]
-    batches: list[SkippedStep] = field(default_factory=list)
-    is_gathered: bool = False
-    first_error: Exception | None = None
-    last_computed: Batch | None = None
-
-
 class Training(NamedTuple):
     """The record of a training run for later evaluations."""
 
@@ -228,65 +186,6 @@ class LoadedWeights(NamedTuple):
     file: str
     numbers: dict[str, float]
     update: int
-
-
-@dataclass(eq=False, repr=False)
-class CreatedAttributes:
-    """The attributes that a program had created when a run began.
-
-    Attributes:
-        digests: a digest of each attribute of moderate size
-        settings: the serialised form of each attribute that holds only numbers and texts
-        names: names of the attributes that the program had created, by the name of their owner
-        changed: attributes that are known to have changed
-        warned_of: paths of values that states cannot keep, for which a warning has been given
-        compared: attributes whose arguments the comparison of settings has reported
-        trainability: which parameters are trainable after the starting events
-    """
-
-    digests: dict[Key, str] = field(default_factory=dict)
-    settings: dict[Key, object] = field(default_factory=dict)
-    names: dict[str, set[str]] = field(default_factory=dict)
-    changed: set[Key] = field(default_factory=set)
-    warned_of: set[str] = field(default_factory=set)
-    compared: set[Key] = field(default_factory=set)
-    trainability: dict[str, dict[str, bool]] = field(default_factory=dict)
-
-
-class OpenTensor(Protocol):
-    """A tensor in open files."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
-    @property
-    def dtype(self) -> torch.dtype: ...  # noqa: D102
-
-    def read(self, like: torch.Tensor | None = None) -> torch.Tensor:
-        """Read the tensor, sharded like another one of its shape."""
-
-
-@dataclass(eq=False, repr=False)
-class TrainingState:
-    """The contents of a training state, except the weights.
-
-    Args:
-        directory: the folder of the state, or the URL of a remote one
-        metadata: facts about the run from the manifest: progress, processes, versions ...
-        shared: the state that all ranks share: optimizer, scheduler, history, callbacks ...
-        local: the state of this rank: its generators and its part of the running losses; ``None`` if another number of
-            processes saved the state
-        weights: the weights, if they have already been read, as from a remote state, whose local copy is removed
-        tensors: large or sharded tensors in open files, by name; ``shared`` has marks in their place
-        postponed: names of optimizers that are restored later, when they have all their parameter groups
-    """
-
-    directory: Path | str
-    metadata: StateDict
-    shared: StateDict
-    local: StateDict | None = None
-    weights: dict[str, torch.Tensor] | None = None
-    tensors: Mapping[str, OpenTensor] = field(default_factory=dict)
-    postponed: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -10,7 +10,7 @@ from pytorch_accel_lite.base.origins import is_from_this_package, warn_outside
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.run.history import MetricValue, RunHistory
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
 
 Key = TypeVar("Key")
 

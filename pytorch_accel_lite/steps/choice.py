@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pytorch_accel_lite.base.modules import are_sharded
-from pytorch_accel_lite.loop.step import PlainStep
-from pytorch_accel_lite.run.state import Run, Step, TrainerLike
+from pytorch_accel_lite.loop.plain_step import PlainStep
+from pytorch_accel_lite.run.run_and_interfaces import Run, Step, TrainerLike
 from pytorch_accel_lite.steps.closures import ReplayingStep
-from pytorch_accel_lite.steps.compiled import CHECKPOINTED, COMPILED
+from pytorch_accel_lite.steps.compilation import CHECKPOINTED, COMPILED
 from pytorch_accel_lite.steps.features import STEP_KINDS, Feature, StepKind
 from pytorch_accel_lite.steps.manual import ManualStep
 from pytorch_accel_lite.steps.sharded import ShardedStep

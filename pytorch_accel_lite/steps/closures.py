@@ -12,12 +12,12 @@ from pytorch_accel_lite.base.reachable import codes_in
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients, gradient_sync
+from pytorch_accel_lite.loop.plain_step import PlainStep, backward
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
-from pytorch_accel_lite.loop.step import PlainStep, backward
 from pytorch_accel_lite.optimizers.operations import needs_closure, parts_of_optimizer
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.losses import LossTrackers
-from pytorch_accel_lite.run.state import Run, TrainerLike
+from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
 from pytorch_accel_lite.steps.features import FP16, MICROBATCHES, SHARDED, SKIPPED_BATCHES, Conflict, Feature
 from pytorch_accel_lite.steps.manual import MANUAL
 

@@ -17,8 +17,8 @@ from pytorch_accel_lite.checkpoint.attribute_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput, complete_output, infer_batch_size
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
+from pytorch_accel_lite.loop.plain_step import backward
 from pytorch_accel_lite.loop.snapshot import replaced
-from pytorch_accel_lite.loop.step import backward
 from pytorch_accel_lite.optimizers.operations import (
     TrainerOptimizer,
     optimized_parameters,
@@ -27,7 +27,7 @@ from pytorch_accel_lite.optimizers.operations import (
 )
 from pytorch_accel_lite.run.accumulation import Count, GradientWindow
 from pytorch_accel_lite.run.attributes import all_optimized_parameters, buffers_in
-from pytorch_accel_lite.run.state import Run, Step, TrainerLike
+from pytorch_accel_lite.run.run_and_interfaces import Run, Step, TrainerLike
 from pytorch_accel_lite.steps.features import MICROBATCHES, SHARDED, SKIPPED_BATCHES, Conflict, Feature
 
 _UPDATES = "the updates of a failed step cannot be undone"

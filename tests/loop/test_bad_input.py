@@ -986,7 +986,7 @@ def test_a_plot_without_its_extension_names_it(monkeypatch):
 
 
 def test_compile_step_without_its_extension_names_it(monkeypatch):
-    monkeypatch.setattr("pytorch_accel_lite.steps.compiled.STEP_COMPILERS", [])
+    monkeypatch.setattr("pytorch_accel_lite.steps.compilation.STEP_COMPILERS", [])
     with pytest.raises(ValueError, match="compile_step=True belongs to the extension 'compiled_step', which is not"):
         make_trainer(compile_step=True)
 

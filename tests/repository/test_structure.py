@@ -15,7 +15,7 @@ import pytest
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.extension_names import NEEDED, OFFERED
-from pytorch_accel_lite.run.state import TrainerLike
+from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
 from tests import interface
 from tests.launching import ROOT
 
@@ -32,7 +32,7 @@ FACADE = {
 #: From the bottom up: each imports only those before it. Other files of the package only re-export.
 LAYERS = (
     "extension_names", "base", "distributed", "optimizers", "schedulers", "data", "run", "checkpoint",
-    "loop", "steps", "callbacks", "trainer",
+    "loop", "steps", "tools", "callbacks", "trainer",
 )  # fmt: skip
 #: So that editors know what an event is passed.
 EXCEPTIONS = {("pytorch_accel_lite.run.events", "pytorch_accel_lite.trainer")}

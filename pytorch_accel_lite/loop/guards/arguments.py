@@ -43,8 +43,8 @@ from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import TrainerCallback, arguments_of
 from pytorch_accel_lite.run.history import RunHistory
 from pytorch_accel_lite.run.intervals import parse_interval
+from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import TrainerLike
 
 _COMPILE = (bool, dict), "True, False, or a dict of arguments for torch.compile, such as {'mode': 'max-autotune'}"
 #: The types of a trainer's arguments.

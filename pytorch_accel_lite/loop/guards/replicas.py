@@ -12,7 +12,7 @@ from pytorch_accel_lite.base.inspection import sums_of_bits
 from pytorch_accel_lite.base.modules import unwrap
 from pytorch_accel_lite.base.quantised import all_plain_parts
 from pytorch_accel_lite.run import attributes
-from pytorch_accel_lite.run.state import Run, TrainerLike
+from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
 
 _MAX_NAMED = 4  # parameters named in a message
 _ON_PURPOSE = "Pass check_replicas=False to the Trainer if the weights are supposed to differ."
@@ -33,7 +33,7 @@ def compare_replicas(trainer: TrainerLike) -> None:
     if len(set(trainer.ranks.all_gather_object(hash(tuple(sums.values()))))) == 1:
         return
     learning = [name for name, parameter in trained.items() if parameter.requires_grad]
-    found = _Fingerprint(sums, learning, [names.get(id(p), "") for p in trainer.current_run.stepper.without_gradient])
+    found = _Fingerprint(sums, learning, [names.get(id(p), "") for p in trainer.current_run.loop.without_gradient])
     by_rank = trainer.ranks.all_gather_object(found)
     for name in dict.fromkeys(chain.from_iterable(other.sums for other in by_rank)):
         differing = [str(r) for r, other in enumerate(by_rank) if other.sums.get(name) != by_rank[0].sums.get(name)]
@@ -61,7 +61,7 @@ class _Fingerprint(NamedTuple):
 
 def note_missing_gradients(trainer: TrainerLike, run: Run) -> None:
     """Note which trained parameters have no gradient in the current update."""
-    run.stepper.without_gradient = [
+    run.loop.without_gradient = [
         p for p in attributes.updated_parameters(trainer) if p.requires_grad and p.grad is None
     ]
 

@@ -19,6 +19,7 @@ from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedD
 from pytorch_accel_lite.data.batches import BatchOutput, complete_output
 from pytorch_accel_lite.data.loader_choice import with_batch_size
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
+from pytorch_accel_lite.loop.extra_passes import loss_of
 from pytorch_accel_lite.loop.guards.arguments import check_dataset, check_training
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.error_notes import explaining
@@ -28,14 +29,13 @@ from pytorch_accel_lite.loop.loaders import create_eval_loaders, create_train_lo
 from pytorch_accel_lite.loop.model_preparation import prepare_model, release_model
 from pytorch_accel_lite.loop.run_setup import prepare_training
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
-from pytorch_accel_lite.loop.step import loss_of
 from pytorch_accel_lite.loop.training import run_step
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import CallbackHandler
 from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.progress import EpochPhase, Progress
+from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.state import Run, TrainerLike
 
 
 class Trial:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from accelerate.utils import recursively_apply
 from torch import nn
 
 from pytorch_accel_lite.base.devices import mixed_precision
@@ -17,10 +16,9 @@ from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.loop.guards.first_batch import examine_first_batch
 from pytorch_accel_lite.loop.scheduling import step_after_update
-from pytorch_accel_lite.loop.snapshot import StepSnapshot
 from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.attributes import parameters_not_in_model
-from pytorch_accel_lite.run.state import Run, Step, TrainerLike
+from pytorch_accel_lite.run.run_and_interfaces import Run, Step, TrainerLike
 
 
 class PlainStep(Step):
@@ -156,34 +154,3 @@ def _fire_backward_start(trainer: TrainerLike, data: BatchData, output: BatchOut
 def _identities(losses: Mapping[str, torch.Tensor]) -> list[tuple[str, int, int]]:
     """Return the identities and versions of losses, which differ if a loss is replaced or changed in place."""
     return [(name, id(loss), loss._version) for name, loss in losses.items() if isinstance(loss, torch.Tensor)]
-
-
-def as_returned(trainer: TrainerLike, output: BatchOutput) -> BatchOutput:
-    """Return a copy of the losses in a step's output, as the step returned them, for recording.
-
-    Steps that record losses only after the backward pass call this before it, because callbacks may change the loss.
-    """
-    if not trainer.callback_handler.listeners["on_backward_start"]:
-        return output
-    names = ("loss", "losses", "batch_size", "num_items_in_batch")
-    kept = {name: output[name] for name in names if name in output}
-    return recursively_apply(lambda value: value.detach().clone(), kept)  # type: ignore[no-any-return]
-
-
-def loss_of(trainer: TrainerLike, batch: Batch) -> torch.Tensor:
-    """Return only the loss of a batch, computed as in a training step."""
-    trainer.current_run.batch = batch
-    compute = trainer.compiled_forward or trainer.calculate_train_batch_loss
-    with mixed_precision(trainer.accelerator):
-        return total_loss(compute(batch.data)["loss"])
-
-
-def warm_up_ddp(trainer: TrainerLike, run: Run, batch: Batch) -> None:
-    """Run one forward and backward pass that changes nothing except ``DistributedDataParallel``.
-
-    The wrapper rearranges gradients after its first backward pass. With three or more processes, the order of their
-    sums, and so the last bits, depend on it: a resumed run must have had that first pass, too.
-    """
-    run.stepper.must_warm_up_ddp = False
-    with StepSnapshot(trainer):
-        trainer.backward_step(loss_of(trainer, batch))

@@ -1,4 +1,4 @@
-"""For extensions: splitting batches that do not fit into memory, and merging the outputs of their parts."""
+"""Computing a batch in parts: splitting it, keeping the losses of a part as returned, and merging the outputs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from itertools import chain
 
 import torch
+from accelerate.utils import recursively_apply
 
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput, infer_batch_size, is_as_long, is_number
 from pytorch_accel_lite.data.splitting import concatenate_if_possible, is_list_of_samples, split_batch
 from pytorch_accel_lite.run.accumulation import Count
+from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
 
 
 def split_into_parts(batch: Batch, parts: int) -> list[Batch]:
@@ -31,6 +33,18 @@ def split_into_parts(batch: Batch, parts: int) -> list[Batch]:
         pieces.append(part)
         begin += size
     return pieces
+
+
+def as_returned(trainer: TrainerLike, output: BatchOutput) -> BatchOutput:
+    """Return a copy of the losses in a step's output, as the step returned them, for recording.
+
+    Steps that record losses only after the backward pass call this before it, because callbacks may change the loss.
+    """
+    if not trainer.callback_handler.listeners["on_backward_start"]:
+        return output
+    names = ("loss", "losses", "batch_size", "num_items_in_batch")
+    kept = {name: output[name] for name in names if name in output}
+    return recursively_apply(lambda value: value.detach().clone(), kept)  # type: ignore[no-any-return]
 
 
 def merge_outputs(outputs: Sequence[BatchOutput]) -> BatchOutput:

@@ -1,4 +1,4 @@
-"""For extensions: calling a user's own callbacks outside a run, until they fail."""
+"""Calling a user's own callbacks outside a run, until they fail."""
 
 from __future__ import annotations
 
