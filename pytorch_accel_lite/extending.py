@@ -103,7 +103,7 @@ from pytorch_accel_lite.run.metric_panels import (
 )
 from pytorch_accel_lite.run.parts import LoadedWeights
 from pytorch_accel_lite.run.plots import PLOTS, Plots, plots_for
-from pytorch_accel_lite.run.run_and_interfaces import InferenceStep, Run, Step, TrainerLike
+from pytorch_accel_lite.run.run import InferenceStep, Run, Step, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches, SkippedStep
 from pytorch_accel_lite.run.stops import NonFiniteLossError, RunInterruptedError, StopTrainingError

@@ -87,7 +87,7 @@ from pytorch_accel_lite.run.intervals import Interval, parse_interval
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import Progress
-from pytorch_accel_lite.run.run_and_interfaces import CompiledForwardLike, Run, Step, run_for_assignment
+from pytorch_accel_lite.run.run import CompiledForwardLike, Run, Step, run_for_assignment
 from pytorch_accel_lite.run.settings import LoaderArguments, RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.stops import RunPausedError
 from pytorch_accel_lite.run.watched_metric import latest_metric

@@ -23,7 +23,7 @@ from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.loop.clipping import total_norm
 from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.tools.speed_advice import faster_data
 
 _FIRST_STEPS = 16  # the mean loss of these steps is compared with the epoch's

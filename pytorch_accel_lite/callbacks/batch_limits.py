@@ -7,7 +7,7 @@ import os
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_ENV_VAR
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 
 

@@ -21,7 +21,7 @@ from pytorch_accel_lite.data.batches import TARGET_KEYS, BatchOutput
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 
 if TYPE_CHECKING:

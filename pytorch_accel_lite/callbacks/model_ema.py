@@ -26,7 +26,7 @@ from pytorch_accel_lite.optimizers.moving_averages import ModelEma, ShardedEma
 from pytorch_accel_lite.run.callback_handler import CallbackHandler, set_listening
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.metric_checks import ExpectedMetrics
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 
 

@@ -18,7 +18,7 @@ from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.loop.clipping import total_norm
 from pytorch_accel_lite.optimizers.operations import group_names, is_created, parts_of_optimizer
 from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 
 _MIB = 2**20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytorch_accel_lite.run.attributes import other_modules
 from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 
 
 class MoveModulesToDeviceCallback(TrainerCallback):

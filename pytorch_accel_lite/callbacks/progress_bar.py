@@ -19,7 +19,7 @@ from pytorch_accel_lite.callbacks.printing import changes_in_each_update, epoch_
 from pytorch_accel_lite.data import ShardedLoader
 from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.settings import TrainerRunConfig
 
 

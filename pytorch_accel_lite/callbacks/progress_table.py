@@ -36,7 +36,7 @@ from pytorch_accel_lite.callbacks.printing import (
 )
 from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.history import MetricValue
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.stops import RunInterruptedError
 

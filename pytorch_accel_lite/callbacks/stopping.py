@@ -12,7 +12,7 @@ from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_positive_number
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
+from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.stops import RunPausedError, StopTrainingError
 
 _CLEAR_CHANGE = 0.01  # relative; a small loss that changes this much clearly changes

@@ -23,7 +23,7 @@ from pytorch_accel_lite.checkpoint.weights import (
     sharded_like,
 )
 from pytorch_accel_lite.run import attributes
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 
 #: An object that is saved with a trainer. The state of a tensor is the tensor itself.
 Owner: TypeAlias = HasStateDict | torch.Tensor

@@ -58,7 +58,7 @@ from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.callback_handler import callbacks_with
 from pytorch_accel_lite.run.division import numbers_of_shares
 from pytorch_accel_lite.run.progress import EpochPhase
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.settings import StateSource
 from pytorch_accel_lite.run.training_state import TrainingState
 

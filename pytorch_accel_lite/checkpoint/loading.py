@@ -30,7 +30,7 @@ from pytorch_accel_lite.checkpoint.weights import (
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.parts import LoadedWeights
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 
 
 def load_checkpoint(

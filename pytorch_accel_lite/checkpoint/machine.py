@@ -9,7 +9,7 @@ import torch
 from pytorch_accel_lite.base.backends import describe_settings, deterministic_kernels
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.run.division import numbers_of_shares
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 
 
 def machine_facts(trainer: TrainerLike) -> JsonObject:

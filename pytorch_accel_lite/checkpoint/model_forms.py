@@ -19,7 +19,7 @@ from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal
 from pytorch_accel_lite.checkpoint.files import naming_file, open_tensors, replacing, write_tensors
 from pytorch_accel_lite.extension_names import missing_extension_text
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 
 #: The file of PEFT's adapters in a directory.
 ADAPTERS = "adapter_model.safetensors"

@@ -37,7 +37,7 @@ from pytorch_accel_lite.optimizers.operations import is_created, parts_of_optimi
 from pytorch_accel_lite.optimizers.rates import Options, initial_options
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 
 #: Settings of ``TrainerRunConfig`` that change what a run computes.
 _OF_TRAIN = (

@@ -21,7 +21,7 @@ from pytorch_accel_lite.checkpoint.recorded_settings import (
 )
 from pytorch_accel_lite.data.fingerprint import difference
 from pytorch_accel_lite.optimizers.operations import TrainerScheduler, schedulers_in
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.schedulers.scheduler_base import PlannedLrScheduler
 

@@ -15,7 +15,7 @@ from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.weights import without_compile
 from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, is_created, parts_of_optimizer
 from pytorch_accel_lite.run import attributes
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 
 
 def trainability(trainer: TrainerLike) -> dict[str, dict[str, bool]]:

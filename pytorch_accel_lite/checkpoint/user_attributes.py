@@ -38,7 +38,7 @@ from pytorch_accel_lite.checkpoint.trained_parameters import trainability
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.callback_handler import named_callbacks
 from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.training_state import CreatedAttributes, Key
 
 T = TypeVar("T")

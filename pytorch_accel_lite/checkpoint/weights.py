@@ -33,7 +33,7 @@ from pytorch_accel_lite.checkpoint.files import FROZEN, map_nested, open_tensors
 from pytorch_accel_lite.checkpoint.model_forms import read_in_form
 from pytorch_accel_lite.checkpoint.shards import find_tensors, gather_tensor, is_sharded_tensor
 from pytorch_accel_lite.optimizers.operations import TrainerOptimizer
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 
 #: The file of a model's weights in a directory, and the index of a large model's files, as on the Hugging Face Hub.
 WEIGHTS = "model.safetensors"

@@ -15,7 +15,7 @@ from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.meshes import add_up_along
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
 from pytorch_accel_lite.run.attributes import updated_parameters
-from pytorch_accel_lite.run.run_and_interfaces import ClippingOrder, TrainerLike
+from pytorch_accel_lite.run.run import ClippingOrder, TrainerLike
 from pytorch_accel_lite.run.settings import TrainerRunConfig
 
 #: Returns the total norm of gradients.

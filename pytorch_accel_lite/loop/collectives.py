@@ -19,7 +19,7 @@ from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.distributed.process_zero import current_process
 from pytorch_accel_lite.distributed.ranks import Ranks, find_ranks
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 
 T = TypeVar("T")
 

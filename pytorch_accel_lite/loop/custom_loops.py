@@ -15,7 +15,7 @@ from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.loop import training
 from pytorch_accel_lite.loop.guards.end_checks import warn_of_nonfinite_weights
 from pytorch_accel_lite.loop.lifecycle import end_failed_run
-from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
+from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.stops import StopTrainingError
 
 

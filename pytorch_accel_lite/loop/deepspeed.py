@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from pytorch_accel_lite.optimizers.operations import parts_of_optimizer
-from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
+from pytorch_accel_lite.run.run import Run, TrainerLike
 
 _INSTEAD = "Use fully_shard instead, with which this works"
 

@@ -8,7 +8,7 @@ from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import total_loss
 from pytorch_accel_lite.loop.snapshot import StepSnapshot
-from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
+from pytorch_accel_lite.run.run import Run, TrainerLike
 
 
 def loss_of(trainer: TrainerLike, batch: Batch) -> torch.Tensor:

@@ -6,7 +6,7 @@ import os
 from contextlib import nullcontext
 
 from pytorch_accel_lite.loop import custom_loops, lifecycle, run_setup, scheduling, training
-from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
+from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import LoaderArguments
 from pytorch_accel_lite.run.signals import ending_at_signals, exit_after_signal
 

@@ -20,7 +20,7 @@ from pytorch_accel_lite.loop.model_preparation import release_model
 from pytorch_accel_lite.loop.sharded_models import set_up_sharded_model
 from pytorch_accel_lite.optimizers.rates import learning_rates, note_initial_options
 from pytorch_accel_lite.run.attributes import set_optimizer_modes
-from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
+from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.stops import NonFiniteLossError, StopTrainingError
 
 

@@ -8,7 +8,7 @@ from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions
 from pytorch_accel_lite.data.loader_choice import create_loader, dataset_of
 from pytorch_accel_lite.data.named_datasets import NamedSampler, describe_lengths
 from pytorch_accel_lite.data.sources import Source
-from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
+from pytorch_accel_lite.run.run import Run, TrainerLike
 
 
 def create_train_loader(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: LoaderKwargs | None) -> None:

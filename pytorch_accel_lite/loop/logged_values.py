@@ -7,7 +7,7 @@ import torch
 
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.run.accumulation import Count
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 
 
 def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Count | None = None) -> None:

@@ -14,7 +14,7 @@ from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.model_forms import is_of_peft
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.prepared_model import PreparedModel
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 
 #: Functions with which extensions change a model in place, by trainer argument. Each function is called with the
 #: trainer and the value, and returns a text to print.

@@ -18,7 +18,7 @@ from pytorch_accel_lite.loop.guards.first_batch import examine_first_batch
 from pytorch_accel_lite.loop.scheduling import step_after_update
 from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.attributes import parameters_not_in_model
-from pytorch_accel_lite.run.run_and_interfaces import Run, Step, TrainerLike
+from pytorch_accel_lite.run.run import Run, Step, TrainerLike
 
 
 class PlainStep(Step):

@@ -32,7 +32,7 @@ from pytorch_accel_lite.optimizers.rates import (
     set_options,
 )
 from pytorch_accel_lite.run import attributes
-from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
+from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.schedulers.named_schedules import check_factory

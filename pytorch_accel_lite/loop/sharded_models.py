@@ -22,7 +22,7 @@ from pytorch_accel_lite.checkpoint.weights import sharded_like, verify_weights
 from pytorch_accel_lite.distributed.data_ranks import find_data_ranks
 from pytorch_accel_lite.loop.guards.arguments import tensor_parallel_size
 from pytorch_accel_lite.optimizers.operations import is_created
-from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
+from pytorch_accel_lite.run.run import Run, TrainerLike
 
 
 def set_up_sharded_model(trainer: TrainerLike, run: Run) -> None:

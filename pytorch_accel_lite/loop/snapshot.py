@@ -18,7 +18,7 @@ from pytorch_accel_lite.base.randomness import capture_generators, restore_gener
 from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
 from pytorch_accel_lite.run import attributes
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 
 
 class Snapshot(ExitStack):

@@ -26,7 +26,7 @@ from pytorch_accel_lite.loop.resuming import end_if_complete, finish_resuming, p
 from pytorch_accel_lite.run.attributes import set_optimizer_modes
 from pytorch_accel_lite.run.parts import GlobalModes
 from pytorch_accel_lite.run.progress import EpochPhase
-from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
+from pytorch_accel_lite.run.run import Run, TrainerLike
 
 
 def begin_training(trainer: TrainerLike, run: Run) -> None:

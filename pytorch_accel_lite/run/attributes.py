@@ -17,7 +17,7 @@ from pytorch_accel_lite.base.modules import local_shard
 from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.optimizers.operations import SchedulerLike, is_created, optimized_parameters, set_mode
 from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 
 T = TypeVar("T")
 

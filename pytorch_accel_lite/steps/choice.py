@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.loop.plain_step import PlainStep
-from pytorch_accel_lite.run.run_and_interfaces import Run, Step, TrainerLike
+from pytorch_accel_lite.run.run import Run, Step, TrainerLike
 from pytorch_accel_lite.steps.closures import ReplayingStep
 from pytorch_accel_lite.steps.compilation import CHECKPOINTED, COMPILED
 from pytorch_accel_lite.steps.features import STEP_KINDS, Feature, StepKind

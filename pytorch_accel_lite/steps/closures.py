@@ -17,7 +17,7 @@ from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.optimizers.operations import needs_closure, parts_of_optimizer
 from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.losses import LossTrackers
-from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
+from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.steps.features import FP16, MICROBATCHES, SHARDED, SKIPPED_BATCHES, Conflict, Feature
 from pytorch_accel_lite.steps.manual import MANUAL
 

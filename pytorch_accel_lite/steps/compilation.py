@@ -8,7 +8,7 @@ from torch import nn
 
 from pytorch_accel_lite.data.batches import BatchAdapter
 from pytorch_accel_lite.extension_names import missing_extension_text
-from pytorch_accel_lite.run.run_and_interfaces import CompiledForwardLike, TrainerLike
+from pytorch_accel_lite.run.run import CompiledForwardLike, TrainerLike
 from pytorch_accel_lite.steps.features import SHARDED, Conflict, Feature
 from pytorch_accel_lite.steps.manual import MANUAL
 

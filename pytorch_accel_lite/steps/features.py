@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from pytorch_accel_lite.run.run_and_interfaces import Run, Step, TrainerLike
+from pytorch_accel_lite.run.run import Run, Step, TrainerLike
 
 
 class Conflict(NamedTuple):

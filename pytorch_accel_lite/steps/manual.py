@@ -27,7 +27,7 @@ from pytorch_accel_lite.optimizers.operations import (
 )
 from pytorch_accel_lite.run.accumulation import Count, GradientWindow
 from pytorch_accel_lite.run.attributes import all_optimized_parameters, buffers_in
-from pytorch_accel_lite.run.run_and_interfaces import Run, Step, TrainerLike
+from pytorch_accel_lite.run.run import Run, Step, TrainerLike
 from pytorch_accel_lite.steps.features import MICROBATCHES, SHARDED, SKIPPED_BATCHES, Conflict, Feature
 
 _UPDATES = "the updates of a failed step cannot be undone"

@@ -14,7 +14,7 @@ from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput, infer_batch_size, is_as_long, is_number
 from pytorch_accel_lite.data.splitting import concatenate_if_possible, is_list_of_samples, split_batch
 from pytorch_accel_lite.run.accumulation import Count
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 
 
 def split_into_parts(batch: Batch, parts: int) -> list[Batch]:

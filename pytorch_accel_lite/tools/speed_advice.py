@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytorch_accel_lite.base.environment import cores_per_process
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 
 
 def faster_data(trainer: TrainerLike) -> str:

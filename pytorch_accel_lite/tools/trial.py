@@ -34,7 +34,7 @@ from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.progress import EpochPhase, Progress
-from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
+from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 
 

@@ -14,7 +14,7 @@ from typing import Union, get_args, get_origin, get_type_hints
 import pytest
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
+from pytorch_accel_lite.run.run import Run, TrainerLike
 from tests.repository.test_structure import FILES, PACKAGE, PUBLIC_PATHS
 
 PUBLIC = ("", "callbacks", "checkpoint", "data", "optimizers", "schedulers", *sorted(PUBLIC_PATHS))

@@ -15,7 +15,7 @@ import pytest
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.extension_names import NEEDED, OFFERED
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 from tests import interface
 from tests.launching import ROOT
 

@@ -27,7 +27,7 @@ from pytorch_accel_lite import (
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveBestModelCallback
 from pytorch_accel_lite.loop.plain_step import PlainStep
 from pytorch_accel_lite.run.events import EVENTS, STEP_EVENTS, keywords_of
-from pytorch_accel_lite.run.run_and_interfaces import Step
+from pytorch_accel_lite.run.run import Step
 from pytorch_accel_lite.steps.closures import ReplayingStep
 from pytorch_accel_lite.steps.manual import ManualStep
 from pytorch_accel_lite.steps.sharded import ShardedStep

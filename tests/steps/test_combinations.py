@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.run.run_and_interfaces import Step
+from pytorch_accel_lite.run.run import Step
 from pytorch_accel_lite.steps.choice import as_markdown
 from pytorch_accel_lite.steps.features import STEP_KINDS
 from tests.launching import CAN_SHARD, ROOT

@@ -45,7 +45,7 @@ from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.history import RunHistory
 from pytorch_accel_lite.run.intervals import parse_interval
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 
 _COMPILE = (bool, dict), "True, False, or a dict of arguments for torch.compile, such as {'mode': 'max-autotune'}"

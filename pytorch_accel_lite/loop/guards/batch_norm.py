@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pytorch_accel_lite.base.modules import stays_in_eval
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
+from pytorch_accel_lite.run.run import Run, TrainerLike
 
 
 def min_share_for_batch_norm(trainer: TrainerLike, run: Run) -> int:

@@ -7,7 +7,7 @@ from torch.utils.data import IterableDataset
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.run import attributes
-from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
+from pytorch_accel_lite.run.run import Run, TrainerLike
 
 
 def check_num_steps(run: Run, loader: Source, length: int | None) -> None:

@@ -22,7 +22,7 @@ from pytorch_accel_lite.data.reading import names_sample
 from pytorch_accel_lite.data.sources import Index, Source
 from pytorch_accel_lite.loop.guards.held_memory import advise_on_memory, describe_memory
 from pytorch_accel_lite.run.events import Phase
-from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
+from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.stops import NonFiniteLossError, StopTrainingError
 
 # Modules of callbacks, whose checks say all that is to be said.

@@ -14,7 +14,7 @@ from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.loss_shapes import LossFunction
 from pytorch_accel_lite.run.events import events_between, keywords_of
-from pytorch_accel_lite.run.run_and_interfaces import TrainerLike
+from pytorch_accel_lite.run.run import TrainerLike
 
 _NONE, _SUM = 0, 2  # torch's numbers of reductions
 # Operations of autograd that act on the loss of each sample separately.

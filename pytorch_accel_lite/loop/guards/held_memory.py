@@ -13,7 +13,7 @@ from pytorch_accel_lite.base.modules import local_shard
 from pytorch_accel_lite.base.text import format_bytes
 from pytorch_accel_lite.optimizers.operations import is_created
 from pytorch_accel_lite.run import attributes
-from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
+from pytorch_accel_lite.run.run import Run, TrainerLike
 
 #: More advice, from extensions, for a training step that did not fit: each function is called with the trainer, and
 #: returns a sentence without its first capital letter, or nothing.

@@ -12,7 +12,7 @@ from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.run.events import STEP_EVENTS, Phase
 from pytorch_accel_lite.run.parts import GlobalModes
-from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
+from pytorch_accel_lite.run.run import Run, TrainerLike
 
 #: For each phase, the methods of a trainer that compute a batch.
 _STEP_METHODS: dict[Phase, tuple[str, ...]] = {

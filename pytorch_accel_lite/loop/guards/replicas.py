@@ -12,7 +12,7 @@ from pytorch_accel_lite.base.inspection import sums_of_bits
 from pytorch_accel_lite.base.modules import unwrap
 from pytorch_accel_lite.base.quantised import all_plain_parts
 from pytorch_accel_lite.run import attributes
-from pytorch_accel_lite.run.run_and_interfaces import Run, TrainerLike
+from pytorch_accel_lite.run.run import Run, TrainerLike
 
 _MAX_NAMED = 4  # parameters named in a message
 _ON_PURPOSE = "Pass check_replicas=False to the Trainer if the weights are supposed to differ."
