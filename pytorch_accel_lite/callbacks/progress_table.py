@@ -108,7 +108,7 @@ class ProgressTableCallback(LogMetricsCallback):
         self._table = _RunTable(trainer, self.metrics, self._shows_table)
         self._running_means = {}
         self._row_every = self.row_every_n_updates or _default_interval(trainer)
-        if self._row_every and not trainer.ranks.broadcast_object(lambda: self._shows_table):
+        if self._row_every and not trainer.ranks.result_of_first(lambda: self._shows_table):
             self._row_every = None  # set on all processes, which add up their losses for a row
         set_listening(trainer, self, self._row_every is not None, "on_update_end")
         set_listening(trainer, self, changes_in_each_update(trainer), "on_optimizer_step_start")

@@ -207,7 +207,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             self._complete = path, trainer.progress.update
             if self._store.alive_at is not None:
                 trainer.run.goodput.note_sign_of_life(resumed.metadata["saved_at"], self._store.alive_at)
-        self._newest_time = trainer.ranks.broadcast_object(self._store.newest_time)
+        self._newest_time = trainer.ranks.result_of_first(self._store.newest_time)
         self._resumed_at = trainer.progress.samples or None
         for interval in self._intervals:
             interval.start(trainer.run, "save_every" if interval is self.save_every else "")
@@ -216,7 +216,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         if self.asynchronous and trainer.ranks.allows_threads:
             self._writer = BackgroundWriter(trainer.accelerator)
         if self.requeue:
-            trainer.ranks.broadcast_object(lambda: self._check_requeue(trainer))
+            trainer.ranks.result_of_first(lambda: self._check_requeue(trainer))
 
     def next_time(self) -> float:
         """Return the time for the next state: later than the times of all other states, even if the clock is wrong."""
@@ -269,7 +269,7 @@ class SaveTrainingStateCallback(TrainerCallback):
                     self._writer.wait()
             if trainer.progress.samples == self._resumed_at:  # a killed run may have left old states
                 with self._handling_errors(trainer):
-                    trainer.ranks.broadcast_object(lambda: self._rotate(trainer.progress.update))
+                    trainer.ranks.result_of_first(lambda: self._rotate(trainer.progress.update))
         finally:
             self._writer = None
             self._store.unlock()

@@ -111,7 +111,7 @@ def check_is_shared(directory: Path, name: str, ranks: Ranks) -> None:
         (directory / name).touch()
         return name
 
-    mark = directory / ranks.broadcast_object(create_mark)
+    mark = directory / ranks.result_of_first(create_mark)
     try:
         ranks.run_together(lambda: require_shared(mark, name))
     finally:

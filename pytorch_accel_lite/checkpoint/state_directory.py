@@ -187,7 +187,7 @@ def read_directory(directory: Path, ranks: Ranks) -> TrainingState:
     Raises:
         DamagedStateError: on all ranks, if it is damaged; names the file
     """
-    manifest = ranks.broadcast_object(lambda: catch_damage(lambda: verify_state(directory)))
+    manifest = ranks.result_of_first(lambda: catch_damage(lambda: verify_state(directory)))
     if isinstance(manifest, DamagedStateError):
         raise manifest
     return read_verified(directory, manifest, ranks)

@@ -133,7 +133,7 @@ class StateStore(ABC):
             DamagedStateError: if there are states, but all are damaged
         """
         problems = []
-        for name in ranks.broadcast_object(self.newest_first):
+        for name in ranks.result_of_first(self.newest_first):
             try:
                 return self.read(name, ranks)
             except DamagedStateError as error:

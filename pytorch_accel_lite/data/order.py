@@ -65,7 +65,7 @@ def draw_order(sampler: SamplerLike, ranks: Ranks, seed: int | None, epoch: int,
     if not is_random or len(sampler) != len(sampler.data_source):  # not as DataLoader(shuffle=True) creates it
         return _draw_from(sampler, ranks, seed, epoch, reported)
     if seed is None:
-        return _shuffled(len(sampler), ranks.broadcast_object(draw_seed))
+        return _shuffled(len(sampler), ranks.result_of_first(draw_seed))
     with preserving_generators():
         seed_generators(derive_seed(seed, epoch))
         return _shuffled(len(sampler), draw_seed())
@@ -86,7 +86,7 @@ def _draw_from(sampler: SamplerLike, ranks: Ranks, seed: int | None, epoch: int,
             return sampler  # type: ignore[no-any-return]
         if find_length(sampler) is None:
             return _share_pieces(sampler, ranks)
-        return ranks.broadcast_object(lambda: list(sampler))
+        return ranks.result_of_first(lambda: list(sampler))
     if hasattr(sampler, "order_of_epoch"):  # a mixture's order continues from epoch to epoch
         set_sampler_epoch(sampler, reported)
         return sampler.order_of_epoch(seed, epoch)  # type: ignore[no-any-return]
@@ -155,7 +155,7 @@ def _share_pieces(sampler: Iterable[Index], ranks: Ranks) -> Iterator[Index]:
         yield from sampler
 
     drawn = draw()
-    while piece := ranks.broadcast_object(lambda: list(islice(drawn, _PIECE))):
+    while piece := ranks.result_of_first(lambda: list(islice(drawn, _PIECE))):
         yield from piece
 
 

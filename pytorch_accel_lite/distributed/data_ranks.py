@@ -75,7 +75,7 @@ class DataRanks(Ranks):
         self._everyone.barrier(timeout)
 
     def broadcast_to_sharers(self, value: T) -> T:
-        return self._sharers.broadcast_object(lambda: value)
+        return self._sharers.result_of_first(lambda: value)
 
     def read_identically(self, items: Iterator[T]) -> Iterator[T]:
         def read() -> list[T]:

@@ -241,7 +241,7 @@ class Ranks:
         outcomes = [self._broadcast(encoded)] if only_first else self._gather(attempt.outcome, encoded)
         return _values_or_first_error(attempt, outcomes)
 
-    def broadcast_object(self, make: Callable[[], T]) -> T:
+    def result_of_first(self, make: Callable[[], T]) -> T:
         """Return the result of ``make`` on rank 0, the only rank that calls it."""
         return self.run_together(make, only_first=True)[0]
 

@@ -134,7 +134,7 @@ def broadcast_object(self: TrainerLike, obj: T, source: int = 0, group: dist.Pro
         if source:
             sent: list[T | None] = self.ranks.all_gather_object(obj if self.ranks.rank == source else None)
             return cast(T, sent[source])
-    first: T = self.ranks.broadcast_object(lambda: obj)
+    first: T = self.ranks.result_of_first(lambda: obj)
     return first
 
 
@@ -274,7 +274,7 @@ def result_of_first(make: Callable[[], T]) -> T:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return make()
-    return find_ranks(current_process()).broadcast_object(make)
+    return find_ranks(current_process()).result_of_first(make)
 
 
 def remove_padding(padded_tensor: torch.Tensor, pad_value: float) -> torch.Tensor:

@@ -116,7 +116,7 @@ def _set_seeds(trainer: TrainerLike, run: Run) -> None:
         run.data.seed = state.metadata["data_seed"]
         run.data.first_epoch = state.metadata.get("first_epoch", 1)
     elif trainer.seed is None and (run.request.saves_training_states or run.data.ranks.replicas > 1):
-        run.data.seed = run.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
+        run.data.seed = run.ranks.result_of_first(lambda: int(torch.randint(2**62, ()).item()))
     if run.data.ranks.replicas > 1:  # processes that share a batch must draw the same dropout
         restore_generators(run.data.ranks.broadcast_to_sharers(capture_generators()))
 
@@ -143,7 +143,7 @@ def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
             f"reached: the run has {updates} updates."
         )
     clear_gradients(trainer.optimizer)  # a run that failed within a window may have left gradients
-    trainer.accelerator.sync_gradients = True
+    trainer.accelerator.sync_gradients = True  # a run that failed within a window may have left it off
     run.stepper = trainer._create_step(run)
 
 

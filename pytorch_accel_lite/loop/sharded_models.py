@@ -68,7 +68,7 @@ def _check_meta_device(trainer: TrainerLike, model: nn.Module) -> None:
 
 def _draw_seed(trainer: TrainerLike) -> int:
     """Return a random seed, the same on every process."""
-    seed: int = trainer.ranks.broadcast_object(lambda: int(torch.randint(2**62, ()).item()))
+    seed: int = trainer.ranks.result_of_first(lambda: int(torch.randint(2**62, ()).item()))
     return seed
 
 

@@ -1,4 +1,4 @@
-"""Evaluations within a run do not change the training."""
+"""Evaluation: each sample counts once, at any interval, on any processes, and the training stays as it is."""
 
 from __future__ import annotations
 

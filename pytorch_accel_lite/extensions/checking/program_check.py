@@ -43,7 +43,7 @@ CHECKS: tuple[Check, ...] = (
     training_checks.check_mean_loss,
     training_checks.check_processes,
     training_checks.check_precision,
-    model_checks.check_causality,
+    model_checks.check_causality,  # finds targets that are not shifted
     model_checks.check_padding,
     training_checks.check_gradients,
     model_checks.check_inputs_matter,

@@ -37,7 +37,7 @@ def find_weights(trainer: Trainer, name: str | os.PathLike[str]) -> list[Path]:
     average = _AVERAGE.fullmatch(os.fspath(name))
     if average or name in ("best", "last"):
         kind, count = (average[1], int(average[2])) if average else (os.fspath(name), 1)
-        return trainer.ranks.broadcast_object(lambda: _find_several(trainer, kind, count))
+        return trainer.ranks.result_of_first(lambda: _find_several(trainer, kind, count))
     path = local_path("weights", name, "what is read")
     if not path.exists():
         raise FileNotFoundError(f"There are no weights at {os.fspath(name)!r}. Pass best, last, or another path.")

@@ -178,7 +178,7 @@ class _Test:
         trainer = self.trainer
         value_name = self.worst_by and _name_of(self.worst_by)
         source = source_of(paths, worst=self.worst, worst_by=value_name, predictions=self.predictions, **settings)
-        finished = trainer.ranks.broadcast_object(lambda: _finished(folder, source))
+        finished = trainer.ranks.result_of_first(lambda: _finished(folder, source))
         if finished is not None:
             trainer.print(f"{folder} is finished: skipped")
             return finished

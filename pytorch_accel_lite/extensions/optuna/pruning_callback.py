@@ -46,7 +46,7 @@ class OptunaPruningCallback(TrainerCallback):
         """Require the metric, in the direction of the study."""
         if request.kind == "training":
             self.is_pruned = False
-            maximises = trainer.ranks.broadcast_object(self._maximises)
+            maximises = trainer.ranks.result_of_first(self._maximises)
             remedy = "Create the study with the other direction."
             self._watched = WatchedMetric(self, "metric", self.metric, maximises, remedy)
             request.metrics.watch(self._watched)
@@ -99,7 +99,7 @@ class OptunaPruningCallback(TrainerCallback):
         if value is None:
             return
         epoch = trainer.progress.epoch
-        self.is_pruned = trainer.ranks.broadcast_object(lambda: self._report(value, epoch))
+        self.is_pruned = trainer.ranks.result_of_first(lambda: self._report(value, epoch))
         if self.is_pruned:
             raise StopTrainingError(f"Optuna prunes this trial: {self.metric} {value:.6g} in epoch {epoch}.")
 

@@ -76,7 +76,7 @@ class PredictionWriterCallback(TrainerCallback):
         weights = _checksum_of_weights(trainer)
         folder = PredictionFolder(self.directory)
         folder.check_is_shared(trainer.ranks)
-        start, replaced = trainer.ranks.broadcast_object(
+        start, replaced = trainer.ranks.result_of_first(
             lambda: folder.begin(length, weights, self.overwrite, trainer.run.cleanup)
         )
         request.first_sample = start

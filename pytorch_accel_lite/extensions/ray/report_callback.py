@@ -110,7 +110,7 @@ class RayReportCallback(TrainerCallback):
         history = trainer.run_history
         metrics = {name: history.get_latest_metric(name) for name in history.get_metric_names()}
         metrics |= {name: progress[name] for name in ("epoch", "update", "samples")}
-        folder = Path(trainer.ranks.broadcast_object(self._new_folder))
+        folder = Path(trainer.ranks.result_of_first(self._new_folder))
         trainer.ranks.run_together(lambda: _check_shared(folder))
         try:
             state = folder / f"update-{trainer.progress.update:09d}"

@@ -270,7 +270,7 @@ class RemoteStore(Store):
     def write_state(self, url: str, ranks: Ranks, captured: CapturedState) -> None:
         """Upload a training state. All ranks take part, and all raise an error if one fails."""
         folder = RemoteFolder(url)
-        subfolder = ranks.broadcast_object(lambda: f"files-{secrets.token_hex(4)}")
+        subfolder = ranks.result_of_first(lambda: f"files-{secrets.token_hex(4)}")
 
         def upload() -> dict[str, JsonObject]:
             with _temporary_directory() as directory:

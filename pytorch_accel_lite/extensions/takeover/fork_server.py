@@ -6,6 +6,7 @@ There is one on each machine of the job. It starts no threads, not even torch's,
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import os
 import select
@@ -171,6 +172,8 @@ def prepare() -> None:
     for name in IMPORTED_LATE:
         with suppress(ImportError):
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # the forked processes neither scan nor copy what is imported
 
 
 def _keep_memory() -> None:

@@ -69,11 +69,11 @@ def admit(trainer: TrainerLike, run: Run, membership: Membership) -> None:
     assert generation is not None
     membership.begun_at = time.monotonic()
     ranks, store = trainer.ranks, membership.store
-    follows = ranks.broadcast_object(store.latest)
-    if not ranks.broadcast_object(lambda: _are_ready(follows, membership)):
+    follows = ranks.result_of_first(store.latest)
+    if not ranks.result_of_first(lambda: _are_ready(follows, membership)):
         return
     with temporary_folder() as own:
-        folder = ranks.broadcast_object(lambda: own)
+        folder = ranks.result_of_first(lambda: own)
         if follows.came:
             directory = os.path.join(folder, "state")
             run.window.filled, run.window.is_in_step = 0, False
@@ -98,11 +98,11 @@ def admit_by_restart(trainer: TrainerLike, run: Run, membership: Membership) -> 
         ProgramRestart: if there are newcomers, and all processes are on one machine
     """
     ranks, store = trainer.ranks, membership.store
-    follows = ranks.broadcast_object(store.latest)
+    follows = ranks.result_of_first(store.latest)
     are_near = len(set(follows.machines)) == 1
-    if not (follows.came and are_near and ranks.broadcast_object(lambda: _are_ready(follows, membership))):
+    if not (follows.came and are_near and ranks.result_of_first(lambda: _are_ready(follows, membership))):
         return
-    membership.restart_folder = ranks.broadcast_object(lambda: tempfile.mkdtemp(dir=memory_folder()))
+    membership.restart_folder = ranks.result_of_first(lambda: tempfile.mkdtemp(dir=memory_folder()))
     directory = os.path.join(membership.restart_folder, "state")
     run.window.filled, run.window.is_in_step = 0, False
     trainer.save_training_state(directory)
@@ -122,7 +122,7 @@ def save_final_state(trainer: TrainerLike, membership: Membership) -> None:
 
     def keep() -> None:
         with temporary_folder() as own:
-            directory = os.path.join(trainer.ranks.broadcast_object(lambda: own), "state")
+            directory = os.path.join(trainer.ranks.result_of_first(lambda: own), "state")
             trainer.save_training_state(directory)
             if membership.rank == 0:
                 membership.store.put_folder(Key.ENDED, directory, membership.trainings)

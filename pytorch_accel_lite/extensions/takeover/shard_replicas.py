@@ -125,7 +125,7 @@ class RunShards:
         window.restart()
         window.filled = 0
         try:
-            membership.restart_folder = trainer.ranks.broadcast_object(self._make_folder)
+            membership.restart_folder = trainer.ranks.result_of_first(self._make_folder)
             membership.resumes_from = os.path.join(membership.restart_folder, "state")
             with replaced(trainer, current_run=self._run):
                 trainer.save_training_state(membership.resumes_from, sharded=True)

@@ -90,7 +90,7 @@ class SurvivingRanks(Ranks):
         if not self.membership.has_restarted:
             return None
         self.membership.has_restarted = False
-        return self.broadcast_object(lambda: state)
+        return self.result_of_first(lambda: state)
 
     def repeatable(self, action: Callable[[], T], changes: object = None) -> T:
         keep = None if changes is None else partial(_undo_of_evaluation, cast(TrainerLike, changes))
@@ -120,8 +120,8 @@ class SurvivingRanks(Ranks):
             return [None]  # type: ignore[list-item]
         return self.membership.do(lambda: super(SurvivingRanks, self).run_together(action, only_first))
 
-    def broadcast_object(self, make: Callable[[], T]) -> T:
-        return make() if self.membership.generation is None else super().broadcast_object(make)
+    def result_of_first(self, make: Callable[[], T]) -> T:
+        return make() if self.membership.generation is None else super().result_of_first(make)
 
     def barrier(self, timeout: timedelta | None = None) -> None:
         self.membership.do(lambda: super(SurvivingRanks, self).barrier(timeout))

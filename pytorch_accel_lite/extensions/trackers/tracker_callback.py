@@ -301,7 +301,7 @@ class TrackerCallback(StepLogger):
             self._active.writer.flush()  # buffered records would be lost if the program were killed
         run_id = self.run_id
         if self._trainer is not None:  # only the first process has a tracker
-            run_id = self._trainer.ranks.broadcast_object(lambda: self.run_id)
+            run_id = self._trainer.ranks.result_of_first(lambda: self.run_id)
         return state | {"run_id": run_id}
 
     def load_state_dict(self, state: StateDict) -> None:

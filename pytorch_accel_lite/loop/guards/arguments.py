@@ -116,8 +116,7 @@ def check_constructor(loss_func: object, optimizer: object, seed: object) -> Non
 
 
 def check_mixed_precision(precision: str | None, accelerator: Accelerator | None) -> None:
-    """Check that an accelerator has the requested mixed precision; or, before there is one, that the device supports
-    it.
+    """Check that an accelerator has the requested mixed precision, or, before there is one, that the device can.
 
     On CPUs, Accelerate would compute in fp16 without a gradient scaler. On other devices it raises its own errors.
     """
