@@ -1,6 +1,6 @@
 """Names for the built-in callbacks, besides the names for users and those of ``.extending``.
 
-Each is written as one of yours could be: it reads ``trainer.run``, and uses only names that are public somewhere.
+Each is written as a user could write it: it reads ``trainer.run``, and uses only names that are public somewhere.
 """
 
 from pytorch_accel_lite.base.devices import (
