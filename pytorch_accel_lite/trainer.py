@@ -67,7 +67,7 @@ from pytorch_accel_lite.loop import (
     training,
 )
 from pytorch_accel_lite.loop.fit import fit
-from pytorch_accel_lite.loop.guards import arguments, replicas
+from pytorch_accel_lite.loop.guards import arguments, replicas, schedule_checks
 from pytorch_accel_lite.optimizers.operations import (
     OptimizerFactory,
     Optimizers,
@@ -957,7 +957,7 @@ class Trainer:
         steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
         create = None if "create_scheduler" in self.current_run.overridden else self.create_scheduler_fn
         if not (self.scheduler is None and create is None and request.scheduler_interval == "update"):
-            scheduling.check_scheduler(self.scheduler, request, create, steps_itself)
+            schedule_checks.check_scheduler(self.scheduler, request, create, steps_itself)
 
     def parallelize_model(self, mesh: DeviceMesh) -> str | os.PathLike[str] | None:
         """Override it to shard ``self.model`` in place, before the first run. The optimizer must then be a factory.

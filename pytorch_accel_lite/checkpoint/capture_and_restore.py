@@ -98,7 +98,7 @@ def refuse_fsdp1(accelerator: Accelerator, what: str) -> None:
 # | shared by all ranks  | since | restored by                                              | starting events |
 # |----------------------|-------|----------------------------------------------------------|-----------------|
 # | optimizer            | 0.1   | restore; with groups that are added, finish_restoring    | before or after |
-# | scheduler            | 0.1   | restore; with another batch size, loop/scheduling.py     | before          |
+# | scheduler            | 0.1   | restore; with another batch size, resumed_schedule.py    | before          |
 # | scaler               | 0.1   | restore                                                  | before          |
 # | model_extra          | 0.1   | restore: weights that safetensors does not support       | before          |
 # | history              | 0.1   | restore, by _restore_history                             | before          |

@@ -62,7 +62,7 @@ def compute_batches(
             trainer.call_event("on_eval_step_start")
         if run.inference_step is not None:
             output = run.inference_step.compute(trainer, run, batch, partial(_compute, trainer, compute, is_evaluation))
-        else:  # inlines _compute()
+        else:  # inlines _compute(), a tenth of the calls of an evaluation batch
             with mixed_precision(trainer.accelerator):
                 output = compute(batch.data)
             if is_evaluation:

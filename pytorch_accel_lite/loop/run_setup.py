@@ -29,16 +29,12 @@ from pytorch_accel_lite.loop.guards.arguments import (
     settings_of_optimizer,
 )
 from pytorch_accel_lite.loop.guards.epoch_zero import warn_of_epoch_zero
+from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length, warn_of_other_schedule
 from pytorch_accel_lite.loop.inference import choose_inference_step
 from pytorch_accel_lite.loop.lifecycle import entering
 from pytorch_accel_lite.loop.loaders import create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.model_preparation import apply_model_options, prepare_model
-from pytorch_accel_lite.loop.scheduling import (
-    check_schedule_length,
-    must_recreate_schedule,
-    resume_schedule,
-    warn_of_other_schedule,
-)
+from pytorch_accel_lite.loop.resumed_schedule import must_recreate_schedule, resume_schedule
 from pytorch_accel_lite.optimizers.operations import clear_gradients, is_created
 from pytorch_accel_lite.run.accumulation import Accumulation, GradientWindow
 from pytorch_accel_lite.run.history import InMemoryRunHistory
@@ -46,6 +42,7 @@ from pytorch_accel_lite.run.parts import Training
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import LoaderArguments, RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
+from pytorch_accel_lite.run.training_state import TrainingState
 
 
 def configure(trainer: TrainerLike, run: Run) -> None:
@@ -90,13 +87,13 @@ def prepare_data(
     trainer: TrainerLike, run: Run, loader_arguments: LoaderArguments, resume_from: str | os.PathLike[str] | None
 ) -> None:
     """Find the state to resume from, seed the generators, and create the loaders, whose order may depend on both."""
-    request = run.request
-    if request.saves_training_states or resume_from is not None:
+    resume_from = run.ranks.state_to_join() or resume_from  # a process that joins others begins from their state
+    if run.request.saves_training_states or resume_from is not None:
         check_history(trainer.run_history)
-    if request.saves_training_states or resume_from is not None or request.paths:
+    if run.request.saves_training_states or resume_from is not None or run.request.paths:
         run.created_attributes = note_created_attributes(trainer)
     if resume_from is not None:
-        run.resumed = find_state(trainer, request.state_sources, resume_from)
+        run.resumed = find_state(trainer, run.request.state_sources, resume_from)
     _set_seeds(trainer, run)
     create_train_loader(trainer, run, loader_arguments.batch_size, loader_arguments.train_kwargs)
     if run.data.eval_dataset is not None:
@@ -130,21 +127,31 @@ def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
         check_optimizers(trainer)
     run.config = create_config(trainer, run, batch_size)
     run.latest.training = Training(run.config, run.end, run.data.eval_dataset)
+    _check_same_settings(trainer, run)
+    _create_window(run)
+    clear_gradients(trainer.optimizer)  # a run that failed within a window may have left gradients
+    trainer.accelerator.sync_gradients = True  # a run that failed within a window may have left it off
+    run.stepper = trainer._create_step(run)
+
+
+def _check_same_settings(trainer: TrainerLike, run: Run) -> None:
+    """Check that all processes have the same settings, those of their optimizers included."""
     if run.ranks.world_size > 1:
         options = settings_of_optimizer(trainer.optimizer) if trainer.check_replicas else {}
-        check_same_on_all_ranks(run.config.to_dict() | options, run.ranks)
-    run.accumulation = Accumulation(run.request.gradient_accumulation_steps)
-    nominal_size = run.config.train_per_device_batch_size
-    run.window = GradientWindow(run.data.ranks, run.device, run.accumulation.window_size_after(0), nominal_size)
-    updates = run.config.max_num_train_steps
-    if updates is not None and 0 < updates <= run.accumulation.last_change and run.ranks.rank == 0:
+        check_same_on_all_ranks(run.required_config.to_dict() | options, run.ranks)
+
+
+def _create_window(run: Run) -> None:
+    """Create the accumulation window of a run. Warn of a change of its size that the run does not reach."""
+    run.accumulation = accumulation = Accumulation(run.request.gradient_accumulation_steps)
+    nominal_size = run.required_config.train_per_device_batch_size
+    run.window = GradientWindow(run.data.ranks, run.device, accumulation.window_size_after(0), nominal_size)
+    updates = run.required_config.max_num_train_steps
+    if updates is not None and 0 < updates <= accumulation.last_change and run.ranks.rank == 0:
         warn_outside(
             f"gradient_accumulation_steps={run.request.gradient_accumulation_steps!r} has a change that is never "
             f"reached: the run has {updates} updates."
         )
-    clear_gradients(trainer.optimizer)  # a run that failed within a window may have left gradients
-    trainer.accelerator.sync_gradients = True  # a run that failed within a window may have left it off
-    run.stepper = trainer._create_step(run)
 
 
 def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRunConfig:
@@ -224,27 +231,50 @@ def _complete_lengths(request: RunRequest, accumulation: Accumulation, steps: in
 
 def begin_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> None:
     """Start from the beginning or from a training state."""
+    _begin_history(trainer, run, reset_run_history)
+    _record_settings(trainer, run)
+    if run.resumed is None:
+        check_schedule_length(trainer, run)
+    else:
+        _resume(trainer, run, run.resumed)
+    _plan_first_update(trainer, run)
+
+
+def _begin_history(trainer: TrainerLike, run: Run, reset: bool) -> None:
+    """Clear the history, or continue it; if the run before has ended within an epoch, in a new epoch."""
     was_mid_epoch = run.previous is not None and run.previous.progress.is_mid_epoch
     run.drop_previous()
-    if reset_run_history:
+    if reset:
         trainer.run_history.reset()
     elif was_mid_epoch:
         trainer.run_history._increment_epoch()
-    state = run.resumed
-    if trainer.accelerator.is_main_process and (state is not None or run.request.saves_training_states):
+
+
+def _record_settings(trainer: TrainerLike, run: Run) -> None:
+    """Record the settings for training states, before a state changes them."""
+    if trainer.accelerator.is_main_process and (run.resumed is not None or run.request.saves_training_states):
         run.recorded_settings = record_settings(trainer)
-    if state is not None:
-        warn_of_other_schedule(trainer, state)
-        run.schedule.is_recreated = must_recreate_schedule(trainer, run, state)
-        trainer.load_training_state(state.directory)
-        run.stepper.set_accumulation(run, run.accumulation.window_size_after(run.progress.update))
-        run.goodput.resume(state.metadata.get("goodput", {}), state.metadata["saved_at"])
-    if trainer.scheduler is not None:
-        check_schedule_length(trainer, run)
-    if state is not None and run.schedule.is_recreated:
+
+
+def _resume(trainer: TrainerLike, run: Run, state: TrainingState) -> None:
+    """Restore a training state, and create its schedule again if an epoch has another number of updates now.
+
+    Whether that is so must be known before the state is loaded, and the length of a schedule is checked afterwards.
+    """
+    warn_of_other_schedule(trainer, state)
+    run.schedule.is_recreated = must_recreate_schedule(trainer, run, state)
+    trainer.load_training_state(state.directory)
+    run.stepper.set_accumulation(run, run.accumulation.window_size_after(run.progress.update))
+    run.goodput.resume(state.metadata.get("goodput", {}), state.metadata["saved_at"])
+    check_schedule_length(trainer, run)
+    if run.schedule.is_recreated:
         resume_schedule(trainer, run, state)
-    if state is not None and trainer.accelerator.is_main_process and (changes := compare_settings(trainer, state)):
+    if trainer.accelerator.is_main_process and (changes := compare_settings(trainer, state)):
         trainer.print(changes)
+
+
+def _plan_first_update(trainer: TrainerLike, run: Run) -> None:
+    """Plan what only the first update needs: a warm-up of DDP before it, and a comparison of replicas after it."""
     run.loop.must_compare_replicas = trainer.check_replicas and run.ranks.world_size > 1
     reorders = isinstance(trainer.model, DistributedDataParallel) and run.ranks.world_size > 2
     run.loop.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data import Batch, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed.gradient_averaging import gradient_sync, sync_ddp_buffers
@@ -19,10 +19,10 @@ from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, warn_of_n
 from pytorch_accel_lite.loop.guards.error_notes import explaining
 from pytorch_accel_lite.loop.guards.modes import check_global_modes, fire_start_event, restoring_mode_between_batches
 from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
-from pytorch_accel_lite.loop.guards.sanity_check import check_evaluation
 from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.loaders import loader_of_run
 from pytorch_accel_lite.loop.resuming import end_if_complete, finish_resuming, print_state_contents, resuming
+from pytorch_accel_lite.loop.sanity_check import check_evaluation
 from pytorch_accel_lite.run.attributes import set_optimizer_modes
 from pytorch_accel_lite.run.parts import GlobalModes
 from pytorch_accel_lite.run.progress import EpochPhase
@@ -101,37 +101,47 @@ def train_epoch(trainer: TrainerLike, run: Run, source: Source) -> bool:
     Returns:
         whether the run has made all its updates, if their number was given
     """
-    progress = run.progress
     limit = run.request.max_num_train_steps or math.inf
     with _reading_from(run, source):
-        trainer.train_epoch_start()
-        run.loss_trackers = run.loop.unrecorded = trainer.division.create_trackers()
-        if trainer.callback_handler.listeners["on_train_epoch_start"]:
-            fire_start_event(trainer, "on_train_epoch_start", "training")
-        check_global_modes(trainer, run)
-        finish_resuming(trainer, run)
-        # A callback may have set trainer.train_dataloader.
-        run.data.train_loader = loader = loader_of_run(trainer, run, run.data.train_loader, training=True)
-        set_optimizer_modes(trainer, training=True)
-        least = min_share_for_batch_norm(trainer, run)
-        run.batch_number = progress.step
-        length = find_length(loader) if not progress.step else None  # the steps of a resumed epoch may have other sizes
+        loader = _begin_train_epoch(trainer, run)
+        min_share = min_share_for_batch_norm(trainer, run)
+        run.batch_number = run.progress.step
+        length = find_length(loader) if not run.progress.step else None  # a resumed epoch may have steps of other sizes
         has_ended = False
         while not has_ended:
-            has_ended = _steps_until_reread(trainer, run, _batches_left(trainer, run, least), limit)
+            has_ended = _steps_until_reread(trainer, run, _batches_left(trainer, run, min_share), limit)
         run.batch_number = None
-        check_num_steps(run, loader, length if progress.update < limit else None)
-        if trainer.check_replicas and run.ranks.world_size > 1:
-            trainer.compare_replicas()
-        run.control.sync(now=True)
-        sync_ddp_buffers(trainer.model, run.ranks)
-        set_optimizer_modes(trainer, training=False)
-        trainer.train_epoch_end()
-        run.record_losses(trainer.run_history, run.data.ranks, "train_{}_epoch")
-        run.loop.unrecorded = None
-        run.epoch_phase = EpochPhase.TRAINED
-        trainer.call_event("on_train_epoch_end")
-    return progress.update >= limit
+        check_num_steps(run, loader, length if run.progress.update < limit else None)
+        _end_train_epoch(trainer, run)
+    return run.progress.update >= limit
+
+
+def _begin_train_epoch(trainer: TrainerLike, run: Run) -> ShardedLoader:
+    """Fire the starting events of the steps of an epoch, restore what they reset, and return the loader to read."""
+    trainer.train_epoch_start()
+    run.loss_trackers = run.loop.unrecorded = trainer.division.create_trackers()
+    if trainer.callback_handler.listeners["on_train_epoch_start"]:
+        fire_start_event(trainer, "on_train_epoch_start", "training")
+    check_global_modes(trainer, run)
+    finish_resuming(trainer, run)
+    # A callback may have set trainer.train_dataloader.
+    run.data.train_loader = loader = loader_of_run(trainer, run, run.data.train_loader, training=True)
+    set_optimizer_modes(trainer, training=True)
+    return loader
+
+
+def _end_train_epoch(trainer: TrainerLike, run: Run) -> None:
+    """Compare the processes after the steps of an epoch, record its losses, and fire the ending events."""
+    if trainer.check_replicas and run.ranks.world_size > 1:
+        trainer.compare_replicas()
+    run.control.sync(now=True)
+    sync_ddp_buffers(trainer.model, run.ranks)
+    set_optimizer_modes(trainer, training=False)
+    trainer.train_epoch_end()
+    run.record_losses(trainer.run_history, run.data.ranks, "train_{}_epoch")
+    run.loop.unrecorded = None
+    run.epoch_phase = EpochPhase.TRAINED
+    trainer.call_event("on_train_epoch_end")
 
 
 def _batches_left(trainer: TrainerLike, run: Run, min_share: int) -> Iterator[Batch]:

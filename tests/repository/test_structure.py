@@ -32,7 +32,7 @@ FACADE = {
 #: From the bottom up: each imports only those before it. Other files of the package only re-export.
 LAYERS = (
     "extension_names", "base", "distributed", "optimizers", "schedulers", "data", "run", "checkpoint",
-    "loop", "steps", "tools", "callbacks", "trainer",
+    "loop.guards", "loop", "steps", "tools", "callbacks", "trainer",
 )  # fmt: skip
 #: So that editors know what an event is passed.
 EXCEPTIONS = {("pytorch_accel_lite.run.events", "pytorch_accel_lite.trainer")}
@@ -83,7 +83,10 @@ def edges() -> frozenset[tuple[str, str]]:
 
 
 def layer_of(module: str) -> str:
-    return module.split(".")[1] if "." in module else ""
+    """The layer that a module is in, or else its folder or file in the package."""
+    first, second = [*module.split(".")[1:], "", ""][:2]
+    inner = f"{first}.{second}"
+    return inner if inner in LAYERS else first
 
 
 def test_a_layer_imports_only_layers_below_it():

@@ -1,0 +1,199 @@
+"""Checks of the learning rate schedule of a run: whether it can be stepped, its length, and whose rates it replaces."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+import torch
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
+
+from pytorch_accel_lite.base.inspection import accepts
+from pytorch_accel_lite.base.reprs import short_repr
+from pytorch_accel_lite.base.text import wrapped
+from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.optimizers.operations import SchedulerFactory, TrainerScheduler, follows_metric, schedulers_in
+from pytorch_accel_lite.optimizers.rates import Options, format_rates, has_unused_scales
+from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.training_state import TrainingState
+from pytorch_accel_lite.schedulers.placeholders import Placeholder
+from pytorch_accel_lite.schedulers.scheduler_base import PlannedLrScheduler
+
+
+def check_scheduler(
+    scheduler: TrainerScheduler, request: RunRequest, create_scheduler_fn: SchedulerFactory | None, steps_itself: bool
+) -> None:
+    """Check that a scheduler can be stepped, and is given a metric if and only if it takes one.
+
+    Args:
+        create_scheduler_fn: the function that created the scheduler; ``None`` if an overridden ``create_scheduler``
+            created it, which may also return no scheduler
+        steps_itself: whether an overridden method steps the scheduler
+    """
+    interval, metric = request.scheduler_interval, request.scheduler_metric
+    parts = schedulers_in(scheduler)
+    if create_scheduler_fn is not None or (scheduler is not None and not steps_itself):
+        for name, part in parts.items():
+            if not hasattr(part, "step") or isinstance(part, type):
+                source = "create_scheduler" if create_scheduler_fn is None else "create_scheduler_fn"
+                source += f"[{name!r}]" if name else ""
+                what = "a class" if isinstance(part, type) else "not a scheduler: it has no step()"
+                hint = " Call this function, too." if callable(part) and not isinstance(part, type) else ""
+                raise TypeError(
+                    f"{source} returned {short_repr(part)}, which is {what}.{hint} Return a scheduler created from the "
+                    "optimizer."
+                )
+    if scheduler is None:
+        if (interval, metric) != ("update", None):
+            name, value = ("scheduler_interval", interval) if metric is None else ("scheduler_metric", metric)
+            raise ValueError(f"{name}={value!r} needs a scheduler. Pass create_scheduler_fn, or omit it.")
+        return
+    _refuse_placeholders(scheduler, parts)
+    if steps_itself:
+        return
+    if metric is not None and not any(map(follows_metric, parts.values())):
+        kinds = " and ".join(f"{type(part).__name__}.step" for part in parts.values())
+        raise ValueError(f"scheduler_metric={metric!r}: {kinds} takes no metric, unlike ReduceLROnPlateau's. Omit it.")
+    for part in parts.values():
+        _check_stepped(part, request)
+
+
+def _refuse_placeholders(scheduler: TrainerScheduler, parts: Mapping[str, TrainerScheduler]) -> None:
+    """Refuse placeholders that a scheduler has kept, or put into the optimizer."""
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
+    for held in [*groups, *(getattr(part, "__dict__", {}) for part in parts.values())]:
+        for name, value in held.items():
+            if isinstance(value, Placeholder):
+                raise TypeError(
+                    f"{type(scheduler).__name__} has {name}={value!r}, a placeholder that was not replaced. "
+                    "Placeholders are replaced among the arguments of a functools.partial, not inside a function: pass "
+                    "it as an argument, as in "
+                    "lr_lambda=partial(my_rate, total=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS)."
+                )
+
+
+def _check_stepped(scheduler: TrainerScheduler, request: RunRequest) -> None:
+    """Check that a scheduler can be stepped in the way the run will step it."""
+    metric = request.scheduler_metric
+    kind = type(scheduler).__name__
+    if metric is None and not accepts(scheduler.step):
+        raise TypeError(
+            f"{kind}.step needs an argument. If it follows a metric, specify that, for example with "
+            "scheduler_interval='epoch' and scheduler_metric='eval_loss_epoch'; for timm's schedulers, use "
+            "TrainerWithTimmScheduler; for others, override scheduler_step."
+        )
+    better = request.metrics.directions.get(metric or "")
+    if better is not None and getattr(scheduler, "mode", None) == ("min" if better else "max"):
+        raise ValueError(
+            f"scheduler_metric={metric!r}: {'greater' if better else 'smaller'} values of this metric are better, but "
+            f"{kind} has mode={scheduler.mode!r}. Create it with mode={'max' if better else 'min'!r}."
+        )
+
+
+def check_scheduled_optimizer(trainer: TrainerLike) -> None:
+    """Check that the schedulers change the rates of the trainer's optimizers, not of other optimizers."""
+    optimizers = (trainer.optimizer, *attributes.other_optimizers(trainer).values())
+    trained = {id(group) for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())}
+    for name, scheduler in schedulers_in(trainer.scheduler).items():
+        groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
+        if groups and trained.isdisjoint(map(id, groups)):
+            function = f"create_scheduler_fn[{name!r}]" if name else "create_scheduler_fn"
+            source = "create_scheduler" if "create_scheduler" in trainer.current_run.overridden else function
+            raise ValueError(
+                f"{source} returned a {type(scheduler).__name__} of another optimizer, so the learning rate of the "
+                "trainer's would never change. Create it from the optimizer that the function is passed, which is "
+                "trainer.optimizer."
+            )
+
+
+def check_schedule_length(trainer: TrainerLike, run: Run) -> None:
+    """Check that a schedule that cannot be stepped beyond its end lasts for the whole run."""
+    config = run.required_config
+    requested = config.max_num_train_steps if run.request.scheduler_interval == "update" else config.num_epochs
+    if "scheduler_step" in run.overridden or requested is None:
+        return
+    for scheduler in schedulers_in(trainer.scheduler).values():
+        if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < requested:
+            if run.resumed is not None and not run.schedule.is_recreated:
+                raise ValueError(
+                    f"The state {str(run.resumed.directory)!r} has a OneCycleLR of {scheduler.total_steps} steps, "
+                    f"which cannot be stepped beyond its end; the run now has {requested}. A resumed schedule stays as "
+                    "long as it was. To train on with a schedule of its own, load the weights, "
+                    "trainer.load_checkpoint(state, load_optimizer=False, load_scheduler=False), and call train() "
+                    "without resume_from."
+                )
+            raise ValueError(
+                f"OneCycleLR has total_steps={scheduler.total_steps}, but the run steps it {requested} times, and it "
+                "cannot be stepped beyond its end. Pass total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS "
+                "(NUM_EPOCHS with scheduler_interval='epoch')."
+            )
+
+
+def warn_of_other_schedule(trainer: TrainerLike, state: TrainingState) -> None:
+    """Warn if either the saved run or the resumed one has no schedule."""
+    had, has = state.shared["scheduler"] is not None, trainer.scheduler is not None
+    if had and not has:
+        problem = "it holds a schedule, but create_scheduler_fn was not passed to train(), so rates stay as set"
+    elif has and not had:
+        problem = "it holds no schedule, so that of create_scheduler_fn starts from the beginning"
+    else:
+        return
+    warn_outside(
+        f"resume_from: the state {str(state.directory)!r} is of another run: {problem}. Pass the "
+        "create_scheduler_fn of the run that saved it, unless you mean this."
+    )
+
+
+def warn_of_unused_scales(trainer: TrainerLike) -> None:
+    """Warn if nothing applies the ``lr_scale`` that timm's layer decay has put into the parameter groups."""
+    if not any("lr_scale" in group for group in trainer.optimizer.param_groups):
+        return
+    schedulers = schedulers_in(trainer.scheduler).values()
+    applies = any(isinstance(part, PlannedLrScheduler) or hasattr(part, "update_groups") for part in schedulers)
+    if applies or not has_unused_scales(trainer.optimizer):
+        return
+    kind = "no scheduler" if trainer.scheduler is None else f"{type(trainer.scheduler).__name__}, which is not known to"
+    warn_outside(
+        "The optimizer's parameter groups have different lr_scale, as timm's layer decay sets them, but the same "
+        f"learning rate: only some schedulers apply it, and the run has {kind}. Pass a schedule by name, such as "
+        "create_scheduler_fn='constant', or use TrainerWithTimmScheduler; or multiply the rates before training: for "
+        "group in optimizer.param_groups: group['lr'] *= group['lr_scale']"
+    )
+
+
+def print_leftover_rates(trainer: TrainerLike, now: Options, initial: Options) -> None:
+    """Name the learning rates of a run without a scheduler, if an earlier schedule has left them over."""
+    if now != initial:
+        current, first = ([values.get("lr") for values in options] for options in (now, initial))
+        trainer.print(
+            f"This run has no scheduler and trains at the learning rate {format_rates(current)}, left over from "
+            f"an earlier schedule; the optimizer started at {format_rates(first)}. To return to that: for group "
+            "in trainer.optimizer.param_groups: group['lr'] = group['initial_lr']"
+        )
+
+
+def print_unused_rates(trainer: TrainerLike, initial: Options) -> None:
+    """Name the learning rates that the user gave an optimizer, if a schedule with its own rates replaces them."""
+    groups = trainer.optimizer.param_groups
+    rates = {id(group): values.get("lr") for group, values in zip(groups, initial, strict=True)}
+    for scheduler in schedulers_in(trainer.scheduler).values():
+        if not isinstance(scheduler, (OneCycleLR, CyclicLR)):
+            continue
+        optimizer = scheduler.optimizer
+        default = inspect.signature(type(optimizer)).parameters.get("lr")
+        groups = optimizer.param_groups
+        highest = scheduler.max_lrs if isinstance(scheduler, CyclicLR) else [group["max_lr"] for group in groups]
+        used = [*highest, *scheduler.base_lrs, *([default.default] if default else [])]
+        as_shown = {
+            format_rates([rate]) for rate in used if isinstance(rate, (int, float, torch.Tensor))
+        }  # rates in tensors are rounded
+        unused = [rate for group in groups if format_rates([rate := rates.get(id(group))]) not in {"none", *as_shown}]
+        if unused:
+            message = (
+                f"The optimizer's learning rate {format_rates(unused)} has no effect: {type(scheduler).__name__} sets "
+                f"rates of its own, up to max_lr={format_rates(highest)}. Pass the rate that you want as max_lr, and "
+                "leave out lr."
+            )
+            trainer.print(wrapped(message))
