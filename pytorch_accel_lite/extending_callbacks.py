@@ -45,10 +45,11 @@ from pytorch_accel_lite.base.validation import check_choice, check_positive_numb
 from pytorch_accel_lite.callbacks.metrics import default_transform
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
 from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
-from pytorch_accel_lite.checkpoint.capture_and_restore import check_states_are_possible, refuse_engines, refuse_fsdp1
 from pytorch_accel_lite.checkpoint.files import FROZEN, load_plain, write_bytes
 from pytorch_accel_lite.checkpoint.locations import open_store
+from pytorch_accel_lite.checkpoint.state_rotation import remove_old_states
 from pytorch_accel_lite.checkpoint.state_store import state_name
+from pytorch_accel_lite.checkpoint.supported_engines import check_states_are_possible, refuse_engines, refuse_fsdp1
 from pytorch_accel_lite.checkpoint.weights import (
     check_has_trainable,
     leave_out_frozen,
@@ -104,8 +105,8 @@ __all__ = [
     # Files.
     "BackgroundWriter", "FROZEN", "StrPath", "check_has_trainable", "check_states_are_possible", "weight_checksums",
     "is_quantised_by", "leave_out_frozen", "load_plain", "model_checksums", "open_store", "parse_location",
-    "plain_parts", "quantised_entries", "refuse_engines", "refuse_fsdp1", "sharded_like", "state_name",
-    "without_compile", "write_bytes",
+    "plain_parts", "quantised_entries", "refuse_engines", "refuse_fsdp1", "remove_old_states", "sharded_like",
+    "state_name", "without_compile", "write_bytes",
     # Terminals and notebooks.
     "Bar", "HeldOutput", "NotebookBar", "NotebookOutput", "Picture", "TerminalBar", "align", "as_number_or_text",
     "as_picture", "as_plain", "format_duration", "html_table", "in_notebook", "is_terminal", "short_repr", "to_number",

@@ -14,7 +14,7 @@ from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.data.batches import first_label, tensors_in
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.named_datasets import check_are_named, sizes_of
-from pytorch_accel_lite.data.shares import early_end_error
+from pytorch_accel_lite.data.skipping_on_resume import early_end_error
 from pytorch_accel_lite.data.sources import IndexedData, Sample, Source, SourceState, TrainingOrder
 from pytorch_accel_lite.data.stream_positions import can_return, open_stream
 from pytorch_accel_lite.data.stream_shards import part_of

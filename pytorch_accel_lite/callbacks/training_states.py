@@ -17,9 +17,10 @@ from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number, check_range, optional
 from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
-from pytorch_accel_lite.checkpoint.capture_and_restore import check_states_are_possible
 from pytorch_accel_lite.checkpoint.locations import open_store
+from pytorch_accel_lite.checkpoint.state_rotation import remove_old_states
 from pytorch_accel_lite.checkpoint.state_store import state_name
+from pytorch_accel_lite.checkpoint.supported_engines import check_states_are_possible
 from pytorch_accel_lite.checkpoint.weights import model_checksums
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.callback_handler import set_listening
@@ -269,7 +270,7 @@ class SaveTrainingStateCallback(TrainerCallback):
                     self._writer.wait()
             if trainer.progress.samples == self._resumed_at:  # a killed run may have left old states
                 with self._handling_errors(trainer):
-                    trainer.ranks.result_of_first(lambda: self._rotate(trainer.progress.update))
+                    trainer.ranks.result_of_first(lambda: self._remove_old_states(trainer.progress.update))
         finally:
             self._writer = None
             self._store.unlock()
@@ -310,7 +311,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         def finish() -> None:
             self._complete = path, update
             if trainer.ranks.rank == 0:
-                self._rotate(update)
+                self._remove_old_states(update)
 
         self._saved = progress
         with self._handling_errors(trainer):
@@ -320,8 +321,8 @@ class SaveTrainingStateCallback(TrainerCallback):
             (pause,) = trainer.ranks.max([time.monotonic() - begin])
             self._pace.note_pause(pause, trainer.run)
 
-    def _rotate(self, update: int) -> None:
-        self._store.rotate(self.max_checkpoints, {state_name(update)})
+    def _remove_old_states(self, update: int) -> None:
+        remove_old_states(self._store, self.max_checkpoints, protected={state_name(update)})
 
     @contextmanager
     def _handling_errors(self, trainer: TrainerLike) -> Iterator[None]:

@@ -10,7 +10,7 @@ from pytorch_accel_lite.checkpoint.files import (
     write_text,
 )
 from pytorch_accel_lite.checkpoint.manifest import DamagedStateError, verify_state
-from pytorch_accel_lite.checkpoint.state_contents import print_contents
+from pytorch_accel_lite.checkpoint.printed_states import print_contents
 from pytorch_accel_lite.checkpoint.state_directory import read_learned
 from pytorch_accel_lite.checkpoint.weights import fit_model_state, model_state
 

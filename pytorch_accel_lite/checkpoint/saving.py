@@ -17,12 +17,6 @@ from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.attribute_states import attribute_states, loss_state, names_beside_model
 from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
-from pytorch_accel_lite.checkpoint.capture_and_restore import (
-    capture,
-    check_states_are_possible,
-    refuse_engines,
-    refuse_fsdp1,
-)
 from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal
 from pytorch_accel_lite.checkpoint.companion_files import COMPANION_WRITERS, SavedModel
 from pytorch_accel_lite.checkpoint.files import (
@@ -35,7 +29,9 @@ from pytorch_accel_lite.checkpoint.files import (
 )
 from pytorch_accel_lite.checkpoint.locations import open_folder, write_state
 from pytorch_accel_lite.checkpoint.model_forms import MODEL_FORMS, WriteModel, find_writer, write_in_form
+from pytorch_accel_lite.checkpoint.state_contents import capture
 from pytorch_accel_lite.checkpoint.state_directory import CapturedState
+from pytorch_accel_lite.checkpoint.supported_engines import check_states_are_possible, refuse_engines, refuse_fsdp1
 from pytorch_accel_lite.checkpoint.user_attributes import changed_modules
 from pytorch_accel_lite.checkpoint.weights import (
     WEIGHTS,

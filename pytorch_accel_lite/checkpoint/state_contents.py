@@ -1,84 +1,368 @@
-"""Describing the contents of training states."""
+"""What a training state contains: the table of its keys, capturing them in a trainer, and restoring them."""
 
 from __future__ import annotations
 
-import datetime
 import os
-from pathlib import Path
+import time
+from collections.abc import Mapping
+from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
+from torch import nn
 
-from pytorch_accel_lite.base.paths import StrPath, parse_location
-from pytorch_accel_lite.base.text import format_metric
-from pytorch_accel_lite.base.types import JsonObject
-from pytorch_accel_lite.checkpoint.files import FROZEN
-from pytorch_accel_lite.checkpoint.locations import local_copy
-from pytorch_accel_lite.checkpoint.manifest import (
-    MANIFEST,
-    DamagedStateError,
-    read_manifest,
-    stored_checksum,
-    verify_state,
+from pytorch_accel_lite.base.randomness import capture_generators, derive_seed, restore_generators, seed_generators
+from pytorch_accel_lite.base.types import Keys, StateDict, Tree
+from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.checkpoint.attribute_states import (
+    attribute_states,
+    load_attribute_states,
+    load_each,
+    load_loss_state,
+    load_state,
+    loss_state,
 )
-from pytorch_accel_lite.checkpoint.state_directory import MODEL, open_state, read_weights
-from pytorch_accel_lite.run.division import DIVISIONS
+from pytorch_accel_lite.checkpoint.files import FROZEN, storable, untie
+from pytorch_accel_lite.checkpoint.machine import machine_facts
+from pytorch_accel_lite.checkpoint.model_forms import base_of
+from pytorch_accel_lite.checkpoint.recorded_settings import saved_optimizers, settings_text
+from pytorch_accel_lite.checkpoint.shards import extract_tensors, fits_safetensors, is_sharded_tensor, local_parts
+from pytorch_accel_lite.checkpoint.state_directory import (
+    SHARD_OF_MODEL,
+    CapturedState,
+    pack_numbers,
+    read_tensors,
+    read_weights,
+)
+from pytorch_accel_lite.checkpoint.trained_parameters import (
+    add_missing_groups,
+    capture_trainability,
+    lacks_groups,
+    restore_trainability,
+)
+from pytorch_accel_lite.checkpoint.user_attributes import capture_attributes, restore_attributes
+from pytorch_accel_lite.checkpoint.weights import (
+    describe_other_weights,
+    fit_model_state,
+    full_state_dict,
+    leave_out_frozen,
+    model_state,
+    without_compile,
+)
+from pytorch_accel_lite.optimizers.operations import group_names, state_class_names
+from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.callback_handler import callbacks_with
+from pytorch_accel_lite.run.division import numbers_of_shares
+from pytorch_accel_lite.run.progress import EpochPhase
+from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.training_state import TrainingState
+
+# What a training state keeps, by key, and what restores it: before the starting events of the resumed run (restore), or
+# after them (finish_restoring), as callbacks may create or reset objects in these events. A state lacks the keys of
+# later versions, so those from 0.2 on are read with a default. The keys never change.
+#
+# | shared by all ranks  | since | restored by                                              | starting events |
+# |----------------------|-------|----------------------------------------------------------|-----------------|
+# | optimizer            | 0.1   | restore; with groups that are added, finish_restoring    | before or after |
+# | scheduler            | 0.1   | restore; with another batch size, resumed_schedule.py    | before          |
+# | scaler               | 0.1   | restore                                                  | before          |
+# | model_extra          | 0.1   | restore: weights that safetensors does not support       | before          |
+# | history              | 0.1   | restore, by _restore_history                             | before          |
+# | microbatches         | 0.1   | restore, by GuardedStep                                  | before          |
+# | items_per_batch      | 0.1   | restore                                                  | before          |
+# | loss_func            | 0.1   | restore, by load_loss_state                              | before          |
+# | objects              | 0.1   | both: registered objects                                 | before, after   |
+# | callbacks            | 0.1   | finish_restoring                                         | after           |
+# | losses               | 0.1   | finish_restoring, if a rank has no file of its own       | after           |
+# | extra                | 0.1   | load_training_state, which returns it                    | -               |
+# | attributes           | 0.2   | both: heads, critics, other optimizers                   | before, after   |
+# | schedule_shift       | 0.2   | restore                                                  | before          |
+# | frozen_weights       | 0.2   | restore: checksums of weights that were left out (FROZEN)| before          |
+# | logical              | 0.2   | finish_restoring, by the division                        | after           |
+# | position             | 0.2   | finish_restoring, by the loader                          | after           |
+# | epoch_read           | 0.3   | finish_restoring, by the loader                          | after           |
+# | source_batch_size    | 0.3   | finish_restoring, by the loader                          | after           |
+# | base                 | 0.3   | read for an error: the name of the pretrained model      | -               |
+# | optimizer_classes    | 0.3   | read for an error, in both                               | before, after   |
+# | settings             | 0.3   | compared by checkpoint/settings_comparison.py            | before          |
+# | own_items_per_batch  | 0.3   | restore, by ManualStep                                   | before          |
+# | set_apart            | 0.3   | restore, as recorded_by_evaluate, with the history       | before          |
+# | evaluations          | 0.3   | loop/evaluation.py, when they begin                      | after           |
+# | trainability         | 0.3   | finish_restoring: which parameters are trained           | after           |
+# | user_attributes      | 0.3   | both                                                     | before, after   |
+#
+# | of each rank         | since | restored by                                              | starting events |
+# |----------------------|-------|----------------------------------------------------------|-----------------|
+# | losses               | 0.1   | finish_restoring, with as many processes as before       | after           |
+# | generators           | 0.1   | finish_restoring, with as many processes as before       | after           |
+# | position             | 0.2   | finish_restoring: of data that a process has for itself  | after           |
+# | epoch_read           | 0.3   | as position                                              | after           |
+# | source_batch_size    | 0.3   | as position                                              | after           |
+# | user_attributes      | 0.3   | both: what differs between ranks                         | before, after   |
 
 
-def _states_in(folder: Path) -> list[str]:
-    """Return a line for each training state in a folder and its subfolders, in the order in which they were saved."""
-    paths = [path.parent for depth in ("*", "*/*", "*/*/*") for path in folder.glob(f"{depth}/{MANIFEST}")]
-    manifests, damaged = [], []
-    for path in paths:
-        try:
-            manifests.append((read_manifest(path), path))
-        except DamagedStateError as error:
-            damaged.append(str(error))
-    lines = []
-    for manifest, path in sorted(manifests, key=lambda pair: pair[0]["saved_at"]):
-        progress = manifest["progress"]
-        lines.append(f"{path}: epoch {progress['epoch']}, update {progress['update']:,}, saved {_saved(manifest)}")
-    return lines + damaged
-
-
-def _saved(manifest: JsonObject) -> str:
-    return datetime.datetime.fromtimestamp(manifest["saved_at"]).isoformat(" ", "seconds")
-
-
-def print_contents(state: StrPath) -> None:
-    """Print the contents of a training state, or list the states in a folder.
+def capture(
+    trainer: TrainerLike, extra: StateDict, created: Mapping[str, int] | None = None, sharded: bool = False
+) -> CapturedState:
+    """Return the part of a trainer's state that this rank writes, without copying it. Call it on every process.
 
     Args:
-        state: the directory of the state, or its URL in a remote store; or a folder of states, of a run, or of runs
+        created: checksums of weights; frozen weights that match them are left out
+        sharded: whether each rank keeps its shards; by default they are gathered
+
+    Raises:
+        TypeError: if a value cannot be stored without pickle; names the path to it
     """
-    location = parse_location(state, "state")
-    if isinstance(location, Path) and not (location / MANIFEST).exists() and (lines := _states_in(location)):
-        print("\n".join(lines))
+    is_first = trainer.accelerator.is_main_process
+    shared = _collect_shared(trainer, is_first, sharded) | {"extra": extra}
+    model = trainer.get_model(keep_torch_compile=False)
+    weights = without_compile(model.state_dict()) if sharded else model_state(model, is_first)
+    if is_first or sharded:
+        frozen_left_out = leave_out_frozen(model, weights, created, only_quantised=created is None)
+        if frozen_left_out or created is not None:
+            shared |= {FROZEN: frozen_left_out, "base": base_of(model)}
+    shards = {f"{SHARD_OF_MODEL}{name}": value for name, value in weights.items() if is_sharded_tensor(value)}
+    full = {name: value for name, value in weights.items() if not is_sharded_tensor(value)}
+    tensors = {name: value for name, value in full.items() if fits_safetensors(value)}
+    shared["model_extra"] = {name: value for name, value in full.items() if name not in tensors}
+    run = trainer.current_run
+    shared |= trainer.division.capture(trainer.ranks, run.loss_trackers, run.step_metrics)
+    large: dict[str, torch.Tensor] = {}
+    shared["user_attributes"], own = capture_attributes(trainer)
+    shared = extract_tensors(storable(shared, "state"), shards, large)
+    history: Any = trainer.run_history
+    shared["history"] = storable(pack_numbers(history.state_dict()), "state.history") if _is_saved(history) else None
+    local = storable(_collect_local(trainer) | {"user_attributes": own}, "state")
+    parts = local_parts(shards) if sharded else None
+    if not is_first:
+        return CapturedState(local, parts)
+    weights, tied = untie(tensors)
+    metadata = _collect_metadata(trainer)
+    return CapturedState(local, parts, weights=weights, tied=tied, tensors=large, shared=shared, metadata=metadata)
+
+
+def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> StateDict:
+    """Return the state shared by all ranks, without the weights. It is gathered, unless it will be saved in shards."""
+
+    def gather(state: Tree) -> Tree:
+        return state if sharded else full_state_dict(state, is_first)
+
+    run = trainer.current_run
+    callbacks = callbacks_with("state_dict", trainer.callback_handler)
+    return {
+        **{
+            name: None if owner is None else gather(owner.state_dict())
+            for name, owner in _updated_objects(trainer).items()
+        },
+        "optimizer_classes": {
+            name: state_class_names(optimizer) for name, optimizer in saved_optimizers(trainer).items()
+        },
+        "settings": settings_text(trainer),
+        "loss_func": loss_state(trainer),
+        "attributes": attribute_states(trainer, is_first),
+        "callbacks": {name: gather(callback.state_dict()) for name, callback in callbacks.items()},
+        "objects": {name: obj.state_dict() for name, obj in attributes.registered_objects(trainer).items()},
+        "trainability": capture_trainability(trainer),
+        "losses": run.loss_trackers.summed(trainer.data_ranks),
+        **run.stepper.state_dict(),
+        "schedule_shift": run.schedule.shift,
+        "items_per_batch": run.window.items_per_batch,
+        "evaluations": None if run.loop.evaluations is None else run.loop.evaluations.state_dict(run),
+        "set_apart": {name: sorted(numbers) for name, numbers in run.latest.recorded_by_evaluate.items()},
+        **_position(trainer, is_local=False),
+    }
+
+
+def _collect_local(trainer: TrainerLike) -> StateDict:
+    """Return the state of this rank, without the attributes of users."""
+    trackers = trainer.current_run.loss_trackers
+    return {
+        "losses": {name: tracker.state_dict() for name, tracker in trackers.items()},
+        "generators": capture_generators(),
+        **_position(trainer, is_local=True),
+    }
+
+
+def _position(trainer: TrainerLike, is_local: bool) -> StateDict:
+    """Return the state that the loader needs to resume, also within an epoch. It may differ between processes."""
+    loader = trainer.current_run.data.train_loader
+    if loader is None or getattr(loader, "has_own_position", None) != is_local:
+        return {}
+    if not trainer.progress.is_mid_epoch:
+        return {"epoch_read": loader.epoch_state()}
+    size = getattr(loader, "batch_size", None)
+    return {
+        "epoch_read": loader.epoch_state(),
+        "position": loader.position(),
+        "source_batch_size": size if isinstance(size, int) else None,
+    }
+
+
+def _updated_objects(trainer: TrainerLike) -> StateDict:
+    """Return the objects that an update steps, with ``None`` for missing objects."""
+    return {"optimizer": trainer.optimizer, "scheduler": trainer.scheduler, "scaler": trainer.accelerator.scaler}
+
+
+def _check_optimizer_classes(trainer: TrainerLike, state: TrainingState) -> None:
+    """Raise an error if an optimizer's class differs from the class in the state, which older states do not record."""
+    saved = state.shared.get("optimizer_classes", {})
+    for name, optimizer in saved_optimizers(trainer).items():
+        groups = zip(group_names(optimizer), saved.get(name, ()), state_class_names(optimizer), strict=False)
+        for group, before, now in groups:
+            if before and now and not set(before) & set(now):
+                raise ValueError(
+                    f"The {name} in the training state {str(state.directory)!r} does not fit the trainer's: "
+                    f"{f'that of group {group!r}' if group else 'it'} was {before[0]} and is {now[0]} now. Create it "
+                    "as it was when the state was saved, or start a new run from the weights of the state."
+                )
+
+
+def _check_frozen_left_out(model: nn.Module, state: TrainingState, frozen_left_out: Mapping[str, int | None]) -> None:
+    """Raise an error if the model's frozen weights are not those that the state has left out."""
+    if frozen_left_out and (others := describe_other_weights(model, frozen_left_out, state.directory)):
+        before, now = state.shared.get("base", ""), base_of(model)
+        base = f" The state began with {before!r}, this model with {now!r}." if before != now else ""
+        raise ValueError(
+            f"{others}{base} Create the model as it was in the run that saved the state: from the same pretrained "
+            "weights, or with the same seed."
+        )
+
+
+def check_history(history: object) -> None:
+    """Warn if training states do not hold a user-defined history because it has no ``state_dict()``."""
+    if not _is_saved(history):
+        name = type(history).__name__
+        warn_outside(
+            f"run_history: training states do not hold the metrics of a {name}, so a resumed run lacks those of "
+            f"earlier epochs. Give {name} the methods state_dict() and load_state_dict(state), or derive it from "
+            "InMemoryRunHistory."
+        )
+
+
+def _is_saved(history: object) -> bool:
+    return hasattr(history, "state_dict") and hasattr(history, "load_state_dict")
+
+
+def _collect_metadata(trainer: TrainerLike) -> StateDict:
+    """Return the facts about the run for the manifest of a state, in JSON types."""
+    run = trainer.current_run
+    config = {} if trainer.run_config is None else trainer.run_config.to_dict()
+    sources = [source for source in run.request.state_sources if hasattr(source, "next_time")]
+    return {
+        # Later than all existing states, even if another machine with a faster clock saved them.
+        "saved_at": max([time.time(), *(source.next_time() for source in sources)]),
+        "goodput": run.goodput.state_dict(),
+        "progress": trainer.progress.state_dict(),
+        "stop_reason": run.end.reason,
+        "stopped_by": run.end.stopped_by,
+        "epoch_phase": 0 if run.end.reason is None else int(run.epoch_phase),
+        "interrupted": run.end.pause is not None,
+        "world_size": trainer.accelerator.num_processes,
+        "generation": trainer.ranks.generation,
+        "seed": trainer.seed,
+        "data_seed": run.data.seed,
+        "first_epoch": run.data.first_epoch,
+        **numbers_of_shares(trainer.division),
+        "machine": machine_facts(trainer),
+        "run_config": {k: v if isinstance(v, (int, float, str, type(None))) else repr(v) for k, v in config.items()},
+    }
+
+
+def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = True) -> None:
+    """Restore the weights, optimizer, progress, history and, unless disabled, the scheduler."""
+    _check_optimizer_classes(trainer, state)
+    model = trainer.get_model(keep_torch_compile=False)
+    current: dict[str, torch.Tensor] = without_compile(model.state_dict())
+    groups = getattr(trainer.optimizer, "param_groups", ())
+    optimized: dict[int, torch.Tensor] = dict(enumerate(parameter for group in groups for parameter in group["params"]))
+
+    def find_like(keys: Keys) -> torch.Tensor | None:
+        if keys[:2] == ("optimizer", "state"):
+            return optimized.get(keys[2])
+        return current.get(keys[-1])  # for averaged weights, for example
+
+    read_tensors(state, find_like)
+    shared = state.shared
+    frozen_left_out = shared.get(FROZEN, {})
+    weights = fit_model_state(model, read_weights(state, current), state.directory, frozen_left_out=frozen_left_out)
+    _check_frozen_left_out(model, state, frozen_left_out)
+    for name, owner in _updated_objects(trainer).items():
+        if shared[name] is not None and owner is not None and (with_scheduler or name != "scheduler"):
+            if name == "optimizer" and lacks_groups(owner, shared[name]):
+                state.postponed.add(name)  # the starting events may add the missing groups
+                continue
+            load_state(name, owner, shared[name], state.directory)
+    model.load_state_dict(weights, strict=not frozen_left_out)
+    load_loss_state(trainer, shared.get("loss_func", {}), state.directory)
+    load_attribute_states(trainer, shared.get("attributes", {}), state.directory)
+    _restore_user_attributes(trainer, state, is_final=False)
+    trainer.progress.load_state_dict(state.metadata["progress"])
+    run = trainer.current_run
+    run.epoch_phase = EpochPhase(state.metadata.get("epoch_phase", 0))
+    _restore_history(trainer, shared)
+    load_each("registered object", attributes.registered_objects(trainer), shared["objects"], is_final=False)
+    run.stepper.load_state_dict(shared)
+    run.schedule.shift = shared.get("schedule_shift", 0)
+    run.window.items_per_batch = shared["items_per_batch"]
+
+
+def _restore_user_attributes(trainer: TrainerLike, state: TrainingState, is_final: bool) -> None:
+    own = None if state.local is None else state.local.get("user_attributes", {})
+    saved = state.shared.get("user_attributes", {})
+    restore_attributes(trainer, saved, own, os.fspath(state.directory), is_final)
+
+
+def _restore_history(trainer: TrainerLike, shared: StateDict) -> None:
+    """Restore the history and references to its values. Of a history that is not saved, restore only the epoch."""
+    history: Any = trainer.run_history
+    if shared["history"] is not None and _is_saved(history):
+        history.load_state_dict(shared["history"])
+        trainer.current_run.latest.recorded_by_evaluate |= {
+            name: set(numbers) for name, numbers in shared.get("set_apart", {}).items()
+        }
         return
-    with local_copy(location) as directory:
-        manifest = verify_state(directory)
-        opened = open_state(directory, manifest)
-        weights = read_weights(opened)
-    shared = opened.shared
-    print(f"training state {os.fspath(state)}, format {manifest['format_version']}, saved {_saved(manifest)}")
-    for title in ("versions", "progress", "machine"):
-        print(f"{title}: " + ", ".join(f"{name} {value}" for name, value in manifest.get(title, {}).items()))
-    print(f"processes: {manifest['world_size']}, seed: {manifest['seed']}, stop reason: {manifest['stop_reason']}")
-    for name in filter(manifest.get, DIVISIONS):
-        print(f"{name.replace('_', ' ')}: {manifest[name]}")
-    count = sum(tensor.numel() for tensor in weights.values() if isinstance(tensor, torch.Tensor))
-    checksum = stored_checksum(manifest["files"][MODEL])[:16]
-    print(f"weights: {len(weights)} tensors, {count:,} numbers, checksum {checksum}")
-    if in_shards := [name for name in manifest["files"] if name.startswith("shards")]:
-        print(f"in shards: tensors of the weights, the optimizer and the callbacks, in {len(in_shards)} files")
-    if frozen_left_out := shared.get(FROZEN):
-        print(f"left out: {len(frozen_left_out)} frozen tensors, which the resumed program must create itself")
-    print("also: " + ", ".join(name for name in ("optimizer", "scheduler", "scaler") if shared[name] is not None))
-    for title in ("attributes", "callbacks", "objects", "extra"):
-        if shared.get(title):
-            print(f"{title}: {', '.join(shared[title])}")
-    held = shared.get("user_attributes", {}).get("kept", {})
-    print("".join(f"held by {owner or 'the trainer'}: {', '.join(names)}\n" for owner, names in held.items()), end="")
-    for name, values in (shared["history"] or {"metrics": {}})["metrics"].items():
-        print(f"  {name}: {', '.join(map(format_metric, values[-5:]))}")
-    for name, entry in manifest["files"].items():
-        print(f"  {entry['size']:>12,} bytes  {name}")
+    for _ in range(history.current_epoch, trainer.progress.epochs_completed + 1):
+        history._increment_epoch()
+
+
+def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
+    """Restore the callbacks, the running losses and the generators of this rank, right before training continues.
+
+    Attributes and registered objects are restored again, because the starting events may have created, reset or moved
+    some of them. If the number of processes has changed, generators are reseeded, and rank 0 gets the sum of all ranks'
+    losses, unless the number of shares is fixed.
+    """
+    _check_optimizer_classes(trainer, state)  # including attributes that the starting events have created
+    add_missing_groups(trainer, state.shared.get("trainability", {}))
+    for name in state.postponed:
+        load_state(name, trainer.optimizer, state.shared[name], state.directory)
+    load_attribute_states(trainer, state.shared.get("attributes", {}), state.directory, is_final=True)
+    load_each("registered object", attributes.registered_objects(trainer), state.shared["objects"])
+    load_each("callback", callbacks_with("load_state_dict", trainer.callback_handler), state.shared["callbacks"])
+    _restore_user_attributes(trainer, state, is_final=True)
+    restore_trainability(trainer, state.shared.get("trainability", {}))
+    if state.local is not None and not trainer.division.has_fixed_shares:
+        losses = send_to_device(state.local["losses"], trainer.device)
+        restore_generators(state.local["generators"])
+    else:
+        sums = state.shared["losses"] if trainer.data_ranks.rank == 0 else {}
+        losses = {
+            name: {"total_loss": total, "running_count": count, "loss_value": total / count if count else 0.0}
+            for name, (total, count) in sums.items()
+        }
+        seed_generators(
+            derive_seed(int(state.metadata["data_seed"] or 0), trainer.progress.update, trainer.data_ranks.rank)
+        )
+    run = trainer.current_run
+    loader = run.data.train_loader
+    has_epoch_left = trainer.progress.is_mid_epoch and not run.epoch_is_trained
+    saved = state.local or {} if getattr(loader, "has_own_position", False) else state.shared
+    if loader is not None and hasattr(loader, "has_own_position"):
+        loader.restore_epoch_state(saved.get("epoch_read"))
+        if has_epoch_left:
+            loader.batch_size_before = saved.get("source_batch_size")
+            if message := loader.move_to(saved.get("position")):
+                trainer.print(message)
+    for name, loss in losses.items():
+        run.loss_trackers.of(name).load_state_dict(loss)
+    trainer.division.restore(state, run.loss_trackers, run.step_metrics)

@@ -1,4 +1,4 @@
-"""The training states of a run in one place: their names, finding the newest intact state, rotation and locking."""
+"""The training states of a run in one place: their names, finding the newest intact state, and locking."""
 
 from __future__ import annotations
 
@@ -146,11 +146,8 @@ class StateStore(ABC):
             )
         return None
 
-    def rotate(self, keep: int | None, protected: set[str]) -> None:
-        """Remove all but the newest ``keep`` states, sparing those with protected names; ``None`` keeps all."""
-        for name in [] if keep is None else self.newest_first()[keep:]:
-            if name not in protected:
-                self.remove(name)
+    def remove_incomplete(self) -> None:  # noqa: B027
+        """Remove incomplete states of killed runs that ``lock()`` could not remove yet, once this run has saved one."""
 
 
 class DirectoryStore(StateStore):

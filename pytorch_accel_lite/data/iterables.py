@@ -29,9 +29,10 @@ from pytorch_accel_lite.data.batches import Batch, infer_batch_size, tensors_in
 from pytorch_accel_lite.data.consistency import checksum_of_batches
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader, copy_loader
 from pytorch_accel_lite.data.lockstep import AgreedStep, Lockstep
-from pytorch_accel_lite.data.shares import skip_samples, with_last
+from pytorch_accel_lite.data.shares import with_last
+from pytorch_accel_lite.data.skipping_on_resume import cannot_split, last_samples, skip_batches, skip_samples
 from pytorch_accel_lite.data.sources import BatchData, Source, SourceState
-from pytorch_accel_lite.data.stream_positions import cannot_split, last_samples, skip_batches, track_position
+from pytorch_accel_lite.data.stream_positions import track_position
 from pytorch_accel_lite.distributed import Ranks
 
 #: Key, in the position of a source without a state, of the identity of the epoch's first batch.

@@ -38,9 +38,9 @@ from pytorch_accel_lite.data.shares import (
     global_batches,
     grouped,
     share_bounds,
-    skip_samples,
     with_last,
 )
+from pytorch_accel_lite.data.skipping_on_resume import skip_samples
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Sample, SamplerLike, SourceState
 from pytorch_accel_lite.distributed import Ranks
 

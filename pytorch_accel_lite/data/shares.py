@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TypeVar
@@ -66,33 +66,6 @@ def global_batches(
 
 class WrongLengthError(ValueError):
     """A sampler gives fewer or more indices than its length. Unlike a failed batch, this error is never skipped."""
-
-
-def early_end_error(source: str, seen: str, done: int) -> WrongLengthError:
-    """Return the error for data that end before the position from which a run resumes."""
-    return WrongLengthError(
-        f"The {source} ended after {seen} of this epoch, but the resumed run had already seen {done}. Resume it with "
-        "the data it was saved with."
-    )
-
-
-def skip_samples(
-    batches: Iterator[T], start: int, size_of: Callable[[T], int], rest_of: Callable[[T, int], T], source: str = "data"
-) -> Iterator[T]:
-    """Skip ``start`` samples and return what follows them.
-
-    Args:
-        rest_of: returns the last samples of a batch in the middle of which the skipped samples end
-    """
-    position = 0
-    while position < start:
-        batch = next(batches, None)
-        if batch is None:
-            raise early_end_error(source, f"{position} samples", start)
-        position += size_of(batch)
-        if position > start:
-            return chain([rest_of(batch, position - start)], batches)
-    return batches
 
 
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:

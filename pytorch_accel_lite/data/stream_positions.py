@@ -1,4 +1,4 @@
-"""The position in an epoch of sequential data, which the source reports, or which is found by counting batches."""
+"""The position in an epoch of sequential data, as the source itself reports it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from weakref import WeakValueDictionary
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base.randomness import preserving_generators
-from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.data.batches import infer_batch_size, tensors_in
-from pytorch_accel_lite.data.shares import early_end_error
-from pytorch_accel_lite.data.sources import BatchData, Sample, Source, SourceState
-from pytorch_accel_lite.data.splitting import slice_batch
+from pytorch_accel_lite.data.sources import Sample, Source, SourceState
 from pytorch_accel_lite.data.stream_shards import package_of, streams_in
 
 #: The tracker of the loader that started to read a source last, by the identity of the source.
@@ -166,41 +162,3 @@ def _has_shuffle_buffer(dataset: Source) -> bool:
             return True
         stages += [stage.ex_iterable] if hasattr(stage, "ex_iterable") else getattr(stage, "ex_iterables", ())
     return False
-
-
-def cannot_split(what: str) -> ValueError:
-    """Return the error for a position in the middle of data that cannot be split."""
-    return ValueError(
-        f"The resumed run was saved at a sample that is now in the middle of {what}, which cannot be split. Resume it "
-        "with its original batch size and number of processes."
-    )
-
-
-def last_samples(batch: BatchData, count: int) -> BatchData:
-    """Return the last ``count`` samples of a batch."""
-    size = infer_batch_size(batch)
-    cause = None
-    try:
-        rest = slice_batch(batch, size - count, size, size)
-        if infer_batch_size(rest) == count:
-            return rest
-    except ValueError as error:
-        cause = error
-    raise cannot_split(f"a batch of type {type(batch).__name__}") from cause
-
-
-def skip_batches(batches: Iterator[Sample], count: int, start: int, is_certain: bool) -> None:
-    """Skip the first ``count`` batches; unless ``is_certain``, warn if they cannot have held ``start`` samples.
-
-    A step may count samples along any dimension, such as the second if the first is time.
-    """
-    shapes = [next((tensor.shape for tensor in tensors_in(batch)), ()) for batch in islice(batches, count)]
-    if len(shapes) < count:
-        raise early_end_error("data", f"{len(shapes)} batches", count)
-    samples = [sum(sizes) for sizes in zip(*shapes, strict=False)]  # empty if a batch has no tensor
-    if samples and start not in samples and not is_certain:
-        warn_outside(
-            f"The resumed run had counted {start} samples in {count} steps of this epoch, but the same number of "
-            f"batches now holds {samples[0]}. It resumes at the right place only if it had one process and the same "
-            "batches."
-        )

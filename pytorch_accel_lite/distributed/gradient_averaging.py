@@ -1,12 +1,10 @@
-"""When ``DistributedDataParallel`` averages gradients, averaging those that it does not, and copying buffers."""
+"""Averaging the gradients that ``DistributedDataParallel`` does not, and copying buffers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
@@ -14,16 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pytorch_accel_lite.base.modules import local_shard
 from pytorch_accel_lite.distributed.ranks import Ranks
 
-_NOTHING = nullcontext()
 _NO_GRADIENT = -1  # stands for the number of sparse dimensions, which is 0 for a dense gradient
-
-
-def gradient_sync(accelerator: Accelerator, model: torch.nn.Module, ends_window: bool) -> AbstractContextManager[None]:
-    """Return a context in which gradients are averaged over the ranks only at the end of a window."""
-    accelerator.sync_gradients = ends_window
-    if ends_window or accelerator.num_processes == 1:
-        return _NOTHING
-    return accelerator.no_sync(model)  # type: ignore[no-any-return]
 
 
 def average_gradients(

@@ -14,10 +14,11 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.randomness import capture_generators, restore_generators, seed_run
 from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.checkpoint.capture_and_restore import check_history, find_state
 from pytorch_accel_lite.checkpoint.locks import lock_path
 from pytorch_accel_lite.checkpoint.recorded_settings import record_settings
 from pytorch_accel_lite.checkpoint.settings_comparison import compare_settings
+from pytorch_accel_lite.checkpoint.state_contents import check_history
+from pytorch_accel_lite.checkpoint.state_to_resume import find_state
 from pytorch_accel_lite.checkpoint.user_attributes import note_created_attributes
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Source

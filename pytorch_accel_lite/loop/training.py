@@ -11,7 +11,8 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.data import Batch, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import Source
-from pytorch_accel_lite.distributed.gradient_averaging import gradient_sync, sync_ddp_buffers
+from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
+from pytorch_accel_lite.distributed.no_sync import no_sync_within_window
 from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, evaluate_if_due
 from pytorch_accel_lite.loop.extra_passes import warm_up_ddp
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
@@ -221,7 +222,7 @@ def run_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
 
 def _accumulate(trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
     """Compute the gradients of a batch, and after the last batch of a window, average them over the processes."""
-    with gradient_sync(trainer.accelerator, trainer.model, run.window.is_ending):
+    with no_sync_within_window(trainer.accelerator, trainer.model, run.window.is_ending):
         return run.stepper.forward_backward(trainer, run, batch)
 
 

@@ -11,7 +11,8 @@ from pytorch_accel_lite.base.reachable import codes_in
 from pytorch_accel_lite.base.user_code import is_from_this_package, is_overridden
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
-from pytorch_accel_lite.distributed.gradient_averaging import average_gradients, gradient_sync
+from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
+from pytorch_accel_lite.distributed.no_sync import no_sync_within_window
 from pytorch_accel_lite.loop.plain_step import PlainStep, backward
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.optimizers.operations import needs_closure, parts_of_optimizer
@@ -102,7 +103,7 @@ class ReplayingStep(PlainStep):
                 restore_generators(generators)
                 run.batch = batch
                 is_last = number == len(self._steps)
-                with gradient_sync(trainer.accelerator, trainer.model, is_last):
+                with no_sync_within_window(trainer.accelerator, trainer.model, is_last):
                     loss = loss + self._loss(trainer, run, batch)
             if run.ranks.world_size > 1:
                 if self.averaged:

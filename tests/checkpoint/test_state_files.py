@@ -585,7 +585,7 @@ def test_the_table_of_the_keys_of_a_state_is_complete(tmp_path):
         state = read_state(tmp_path / str(number) / "update-000000002", trainer.ranks)
         for keys, part in zip(found, (state.shared, state.local), strict=True):
             keys.update(part)
-    text = (ROOT / "pytorch_accel_lite/checkpoint/capture_and_restore.py").read_text()
+    text = (ROOT / "pytorch_accel_lite/checkpoint/state_contents.py").read_text()
     tables = [re.findall(r"^# \| (\w+) +\|", table, re.MULTILINE) for table in re.split("# .*\n# .-----", text)[1:]]
     assert [set(keys) for keys in tables] == [*found]
     assert all(len(set(keys)) == len(keys) for keys in tables)

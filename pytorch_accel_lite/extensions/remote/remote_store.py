@@ -218,13 +218,12 @@ class RemoteStates(StateStore):
         self._incomplete = [name for name in self._all_names() if self._manifest(name) is None]
         return True
 
-    def rotate(self, keep: int | None, protected: set[str]) -> None:
-        """Remove all but the newest states, and incomplete states of killed runs.
+    def remove_incomplete(self) -> None:
+        """Remove incomplete states of killed runs, after this run has completed a state.
 
-        Incomplete states are removed only after this run has completed a state. Before that, the run that it took over
-        from may still be saving; by now, that run has ended or completed its state.
+        Before that, the run that it took over from may still be saving; by now, that run has ended or completed its
+        state.
         """
-        super().rotate(keep, protected)
         for name in self._incomplete:
             if self._manifest(name) is None:
                 self._folder.remove(name)

@@ -1,0 +1,39 @@
+"""Finding the training state that ``resume_from`` names, or the latest one."""
+
+from __future__ import annotations
+
+import os
+
+from pytorch_accel_lite.base.paths import StrPath, parse_location
+from pytorch_accel_lite.checkpoint.locations import read_state
+from pytorch_accel_lite.checkpoint.machine import describe_changes
+from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.settings import StateSource
+from pytorch_accel_lite.run.training_state import TrainingState
+
+
+def find_state(trainer: TrainerLike, sources: list[StateSource], resume_from: StrPath) -> TrainingState | None:
+    """Find, verify and read the state to resume from; ``None`` means a fresh start.
+
+    Args:
+        sources: where to look for ``"latest"``, see ``RunRequest.state_sources``
+    """
+    if resume_from != "latest":
+        state = read_state(parse_location(resume_from, "resume_from"), trainer.ranks)
+    elif not sources:
+        raise ValueError(
+            "resume_from='latest' needs a SaveTrainingStateCallback, whose save_dir is searched. Add one to the "
+            "trainer's callbacks, or pass the directory of a state."
+        )
+    else:
+        latest = [state for source in sources if (state := source.find_latest(trainer)) is not None]
+        if not latest:
+            folders = " or ".join(repr(os.fspath(source.save_dir)) for source in sources)
+            trainer.print(f"No training state in {folders}: starting a new run")
+            return None
+        state = max(latest, key=lambda state: state.metadata["saved_at"])
+    progress = state.metadata["progress"]
+    trainer.print(f"Resuming from {str(state.directory)!r}: epoch {progress['epoch']}, update {progress['update']}")
+    if changes := describe_changes(trainer, state.metadata):
+        trainer.print(changes)
+    return state
