@@ -197,187 +197,6 @@ class Trainer:
     unsaved_attributes: ClassVar[Collection[str]] = ()
     recomputes_gradients: ClassVar[bool | None] = None
 
-    # ------------------------------------------------------------------------- the current or last run
-
-    @property
-    def run(self) -> Run:
-        """The run in progress, or else the last one: its data, step, losses, end and so on, for callbacks to read."""
-        return self.current_run
-
-    @property
-    def progress(self) -> Progress:
-        """The progress of the current or last run: its epoch, update, step and so on."""
-        return self.current_run.progress
-
-    @property
-    def ranks(self) -> Ranks:
-        """The processes of the job, and their communication."""
-        return self.current_run.ranks
-
-    @property
-    def data_ranks(self) -> Ranks:
-        """The processes, as the data are divided among them: in tensor parallelism, several share each batch."""
-        return self.current_run.data.ranks
-
-    @property
-    def run_config(self) -> TrainerRunConfig | None:
-        """The settings of the run in progress, or else of the latest training or, without one, evaluation."""
-        run = self.current_run
-        return run.config if run.latest.training is None or self.open_runs else run.latest.training.config
-
-    @run_config.setter
-    def run_config(self, config: TrainerRunConfig | None) -> None:
-        run_for_assignment(self).config = config
-
-    @property
-    def step_metrics(self) -> dict[str, MetricValue]:
-        """Values measured by callbacks in the latest update, by name: numbers, or tensors on the device."""
-        return self.current_run.step_metrics
-
-    @step_metrics.setter
-    def step_metrics(self, metrics: dict[str, MetricValue]) -> None:
-        run_for_assignment(self).step_metrics = metrics
-
-    @property
-    def train_dataset(self) -> Source:
-        """The dataset that the run trains on."""
-        return self.current_run.data.train_dataset
-
-    @train_dataset.setter
-    def train_dataset(self, dataset: Source) -> None:
-        run_for_assignment(self).data.train_dataset = dataset
-
-    @property
-    def eval_dataset(self) -> Source:
-        """The dataset that the run evaluates on."""
-        return self.current_run.data.eval_dataset
-
-    @eval_dataset.setter
-    def eval_dataset(self, dataset: Source) -> None:
-        run_for_assignment(self).data.eval_dataset = dataset
-
-    @property
-    def collate_fn(self) -> CollateFunction | None:
-        """The function that makes a batch from a list of samples, if it was passed."""
-        return self.current_run.data.collate_fn
-
-    @collate_fn.setter
-    def collate_fn(self, collate_fn: CollateFunction | None) -> None:
-        run_for_assignment(self).data.collate_fn = collate_fn
-
-    @property
-    def train_dataloader(self) -> ShardedLoader | None:
-        """The loader of this process's training batches. It can be replaced during a run."""
-        return self.current_run.data.train_loader
-
-    @train_dataloader.setter
-    def train_dataloader(self, loader: Source) -> None:
-        run_for_assignment(self, loader_of="train").data.train_loader = loader
-
-    @property
-    def eval_dataloader(self) -> ShardedLoader | None:
-        """The loader of this process's evaluation batches, for the dataset being evaluated."""
-        return self.current_run.data.eval_loader
-
-    @eval_dataloader.setter
-    def eval_dataloader(self, loader: Source) -> None:
-        run_for_assignment(self, loader_of="eval").data.eval_loader = loader
-
-    @property
-    def eval_dataloaders(self) -> list[ShardedLoader]:
-        """The loaders of this process's evaluation batches, for all datasets."""
-        return self.current_run.data.all_eval_loaders
-
-    # The names in pytorch-accelerated.
-    _train_dataloader = train_dataloader
-    _eval_dataloader = eval_dataloader
-
-    @property
-    def _train_dl_kwargs(self) -> LoaderKwargs | None:
-        return self.current_run.data.train_loader_kwargs
-
-    @_train_dl_kwargs.setter
-    def _train_dl_kwargs(self, kwargs: LoaderKwargs | None) -> None:
-        run_for_assignment(self).data.train_loader_kwargs = kwargs
-
-    @property
-    def _eval_dl_kwargs(self) -> LoaderKwargs | None:
-        return self.current_run.data.eval_loader_kwargs
-
-    @_eval_dl_kwargs.setter
-    def _eval_dl_kwargs(self, kwargs: LoaderKwargs | None) -> None:
-        run_for_assignment(self).data.eval_loader_kwargs = kwargs
-
-    # A subclass may use these names for its own attributes, as nothing in the package reads them.
-
-    @Shadowable
-    def recorded_losses(self) -> dict[str, float]:
-        """The mean losses of the last epoch or evaluation, by metric name."""
-        return self.current_run.recorded_losses
-
-    @Shadowable
-    def loss_trackers(self) -> LossTrackers:
-        """The running losses of the epoch or evaluation, by name."""
-        return self.current_run.loss_trackers
-
-    @Shadowable
-    def running_loss(self) -> float:
-        """The mean loss of the epoch so far, on this process. Reads from the device, so avoid it in every step."""
-        return self._loss_tracker.average
-
-    @Shadowable
-    def gradient_norm(self) -> torch.Tensor:
-        """The total norm of the gradients of an update, before clipping by norm, as a tensor on the device.
-
-        For use in ``on_optimizer_step_start``. The same on all processes, and computed when first accessed. In an
-        overridden ``train_step``, it is the norm for the optimizer being updated.
-        """
-        return clipping.total_norm(self)
-
-    @Shadowable
-    def num_microbatches(self) -> int:
-        """The number of parts that a batch is split into, with ``auto_microbatch``."""
-        return self.current_run.stepper.num_microbatches
-
-    @Shadowable
-    def stop_reason(self) -> str | None:
-        """Why the last training or evaluation run was stopped early; ``None`` if it was not."""
-        return self.current_run.end.reason
-
-    @Shadowable
-    def is_finished(self) -> bool:
-        """Whether all requested epochs or updates are complete."""
-        return self.current_run.is_finished
-
-    @Shadowable
-    def evaluation_is_due(self) -> bool:
-        """Whether the current epoch is followed by an evaluation."""
-        return self.current_run.evaluation_is_due
-
-    @Shadowable
-    def eval_dataset_name(self) -> str | None:
-        """The name of the dataset being evaluated, if there are several."""
-        return self.current_run.data.eval_dataset_name
-
-    @Shadowable
-    def batch_indices(self) -> list[Index] | None:
-        """The indices in the dataset of the samples in this process's current batch, for use in callbacks and steps.
-
-        ``None`` if unknown, as for streams and for loaders other than a ``DataLoader``. Empty for a filler batch, which
-        only keeps this process in step with the others and has no weight.
-        """
-        return self.current_run.batch_indices
-
-    @Shadowable
-    def clock(self) -> float:
-        """Seconds since the start of the run, the same on every process (as of their last synchronisation)."""
-        return self.current_run.clock
-
-    @Shadowable
-    def goodput(self) -> Goodput:
-        """How the time of the job was spent, its restarts included."""
-        return self.current_run.goodput
-
     def __init__(
         self,
         model: nn.Module,
@@ -668,7 +487,7 @@ class Trainer:
     logical = logical_of_trainer
     summary = layer_summary.summary
 
-    # ---------------------------------------------------------------------------- saving and loading
+    # --------------------------------------------------------------------------------- saving and loading
 
     def save_checkpoint(
         self,
@@ -857,119 +676,7 @@ class Trainer:
             raise ValueError(f"An object is already registered as {name!r}. Choose another name.")
         self.registered_objects[name] = obj
 
-    # -------------------------- hooks of a run, also those of pytorch-accelerated, which the loop calls
-
-    def __init_subclass__(cls, **kwargs: object) -> None:
-        super().__init_subclass__(**kwargs)
-        check_subclass(cls, Trainer, EVENTS)
-
-    def _create_step(self, run: Run) -> Step:
-        return create_step(self, run)
-
-    def _run_training(self) -> None:
-        training.train(self, self.current_run)
-
-    def _run_train_epoch(self, train_dl: Iterable[BatchData]) -> bool:
-        run = self.current_run
-        if not run.loop.uses_builtin_loop:
-            custom_loops.begin_custom_epoch(self, run)
-        return training.train_epoch(self, run, train_dl)
-
-    def _run_eval_epoch(
-        self, valid_dl: Iterable[BatchData], is_training: bool = True, is_intermediate: bool = False
-    ) -> None:
-        evaluation.evaluate_dataset(self, self.current_run, valid_dl, is_training, is_intermediate)
-
-    def _find_accelerator(
-        self, accelerator: Accelerator | None, mixed_precision: str | None, find_unused: bool
-    ) -> Accelerator:
-        """Return the accelerator passed, or a new one, after all checks."""
-        arguments.check_mixed_precision(mixed_precision, accelerator)
-        self._requested_precision = mixed_precision
-        if accelerator is None:
-            accelerator = accelerate_settings.create_accelerator(self._create_accelerator, mixed_precision)
-        arguments.check_mixed_precision(mixed_precision, accelerator)  # an overridden method may have created it
-        launch.check_launch(accelerator)
-        arguments.check_parallelism(accelerator)
-        if find_unused:
-            accelerate_settings.find_unused_parameters(accelerator)
-        return accelerator
-
-    # ----------------------------------------------------------------------- parts of a run, to override
-
-    def _create_callback_handler(self) -> CallbackHandler:
-        handler = CallbackHandler(self._callbacks)
-        if LIMIT_BATCHES_ENV_VAR in os.environ:
-            handler.add_callbacks(limit_from_environment())
-        return handler
-
-    def _create_accelerator(self) -> Accelerator:
-        """Create the ``Accelerator`` if none was passed. Gradients are reduced in place, without copies."""
-        in_place = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-        precision = self._requested_precision
-        return Accelerator(mixed_precision=precision, cpu=launched_on_cpus(), kwargs_handlers=[in_place])
-
-    def _create_run_config(self, per_device_batch_size: int, **settings: Any) -> TrainerRunConfig:
-        run = self.current_run
-        return run_setup.resolve_run_config(self, run, replace(run.request, **settings), per_device_batch_size)
-
-    def create_train_dataloader(
-        self, batch_size: int, train_dl_kwargs: LoaderKwargs | None = None
-    ) -> Iterable[BatchData]:
-        """Return the loader of training batches. Override it to create your own.
-
-        The samples of a ``DataLoader`` over a map dataset are divided among the processes; for other iterables, see
-        ``pytorch_accel_lite.data``.
-
-        Args:
-            train_dl_kwargs: the user's arguments, which override those of ``get_default_train_dl_kwargs()``
-
-        Returns:
-            by default, a ``DataLoader`` of ``self.train_dataset``, or that itself if it is a loader
-        """
-        defaults = self.get_default_train_dl_kwargs(batch_size)
-        source, self._train_dl_kwargs = dataloader_for(self.train_dataset, self.collate_fn, defaults, train_dl_kwargs)
-        return source  # type: ignore[no-any-return]
-
-    def create_eval_dataloader(
-        self, batch_size: int, eval_dl_kwargs: LoaderKwargs | None = None
-    ) -> Iterable[BatchData]:
-        """Return the loader of evaluation batches; see ``create_train_dataloader()``."""
-        defaults = self.get_default_eval_dl_kwargs(batch_size)
-        source, self._eval_dl_kwargs = dataloader_for(self.eval_dataset, self.collate_fn, defaults, eval_dl_kwargs)
-        return source  # type: ignore[no-any-return]
-
-    def get_default_train_dl_kwargs(self, batch_size: int) -> LoaderKwargs:
-        """Return the default arguments of the training dataloader: shuffled, with workers if they are worthwhile."""
-        return default_loader_kwargs(self.train_dataset, batch_size, True, self.accelerator)
-
-    def get_default_eval_dl_kwargs(self, batch_size: int) -> LoaderKwargs:
-        """Return the default arguments of the evaluation dataloader: in order, with workers if they are worthwhile."""
-        return default_loader_kwargs(self.eval_dataset, batch_size, False, self.accelerator)
-
-    def create_scheduler(self) -> TrainerScheduler:
-        """Return the scheduler of a run, or ``None``. Calls ``create_scheduler_fn(optimizer)`` by default."""
-        if self.create_scheduler_fn is None:
-            return None
-        return scheduling.create_scheduler_from(self, self.create_scheduler_fn)
-
-    def _check_scheduler(self, request: RunRequest) -> None:
-        steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
-        create = None if "create_scheduler" in self.current_run.overridden else self.create_scheduler_fn
-        if not (self.scheduler is None and create is None and request.scheduler_interval == "update"):
-            schedule_checks.check_scheduler(self.scheduler, request, create, steps_itself)
-
-    def parallelize_model(self, mesh: DeviceMesh) -> str | os.PathLike[str] | None:
-        """Override it to shard ``self.model`` in place, before the first run. The optimizer must then be a factory.
-
-        Args:
-            mesh: a ``DeviceMesh`` of all processes: the accelerator's, or one with a single dimension, ``"dp"``
-
-        Returns:
-            file or directory of safetensors for the tensors on the meta device; ``None`` to initialise them
-        """
-
-    # -------------------------------------------------------------------------------- steps to override
+    # ---------------------------------------------------------------------------------- steps to override
 
     def training_run_start(self) -> None:
         """Called when a training run starts."""
@@ -1054,9 +761,6 @@ class Trainer:
         for _ in range(num_updates):
             self.scheduler.step()
 
-    def _step_after_epoch(self) -> None:
-        scheduling.step_after_epoch(self)
-
     def optimizer_zero_grad(self) -> None:
         """Clear the gradients after an update."""
         clear_gradients(self.optimizer)
@@ -1098,6 +802,76 @@ class Trainer:
         ``forward`` takes and that are not targets.
         """
         return self._batch_adapter.predict(self.model, batch)
+
+    # ------------------------------------------------------------------------ parts of a run, to override
+
+    def create_train_dataloader(
+        self, batch_size: int, train_dl_kwargs: LoaderKwargs | None = None
+    ) -> Iterable[BatchData]:
+        """Return the loader of training batches. Override it to create your own.
+
+        The samples of a ``DataLoader`` over a map dataset are divided among the processes; for other iterables, see
+        ``pytorch_accel_lite.data``.
+
+        Args:
+            train_dl_kwargs: the user's arguments, which override those of ``get_default_train_dl_kwargs()``
+
+        Returns:
+            by default, a ``DataLoader`` of ``self.train_dataset``, or that itself if it is a loader
+        """
+        defaults = self.get_default_train_dl_kwargs(batch_size)
+        source, self._train_dl_kwargs = dataloader_for(self.train_dataset, self.collate_fn, defaults, train_dl_kwargs)
+        return source  # type: ignore[no-any-return]
+
+    def create_eval_dataloader(
+        self, batch_size: int, eval_dl_kwargs: LoaderKwargs | None = None
+    ) -> Iterable[BatchData]:
+        """Return the loader of evaluation batches; see ``create_train_dataloader()``."""
+        defaults = self.get_default_eval_dl_kwargs(batch_size)
+        source, self._eval_dl_kwargs = dataloader_for(self.eval_dataset, self.collate_fn, defaults, eval_dl_kwargs)
+        return source  # type: ignore[no-any-return]
+
+    def get_default_train_dl_kwargs(self, batch_size: int) -> LoaderKwargs:
+        """Return the default arguments of the training dataloader: shuffled, with workers if they are worthwhile."""
+        return default_loader_kwargs(self.train_dataset, batch_size, True, self.accelerator)
+
+    def get_default_eval_dl_kwargs(self, batch_size: int) -> LoaderKwargs:
+        """Return the default arguments of the evaluation dataloader: in order, with workers if they are worthwhile."""
+        return default_loader_kwargs(self.eval_dataset, batch_size, False, self.accelerator)
+
+    def create_scheduler(self) -> TrainerScheduler:
+        """Return the scheduler of a run, or ``None``. Calls ``create_scheduler_fn(optimizer)`` by default."""
+        if self.create_scheduler_fn is None:
+            return None
+        return scheduling.create_scheduler_from(self, self.create_scheduler_fn)
+
+    def parallelize_model(self, mesh: DeviceMesh) -> str | os.PathLike[str] | None:
+        """Override it to shard ``self.model`` in place, before the first run. The optimizer must then be a factory.
+
+        Args:
+            mesh: a ``DeviceMesh`` of all processes: the accelerator's, or one with a single dimension, ``"dp"``
+
+        Returns:
+            file or directory of safetensors for the tensors on the meta device; ``None`` to initialise them
+        """
+
+    def _create_accelerator(self) -> Accelerator:
+        """Create the ``Accelerator`` if none was passed. Gradients are reduced in place, without copies."""
+        in_place = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+        precision = self._requested_precision
+        return Accelerator(mixed_precision=precision, cpu=launched_on_cpus(), kwargs_handlers=[in_place])
+
+    def _create_callback_handler(self) -> CallbackHandler:
+        """Create what calls the callbacks, with those that environment variables add."""
+        handler = CallbackHandler(self._callbacks)
+        if LIMIT_BATCHES_ENV_VAR in os.environ:
+            handler.add_callbacks(limit_from_environment())
+        return handler
+
+    def _create_run_config(self, per_device_batch_size: int, **settings: Any) -> TrainerRunConfig:
+        """Return the settings of the run, of which some are passed. The run calls it only if it is overridden."""
+        run = self.current_run
+        return run_setup.resolve_run_config(self, run, replace(run.request, **settings), per_device_batch_size)
 
     # --------------------------------------------------------------------- for steps and callbacks to use
 
@@ -1190,14 +964,6 @@ class Trainer:
             control.request(pause)
 
     @property
-    def _loss_tracker(self) -> LossTracker:
-        return self.current_run.loss_trackers["loss"]
-
-    @_loss_tracker.setter
-    def _loss_tracker(self, tracker: LossTracker) -> None:
-        self.current_run.loss_trackers["loss"] = tracker
-
-    @property
     def is_running(self) -> bool:
         """Whether a training, evaluation or prediction run is in progress."""
         return bool(self.open_runs)
@@ -1213,9 +979,258 @@ class Trainer:
         """The device of this process."""
         return self.accelerator.device  # type: ignore[no-any-return]
 
+    @Shadowable
+    def callbacks(self) -> tuple[TrainerCallback, ...]:
+        """The callbacks, in the order in which they are called. Add one with ``callback_handler.add_callback``."""
+        return tuple(self.callback_handler)
+
     def print(self, *args: object, **kwargs: Any) -> None:
         """Print once on every machine."""
         self.accelerator.print(*args, **kwargs)
+
+    # ---------------------------------------------------------------------------- the current or last run
+
+    @property
+    def run(self) -> Run:
+        """The run in progress, or else the last one: its data, step, losses, end and so on, for callbacks to read."""
+        return self.current_run
+
+    @property
+    def progress(self) -> Progress:
+        """The progress of the current or last run: its epoch, update, step and so on."""
+        return self.current_run.progress
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes of the job, and their communication."""
+        return self.current_run.ranks
+
+    @property
+    def data_ranks(self) -> Ranks:
+        """The processes, as the data are divided among them: in tensor parallelism, several share each batch."""
+        return self.current_run.data.ranks
+
+    @property
+    def run_config(self) -> TrainerRunConfig | None:
+        """The settings of the run in progress, or else of the latest training or, without one, evaluation."""
+        run = self.current_run
+        return run.config if run.latest.training is None or self.open_runs else run.latest.training.config
+
+    @run_config.setter
+    def run_config(self, config: TrainerRunConfig | None) -> None:
+        run_for_assignment(self).config = config
+
+    @property
+    def step_metrics(self) -> dict[str, MetricValue]:
+        """Values measured by callbacks in the latest update, by name: numbers, or tensors on the device."""
+        return self.current_run.step_metrics
+
+    @step_metrics.setter
+    def step_metrics(self, metrics: dict[str, MetricValue]) -> None:
+        run_for_assignment(self).step_metrics = metrics
+
+    @property
+    def train_dataset(self) -> Source:
+        """The dataset that the run trains on."""
+        return self.current_run.data.train_dataset
+
+    @train_dataset.setter
+    def train_dataset(self, dataset: Source) -> None:
+        run_for_assignment(self).data.train_dataset = dataset
+
+    @property
+    def eval_dataset(self) -> Source:
+        """The dataset that the run evaluates on."""
+        return self.current_run.data.eval_dataset
+
+    @eval_dataset.setter
+    def eval_dataset(self, dataset: Source) -> None:
+        run_for_assignment(self).data.eval_dataset = dataset
+
+    @property
+    def collate_fn(self) -> CollateFunction | None:
+        """The function that makes a batch from a list of samples, if it was passed."""
+        return self.current_run.data.collate_fn
+
+    @collate_fn.setter
+    def collate_fn(self, collate_fn: CollateFunction | None) -> None:
+        run_for_assignment(self).data.collate_fn = collate_fn
+
+    @property
+    def train_dataloader(self) -> ShardedLoader | None:
+        """The loader of this process's training batches. It can be replaced during a run."""
+        return self.current_run.data.train_loader
+
+    @train_dataloader.setter
+    def train_dataloader(self, loader: Source) -> None:
+        run_for_assignment(self, loader_of="train").data.train_loader = loader
+
+    @property
+    def eval_dataloader(self) -> ShardedLoader | None:
+        """The loader of this process's evaluation batches, for the dataset being evaluated."""
+        return self.current_run.data.eval_loader
+
+    @eval_dataloader.setter
+    def eval_dataloader(self, loader: Source) -> None:
+        run_for_assignment(self, loader_of="eval").data.eval_loader = loader
+
+    @property
+    def eval_dataloaders(self) -> list[ShardedLoader]:
+        """The loaders of this process's evaluation batches, for all datasets."""
+        return self.current_run.data.all_eval_loaders
+
+    # The names in pytorch-accelerated.
+    _train_dataloader = train_dataloader
+    _eval_dataloader = eval_dataloader
+
+    @property
+    def _train_dl_kwargs(self) -> LoaderKwargs | None:
+        return self.current_run.data.train_loader_kwargs
+
+    @_train_dl_kwargs.setter
+    def _train_dl_kwargs(self, kwargs: LoaderKwargs | None) -> None:
+        run_for_assignment(self).data.train_loader_kwargs = kwargs
+
+    @property
+    def _eval_dl_kwargs(self) -> LoaderKwargs | None:
+        return self.current_run.data.eval_loader_kwargs
+
+    @_eval_dl_kwargs.setter
+    def _eval_dl_kwargs(self, kwargs: LoaderKwargs | None) -> None:
+        run_for_assignment(self).data.eval_loader_kwargs = kwargs
+
+    @property
+    def _loss_tracker(self) -> LossTracker:
+        return self.current_run.loss_trackers["loss"]
+
+    @_loss_tracker.setter
+    def _loss_tracker(self, tracker: LossTracker) -> None:
+        self.current_run.loss_trackers["loss"] = tracker
+
+    # A subclass may use these names for its own attributes, as nothing in the package reads them.
+
+    @Shadowable
+    def recorded_losses(self) -> dict[str, float]:
+        """The mean losses of the last epoch or evaluation, by metric name."""
+        return self.current_run.recorded_losses
+
+    @Shadowable
+    def loss_trackers(self) -> LossTrackers:
+        """The running losses of the epoch or evaluation, by name."""
+        return self.current_run.loss_trackers
+
+    @Shadowable
+    def running_loss(self) -> float:
+        """The mean loss of the epoch so far, on this process. Reads from the device, so avoid it in every step."""
+        return self._loss_tracker.average
+
+    @Shadowable
+    def gradient_norm(self) -> torch.Tensor:
+        """The total norm of the gradients of an update, before clipping by norm, as a tensor on the device.
+
+        For use in ``on_optimizer_step_start``. The same on all processes, and computed when first accessed. In an
+        overridden ``train_step``, it is the norm for the optimizer being updated.
+        """
+        return clipping.total_norm(self)
+
+    @Shadowable
+    def num_microbatches(self) -> int:
+        """The number of parts that a batch is split into, with ``auto_microbatch``."""
+        return self.current_run.stepper.num_microbatches
+
+    @Shadowable
+    def stop_reason(self) -> str | None:
+        """Why the last training or evaluation run was stopped early; ``None`` if it was not."""
+        return self.current_run.end.reason
+
+    @Shadowable
+    def is_finished(self) -> bool:
+        """Whether all requested epochs or updates are complete."""
+        return self.current_run.is_finished
+
+    @Shadowable
+    def evaluation_is_due(self) -> bool:
+        """Whether the current epoch is followed by an evaluation."""
+        return self.current_run.evaluation_is_due
+
+    @Shadowable
+    def eval_dataset_name(self) -> str | None:
+        """The name of the dataset being evaluated, if there are several."""
+        return self.current_run.data.eval_dataset_name
+
+    @Shadowable
+    def batch_indices(self) -> list[Index] | None:
+        """The indices in the dataset of the samples in this process's current batch, for use in callbacks and steps.
+
+        ``None`` if unknown, as for streams and for loaders other than a ``DataLoader``. Empty for a filler batch, which
+        only keeps this process in step with the others and has no weight.
+        """
+        return self.current_run.batch_indices
+
+    @Shadowable
+    def clock(self) -> float:
+        """Seconds since the start of the run, the same on every process (as of their last synchronisation)."""
+        return self.current_run.clock
+
+    @Shadowable
+    def goodput(self) -> Goodput:
+        """How the time of the job was spent, its restarts included."""
+        return self.current_run.goodput
+
+    # ---------------------------- hooks of a run, also those of pytorch-accelerated, which the loop calls
+
+    def _run_training(self) -> None:
+        """Train for all epochs of the run. An override may have a loop of its own, see ``loop/custom_loops.py``."""
+        training.train(self, self.current_run)
+
+    def _run_train_epoch(self, train_dl: Iterable[BatchData]) -> bool:
+        """Run the steps of an epoch; return whether all updates have been made, if their number was given."""
+        run = self.current_run
+        if not run.loop.uses_builtin_loop:
+            custom_loops.begin_custom_epoch(self, run)
+        return training.train_epoch(self, run, train_dl)
+
+    def _run_eval_epoch(
+        self, valid_dl: Iterable[BatchData], is_training: bool = True, is_intermediate: bool = False
+    ) -> None:
+        """Evaluate on one dataset, within a training run or alone, and record its losses."""
+        evaluation.evaluate_dataset(self, self.current_run, valid_dl, is_training, is_intermediate)
+
+    def _create_step(self, run: Run) -> Step:
+        """Choose how the run trains on a batch."""
+        return create_step(self, run)
+
+    def _check_scheduler(self, request: RunRequest) -> None:
+        """Check that the scheduler can be stepped as the run requests."""
+        steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
+        create = None if "create_scheduler" in self.current_run.overridden else self.create_scheduler_fn
+        if not (self.scheduler is None and create is None and request.scheduler_interval == "update"):
+            schedule_checks.check_scheduler(self.scheduler, request, create, steps_itself)
+
+    def _step_after_epoch(self) -> None:
+        """Step the scheduler after an epoch and its evaluation, if it is due."""
+        scheduling.step_after_epoch(self)
+
+    # ---------------------------------------------------------- creating, closing and showing the trainer
+
+    def _find_accelerator(
+        self, accelerator: Accelerator | None, mixed_precision: str | None, find_unused: bool
+    ) -> Accelerator:
+        """Return the accelerator passed, or a new one, after all checks."""
+        arguments.check_mixed_precision(mixed_precision, accelerator)
+        self._requested_precision = mixed_precision
+        if accelerator is None:
+            accelerator = accelerate_settings.create_accelerator(self._create_accelerator, mixed_precision)
+        arguments.check_mixed_precision(mixed_precision, accelerator)  # an overridden method may have created it
+        launch.check_launch(accelerator)
+        arguments.check_parallelism(accelerator)
+        if find_unused:
+            accelerate_settings.find_unused_parameters(accelerator)
+        return accelerator
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        check_subclass(cls, Trainer, EVENTS)
 
     def close(self) -> None:
         """Release all resources, after which the trainer cannot be used. Called by ``with Trainer(...) as trainer:``.
@@ -1232,11 +1247,6 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @Shadowable
-    def callbacks(self) -> tuple[TrainerCallback, ...]:
-        """The callbacks, in the order in which they are called. Add one with ``callback_handler.add_callback``."""
-        return tuple(self.callback_handler)
 
     def __dir__(self) -> list[str]:
         """List the names for users: without this package's private names and the names of other libraries."""
@@ -1300,6 +1310,7 @@ class TrainerWithTimmScheduler(Trainer):
             self.scheduler.step(self.progress.epoch, loss)
 
     def _check_scheduler(self, request: RunRequest) -> None:
+        """Check the scheduler, and that the run requests no other interval."""
         super()._check_scheduler(request)
         if request.scheduler_interval != "update":
             raise ValueError(

@@ -141,7 +141,13 @@ class RunEnd:
 
 
 class Training(NamedTuple):
-    """The record of a training run for later evaluations."""
+    """The record of a training run for later evaluations.
+
+    Attributes:
+        config: the settings of the run
+        end: how it ended
+        eval_dataset: the dataset that it evaluated on, or several by name
+    """
 
     config: TrainerRunConfig
     end: RunEnd
@@ -149,7 +155,12 @@ class Training(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """The result of ``Trainer.evaluate()`` for the weights that the model has after a run."""
+    """The result of ``Trainer.evaluate()`` for the weights that the model has after a run.
+
+    Attributes:
+        eval_dataset: what it evaluated on
+        metrics: the latest values, by metric
+    """
 
     eval_dataset: NamedData | None
     metrics: Mapping[str, MetricValue]

@@ -388,11 +388,7 @@ class Run:
 
     @property
     def batch_indices(self) -> list[Index] | None:
-        """The indices in the dataset of the samples in this process's current batch, for use in callbacks and steps.
-
-        ``None`` if unknown, as for streams and for loaders other than a ``DataLoader``. Empty for a filler batch, which
-        only keeps this process in step with the others and has no weight.
-        """
+        """The indices of the samples in this process's current batch, if known: see ``Trainer.batch_indices``."""
         indices = None if self.batch is None else self.batch.indices
         return indices.tolist() if isinstance(indices, torch.Tensor) else None if indices is None else list(indices)
 
