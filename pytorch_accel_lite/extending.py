@@ -7,9 +7,9 @@ trainer besides its model; the parts of batches; and the form of results and err
 from pytorch_accel_lite.base.backends import deterministic_kernels
 from pytorch_accel_lite.base.devices import is_out_of_memory
 from pytorch_accel_lite.base.environment import install_command
+from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
 from pytorch_accel_lite.base.inspection import nested_in
 from pytorch_accel_lite.base.modules import local_shard
-from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.reachable import reachable_from
 from pytorch_accel_lite.base.templates import Column, render
 from pytorch_accel_lite.base.text import describe_error, listed

@@ -13,6 +13,7 @@ from pytorch_accel_lite.base.devices import (
     to_float,
 )
 from pytorch_accel_lite.base.environment import in_notebook, is_terminal
+from pytorch_accel_lite.base.generator_states import preserving_generators
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.modules import (
     are_sharded,
@@ -26,8 +27,8 @@ from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.pictures import Picture, as_picture
 from pytorch_accel_lite.base.quantised import is_quantised_by, plain_parts, quantised_entries
-from pytorch_accel_lite.base.randomness import derive_seed, preserving_generators, seed_all
 from pytorch_accel_lite.base.reprs import html_table, short_repr
+from pytorch_accel_lite.base.seeding import derive_seed, seed_all
 from pytorch_accel_lite.base.text import (
     add_note,
     align,

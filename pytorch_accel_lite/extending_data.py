@@ -1,13 +1,8 @@
 """Names for extensions of ``data``, besides the names for users. They come from layers below the run."""
 
+from pytorch_accel_lite.base.generator_states import preserving_generators
 from pytorch_accel_lite.base.modules import evaluation_mode
-from pytorch_accel_lite.base.randomness import (
-    derive_seed,
-    draw_seed,
-    generator_with,
-    preserving_generators,
-    seed_generators,
-)
+from pytorch_accel_lite.base.seeding import derive_seed, draw_seed, generator_with, seed_generators
 from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.validation import check_positive_int, check_range

@@ -26,8 +26,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from pytorch_accel_lite.base.generator_states import restore_generator
 from pytorch_accel_lite.base.inspection import sums_by_position
-from pytorch_accel_lite.base.randomness import restore_generator
 from pytorch_accel_lite.base.reachable import RandomGenerator
 from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.base.user_code import is_in_this_package

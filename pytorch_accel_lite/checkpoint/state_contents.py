@@ -11,7 +11,8 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from pytorch_accel_lite.base.randomness import capture_generators, derive_seed, restore_generators, seed_generators
+from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
+from pytorch_accel_lite.base.seeding import derive_seed, seed_generators
 from pytorch_accel_lite.base.types import Keys, StateDict, Tree
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.attribute_states import (

@@ -13,15 +13,14 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.randomness import (
+from pytorch_accel_lite.base.generator_states import (
     find_held_generators,
     preserving_generators,
     preserving_held_generators,
-    seed_generators,
-    seed_held_generators,
 )
+from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.reachable import reachable_from
+from pytorch_accel_lite.base.seeding import seed_generators, seed_held_generators
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.sources import Sample, Source
 

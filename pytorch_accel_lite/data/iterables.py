@@ -13,16 +13,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base.change_marks import Marks, marks_of
+from pytorch_accel_lite.base.generator_states import find_held_generators, preserving_generators, state_of_generator
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.randomness import (
+from pytorch_accel_lite.base.seeding import (
     derive_seed,
     drawn_with_seeds,
-    find_held_generators,
-    preserving_generators,
     seed_all,
     seed_generators,
     seed_held_generators,
-    state_of_generator,
 )
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.batches import Batch, infer_batch_size, tensors_in

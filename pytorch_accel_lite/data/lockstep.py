@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from pytorch_accel_lite.base.randomness import preserving_generators
+from pytorch_accel_lite.base.generator_states import preserving_generators
 from pytorch_accel_lite.data.batches import Batch, infer_batch_size, parts_in
 from pytorch_accel_lite.data.shares import with_last
 from pytorch_accel_lite.data.sources import BatchData

@@ -14,7 +14,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from pytorch_accel_lite.base.change_marks import Marks, marks_of
 from pytorch_accel_lite.base.inspection import find_length, nested_in
-from pytorch_accel_lite.base.randomness import derive_seed, draw_seed, generator_with, seed_generators
+from pytorch_accel_lite.base.seeding import derive_seed, draw_seed, generator_with, seed_generators
 from pytorch_accel_lite.data.batches import Batch, Share
 from pytorch_accel_lite.data.consistency import check_order
 from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader

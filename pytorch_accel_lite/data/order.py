@@ -12,17 +12,14 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
-from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.randomness import (
+from pytorch_accel_lite.base.generator_states import (
     capture_generators,
-    derive_seed,
-    draw_seed,
     find_held_generators,
     preserving_generators,
     restore_generators,
-    seed_generators,
-    seed_held_generators,
 )
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.seeding import derive_seed, draw_seed, seed_generators, seed_held_generators
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.consistency import PASS_OWN_SHARD, check_same_order
 from pytorch_accel_lite.data.shares import WrongLengthError

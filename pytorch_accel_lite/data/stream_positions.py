@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.base.randomness import preserving_generators
+from pytorch_accel_lite.base.generator_states import preserving_generators
 from pytorch_accel_lite.data.sources import Sample, Source, SourceState
 from pytorch_accel_lite.data.stream_shards import package_of, streams_in
 

@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.base.randomness import preserving_generators
+from pytorch_accel_lite.base.generator_states import preserving_generators
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data.batches import Batch, infer_batch_size
 from pytorch_accel_lite.data.iterables import PreShardedLoader, SequentialLoader

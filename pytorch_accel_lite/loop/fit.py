@@ -22,7 +22,8 @@ def fit(
     call = "train()" if resume_from is None else "train(resume_from=...)"
     with run.goodput.running(), lifecycle.entering(trainer, run, call):
         run_setup.configure(trainer, run)
-        run_setup.prepare_data(trainer, run, loader_arguments, resume_from)
+        run_setup.find_state_to_resume(trainer, run, resume_from)
+        run_setup.prepare_data(trainer, run, loader_arguments)
         run_setup.prepare_training(trainer, run, loader_arguments.batch_size)
         scheduling.begin_schedule(trainer, run)
         run_setup.begin_or_resume(trainer, run, reset_run_history)

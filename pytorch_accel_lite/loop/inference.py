@@ -10,8 +10,8 @@ from typing import TypeAlias
 import torch
 
 from pytorch_accel_lite.base.devices import mixed_precision
+from pytorch_accel_lite.base.generator_states import preserving_generators
 from pytorch_accel_lite.base.modules import reshard, unwrap
-from pytorch_accel_lite.base.randomness import preserving_generators
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import complete_output

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 from pytorch_accel_lite.base.devices import is_asynchronous, record_event
+from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
 from pytorch_accel_lite.base.modules import evaluation_mode
-from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data import Data

@@ -10,8 +10,9 @@ from dataclasses import replace
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.randomness import capture_generators, restore_generators, seed_run
+from pytorch_accel_lite.base.seeding import seed_run
 from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.locks import lock_path
@@ -84,17 +85,20 @@ def _check_metrics(trainer: TrainerLike, run: Run) -> None:
         trainer.run_history.directions = request.metrics.directions
 
 
-def prepare_data(
-    trainer: TrainerLike, run: Run, loader_arguments: LoaderArguments, resume_from: str | os.PathLike[str] | None
-) -> None:
-    """Find the state to resume from, seed the generators, and create the loaders, whose order may depend on both."""
+def find_state_to_resume(trainer: TrainerLike, run: Run, resume_from: str | os.PathLike[str] | None) -> None:
+    """Find and read the state to resume from, if any, and note which attributes the program has created by now."""
     resume_from = run.ranks.state_to_join() or resume_from  # a process that joins others begins from their state
-    if run.request.saves_training_states or resume_from is not None:
+    saves_states = run.request.saves_training_states or resume_from is not None
+    if saves_states:
         check_history(trainer.run_history)
-    if run.request.saves_training_states or resume_from is not None or run.request.paths:
+    if saves_states or run.request.paths:
         run.created_attributes = note_created_attributes(trainer)
     if resume_from is not None:
         run.resumed = find_state(trainer, run.request.state_sources, resume_from)
+
+
+def prepare_data(trainer: TrainerLike, run: Run, loader_arguments: LoaderArguments) -> None:
+    """Seed the generators, and create the loaders, whose order may depend on the seed or on the resumed state."""
     _set_seeds(trainer, run)
     create_train_loader(trainer, run, loader_arguments.batch_size, loader_arguments.train_kwargs)
     if run.data.eval_dataset is not None:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.base.devices import mixed_precision
+from pytorch_accel_lite.base.generator_states import find_held_generators, preserving_held_generators
 from pytorch_accel_lite.base.modules import preserving_modes
-from pytorch_accel_lite.base.randomness import find_held_generators, preserving_held_generators
 from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, complete_output

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pytorch_accel_lite.base.generator_states import preserving_generators
 from pytorch_accel_lite.base.modules import local_shard
-from pytorch_accel_lite.base.randomness import preserving_generators, seed_generators
+from pytorch_accel_lite.base.seeding import seed_generators
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.shards import find_tensors
 from pytorch_accel_lite.checkpoint.weights import sharded_like, verify_weights

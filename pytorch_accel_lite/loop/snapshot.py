@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
 from pytorch_accel_lite.base.inspection import distinct_elements
-from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
 from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
 from pytorch_accel_lite.run import attributes

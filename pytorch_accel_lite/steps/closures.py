@@ -6,7 +6,7 @@ import inspect
 
 import torch
 
-from pytorch_accel_lite.base.randomness import capture_generators, restore_generators
+from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
 from pytorch_accel_lite.base.reachable import codes_in
 from pytorch_accel_lite.base.user_code import is_from_this_package, is_overridden
 from pytorch_accel_lite.data import Batch
