@@ -342,28 +342,50 @@ def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
     load_each("callback", callbacks_with("load_state_dict", trainer.callback_handler), state.shared["callbacks"])
     _restore_user_attributes(trainer, state, is_final=True)
     restore_trainability(trainer, state.shared.get("trainability", {}))
-    if state.local is not None and not trainer.division.has_fixed_shares:
-        losses = send_to_device(state.local["losses"], trainer.device)
-        restore_generators(state.local["generators"])
+    _restore_generators(trainer, state)
+    _restore_position(trainer, state)
+    _restore_losses(trainer, state)
+
+
+def _own_state(trainer: TrainerLike, state: TrainingState) -> StateDict | None:
+    """Return this rank's own state; ``None`` if the number of processes has changed, or that of shares is fixed."""
+    return None if trainer.division.has_fixed_shares else state.local
+
+
+def _restore_generators(trainer: TrainerLike, state: TrainingState) -> None:
+    if (own := _own_state(trainer, state)) is not None:
+        restore_generators(own["generators"])
+    else:
+        seed_generators(
+            derive_seed(int(state.metadata["data_seed"] or 0), trainer.progress.update, trainer.data_ranks.rank)
+        )
+
+
+def _restore_position(trainer: TrainerLike, state: TrainingState) -> None:
+    """Let the loader continue where the saved run was, within an epoch or before the next one."""
+    run = trainer.current_run
+    loader = run.data.train_loader
+    if loader is None or not hasattr(loader, "has_own_position"):
+        return
+    saved = state.local or {} if loader.has_own_position else state.shared
+    loader.restore_epoch_state(saved.get("epoch_read"))
+    if trainer.progress.is_mid_epoch and not run.epoch_is_trained:
+        loader.batch_size_before = saved.get("source_batch_size")
+        if message := loader.move_to(saved.get("position")):
+            trainer.print(message)
+
+
+def _restore_losses(trainer: TrainerLike, state: TrainingState) -> None:
+    """Restore the running losses of this rank, or on rank 0 the sums of all ranks, and those of fixed shares."""
+    run = trainer.current_run
+    if (own := _own_state(trainer, state)) is not None:
+        losses = send_to_device(own["losses"], trainer.device)
     else:
         sums = state.shared["losses"] if trainer.data_ranks.rank == 0 else {}
         losses = {
             name: {"total_loss": total, "running_count": count, "loss_value": total / count if count else 0.0}
             for name, (total, count) in sums.items()
         }
-        seed_generators(
-            derive_seed(int(state.metadata["data_seed"] or 0), trainer.progress.update, trainer.data_ranks.rank)
-        )
-    run = trainer.current_run
-    loader = run.data.train_loader
-    has_epoch_left = trainer.progress.is_mid_epoch and not run.epoch_is_trained
-    saved = state.local or {} if getattr(loader, "has_own_position", False) else state.shared
-    if loader is not None and hasattr(loader, "has_own_position"):
-        loader.restore_epoch_state(saved.get("epoch_read"))
-        if has_epoch_left:
-            loader.batch_size_before = saved.get("source_batch_size")
-            if message := loader.move_to(saved.get("position")):
-                trainer.print(message)
     for name, loss in losses.items():
         run.loss_trackers.of(name).load_state_dict(loss)
     trainer.division.restore(state, run.loss_trackers, run.step_metrics)
