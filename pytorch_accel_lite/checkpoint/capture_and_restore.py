@@ -204,7 +204,7 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
         **run.stepper.state_dict(),
         "schedule_shift": run.schedule.shift,
         "items_per_batch": run.window.items_per_batch,
-        "evaluations": None if run.loop.evaluations is None else run.loop.evaluations.state_dict(run),
+        "evaluations": None if run.evaluation_interval is None else run.evaluation_interval.state_dict(run),
         "set_apart": {name: sorted(numbers) for name, numbers in run.latest.recorded_by_evaluate.items()},
         **_position(trainer, is_local=False),
     }

@@ -84,8 +84,8 @@ def begin_epoch(trainer: TrainerLike, run: Run) -> None:
 
 def complete_epoch(trainer: TrainerLike, run: Run) -> None:
     """Count an epoch, its evaluation included, and let callbacks save."""
-    if run.loop.evaluations is not None and run.evaluation_is_due:
-        run.loop.evaluations.advance(run, ends_epoch=True)
+    if run.evaluation_interval is not None and run.evaluation_is_due:
+        run.evaluation_interval.advance(run, ends_epoch=True)
     run.epoch_phase = EpochPhase.TRAINING
     run.progress.epochs_completed = run.progress.epoch
     trainer.call_event("on_epoch_checkpoint")
@@ -105,7 +105,7 @@ def train_epoch(trainer: TrainerLike, run: Run, source: Source) -> bool:
     limit = run.request.max_num_train_steps or math.inf
     with _reading_from(run, source):
         trainer.train_epoch_start()
-        run.loss_trackers = run.loop.unrecorded = trainer.division.create_trackers()
+        run.loss_trackers = run.unrecorded_losses = trainer.division.create_trackers()
         if trainer.callback_handler.listeners["on_train_epoch_start"]:
             fire_start_event(trainer, "on_train_epoch_start", "training")
         check_global_modes(trainer, run)
@@ -128,7 +128,7 @@ def train_epoch(trainer: TrainerLike, run: Run, source: Source) -> bool:
         set_optimizer_modes(trainer, training=False)
         trainer.train_epoch_end()
         run.record_losses(trainer.run_history, run.data.ranks, "train_{}_epoch")
-        run.loop.unrecorded = None
+        run.unrecorded_losses = None
         run.epoch_phase = EpochPhase.TRAINED
         trainer.call_event("on_train_epoch_end")
     return progress.update >= limit
