@@ -82,12 +82,6 @@ from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_
 from pytorch_accel_lite.optimizers.operations import CreateScheduler, optimized_parameters
 from pytorch_accel_lite.optimizers.rates import layer_scales
 from pytorch_accel_lite.run.accumulation import GradientWindow, as_weight
-from pytorch_accel_lite.run.attributes import (
-    all_optimized_parameters,
-    other_modules,
-    other_optimizers,
-    registered_objects,
-)
 from pytorch_accel_lite.run.division import DIVISIONS, Division, create_division
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.history import count_values
@@ -101,6 +95,8 @@ from pytorch_accel_lite.run.metric_panels import (
     is_monitor,
     panels_by_metric,
 )
+from pytorch_accel_lite.run.modules_and_optimizers import other_modules, other_optimizers, registered_objects
+from pytorch_accel_lite.run.optimized_parameters import all_optimized_parameters
 from pytorch_accel_lite.run.parts import LoadedWeights
 from pytorch_accel_lite.run.plots import PLOTS, Plots, plots_for
 from pytorch_accel_lite.run.run import InferenceStep, Run, Step, TrainerLike

@@ -31,7 +31,7 @@ from pytorch_accel_lite.optimizers.rates import (
     scheduled_options,
     set_options,
 )
-from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.modules_and_optimizers import other_optimizers
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.training_state import TrainingState
@@ -187,7 +187,7 @@ def step_after_epoch(trainer: TrainerLike) -> None:
 
 def _check_scheduled_optimizer(trainer: TrainerLike) -> None:
     """Check that the schedulers change the rates of the trainer's optimizers, not of other optimizers."""
-    optimizers = (trainer.optimizer, *attributes.other_optimizers(trainer).values())
+    optimizers = (trainer.optimizer, *other_optimizers(trainer).values())
     trained = {id(group) for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())}
     for name, scheduler in schedulers_in(trainer.scheduler).items():
         groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())

@@ -23,7 +23,7 @@ from pytorch_accel_lite.loop.guards.sanity_check import check_evaluation
 from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.loaders import loader_of_run
 from pytorch_accel_lite.loop.resuming import end_if_complete, finish_resuming, print_state_contents, resuming
-from pytorch_accel_lite.run.attributes import set_optimizer_modes
+from pytorch_accel_lite.run.modules_and_optimizers import set_optimizer_modes
 from pytorch_accel_lite.run.parts import GlobalModes
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import Run, TrainerLike
