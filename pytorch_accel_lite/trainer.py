@@ -52,7 +52,7 @@ from pytorch_accel_lite.extensions.checking import program_check
 from pytorch_accel_lite.extensions.logical import logical_of_trainer
 from pytorch_accel_lite.extensions.memory_estimate import estimate
 from pytorch_accel_lite.extensions.model_summary import layer_summary
-from pytorch_accel_lite.extensions.tuning import diagnosis, finders
+from pytorch_accel_lite.extensions.tuning import batch_size_finder, diagnosis, lr_finder
 from pytorch_accel_lite.loop import (
     clipping,
     collectives,
@@ -660,8 +660,8 @@ class Trainer:
         )
 
     # Tools of extensions are bound as they are: an extension is deleted with its lines here.
-    find_lr = finders.find_lr
-    find_batch_size = finders.find_batch_size
+    find_lr = lr_finder.find_lr
+    find_batch_size = batch_size_finder.find_batch_size
     check = program_check.check
     diagnose = diagnosis.diagnose
     estimate_memory = estimate.estimate_memory

@@ -32,7 +32,7 @@ from pytorch_accel_lite.extensions.failed_batches import SkipFailedBatchesCallba
 from pytorch_accel_lite.extensions.gradient_spikes import GradientSpikeCallback
 from pytorch_accel_lite.extensions.hang_watch import HangWatchCallback
 from pytorch_accel_lite.extensions.metrics_file import MetricsFileCallback
-from pytorch_accel_lite.extensions.mixtures.mixture_schedule import MixtureScheduleCallback
+from pytorch_accel_lite.extensions.mixtures.mixture_schedule_callback import MixtureScheduleCallback
 from pytorch_accel_lite.extensions.model_summary import ModelSummaryCallback
 from pytorch_accel_lite.extensions.momentum_teacher import MomentumTeacherCallback
 from pytorch_accel_lite.extensions.nan_report import NaNReportCallback

@@ -21,7 +21,7 @@ from pytorch_accel_lite.extending import (
     open_trainers,
 )
 from pytorch_accel_lite.extensions.logical import LogicalProcesses, SharedLossTrackers
-from pytorch_accel_lite.extensions.takeover.joining import wait_for_state
+from pytorch_accel_lite.extensions.takeover.joining_processes import wait_for_state
 from pytorch_accel_lite.extensions.takeover.membership import Change, Membership
 
 T = TypeVar("T")
