@@ -434,7 +434,7 @@ def check_same_on_all_ranks(settings: dict[str, object], ranks: Ranks) -> None:
 
 
 #: Callbacks that only show something on one process, and arguments that only name a place to write to.
-_SHOW = ("plot_metrics_callback", "printing", "progress_bar", "progress_table")
+_SHOW = ("log_metrics", "plot_metrics_callback", "print_progress", "progress_bar", "progress_table")
 _PLACES = re.compile(r"path|dir|folder|file|name|url|project")
 
 
