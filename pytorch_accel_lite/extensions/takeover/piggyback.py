@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+
 import torch
 
 _LENGTH = 8  # bytes
@@ -28,27 +29,27 @@ class Piggyback:
         if fits:
             content += value
         start = len(message) - self.room
-        message.numpy()[start : start + len(content)] = np.frombuffer(content, np.uint8)
+        memoryview(message.numpy())[start : start + len(content)] = content
 
-    def read_flags(self, messages: torch.Tensor) -> bool | None:
-        """Return whether any process has set its flag.
+    def tails(self, messages: torch.Tensor) -> list[bytes]:
+        """Return copies of the ends of messages, with the flags and values.
 
         Args:
             messages: the messages of all processes, in rows
+        """
+        return [tail.tobytes() for tail in messages.numpy()[:, messages.shape[1] - self.room :]]
+
+    def read_flags(self, tails: Sequence[bytes]) -> bool | None:
+        """Return whether any process has set its flag.
 
         Returns:
             ``None``, on all processes, if a value was too long; ``room`` has been increased, so send again
         """
-        flags: list[int] = messages[:, messages.shape[1] - self.room].tolist()
-        if max(flags) >= _TOO_LONG:
-            longest = max(map(_length, self.tails(messages)))
-            self.room = 1 << (_HEADER + longest).bit_length()
+        flags = max(tail[0] for tail in tails)
+        if flags >= _TOO_LONG:
+            self.room = 1 << (_HEADER + max(map(_length, tails))).bit_length()
             return None
-        return max(flags) == _FLAGGED
-
-    def tails(self, messages: torch.Tensor) -> list[bytes]:
-        """Return the ends of messages, with the flags and values."""
-        return [bytes(row) for row in messages.numpy()[:, messages.shape[1] - self.room :]]
+        return flags == _FLAGGED
 
 
 def value_of(tail: bytes) -> bytes:

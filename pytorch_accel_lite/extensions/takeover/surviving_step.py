@@ -120,7 +120,8 @@ class SurvivingWindow(LogicalWindow):
                 piggyback.attach(sent, membership.closer.must_regroup, value)
                 last = membership.gather(sent)
                 rows = last if rows is None else rows
-                if (must_regroup := piggyback.read_flags(last)) is not None:
+                tails = piggyback.tails(last)
+                if (must_regroup := piggyback.read_flags(tails)) is not None:
                     break
                 sent = torch.zeros(piggyback.room, dtype=torch.uint8)
         except RuntimeError as error:
@@ -129,12 +130,13 @@ class SurvivingWindow(LogicalWindow):
             assert membership.outcome is not None
             last, is_repaired = membership.outcome, True
             rows = last if rows is None else rows
-            must_regroup = piggyback.read_flags(last)
+            tails = piggyback.tails(last)
+            must_regroup = piggyback.read_flags(tails)
         else:
             membership.complete(last)
         membership.is_in_update = membership.is_in_action = False
         self.must_regroup = bool(must_regroup)
-        self._keep(last, is_repaired)
+        self._keep(tails, is_repaired)
         return rows
 
     def of_shares(self) -> _Kept:
@@ -150,14 +152,13 @@ class SurvivingWindow(LogicalWindow):
         for keeper, states in zip(self.keepers, kept.of_callbacks, strict=True):
             keeper.load_states_of_shares(states, kept.first)
 
-    def _keep(self, rows: torch.Tensor, is_repaired: bool) -> None:
+    def _keep(self, tails: list[bytes], is_repaired: bool) -> None:
         """Keep the states of the other processes' shares. Those of loss trackers alone are only read after a loss.
 
         Args:
             is_repaired: whether the shares were redivided after the messages were sent
         """
         assert self.trackers is not None
-        tails = self._piggyback.tails(rows)
         if is_repaired:
             self._load_all(tails)
             self.trackers.add_up_local()
