@@ -147,8 +147,8 @@ HELD = {
     "progress and numbers of batches agree over processes": "test_shares.py::"
     "test_a_global_batch_is_the_same_on_any_number_of_processes",
     "stopping is agreed over processes": "test_stopping.py::test_a_stop_requested_by_one_rank_stops_all_at_one_update",
-    "curves": "test_callbacks.py::test_a_shipped_callback_serves_two_runs",
-    "a description of how data are read": "test_callbacks.py::test_a_shipped_callback_serves_two_runs",
+    "curves": "test_callback_contract.py::test_a_shipped_callback_serves_two_runs",
+    "a description of how data are read": "test_callback_contract.py::test_a_shipped_callback_serves_two_runs",
     "several models, and averages of them": "test_testing.py::test_best_and_last_weights_can_be_averaged",
     "results are kept beside each model": "test_testing.py::test_each_combination_is_tested_and_listed_in_the_table",
     "the n worst samples": "test_testing.py::test_samples_are_ranked_by_a_function_of_outputs_and_targets",
