@@ -32,7 +32,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
 from pytorch_accel_lite import callbacks as available
-from pytorch_accel_lite.extensions.plots.figures import COLOURS, GRID, INK
+from pytorch_accel_lite.extensions.plots.figure_style import COLOURS, GRID, INK
 from pytorch_accel_lite.plotting import plot_schedule
 
 DOCS = Path(__file__).resolve().parent

@@ -82,12 +82,6 @@ from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_
 from pytorch_accel_lite.optimizers.operations import CreateScheduler, optimized_parameters
 from pytorch_accel_lite.optimizers.rates import layer_scales
 from pytorch_accel_lite.run.accumulation import GradientWindow, as_weight
-from pytorch_accel_lite.run.attributes import (
-    all_optimized_parameters,
-    other_modules,
-    other_optimizers,
-    registered_objects,
-)
 from pytorch_accel_lite.run.division import DIVISIONS, Division, create_division
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.history import count_values
@@ -101,6 +95,8 @@ from pytorch_accel_lite.run.metric_panels import (
     is_monitor,
     panels_by_metric,
 )
+from pytorch_accel_lite.run.modules_and_optimizers import other_modules, other_optimizers, registered_objects
+from pytorch_accel_lite.run.optimized_parameters import all_optimized_parameters
 from pytorch_accel_lite.run.parts import LoadedWeights
 from pytorch_accel_lite.run.plots import PLOTS, Plots, plots_for
 from pytorch_accel_lite.run.run import InferenceStep, Run, Step, TrainerLike
@@ -138,10 +134,11 @@ __all__ = [
     "LossTracker", "LossTrackers", "Share", "Shares", "concatenate_if_possible", "deterministic_kernels", "mesh_infos",
     "shard_dim", "share_bounds",
     # The processes of a job.
-    "MACHINERY", "ControlGroup", "Holders", "OpenTrainer", "Stack", "capture_generators", "count_values",
-    "describe_call", "describe_frame", "every_part_is_held", "innermost_function", "is_about_lost_process",
-    "is_in_backward", "is_library_frame", "open_trainers", "restore_generators", "set_timeout", "timeout_of",
-    "use_holders", "use_ranks",
+    "MACHINERY", "ControlGroup", "Holders", "OpenTrainer", "Stack", "describe_call", "describe_frame",
+    "every_part_is_held", "innermost_function", "is_about_lost_process", "is_in_backward", "is_library_frame",
+    "open_trainers", "set_timeout", "timeout_of", "use_holders", "use_ranks",
+    # What a run has drawn and recorded, which is restored after a step or an evaluation that does not count.
+    "Snapshot", "StepSnapshot", "capture_generators", "count_values", "preserving_attributes", "restore_generators",
     # For stores, and for other files of several processes.
     "CapturedState", "JsonObject", "catch_damage", "check_is_shared", "load_verified", "lock_path", "manifest_text",
     "read_manifest", "read_model", "read_state", "read_verified", "write_files",
@@ -149,9 +146,8 @@ __all__ = [
     "ADAPTERS", "LoadedWeights", "SavedModel", "WriteModel", "is_of_peft", "is_of_timm", "reachable_from",
     "verify_tensors", "write_tensors",
     # Trials.
-    "Snapshot", "StepSnapshot", "Trial", "UserCallbacks", "check_dataset", "faster_data", "inference_run",
-    "is_out_of_memory", "loss_of", "preserving_attributes", "replaced", "shard_model", "split_into_parts",
-    "unwrapped_model",
+    "Trial", "UserCallbacks", "check_dataset", "faster_data", "inference_run", "is_out_of_memory", "loss_of",
+    "replaced", "shard_model", "split_into_parts", "unwrapped_model",
     # The parts of trainers and batches.
     "TARGET_KEYS", "Batch", "BatchAdapter", "BatchOutput", "ListOfSamples", "LossFunction", "LossShapeError",
     "all_optimized_parameters", "concatenate", "infer_batch_size", "is_as_long", "is_overridden", "is_single_sample",

@@ -78,13 +78,13 @@ from pytorch_accel_lite.optimizers.operations import (
 )
 from pytorch_accel_lite.optimizers.rates import ParamGroup
 from pytorch_accel_lite.run.accumulation import Count
-from pytorch_accel_lite.run.attributes import evaluating_optimizers
 from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.events import Failure, Phase
 from pytorch_accel_lite.run.goodput import describe_fractions
 from pytorch_accel_lite.run.history import MetricValue, NewMetrics
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
 from pytorch_accel_lite.run.metric_checks import ExpectedMetrics
+from pytorch_accel_lite.run.modules_and_optimizers import evaluating_optimizers
 
 __all__ = [
     # Arguments of events, and values in states.

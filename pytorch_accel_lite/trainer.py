@@ -52,7 +52,7 @@ from pytorch_accel_lite.extensions.checking import program_check
 from pytorch_accel_lite.extensions.logical import logical_of_trainer
 from pytorch_accel_lite.extensions.memory_estimate import estimate
 from pytorch_accel_lite.extensions.model_summary import layer_summary
-from pytorch_accel_lite.extensions.tuning import diagnosis, finders
+from pytorch_accel_lite.extensions.tuning import batch_size_finder, diagnosis, lr_finder
 from pytorch_accel_lite.loop import (
     clipping,
     collectives,
@@ -479,8 +479,8 @@ class Trainer:
         )
 
     # Tools of extensions are bound as they are: an extension is deleted with its lines here.
-    find_lr = finders.find_lr
-    find_batch_size = finders.find_batch_size
+    find_lr = lr_finder.find_lr
+    find_batch_size = batch_size_finder.find_batch_size
     check = program_check.check
     diagnose = diagnosis.diagnose
     estimate_memory = estimate.estimate_memory
@@ -892,7 +892,7 @@ class Trainer:
         Args:
             keep_torch_compile: whether to keep the wrapper of ``torch.compile``
         """
-        trained = self.current_run.loop.trained_model
+        trained = self.current_run.trained_model
         model = self.model if trained is None else trained
         if self.prepared_model is not None and self.prepared_model.outlives_runs:
             unwrapped: nn.Module = self.accelerator.unwrap_model(model, keep_torch_compile=keep_torch_compile)
@@ -1185,10 +1185,8 @@ class Trainer:
 
     def _run_train_epoch(self, train_dl: Iterable[BatchData]) -> bool:
         """Run the steps of an epoch; return whether all updates have been made, if their number was given."""
-        run = self.current_run
-        if not run.loop.uses_builtin_loop:
-            custom_loops.begin_custom_epoch(self, run)
-        return training.train_epoch(self, run, train_dl)
+        custom_loops.begin_epoch_of_custom_loop(self, self.current_run)
+        return training.train_epoch(self, self.current_run, train_dl)
 
     def _run_eval_epoch(
         self, valid_dl: Iterable[BatchData], is_training: bool = True, is_intermediate: bool = False
@@ -1303,7 +1301,7 @@ class TrainerWithTimmScheduler(Trainer):
         run = self.current_run
         if self.scheduler is None:
             return
-        is_evaluated = run.loop.evaluations is None or run.evaluation_is_due
+        is_evaluated = run.evaluation_interval is None or run.evaluation_is_due
         loss = next(iter(run.recorded_losses.values()), None) if is_evaluated else None
         follows_loss = hasattr(self.scheduler, "lr_scheduler")  # timm's plateau schedule, which wraps that of torch
         if loss is not None or not follows_loss or self.progress.epoch <= self.scheduler.warmup_t:

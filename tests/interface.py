@@ -32,6 +32,7 @@ MODULES = (
 PROMISED = {
     "_run_training", "_run_train_epoch", "_run_eval_epoch", "_create_run_config", "_create_accelerator",
     "_create_callback_handler", "_loss_tracker", "_train_dataloader", "_eval_dataloader",
+    "_increment_epoch", "_set_epoch",
 }  # fmt: skip
 
 

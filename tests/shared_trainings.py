@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from pytorch_accel_lite import NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import TerminateOnNaNCallback
 from tests.ranks import IN_ORDER, Recorder, global_batch, rank, world_size
-from tests.small_models import adamw_trainer, float64_data, float64_model, listener, weights
+from tests.small_models import adamw_trainer, float64_data, float64_model, listener, make_trainer, train, weights
 
 #: Arguments of ``train`` that belong to an extension.
 SPLITTING = pytest.param({"auto_microbatch": True}, marks=pytest.mark.extension("failed_batches"))
@@ -197,3 +197,23 @@ def evaluate_inside() -> Any:
         if callbacks:
             results["metrics"], results["training"] = callbacks[0].metrics, callbacks[0].training
     return results
+
+
+class Scripted(Trainer):
+    """Records what ``script`` says as ``score`` at the end of each evaluation."""
+
+    script: ClassVar[list[float]] = []
+
+    def eval_epoch_end(self):
+        self.run_history.update_metric("score", self.script[self.run_history.current_epoch - 1])
+
+
+def scripted(script: list[float], *callbacks: Any, epochs: int | None = None, **kwargs: Any) -> Any:
+    """Train for as many epochs as there are scores, and return the trainer with the weights after each epoch."""
+    kept = []
+    trainer_class = type("Scripted", (Scripted,), {"script": script})
+    keep = listener(on_training_run_epoch_end=lambda t: kept.append(weights(t.model)))
+    trainer = make_trainer([keep, *callbacks], trainer_class=trainer_class)
+    train(trainer, epochs=epochs or len(script), eval_dataset=True, **kwargs)
+    trainer.weights_after_epoch = kept
+    return trainer

@@ -9,6 +9,7 @@ from pytorch_accel_lite.base.validation import check_bool
 from pytorch_accel_lite.callbacks.advice import AdviceCallback
 from pytorch_accel_lite.callbacks.batch_limits import LimitBatchesCallback, LimitEvalStepsCallback
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
+from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
 from pytorch_accel_lite.callbacks.monitoring import (
@@ -18,7 +19,7 @@ from pytorch_accel_lite.callbacks.monitoring import (
     LossScaleCallback,
 )
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback
-from pytorch_accel_lite.callbacks.printing import LogMetricsCallback, PrintProgressCallback
+from pytorch_accel_lite.callbacks.print_progress import PrintProgressCallback
 from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
 from pytorch_accel_lite.callbacks.progress_table import ProgressTableCallback
 from pytorch_accel_lite.callbacks.step_evaluation import StepBasedEvaluationCallback
@@ -32,7 +33,7 @@ from pytorch_accel_lite.extensions.failed_batches import SkipFailedBatchesCallba
 from pytorch_accel_lite.extensions.gradient_spikes import GradientSpikeCallback
 from pytorch_accel_lite.extensions.hang_watch import HangWatchCallback
 from pytorch_accel_lite.extensions.metrics_file import MetricsFileCallback
-from pytorch_accel_lite.extensions.mixtures.mixture_schedule import MixtureScheduleCallback
+from pytorch_accel_lite.extensions.mixtures.mixture_schedule_callback import MixtureScheduleCallback
 from pytorch_accel_lite.extensions.model_summary import ModelSummaryCallback
 from pytorch_accel_lite.extensions.momentum_teacher import MomentumTeacherCallback
 from pytorch_accel_lite.extensions.nan_report import NaNReportCallback

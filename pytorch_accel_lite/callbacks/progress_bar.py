@@ -15,8 +15,9 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.text import escape_unprintable
 from pytorch_accel_lite.base.tqdm_bars import Bar, NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.base.validation import check_positive_number, check_range
-from pytorch_accel_lite.callbacks.printing import changes_in_each_update, epoch_of, rates_of
+from pytorch_accel_lite.callbacks.print_progress import epoch_of
 from pytorch_accel_lite.data import ShardedLoader
+from pytorch_accel_lite.optimizers.operations import parts_of_optimizer
 from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import TrainerLike
@@ -237,3 +238,23 @@ class ProgressBarCallback(TrainerCallback):
                 bar.close()
         if in_notebook():
             NotebookOutput.leave(trainer)
+
+
+def shown_rates(trainer: TrainerLike) -> dict[str, float]:
+    """Return the rate of the first parameter group: ``lr``, or ``lr_<name>`` for each of several optimizers."""
+    return {name: float(rate) for name, rate in rates_of(trainer).items()}
+
+
+def rates_of(trainer: TrainerLike) -> dict[str, float | torch.Tensor]:
+    """Return the rates as numbers, or as copies of tensors, without reading tensors from the device."""
+    parts = {f"lr_{name}": part for name, part in parts_of_optimizer(trainer.optimizer).items()} or {
+        "lr": trainer.optimizer
+    }
+    first = {name: group for name, part in parts.items() for group in part.param_groups[:1]}
+    rates = {name: group["lr"] for name, group in first.items() if group.get("lr") is not None}
+    return {name: rate.clone() if isinstance(rate, torch.Tensor) else rate for name, rate in rates.items()}
+
+
+def changes_in_each_update(trainer: TrainerLike) -> bool:
+    """Return whether a schedule sets the next rate in each update, so that the rate in use must be noted before it."""
+    return trainer.scheduler is not None and trainer.run.request.scheduler_interval == "update"

@@ -1,4 +1,4 @@
-"""Showing a run as a table with a row for each epoch, or as lines, and a summary at its end."""
+"""The default output of runs and evaluations: a table with a row for each epoch, or lines, and a summary."""
 
 from __future__ import annotations
 
@@ -27,13 +27,9 @@ from pytorch_accel_lite.base.text import (
 )
 from pytorch_accel_lite.base.tqdm_bars import HeldOutput, NotebookOutput
 from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.callbacks.printing import (
-    LogMetricsCallback,
-    changes_in_each_update,
-    epoch_of,
-    rates_of,
-    shown_rates,
-)
+from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
+from pytorch_accel_lite.callbacks.print_progress import epoch_of
+from pytorch_accel_lite.callbacks.progress_bar import changes_in_each_update, rates_of, shown_rates
 from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.history import MetricValue
 from pytorch_accel_lite.run.run import TrainerLike

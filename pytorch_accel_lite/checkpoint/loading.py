@@ -11,7 +11,6 @@ from torch import nn
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, name_of, parse_location
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.checkpoint.attribute_states import load_attribute_states, load_loss_state
 from pytorch_accel_lite.checkpoint.checksums import verify
 from pytorch_accel_lite.checkpoint.files import FROZEN, check_on_all_ranks, read_checkpoint
 from pytorch_accel_lite.checkpoint.locations import read_state, store_of
@@ -21,6 +20,7 @@ from pytorch_accel_lite.checkpoint.settings_comparison import describe_loaded
 from pytorch_accel_lite.checkpoint.state_contents import finish_restoring, restore
 from pytorch_accel_lite.checkpoint.state_directory import read_learned
 from pytorch_accel_lite.checkpoint.supported_engines import refuse_engines
+from pytorch_accel_lite.checkpoint.trained_object_states import load_loss_state, load_trained_object_states
 from pytorch_accel_lite.checkpoint.weights import (
     describe_other_weights,
     fit_model_state,
@@ -29,7 +29,7 @@ from pytorch_accel_lite.checkpoint.weights import (
     verify_weights,
 )
 from pytorch_accel_lite.distributed.lost_processes import naming_call
-from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.modules_and_optimizers import evaluating_optimizers, set_optimizer_modes
 from pytorch_accel_lite.run.parts import LoadedWeights
 from pytorch_accel_lite.run.run import TrainerLike
 
@@ -49,7 +49,7 @@ def load_checkpoint(
     if frozen_left_out and (others := describe_other_weights(model, frozen_left_out, source)):
         warn_outside(f"{others} Create the model from the same pretrained weights.")
     options = describe_optimizers(trainer)
-    with attributes.evaluating_optimizers(trainer):
+    with evaluating_optimizers(trainer):
         if load_optimizer and "optimizer_state_dict" in checkpoint:
             if trainer.optimizer is None:
                 raise ValueError(
@@ -62,7 +62,7 @@ def load_checkpoint(
             trainer.scheduler.load_state_dict(checkpoint["scheduler_state_dict"])
         load_loss_state(trainer, checkpoint.get("loss_func_state_dict", {}), source)
         states = checkpoint.get("attribute_state_dicts", {})
-        load_attribute_states(trainer, states, source, load_optimizer, load_scheduler, strict)
+        load_trained_object_states(trainer, states, source, load_optimizer, load_scheduler, strict)
         model.load_state_dict(weights, strict=strict and not frozen_left_out)
     if not trainer.is_running:
         _say_what_was_loaded(trainer, source, options, load_scheduler and "scheduler_state_dict" in checkpoint)
@@ -142,5 +142,5 @@ def load_training_state(trainer: TrainerLike, input_dir: StrPath) -> StateDict:
         if changes := describe_loaded(trainer, options, os.fspath(input_dir)):
             trainer.print(f"{changes} To train with this program's options, set them again.")
         prepared = trainer.prepared_model
-        attributes.set_optimizer_modes(trainer, training=prepared is not None and prepared.trains)
+        set_optimizer_modes(trainer, training=prepared is not None and prepared.trains)
     return {"current_epoch": trainer.run_history.current_epoch, **state.metadata, **state.shared["extra"]}

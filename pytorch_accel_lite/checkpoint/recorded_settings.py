@@ -30,12 +30,12 @@ from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.text import to_number
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.base.user_code import is_overridden
+from pytorch_accel_lite.checkpoint.trained_objects import trained_objects
 from pytorch_accel_lite.data.fingerprint import fingerprint_of
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.optimizers.operations import is_created, parts_of_optimizer
 from pytorch_accel_lite.optimizers.rates import Options, initial_options
-from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import TrainerLike
 
@@ -71,7 +71,7 @@ def is_place(name: str) -> bool:
 
 def saved_optimizers(trainer: TrainerLike) -> dict[str, Optimizer]:
     """Return the optimizers in training states by name: the trainer's ``optimizer``, and optimizers in attributes."""
-    named = {"optimizer": trainer.optimizer, **attributes.saved_attributes(trainer)}
+    named = {"optimizer": trainer.optimizer, **trained_objects(trainer)}
     return {name: owner for name, owner in named.items() if isinstance(owner, torch.optim.Optimizer)}
 
 

@@ -15,7 +15,6 @@ from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, 
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.checkpoint.attribute_states import attribute_states, loss_state, names_beside_model
 from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
 from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal
 from pytorch_accel_lite.checkpoint.companion_files import COMPANION_WRITERS, SavedModel
@@ -32,6 +31,7 @@ from pytorch_accel_lite.checkpoint.model_forms import MODEL_FORMS, WriteModel, f
 from pytorch_accel_lite.checkpoint.state_contents import capture
 from pytorch_accel_lite.checkpoint.state_directory import CapturedState
 from pytorch_accel_lite.checkpoint.supported_engines import check_states_are_possible, refuse_engines, refuse_fsdp1
+from pytorch_accel_lite.checkpoint.trained_object_states import loss_state, names_beside_model, trained_object_states
 from pytorch_accel_lite.checkpoint.user_attributes import changed_modules
 from pytorch_accel_lite.checkpoint.weights import (
     WEIGHTS,
@@ -43,7 +43,8 @@ from pytorch_accel_lite.checkpoint.weights import (
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.extension_names import missing_extension_text
-from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.modules_and_optimizers import evaluating_optimizers
+from pytorch_accel_lite.run.optimized_parameters import weights_are_finite
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.stops import NonFiniteLossError
 
@@ -51,7 +52,7 @@ from pytorch_accel_lite.run.stops import NonFiniteLossError
 def _warn_of_weights(trainer: TrainerLike, method: str) -> None:
     """Warn on the first process if the weights to save are not finite. Call it on every process."""
     with naming_call(trainer.ranks, f"{method}()"):
-        are_finite = attributes.weights_are_finite(trainer)
+        are_finite = weights_are_finite(trainer)
     if not are_finite and trainer.accelerator.is_main_process:
         warn_outside(
             f"{method}() saves weights that are infinite or NaN, as they are after update {trainer.progress.update}. "
@@ -111,7 +112,7 @@ def _attempt_to_save_checkpoint(
     model = trainer.get_model(keep_torch_compile=False)
     if trainable_only:
         check_has_trainable(model)
-    with _timed(trainer), attributes.evaluating_optimizers(trainer):
+    with _timed(trainer), evaluating_optimizers(trainer):
         _warn_of_weights(trainer, "save_checkpoint")
         weights = model_state(model, writes)
         checkpoint: StateDict = {"model_state_dict": weights}
@@ -125,7 +126,7 @@ def _attempt_to_save_checkpoint(
             checkpoint["scheduler_state_dict"] = trainer.scheduler.state_dict()
         if learned := loss_state(trainer):
             checkpoint["loss_func_state_dict"] = learned
-        if states := attribute_states(trainer, writes, save_optimizer, save_scheduler, changed_modules(trainer)):
+        if states := trained_object_states(trainer, writes, save_optimizer, save_scheduler, changed_modules(trainer)):
             checkpoint["attribute_state_dicts"] = states
         checkpoint.update(checkpoint_kwargs)
         trainer.ranks.barrier()  # other processes may still be reading the old file
@@ -186,7 +187,7 @@ def _attempt_to_save_model(
     model = trainer.get_model(keep_torch_compile=False)
     if trainable_only:
         check_has_trainable(model)
-    with _timed(trainer), attributes.evaluating_optimizers(trainer):
+    with _timed(trainer), evaluating_optimizers(trainer):
         _warn_of_weights(trainer, "save_model")
         weights = model_state(model, keep=writes)
         _say_what_is_unsaved(trainer, name_of(path))
@@ -248,7 +249,7 @@ def _say_what_is_unsaved(trainer: TrainerLike, name: str) -> None:
 
 def check_weights(trainer: TrainerLike) -> None:
     """Check that the weights are finite, as ``Trainer.check_weights()`` describes."""
-    if not attributes.weights_are_finite(trainer):
+    if not weights_are_finite(trainer):
         raise NonFiniteLossError(
             f"Weights are infinite or NaN after update {trainer.progress.update}, and were not saved. Lower the "
             "learning rate, clip the gradients, or resume from an earlier state with SkipFailedBatchesCallback or "

@@ -15,14 +15,6 @@ from pytorch_accel_lite.base.generator_states import capture_generators, restore
 from pytorch_accel_lite.base.seeding import derive_seed, seed_generators
 from pytorch_accel_lite.base.types import Keys, StateDict, Tree
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.checkpoint.attribute_states import (
-    attribute_states,
-    load_attribute_states,
-    load_each,
-    load_loss_state,
-    load_state,
-    loss_state,
-)
 from pytorch_accel_lite.checkpoint.files import FROZEN, storable, untie
 from pytorch_accel_lite.checkpoint.machine import machine_facts
 from pytorch_accel_lite.checkpoint.model_forms import base_of
@@ -35,11 +27,19 @@ from pytorch_accel_lite.checkpoint.state_directory import (
     read_tensors,
     read_weights,
 )
-from pytorch_accel_lite.checkpoint.trained_parameters import (
+from pytorch_accel_lite.checkpoint.trainability import (
     add_missing_groups,
     capture_trainability,
     lacks_groups,
     restore_trainability,
+)
+from pytorch_accel_lite.checkpoint.trained_object_states import (
+    load_each,
+    load_loss_state,
+    load_state,
+    load_trained_object_states,
+    loss_state,
+    trained_object_states,
 )
 from pytorch_accel_lite.checkpoint.user_attributes import capture_attributes, restore_attributes
 from pytorch_accel_lite.checkpoint.weights import (
@@ -51,9 +51,9 @@ from pytorch_accel_lite.checkpoint.weights import (
     without_compile,
 )
 from pytorch_accel_lite.optimizers.operations import group_names, state_class_names
-from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.callback_handler import callbacks_with
 from pytorch_accel_lite.run.division import numbers_of_shares
+from pytorch_accel_lite.run.modules_and_optimizers import registered_objects
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.training_state import TrainingState
@@ -160,15 +160,15 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
         },
         "settings": settings_text(trainer),
         "loss_func": loss_state(trainer),
-        "attributes": attribute_states(trainer, is_first),
+        "attributes": trained_object_states(trainer, is_first),
         "callbacks": {name: gather(callback.state_dict()) for name, callback in callbacks.items()},
-        "objects": {name: obj.state_dict() for name, obj in attributes.registered_objects(trainer).items()},
+        "objects": {name: obj.state_dict() for name, obj in registered_objects(trainer).items()},
         "trainability": capture_trainability(trainer),
         "losses": run.loss_trackers.summed(trainer.data_ranks),
         **run.stepper.state_dict(),
         "schedule_shift": run.schedule.shift,
         "items_per_batch": run.window.items_per_batch,
-        "evaluations": None if run.loop.evaluations is None else run.loop.evaluations.state_dict(run),
+        "evaluations": None if run.evaluation_interval is None else run.evaluation_interval.state_dict(run),
         "set_apart": {name: sorted(numbers) for name, numbers in run.latest.recorded_by_evaluate.items()},
         **_position(trainer, is_local=False),
     }
@@ -295,13 +295,13 @@ def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = T
             load_state(name, owner, shared[name], state.directory)
     model.load_state_dict(weights, strict=not frozen_left_out)
     load_loss_state(trainer, shared.get("loss_func", {}), state.directory)
-    load_attribute_states(trainer, shared.get("attributes", {}), state.directory)
+    load_trained_object_states(trainer, shared.get("attributes", {}), state.directory)
     _restore_user_attributes(trainer, state, is_final=False)
     trainer.progress.load_state_dict(state.metadata["progress"])
     run = trainer.current_run
     run.epoch_phase = EpochPhase(state.metadata.get("epoch_phase", 0))
     _restore_history(trainer, shared)
-    load_each("registered object", attributes.registered_objects(trainer), shared["objects"], is_final=False)
+    load_each("registered object", registered_objects(trainer), shared["objects"], is_final=False)
     run.stepper.load_state_dict(shared)
     run.schedule.shift = shared.get("schedule_shift", 0)
     run.window.items_per_batch = shared["items_per_batch"]
@@ -337,8 +337,8 @@ def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
     add_missing_groups(trainer, state.shared.get("trainability", {}))
     for name in state.postponed:
         load_state(name, trainer.optimizer, state.shared[name], state.directory)
-    load_attribute_states(trainer, state.shared.get("attributes", {}), state.directory, is_final=True)
-    load_each("registered object", attributes.registered_objects(trainer), state.shared["objects"])
+    load_trained_object_states(trainer, state.shared.get("attributes", {}), state.directory, is_final=True)
+    load_each("registered object", registered_objects(trainer), state.shared["objects"])
     load_each("callback", callbacks_with("load_state_dict", trainer.callback_handler), state.shared["callbacks"])
     _restore_user_attributes(trainer, state, is_final=True)
     restore_trainability(trainer, state.shared.get("trainability", {}))

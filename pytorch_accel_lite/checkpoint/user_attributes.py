@@ -34,10 +34,11 @@ from pytorch_accel_lite.checkpoint.plain_objects import (
     tensors_of_node,
 )
 from pytorch_accel_lite.checkpoint.recorded_settings import is_place
-from pytorch_accel_lite.checkpoint.trained_parameters import trainability
-from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.checkpoint.trainability import trainability
+from pytorch_accel_lite.checkpoint.trained_objects import loose_parameters, trained_objects, unsaved_attribute_names
 from pytorch_accel_lite.run.callback_handler import named_callbacks
 from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.modules_and_optimizers import registered_objects
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.training_state import CreatedAttributes, Key
 
@@ -137,7 +138,7 @@ def restore_attributes(
     for owner, states in _merged(saved.get("kept", {}), own or {}).items():
         if owner not in owners:
             continue  # another message reports the missing callback
-        held, unsaved = vars(owners[owner]), attributes.unsaved_attribute_names(owners[owner])
+        held, unsaved = vars(owners[owner]), unsaved_attribute_names(owners[owner])
         for name, node in states.items() if is_final else copy.deepcopy(states).items():
             if name in unsaved:
                 continue  # the run that saved the state kept it
@@ -301,9 +302,9 @@ def changed_modules(trainer: TrainerLike) -> dict[str, nn.Module]:
 def _attributes_of_users(trainer: TrainerLike) -> Iterator[tuple[Key, object]]:
     """Yield the users' attributes, except points in time and attributes that are saved with the trainer."""
     now = time.time()
-    trained = attributes.saved_attributes(trainer)
+    trained = trained_objects(trainer)
     for owner_name, owner in _owners(trainer).items():
-        library = _library_names(owner) | attributes.unsaved_attribute_names(owner)
+        library = _library_names(owner) | unsaved_attribute_names(owner)
         for name, value in [*vars(owner).items()]:
             is_instant = type(value) is float and now - _RECENT < value <= now
             if name not in library and not is_instant and (owner_name or name not in trained):
@@ -342,8 +343,8 @@ def _saved_elsewhere(trainer: TrainerLike) -> Callable[[object], bool]:
     """Return whether an object is saved elsewhere in a training state, or is a part of the run."""
     optimizer = trainer.optimizer
     roots: list[object] = [trainer.model, trainer.get_model(), trainer.loss_func]
-    roots += [*attributes.saved_attributes(trainer).values(), *attributes.parameters_outside_modules(trainer).values()]
-    roots += attributes.registered_objects(trainer).values()
+    roots += [*trained_objects(trainer).values(), *loose_parameters(trainer).values()]
+    roots += registered_objects(trainer).values()
     modules = [root for root in roots if isinstance(root, nn.Module)]
     objects = [
         trainer, trainer.accelerator, trainer.callback_handler, trainer.run_history, trainer.current_run, optimizer,

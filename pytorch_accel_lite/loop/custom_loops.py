@@ -34,8 +34,10 @@ def completing_custom_loop(trainer: TrainerLike, run: Run) -> Iterator[None]:
         warn_of_nonfinite_weights(trainer, run)
 
 
-def begin_custom_epoch(trainer: TrainerLike, run: Run) -> None:
-    """Complete the previous epoch of a custom loop, and begin the next."""
+def begin_epoch_of_custom_loop(trainer: TrainerLike, run: Run) -> None:
+    """In a custom loop, complete its previous epoch, and begin the next."""
+    if run.loop.uses_builtin_loop:
+        return
     name = f"{type(trainer).__name__}._run_training"
     if run.resumed is not None:
         raise RuntimeError(

@@ -65,14 +65,14 @@ def evaluate_all(
                 prefixing_metric_names(trainer.run_history, prefix),
                 _loss_in_evaluation_mode(trainer),
             ):
-                run.loop.completes_evaluation = of_run and number == len(loaders)
+                run.completes_evaluation = of_run and number == len(loaders)
                 evaluate = partial(trainer._run_eval_epoch, loader, **flags)  # by default evaluate_dataset()
                 trainer.ranks.repeatable(evaluate, changes=trainer)
             losses |= {f"{prefix}{metric}": loss for metric, loss in run.recorded_losses.items()}
         run.epoch_phase = EpochPhase.EVALUATED if of_run else run.epoch_phase
     finally:
         data.eval_dataset_name = None
-        run.loop.completes_evaluation = False
+        run.completes_evaluation = False
     return losses
 
 
@@ -83,7 +83,7 @@ def begin_evaluations(run: Run) -> None:
         if every is not None and run.data.ranks.rank == 0:
             warn_outside(f"evaluate_every={every!r} has no effect: train() was given no eval_dataset.")
         return
-    run.loop.evaluations = interval = (
+    run.evaluation_interval = interval = (
         Interval(run.request.eval_every_n_epochs, "epochs") if every is None else Interval(every)
     )
     interval.start(run, "" if every is None else "evaluate_every")
@@ -98,7 +98,7 @@ def evaluate_if_due(trainer: TrainerLike, run: Run, ends_epoch: bool = False) ->
         ends_epoch: whether the steps of the epoch are over. An evaluation that is then due, except by time, takes place
             after the epoch.
     """
-    interval = run.loop.evaluations
+    interval = run.evaluation_interval
     if interval is None or run.is_finished or not interval.is_due(run):
         return
     if ends_epoch and (run.ends_with_epoch or not interval.is_time):
@@ -125,7 +125,7 @@ def _loss_in_evaluation_mode(trainer: TrainerLike) -> Iterator[None]:
 
 def evaluate_dataset(trainer: TrainerLike, run: Run, source: Source, is_training: bool, is_intermediate: bool) -> None:
     """Evaluate on one dataset and record its losses."""
-    completes, run.loop.completes_evaluation = run.loop.completes_evaluation, False  # for evaluations within this one
+    completes, run.completes_evaluation = run.completes_evaluation, False  # for evaluations within this one
     trainer.eval_epoch_start()
     run.loss_trackers = trainer.division.create_trackers()
     fire_start_event(trainer, "on_eval_epoch_start", "evaluation", is_intermediate=is_intermediate)
@@ -224,7 +224,7 @@ def run_evaluation(
     run = trainer.current_run.derive()
     trained = trainer.model
     if model is not None:
-        run.loop.trained_model = trained
+        run.trained_model = trained
     used = trained if model is None else model
     handler = trainer.callback_handler if callbacks is None else callbacks
     with prefixing_metric_names(trainer.run_history, prefix), replaced(trainer, model=used, callback_handler=handler):
@@ -233,9 +233,9 @@ def run_evaluation(
 
 def _evaluate_in_derived_run(trainer: TrainerLike, run: Run, is_intermediate: bool) -> dict[str, float]:
     """Evaluate in a run derived from the training run, which stays unchanged."""
-    trained = trainer.model if run.loop.trained_model is None else run.loop.trained_model
+    trained = trainer.model if run.trained_model is None else run.trained_model
     with entering(trainer, run, "run_evaluation()"), preserving_generators(), preserving_modes(trained.modules()):
-        if run.loop.trained_model is not None:
+        if run.trained_model is not None:
             trainer.sync_buffers(trainer.model)
         return evaluate_all(trainer, run, is_intermediate=is_intermediate)
 
@@ -257,7 +257,7 @@ def _collecting_values(trainer: TrainerLike) -> Iterator[dict[str, MetricValue]]
         before = {name: counts_before.get(name, 0) for name in counts if counts[name] > counts_before.get(name, 0)}
         latest.update((name, history.get_latest_metric(name)) for name in before)
         if outer is not None:
-            history._shorten({name: before[name] for name in before.keys() & outer.request.metrics.evaluated})
+            history.shorten({name: before[name] for name in before.keys() & outer.request.metrics.evaluated})
             for name, count in count_values(history).items():
                 if name in before:
                     outer.latest.recorded_by_evaluate.setdefault(name, set()).update(range(before[name], count))
@@ -270,5 +270,5 @@ def _recording_apart_from_run(trainer: TrainerLike) -> AbstractContextManager[No
     history, progress = trainer.run_history, trainer.progress
     is_between = progress.epochs_completed and not progress.is_mid_epoch
     epoch = progress.epochs_completed if is_between else history.current_epoch
-    apart: AbstractContextManager[None] = history._recording_apart(epoch)
+    apart: AbstractContextManager[None] = history.recording_apart(epoch)
     return apart

@@ -18,7 +18,7 @@ from pytorch_accel_lite.data.batches import complete_output
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.loop.guards.modes import restoring_mode_between_batches
-from pytorch_accel_lite.run.attributes import evaluating_optimizers
+from pytorch_accel_lite.run.modules_and_optimizers import evaluating_optimizers
 from pytorch_accel_lite.run.run import InferenceStep, Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.skipped_batches import SkippedBatches

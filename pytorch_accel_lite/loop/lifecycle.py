@@ -19,7 +19,7 @@ from pytorch_accel_lite.loop.guards.error_notes import explain
 from pytorch_accel_lite.loop.model_preparation import release_model
 from pytorch_accel_lite.loop.sharded_models import set_up_sharded_model
 from pytorch_accel_lite.optimizers.rates import learning_rates, note_initial_options
-from pytorch_accel_lite.run.attributes import set_optimizer_modes
+from pytorch_accel_lite.run.modules_and_optimizers import set_optimizer_modes
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.stops import NonFiniteLossError, StopTrainingError
 

@@ -53,7 +53,7 @@ def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Count
         trackers.log_per_sample(run.batch, name, value)
     else:
         trackers.log(name, value, weight)
-    if trackers is run.loop.unrecorded:  # in a training epoch, whatever the mode of the model
+    if trackers is run.unrecorded_losses:  # in a training epoch, whatever the mode of the model
         run.step_metrics[name] = value
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pytorch_accel_lite.base.types import JsonObject
-from pytorch_accel_lite.checkpoint.attribute_states import describe_attributes
 from pytorch_accel_lite.checkpoint.state_contents import finish_restoring
+from pytorch_accel_lite.checkpoint.trained_object_states import describe_attributes
 from pytorch_accel_lite.checkpoint.user_attributes import describe_unsaved, note_trained_parameters
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.stops import StopTrainingError

@@ -25,7 +25,7 @@ from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.loop.guards.error_notes import explaining
 from pytorch_accel_lite.loop.inference import unwrapped_model
 from pytorch_accel_lite.loop.snapshot import Snapshot, preserving_attributes, replaced
-from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.modules_and_optimizers import other_modules
 from pytorch_accel_lite.run.run import Run, TrainerLike
 
 #: Methods that may leave traces if users override them, so that an evaluation with them is not tried.
@@ -85,7 +85,7 @@ def _has_no_hooks(module: nn.Module) -> bool:
 
 def _modules(trainer: TrainerLike) -> list[nn.Module]:
     """Return the model, the loss function and other modules of a trainer, with all their parts."""
-    roots = [trainer.get_model(keep_torch_compile=True), trainer.loss_func, *attributes.other_modules(trainer).values()]
+    roots = [trainer.get_model(keep_torch_compile=True), trainer.loss_func, *other_modules(trainer).values()]
     return list(dict.fromkeys(part for root in roots if isinstance(root, nn.Module) for part in root.modules()))
 
 

@@ -16,8 +16,9 @@ from torch import nn
 from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
 from pytorch_accel_lite.base.inspection import distinct_elements
 from pytorch_accel_lite.base.types import HasStateDict
+from pytorch_accel_lite.checkpoint.trained_objects import trained_objects
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
-from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.modules_and_optimizers import other_modules, other_optimizers, registered_objects
 from pytorch_accel_lite.run.run import TrainerLike
 
 
@@ -98,23 +99,17 @@ class StepSnapshot(Snapshot):
     def __init__(self, trainer: TrainerLike) -> None:
         super().__init__()
         model = trainer.get_model()
-        beside = attributes.other_modules(trainer).values()
+        beside = other_modules(trainer).values()
         parameters = [*model.parameters(), *optimized_parameters(trainer.optimizer)]
-        others = chain.from_iterable(
-            optimized_parameters(other) for other in attributes.other_optimizers(trainer).values()
-        )
+        others = chain.from_iterable(optimized_parameters(other) for other in other_optimizers(trainer).values())
         trained = dict.fromkeys(others)
         self.gradients = {parameter: parameter.grad for parameter in parameters}
         # The pass itself may use the gradients of other parameters, so these stay in place.
         elsewhere = dict.fromkeys(chain(trained, *(module.parameters() for module in beside)))
         self.keep_gradients(parameter for parameter in elsewhere if parameter not in self.gradients)
         self.set_gradients_aside(self.gradients)
-        steppers = [
-            owner for owner in attributes.saved_attributes(trainer).values() if not isinstance(owner, nn.Module)
-        ]
-        self.keep_states(
-            [trainer.current_run.loss_trackers, *steppers, *attributes.registered_objects(trainer).values()]
-        )
+        steppers = [owner for owner in trained_objects(trainer).values() if not isinstance(owner, nn.Module)]
+        self.keep_states([trainer.current_run.loss_trackers, *steppers, *registered_objects(trainer).values()])
         self.keep_buffers([model, *beside])
         self.keep_tensors(trained)
         self.keep_generators()

@@ -24,7 +24,7 @@ from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.loaders import loader_of_run
 from pytorch_accel_lite.loop.resuming import end_if_complete, finish_resuming, print_state_contents, resuming
 from pytorch_accel_lite.loop.sanity_check import check_evaluation
-from pytorch_accel_lite.run.attributes import set_optimizer_modes
+from pytorch_accel_lite.run.modules_and_optimizers import set_optimizer_modes
 from pytorch_accel_lite.run.parts import GlobalModes
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import Run, TrainerLike
@@ -85,8 +85,8 @@ def begin_epoch(trainer: TrainerLike, run: Run) -> None:
 
 def complete_epoch(trainer: TrainerLike, run: Run) -> None:
     """Count an epoch, its evaluation included, and let callbacks save."""
-    if run.loop.evaluations is not None and run.evaluation_is_due:
-        run.loop.evaluations.advance(run, ends_epoch=True)
+    if run.evaluation_interval is not None and run.evaluation_is_due:
+        run.evaluation_interval.advance(run, ends_epoch=True)
     run.epoch_phase = EpochPhase.TRAINING
     run.progress.epochs_completed = run.progress.epoch
     trainer.call_event("on_epoch_checkpoint")
@@ -120,7 +120,7 @@ def train_epoch(trainer: TrainerLike, run: Run, source: Source) -> bool:
 def _begin_train_epoch(trainer: TrainerLike, run: Run) -> ShardedLoader:
     """Fire the starting events of the steps of an epoch, restore what they reset, and return the loader to read."""
     trainer.train_epoch_start()
-    run.loss_trackers = run.loop.unrecorded = trainer.division.create_trackers()
+    run.loss_trackers = run.unrecorded_losses = trainer.division.create_trackers()
     if trainer.callback_handler.listeners["on_train_epoch_start"]:
         fire_start_event(trainer, "on_train_epoch_start", "training")
     check_global_modes(trainer, run)
@@ -140,7 +140,7 @@ def _end_train_epoch(trainer: TrainerLike, run: Run) -> None:
     set_optimizer_modes(trainer, training=False)
     trainer.train_epoch_end()
     run.record_losses(trainer.run_history, run.data.ranks, "train_{}_epoch")
-    run.loop.unrecorded = None
+    run.unrecorded_losses = None
     run.epoch_phase = EpochPhase.TRAINED
     trainer.call_event("on_train_epoch_end")
 

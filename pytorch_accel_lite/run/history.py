@@ -34,6 +34,10 @@ class RunHistory(ABC):
 
     ``history["accuracy"]`` returns all values of a metric, oldest first. Iteration, ``in`` and ``len`` refer to the
     names, as with a dict. Unlike an empty dict, an empty history is true. Its ``repr`` shows the latest values.
+
+    To write a history of your own, derive it from ``InMemoryRunHistory``, or define the abstract methods. A run records
+    the mean losses of each epoch with ``record_means``, then calls ``_increment_epoch``. It calls ``shorten`` and
+    ``recording_apart`` for evaluations that do not belong to it; a history may leave them as they are.
     """
 
     #: Whether greater values are better, by metric name, as far as known from the run.
@@ -77,15 +81,21 @@ class RunHistory(ABC):
     def current_epoch(self) -> int:
         """The epoch being trained, counted from 1."""
 
+    # What a run calls, besides update_metric. The names of the first two are those of pytorch-accelerated.
+
     @abstractmethod
-    def _increment_epoch(self) -> None: ...
+    def _increment_epoch(self) -> None:
+        """Begin the next epoch. Called after each epoch, and by programs with a loop of their own."""
 
     def _set_epoch(self, epoch: int) -> None:  # noqa: B027
         """Set the epoch for an evaluation after a run. Histories may ignore it."""
 
     @contextmanager
-    def _recording_apart(self, epoch: int) -> Iterator[None]:
-        """Record the values of a block under an epoch, but not as values of the run. Histories may ignore it."""
+    def recording_apart(self, epoch: int) -> Iterator[None]:
+        """Record the values of a block under an epoch, but not as values of the run.
+
+        By default, only the epoch is set, with ``_set_epoch``.
+        """
         before = self.current_epoch
         self._set_epoch(epoch)
         try:
@@ -93,7 +103,7 @@ class RunHistory(ABC):
         finally:
             self._set_epoch(before)
 
-    def _record_means(self, means: Mapping[str, float], source: str) -> None:
+    def record_means(self, means: Mapping[str, float], source: str) -> None:
         """Record the means of losses and logged values, under names that nothing else may use in the epoch.
 
         Only ``InMemoryRunHistory`` checks that.
@@ -104,11 +114,11 @@ class RunHistory(ABC):
         for name, value in means.items():
             self.update_metric(name, value)
 
-    def _shorten(self, counts: Mapping[str, int]) -> None:  # noqa: B027
-        """Keep only the first values of some metrics. Histories may ignore it.
+    def shorten(self, counts: Mapping[str, int]) -> None:  # noqa: B027
+        """Keep only the first values of some metrics, and all values of the others. Histories may ignore it.
 
         Args:
-            counts: the number of values to keep, by name
+            counts: the number of values to keep, by name; 0 deletes a metric
         """
 
     @abstractmethod
@@ -301,10 +311,10 @@ class InMemoryRunHistory(RunHistory):
         self._metrics.setdefault(name, []).append(metric_value)
         self._epochs.setdefault(name, []).append(self.current_epoch)
 
-    def _record_means(self, means: Mapping[str, float], source: str) -> None:
+    def record_means(self, means: Mapping[str, float], source: str) -> None:
         before, self._source = self._source, source
         try:
-            super()._record_means(means, source)
+            super().record_means(means, source)
         finally:
             self._source = before
 
@@ -324,7 +334,7 @@ class InMemoryRunHistory(RunHistory):
         self._apart.pop(metric_name, None)
         self._sources.pop(metric_name, None)
 
-    def _shorten(self, counts: Mapping[str, int]) -> None:
+    def shorten(self, counts: Mapping[str, int]) -> None:
         for name, count in counts.items():
             if not count:
                 self.delete_metric(name)
@@ -342,10 +352,10 @@ class InMemoryRunHistory(RunHistory):
         self.current_epoch = epoch
 
     @contextmanager
-    def _recording_apart(self, epoch: int) -> Iterator[None]:
+    def recording_apart(self, epoch: int) -> Iterator[None]:
         was_apart, self._is_apart = self._is_apart, True
         try:
-            with super()._recording_apart(epoch):
+            with super().recording_apart(epoch):
                 yield
         finally:
             self._is_apart = was_apart

@@ -163,16 +163,12 @@ class ClippingOrder(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class LoopState:
-    """The private state of the loop of a run.
+    """What only the functions in ``loop/`` need to know of a run, and its ``is_finished``.
 
     Attributes:
         uses_builtin_loop: whether the package's own loop has begun, rather than that of an overridden ``_run_training``
         has_reached_limit: whether the last epoch made the last requested update
-        evaluations: the interval between evaluations, if the run evaluates at intervals
         has_update_schedules: whether evaluations, or the sizes of windows, are scheduled by updates
-        completes_evaluation: whether the evaluation that begins next is the last one of an epoch
-        trained_model: the trainer's model, while another model is evaluated in its place
-        unrecorded: the running losses of the training epoch, until they are recorded
         global_modes: settings of torch after the starting events
         must_warm_up_ddp: whether ``DistributedDataParallel`` still has to arrange its gradients
         must_compare_replicas: whether the first update still has to be compared between the processes
@@ -182,11 +178,7 @@ class LoopState:
 
     uses_builtin_loop: bool = False
     has_reached_limit: bool = False
-    evaluations: Interval | None = None
     has_update_schedules: bool = False
-    completes_evaluation: bool = False
-    trained_model: nn.Module | None = None
-    unrecorded: LossTrackers | None = None
     global_modes: GlobalModes | None = None
     must_warm_up_ddp: bool = False
     must_compare_replicas: bool = False
@@ -227,10 +219,15 @@ class Run:
         batch: the batch being processed; ``None`` outside a step
         batch_number: the number, in the epoch or evaluation, of the batch being read or processed, if any
         loss_trackers: the running losses of the epoch or evaluation
+        unrecorded_losses: the running losses of the training epoch, until they are recorded
         recorded_losses: the mean losses of the last epoch or evaluation, by metric name
         step_metrics: values measured in the latest update, by name: numbers, or tensors on the device
+        evaluation_interval: the interval between the evaluations of a training run that has data for them
+        completes_evaluation: whether the dataset whose evaluation begins next is the last one after an epoch
+        trained_model: the trainer's model, while another model is evaluated in its place
         skipped: the failed batches of the run's evaluations or its prediction; ``None`` if such a failure is an error
         resumed: the training state from which the run starts, until it is restored
+        latest: records of the latest training, evaluation and loading of weights, which outlive their runs
     """
 
     ranks: Ranks
@@ -254,16 +251,20 @@ class Run:
     batch: Batch | None = None
     batch_number: int | None = None
     loss_trackers: LossTrackers = field(default_factory=LossTrackers)
+    unrecorded_losses: LossTrackers | None = None
     recorded_losses: dict[str, float] = field(default_factory=dict)
     step_metrics: dict[str, MetricValue] = field(default_factory=dict)
+    evaluation_interval: Interval | None = None
+    completes_evaluation: bool = False
+    trained_model: nn.Module | None = None
     skipped: SkippedBatches | None = None
     resumed: TrainingState | None = None
+    latest: Latest = field(default_factory=Latest)
 
     # For the trainer only.
     previous: Run | None = None  # the run that is current again when this one ends
     recorded_settings: StateDict | None = None  # recorded in training states; on the main process, if it saves states
-    loop: LoopState = field(default_factory=LoopState)  # the private state of the loop
-    latest: Latest = field(default_factory=Latest)  # the latest training, evaluation and loading of weights
+    loop: LoopState = field(default_factory=LoopState)  # what only the loop needs to know
     created_attributes: CreatedAttributes = field(default_factory=CreatedAttributes)  # what the program created before
     holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)  # of parameters, by ids
     inference_step: InferenceStep | None = None  # how batches without training are computed, if they may fail
@@ -306,11 +307,12 @@ class Run:
             data=replace(self.data, made_loaders=WeakSet()),
             schedule=replace(self.schedule, initial_options=[]),
             end=replace(self.end, last_calls=[]),
-            loop=replace(self.loop, unrecorded=None),
+            loop=replace(self.loop),
             latest=replace(self.latest),
             batch=None,
             batch_number=None,
             loss_trackers=LossTrackers(),
+            unrecorded_losses=None,
             recorded_losses={},
             skipped=None if self.skipped is None else SkippedBatches(self.skipped.phase),
         )
@@ -338,7 +340,7 @@ class Run:
     @property
     def evaluates_within_epochs(self) -> bool:
         """Whether the run also evaluates within epochs."""
-        return self.loop.evaluations is not None and self.loop.evaluations.is_within_epochs
+        return self.evaluation_interval is not None and self.evaluation_interval.is_within_epochs
 
     @property
     def clock(self) -> float:
@@ -370,9 +372,9 @@ class Run:
     @property
     def evaluation_is_due(self) -> bool:
         """Whether the current epoch is followed by an evaluation."""
-        if self.loop.evaluations is None or not self.data.all_eval_loaders:
+        if self.evaluation_interval is None or not self.data.all_eval_loaders:
             return False
-        return self.ends_with_epoch or self.loop.evaluations.is_due(self, ends_epoch=True)
+        return self.ends_with_epoch or self.evaluation_interval.is_due(self, ends_epoch=True)
 
     @property
     def trained_fraction(self) -> Fraction | None:
@@ -412,18 +414,18 @@ class Run:
     def record_losses(self, history: RunHistory, ranks: Ranks, name: str) -> None:
         """Record the mean losses over all ranks under ``name``, formatted with the name of each loss."""
         means = self.loss_trackers.means(ranks, name)
-        history._record_means(means, name)
+        history.record_means(means, name)
         self.recorded_losses = means
 
     def record_interrupted_epoch(self, history: RunHistory, ranks: Ranks) -> None:
         """Record the mean losses of an epoch that was not completed. Call it on every process."""
-        losses = self.loop.unrecorded
-        self.loop.unrecorded = None
+        losses = self.unrecorded_losses
+        self.unrecorded_losses = None
         if losses is None or not self.progress.is_mid_epoch:
             return
         if any(weight for _, weight in losses.summed(ranks).values()):
             name = "train_{}_epoch"
-            history._record_means(losses.means(ranks, name), name)
+            history.record_means(losses.means(ranks, name), name)
 
 
 class TrainerLike(Protocol):

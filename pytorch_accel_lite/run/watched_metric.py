@@ -60,8 +60,7 @@ class WatchedMetric:
         return _direction_in_words(self.greater_is_better)
 
     def settle(self, known: bool | None, warns: bool) -> None:
-        """Determine which values are better, from the user's argument or the metric itself. For losses, smaller ones
-        are.
+        """Determine which values are better, from the user's argument or the metric itself; of losses, the smaller.
 
         Args:
             known: whether greater values are better according to the metric; ``None`` if that is unknown
@@ -162,8 +161,7 @@ class WatchedMetric:
 
 
 def latest_metric(where: object, name: str, trainer: TrainerLike) -> float:
-    """Return the newest value of a metric, ignoring an ``evaluate`` within the run if the run itself records the
-    metric.
+    """Return the newest value of a metric; that of an ``evaluate`` within the run only if the run records none.
 
     Args:
         where: the callback and its argument, or the argument of ``train``, that names the metric

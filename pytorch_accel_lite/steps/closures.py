@@ -16,8 +16,8 @@ from pytorch_accel_lite.distributed.no_sync import no_sync_within_window
 from pytorch_accel_lite.loop.plain_step import PlainStep, backward
 from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
 from pytorch_accel_lite.optimizers.operations import needs_closure, parts_of_optimizer
-from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.losses import LossTrackers
+from pytorch_accel_lite.run.modules_and_optimizers import other_modules
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.steps.features import FP16, MICROBATCHES, SHARDED, SKIPPED_BATCHES, Conflict, Feature
 from pytorch_accel_lite.steps.manual import MANUAL
@@ -94,7 +94,7 @@ class ReplayingStep(PlainStep):
         trainer.optimizer_zero_grad()
         loss = torch.zeros((), device=run.device)
         with Snapshot() as before, torch.enable_grad():  # the batches are already counted
-            before.keep_buffers([trainer.get_model(), *attributes.other_modules(trainer).values()])
+            before.keep_buffers([trainer.get_model(), *other_modules(trainer).values()])
             before.keep_generators()
             counts = {"batch": run.batch, "loss_trackers": LossTrackers(), "step_metrics": dict(run.step_metrics)}
             before.enter_context(replaced(run, **counts))

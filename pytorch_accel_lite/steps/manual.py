@@ -13,7 +13,7 @@ import torch
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.checkpoint.attribute_states import buffers_beside_model
+from pytorch_accel_lite.checkpoint.trained_object_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput, complete_output, infer_batch_size
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
@@ -26,7 +26,8 @@ from pytorch_accel_lite.optimizers.operations import (
     schedulers_in,
 )
 from pytorch_accel_lite.run.accumulation import Count, GradientWindow
-from pytorch_accel_lite.run.attributes import all_optimized_parameters, buffers_in
+from pytorch_accel_lite.run.modules_and_optimizers import buffers_in
+from pytorch_accel_lite.run.optimized_parameters import all_optimized_parameters
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
 from pytorch_accel_lite.steps.features import MICROBATCHES, SHARDED, SKIPPED_BATCHES, Conflict, Feature
 

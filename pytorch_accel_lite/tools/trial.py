@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.user_code import is_overridden
+from pytorch_accel_lite.checkpoint.trained_objects import trained_objects
 from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedDatasets, Source
 from pytorch_accel_lite.data.batches import BatchOutput, complete_output
 from pytorch_accel_lite.data.loader_choice import with_batch_size
@@ -30,9 +31,15 @@ from pytorch_accel_lite.loop.model_preparation import prepare_model, release_mod
 from pytorch_accel_lite.loop.run_setup import prepare_training
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
 from pytorch_accel_lite.loop.training import run_step
-from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.history import InMemoryRunHistory
+from pytorch_accel_lite.run.modules_and_optimizers import (
+    evaluating_optimizers,
+    other_modules,
+    registered_objects,
+    set_optimizer_modes,
+)
+from pytorch_accel_lite.run.optimized_parameters import all_optimized_parameters
 from pytorch_accel_lite.run.progress import EpochPhase, Progress
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
@@ -240,7 +247,7 @@ class Trial:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Evaluate for a block, without gradients and with optimizers in evaluation mode."""
-        with attributes.evaluating_optimizers(self.trainer), torch.no_grad():
+        with evaluating_optimizers(self.trainer), torch.no_grad():
             yield
 
     @contextmanager
@@ -253,7 +260,7 @@ class Trial:
 
 def _begin_trial(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     prepare_training(trainer, run, batch_size)
-    attributes.set_optimizer_modes(trainer, training=True)
+    set_optimizer_modes(trainer, training=True)
 
 
 @contextmanager
@@ -277,16 +284,16 @@ def keep_training(trainer: TrainerLike, before: Snapshot) -> None:
     because its steps may change them.
     """
     owners = [trainer.get_model(), trainer.loss_func, trainer.optimizer, trainer.accelerator.scaler]
-    owners += [*attributes.other_modules(trainer).values(), *attributes.saved_attributes(trainer).values()]
+    owners += [*other_modules(trainer).values(), *trained_objects(trainer).values()]
     roots = list(dict.fromkeys(owner for owner in owners if isinstance(owner, nn.Module)))
     stateful = [owner for owner in owners if hasattr(owner, "step") and not isinstance(owner, nn.Module)]
     of_modules = chain.from_iterable(root.parameters() for root in roots)
-    parameters = list(dict.fromkeys([*of_modules, *attributes.all_optimized_parameters(trainer)]))
+    parameters = list(dict.fromkeys([*of_modules, *all_optimized_parameters(trainer)]))
     if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
         raise ValueError("The model has uninitialised lazy layers. Pass it a batch first: model(inputs).")
     before.enter_context(preserving_modes(chain.from_iterable(root.modules() for root in roots)))
     before.set_gradients_aside(parameters)
-    before.keep_states([*stateful, *attributes.registered_objects(trainer).values()])
+    before.keep_states([*stateful, *registered_objects(trainer).values()])
     before.keep_buffers(roots)
     before.keep_tensors(parameters)
     before.keep_generators()

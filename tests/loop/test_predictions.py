@@ -185,3 +185,23 @@ print(taken / sum(tensor.nbytes for tensor in (predicted["a"], predicted["b"][0]
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has another unit")
 def test_predictions_take_their_memory_once():
     assert float(run_python(PREDICTS_MUCH)) < 1.6  # 2.0 if they were concatenated at the end
+
+
+def test_predictions_can_be_read_part_by_part():
+    trainer = adamw_trainer(float64_model())
+    parts = []
+    for part in trainer.predict_iter(float64_data(10), per_device_batch_size=4):
+        assert not trainer.model.training
+        parts.append(part)
+    assert [len(part) for part in parts] == [4, 4, 2]
+    assert torch.equal(torch.cat(parts), trainer.predict(float64_data(10), per_device_batch_size=4))
+    assert trainer.model.training
+
+
+def test_an_abandoned_prediction_leaves_the_model_unchanged():
+    trainer = adamw_trainer(float64_model())
+    parts = trainer.predict_iter(float64_data(10), per_device_batch_size=4)
+    next(parts)
+    parts.close()
+    assert trainer.model.training
+    trainer.train(float64_data(10), 1)

@@ -1,4 +1,7 @@
-"""Built-in callbacks as examples: they import public names only and read documented attributes only."""
+"""Built-in callbacks as examples: they import public names only and read documented attributes only.
+
+Of runs, other files of extensions also read only what is documented.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import ast
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from types import UnionType
 from typing import Union, get_args, get_origin, get_type_hints
@@ -21,6 +24,10 @@ PUBLIC = ("", "callbacks", "checkpoint", "data", "optimizers", "schedulers", *so
 CALLBACKS = [name for name in FILES if name.startswith(f"{PACKAGE.name}.callbacks.")]
 OF_EXTENSIONS = [
     name for name in FILES if name.startswith(f"{PACKAGE.name}.extensions.") and name.endswith("_callback")
+]
+#: In ``experiment``, runs are those that a file has recorded.
+IN_EXTENSIONS = [
+    name for name in FILES if name.startswith(f"{PACKAGE.name}.extensions.") and ".extensions.experiment" not in name
 ]
 #: What files call the objects whose attributes they read, and how these are documented and typed.
 KINDS = {"trainer": TrainerLike, "_trainer": TrainerLike, "run": Run, "_run": Run}
@@ -66,7 +73,7 @@ def type_of(kind: type, attribute: str) -> type | None:
     return None
 
 
-def reads(tree: ast.AST) -> Iterator[tuple[type, list[str]]]:
+def reads(tree: ast.AST, kinds: Mapping[str, type] = KINDS) -> Iterator[tuple[type, list[str]]]:
     """Yield the chains of attributes that are read from trainers and runs, such as ``data``, ``seed``."""
     for node in ast.walk(tree):
         names: list[str] = []
@@ -75,8 +82,8 @@ def reads(tree: ast.AST) -> Iterator[tuple[type, list[str]]]:
             names.insert(0, part.attr)
             part = part.value
         root = part.attr if isinstance(part, ast.Attribute) else part.id if isinstance(part, ast.Name) else ""
-        if names and root in KINDS:
-            yield KINDS[root], names
+        if names and root in kinds:
+            yield kinds[root], names
 
 
 @pytest.mark.parametrize("name", CALLBACKS + OF_EXTENSIONS)
@@ -96,6 +103,17 @@ def test_callbacks_import_only_what_users_can_import(name):
             for alias in node.names:
                 own = getattr(importlib.import_module(str(node.module)), alias.name)
                 assert public.get(alias.asname or alias.name) is own or own == public.get(alias.name), alias.name
+
+
+@pytest.mark.parametrize("name", IN_EXTENSIONS)
+def test_extensions_read_only_documented_attributes_of_runs(name):
+    """Of trainers, they read what ``TrainerLike`` has."""
+    for _, names in reads(ast.parse(FILES[name].read_text()), {"trainer": TrainerLike, "_trainer": TrainerLike}):
+        assert hasattr(TrainerLike, names[0]) or names[0] in get_type_hints(TrainerLike), names[0]
+        if names[0] in ("run", "current_run"):
+            assert {*names[1:2]} <= documented(Run), names[1]
+    for _, names in reads(ast.parse(FILES[name].read_text()), {"run": Run, "_run": Run}):
+        assert names[0] in documented(Run), names[0]
 
 
 @pytest.mark.parametrize("name", CALLBACKS + OF_EXTENSIONS)

@@ -74,7 +74,7 @@ HELD = {
     "test_a_sampler_may_repeat_samples_to_fill_batches",
     "saving into a buffer in memory": "test_checkpoint.py::test_saving_to_an_open_file_equals_saving_to_a_path",
     "loading from a buffer in memory": "test_checkpoint.py::test_an_open_file_is_written_and_read_from_its_position",
-    "a word when their lengths differ": "test_data.py::test_training_datasets_by_name_give_batches_by_name",
+    "a word when their lengths differ": "test_named_datasets.py::test_training_datasets_by_name_give_batches_by_name",
     "a batch that fails is skipped in a validation": "test_failures.py::"
     "test_an_evaluation_leaves_out_the_failed_batch_alone",
     "a batch that fails is skipped in a test": "test_testing.py::test_a_test_may_skip_and_list_failed_batches",
@@ -111,10 +111,10 @@ HELD = {
     "a context without exchange of gradients": "test_data_parallel_training.py::"
     "test_training_equals_one_process_with_the_whole_batch",
     "automatic mixed precision": "test_mixed_precision.py::test_the_argument_gives_the_bits_of_an_accelerator_with_it",
-    "each sample once, on any number of processes": "test_data.py::"
+    "each sample once, on any number of processes": "test_shares.py::"
     "test_an_epoch_gives_every_sample_once_with_equal_updates",
-    "workers are seeded": "test_data.py::test_random_transforms_follow_seed_epoch_and_position",
-    "resuming with another batch size": "test_data.py::test_an_epoch_can_continue_anywhere_with_other_sizes",
+    "workers are seeded": "test_sample_seeds.py::test_random_transforms_follow_seed_epoch_and_position",
+    "resuming with another batch size": "test_shares.py::test_an_epoch_can_continue_anywhere_with_other_sizes",
     "resuming with another number of samples is an error": "test_consistency.py::"
     "test_an_epoch_is_not_resumed_over_data_of_another_length",
     "an error ends all processes and names its rank": "test_processes.py::"
@@ -141,13 +141,14 @@ HELD = {
     "backend and address of the processes": "test_machines.py::test_two_machines_have_the_bits_of_two_processes_on_one",
     "the number of GPUs": "test_idle_gpus.py::test_only_gpus_that_are_visible_are_chosen",
     "idle GPUs are chosen": "test_idle_gpus.py::test_the_gpus_with_the_least_in_use_are_chosen",
-    "each process draws numbers of its own": "test_data.py::test_random_transforms_follow_seed_epoch_and_position",
+    "each process draws numbers of its own": "test_sample_seeds.py::"
+    "test_random_transforms_follow_seed_epoch_and_position",
     "synchronised batch norm": "test_sync_batch_norm.py::test_conversion_to_sync_batch_norm_keeps_model_and_results",
-    "progress and numbers of batches agree over processes": "test_data.py::"
+    "progress and numbers of batches agree over processes": "test_shares.py::"
     "test_a_global_batch_is_the_same_on_any_number_of_processes",
     "stopping is agreed over processes": "test_stopping.py::test_a_stop_requested_by_one_rank_stops_all_at_one_update",
-    "curves": "test_callbacks.py::test_a_shipped_callback_serves_two_runs",
-    "a description of how data are read": "test_callbacks.py::test_a_shipped_callback_serves_two_runs",
+    "curves": "test_callback_contract.py::test_a_shipped_callback_serves_two_runs",
+    "a description of how data are read": "test_callback_contract.py::test_a_shipped_callback_serves_two_runs",
     "several models, and averages of them": "test_testing.py::test_best_and_last_weights_can_be_averaged",
     "results are kept beside each model": "test_testing.py::test_each_combination_is_tested_and_listed_in_the_table",
     "the n worst samples": "test_testing.py::test_samples_are_ranked_by_a_function_of_outputs_and_targets",

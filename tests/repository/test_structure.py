@@ -7,11 +7,12 @@ import importlib
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.extension_names import NEEDED, OFFERED
@@ -159,6 +160,50 @@ def test_extensions_use_only_what_users_can_import():
                 assert module.count(".") == 2, (path, module)
             elif extension(module) != extension(name):
                 assert (module, node.names[0].name) == (f"{PACKAGE.name}.trainer", "Trainer"), path
+
+
+def names_defined_in(tree: ast.AST) -> Iterator[str]:
+    """Yield the names that a file defines, also as attributes of its own objects."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def private_reads(tree: ast.AST) -> Iterator[str]:
+    """Yield the private attributes that a file reads, sets or calls, except those of ``self``, ``cls`` and ``super()``.
+
+    A subclass shares the private attributes of its base class.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not re.fullmatch(r"self|cls|super\(.*\)", ast.unparse(node.value)):
+            yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
+            yield str(getattr(node.args[1], "value", ""))
+
+
+def test_extensions_use_no_private_names_of_others():
+    """Neither of the core nor of other extensions. Private names of other libraries are not ours to judge."""
+    defined: dict[str, set[str]] = {}
+    for name, path in FILES.items():
+        defined.setdefault(extension(name), set()).update(names_defined_in(parsed(path)))
+    for name, path in FILES.items():
+        if own := extension(name):
+            others = set().union(*(names for owner, names in defined.items() if owner != own))
+            others -= defined[own] | {*vars(nn.Module())}
+            found = {read for read in private_reads(parsed(path)) if re.match("_[^_]", read)}
+            assert found & others == set(), path
+
+
+def test_only_the_loop_uses_what_is_the_loops_own():
+    """``Run.loop`` is for ``loop/`` alone; ``Run`` itself reads it for its ``is_finished``."""
+    of_loop = (f"{PACKAGE.name}.loop.", f"{PACKAGE.name}.run.run")
+    for name, path in FILES.items():
+        if not name.startswith(of_loop):
+            assert not re.search(r"\brun\.loop\.", path.read_text()), path
 
 
 def leading_parameters(method: Callable[..., object]) -> list[tuple[str, object, object, object]]:

@@ -6,8 +6,8 @@ from typing import Any
 
 from pytorch_accel_lite.extending import MEMORY_ADVICE, MODEL_CHANGES, ChosenModules, TrainerLike
 from pytorch_accel_lite.extensions.blocks.block_forward import BlockForward
-from pytorch_accel_lite.extensions.blocks.finding import choose, describe_blocks, repeated_blocks
 from pytorch_accel_lite.extensions.blocks.memory_saving import advise
+from pytorch_accel_lite.extensions.blocks.repeated_blocks import choose, describe_blocks, repeated_blocks
 
 __all__ = ["BlockForward", "choose", "repeated_blocks"]
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pytorch_accel_lite.extending import TrainerLike, replaced, tensors_in
 from pytorch_accel_lite.extensions.blocks.block_forward import BlockForward
-from pytorch_accel_lite.extensions.blocks.finding import repeated_blocks
+from pytorch_accel_lite.extensions.blocks.repeated_blocks import repeated_blocks
 from pytorch_accel_lite.utils import format_bytes
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytorch_accel_lite.extensions.checking.probing import (
+from pytorch_accel_lite.extensions.checking.probe import (
     Finding,
     NotApplicableError,
     Pass,

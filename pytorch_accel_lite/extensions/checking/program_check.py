@@ -23,8 +23,18 @@ from pytorch_accel_lite.extending import (
     render,
     replaced,
 )
-from pytorch_accel_lite.extensions.checking import data_checks, model_checks, training_checks
-from pytorch_accel_lite.extensions.checking.probing import Finding, NotApplicableError, Probe, Status
+from pytorch_accel_lite.extensions.checking import (
+    batch_checks,
+    data_checks,
+    gradient_checks,
+    learning_checks,
+    loss_checks,
+    sequence_checks,
+    state_checks,
+    step_checks,
+    unused_data_checks,
+)
+from pytorch_accel_lite.extensions.checking.probe import Finding, NotApplicableError, Probe, Status
 from pytorch_accel_lite.schedulers import resolve_names
 
 #: A function that tries a program and yields findings. Reports show its name, without ``check_``, and its docstring:
@@ -33,26 +43,26 @@ Check = Callable[[Probe], Iterable[Finding]]
 
 #: All checks, the cheapest first.
 CHECKS: tuple[Check, ...] = (
-    model_checks.check_runs,
-    training_checks.check_broadcast,
-    training_checks.check_initial_loss,
-    training_checks.check_schedule,
-    model_checks.check_determinism,
-    model_checks.check_batch_independence,
-    model_checks.check_permutation,
-    training_checks.check_mean_loss,
-    training_checks.check_processes,
-    training_checks.check_precision,
-    model_checks.check_causality,  # finds targets that are not shifted
-    model_checks.check_padding,
-    training_checks.check_gradients,
-    model_checks.check_inputs_matter,
-    training_checks.check_targets_matter,
-    model_checks.check_reload,
+    step_checks.check_runs,
+    loss_checks.check_broadcast,
+    loss_checks.check_initial_loss,
+    learning_checks.check_schedule,
+    step_checks.check_determinism,
+    batch_checks.check_batch_independence,
+    batch_checks.check_permutation,
+    loss_checks.check_mean_loss,
+    loss_checks.check_processes,
+    step_checks.check_precision,
+    sequence_checks.check_causality,
+    sequence_checks.check_padding,
+    gradient_checks.check_gradients,
+    unused_data_checks.check_inputs_matter,
+    unused_data_checks.check_targets_matter,
+    state_checks.check_reload,
     data_checks.check_augmentation,
     data_checks.check_data,
     data_checks.check_leakage,
-    training_checks.check_learns,
+    learning_checks.check_learns,
 )
 
 

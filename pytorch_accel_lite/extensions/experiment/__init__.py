@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pytorch_accel_lite.extensions.experiment.cross_validation import CrossValidation, Fold, cross_validate
 from pytorch_accel_lite.extensions.experiment.experiment import Experiment
+from pytorch_accel_lite.extensions.experiment.optuna_search import retry_killed_trials, suggest_overrides
 from pytorch_accel_lite.extensions.experiment.run_comparison import RunComparison, compare_runs
-from pytorch_accel_lite.extensions.experiment.search import retry_killed_trials, suggest_overrides
 from pytorch_accel_lite.extensions.experiment.seed_comparison import MeanDifference, SeedComparison, compare_seeds
 from pytorch_accel_lite.extensions.experiment.testing import run_tests
 from pytorch_accel_lite.extensions.experiment.yaml_files import ExperimentError, load_yaml

@@ -16,21 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import set_seed
 
 from pytorch_accel_lite.callbacks import TrainerCallback, get_default_callbacks
 from pytorch_accel_lite.checkpoint import folder_path, local_path, write_text
 from pytorch_accel_lite.extensions.experiment.importing import full_name, import_path
-from pytorch_accel_lite.extensions.experiment.parsing import TOOLS, Parser
+from pytorch_accel_lite.extensions.experiment.overrides import apply_overrides
 from pytorch_accel_lite.extensions.experiment.results import write_json
 from pytorch_accel_lite.extensions.experiment.run_folders import folders_of, new_folder
+from pytorch_accel_lite.extensions.experiment.signatures import TOOLS, Parser
 from pytorch_accel_lite.extensions.experiment.yaml_files import (
-    COMMAND_LINE,
     DIRECTIONS,
-    OVERRIDES,
-    PARTS,
     RESOLVED,
     SETTING_RATES,
     Document,
@@ -326,36 +323,8 @@ def create_parser(
         if folder not in sys.path:
             sys.path.insert(0, folder)  # as Python does for a script
         document.content.setdefault("output_dir", f"runs/{file.stem}")
-    is_mapping = isinstance(overrides, Mapping)
-    for key, value in overrides.items() if isinstance(overrides, Mapping) else _options(overrides):
-        document.override(
-            "train.resume_from" if key == "resume" else key, value, OVERRIDES if is_mapping else COMMAND_LINE
-        )
+    apply_overrides(document, overrides)
     return Parser(document, tool if tool in TOOLS else None)
-
-
-def _options(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values in the arguments of a command line.
-
-    The value of an argument stays text until its type is known. A value within an argument is read as YAML.
-    """
-    rest = iter(arguments)
-    for argument in rest:
-        option, equals, text = argument.partition("=")
-        key = option.removeprefix("--")
-        if not option.startswith("--"):
-            raise ExperimentError(f"{argument} is not an option. Options begin with --, as in --train.num_epochs 5.")
-        value = text if equals else "true" if key == "overwrite" else next(rest, None)
-        if value is None:
-            raise ExperimentError(f"{option} needs a value, as in --train.num_epochs 5.")
-        part = next((part for part in PARTS if f"{key}.".startswith(f"{part}.")), key.partition(".")[0])
-        depth = key.count(".") - part.count(".")
-        is_within = depth > 1 or key.endswith("+") or value.startswith(("[", "{")) or (key in PARTS and value == "null")
-        try:
-            yield key, load_yaml(value) if is_within else value
-        except yaml.YAMLError as error:
-            problem = getattr(error, "problem", None) or error
-            raise ExperimentError(f"{COMMAND_LINE}: {option} {value} is not YAML: {problem}. Quote text.") from None
 
 
 def _release_folder(folder: Path) -> None:

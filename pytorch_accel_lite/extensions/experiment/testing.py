@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_accel_lite.checkpoint import as_file_name, folder_path, local_path, write_text
-from pytorch_accel_lite.extensions.experiment.results import Row, added_callbacks, write_json, write_predictions
-from pytorch_accel_lite.extensions.experiment.tested_weights import (
+from pytorch_accel_lite.extensions.experiment.chosen_weights import (
     find_weights,
     load_weights,
     predictions_of,
     source_of,
 )
+from pytorch_accel_lite.extensions.experiment.results import Row, added_callbacks, write_json, write_predictions
 from pytorch_accel_lite.extensions.worst_samples import WorstSamplesCallback
 from pytorch_accel_lite.trainer import Trainer
 from pytorch_accel_lite.utils import as_cell, as_json

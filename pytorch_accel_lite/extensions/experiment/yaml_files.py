@@ -51,20 +51,8 @@ class Document:
 
     def update(self, content: Mapping[str, Any], locations: Mapping[str, str]) -> None:
         """Override values, argument by argument; ``key+`` adds to the list ``key``."""
-        _merge(self.content, _expanded(content), "", self.inherited)
+        merge(self.content, _expanded(content), "", self.inherited)
         self.locations |= locations
-
-    def override(self, key: str, value: Any, source: str) -> None:
-        """Override the value of a key such as ``optimizer.lr``; ``callbacks.x`` is an argument of the last callback."""
-        first, *rest = key.split(".")
-        callbacks = self.content.get("callbacks")
-        if first == "callbacks" and rest and isinstance(callbacks, list) and callbacks:
-            last = callbacks[-1]
-            callbacks[-1] = {"class_path": last} if isinstance(last, str) else last
-            _merge(callbacks[-1], _nested(last, rest, value), key, self.inherited)
-            self.locations[f"callbacks.{len(callbacks) - 1}.{'.'.join(rest)}"] = source
-        else:
-            self.update(_nested(self.content, [first, *rest], value), {short_key(key): source})
 
     def locate(self, key: str) -> str:
         """Return the start of an error message about a key: its file and line, if it is in a file, and the key."""
@@ -77,8 +65,6 @@ def short_key(key: str) -> str:
     return key.replace(".init_args.", ".").removesuffix(".init_args").removesuffix(".class_path").removesuffix("+")
 
 
-#: The sources of values that override those of a file.
-COMMAND_LINE, OVERRIDES = OVERRIDING = ("command line", "overrides")
 #: Schedulers that set learning rates of their own, whatever the rate of the optimizer is.
 SETTING_RATES = ("OneCycleLR", "CyclicLR")
 
@@ -110,22 +96,6 @@ def _by_class(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         count = sum(key.partition("#")[0] == name for key in named)
         named[f"{name}#{count + 1}" if count else name] = item
     return named
-
-
-def _nested(existing: Any, names: Sequence[str], value: Any) -> Any:
-    """Wrap a value in nested dicts by the parts of its key. Keys within a class name its arguments.
-
-    Args:
-        existing: the contents that will be updated with the value, which show where classes are
-    """
-    if not names:
-        return value
-    result = {"class_path": existing} if isinstance(existing, str) else {}
-    existing = result or (existing if isinstance(existing, Mapping) else {})
-    if "class_path" in existing and names[0] not in ("class_path", "init_args"):
-        names = ["init_args", *names]
-    first, *rest = names
-    return {**result, first: _nested(existing.get(first), rest, value)}
 
 
 def read(path: Path) -> Document:
@@ -258,7 +228,13 @@ def _locations(node: Any, path: Path, key: str = "", location: str = "") -> Iter
         yield from _locations(value, path, inner, inner_location)
 
 
-def _merge(base: dict[str, Any], over: Mapping[str, Any], key: str, inherited: set[str]) -> None:
+def merge(base: dict[str, Any], over: Mapping[str, Any], key: str, inherited: set[str]) -> None:
+    """Override values in nested dicts, in place; the arguments of a class that is replaced go with it.
+
+    Args:
+        key: the key of ``base`` in the document
+        inherited: gets the full keys of arguments of replaced classes
+    """
     named = {"class_path"} & base.keys() & over.keys()
     if named and base["class_path"] != over["class_path"]:
         nested = ".init_args." in key  # the class is the value of an argument, so only the parser knows its arguments
@@ -271,6 +247,6 @@ def _merge(base: dict[str, Any], over: Mapping[str, Any], key: str, inherited: s
             added = value if isinstance(value, list) else [value]
             base[name[:-1]] = [*(base.get(name[:-1]) or []), *added]
         elif isinstance(value, Mapping) and isinstance(base.get(name), dict):
-            _merge(base[name], value, inner, inherited)
+            merge(base[name], value, inner, inherited)
         else:
             base[name] = value

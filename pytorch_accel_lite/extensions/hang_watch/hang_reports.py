@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pytorch_accel_lite.extending import Ranks, innermost_function
 from pytorch_accel_lite.extensions.hang_watch.job_watch import EXIT_CODE, end_process
 from pytorch_accel_lite.extensions.hang_watch.process_groups import GroupTimeouts, connect_to_store
-from pytorch_accel_lite.extensions.hang_watch.waits import stack_of, waits_for_others
+from pytorch_accel_lite.extensions.hang_watch.waiting_threads import stack_of, waits_for_others
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

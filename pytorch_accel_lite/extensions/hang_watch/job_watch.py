@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytorch_accel_lite.extending import ControlGroup, OpenTrainer, describe_call
-from pytorch_accel_lite.extensions.hang_watch.waits import (
+from pytorch_accel_lite.extensions.hang_watch.waiting_threads import (
     is_own_collective,
     kind_of_wait,
     signature,

@@ -1,11 +1,11 @@
 """Plots of what a run recorded and tried, for the methods ``plot()`` and for pages (extra ``plot``)."""
 
 from pytorch_accel_lite.extending import PLOTS
-from pytorch_accel_lite.extensions.plots.curves import overlay_style, plot_curves, svg_overlays, svg_panels
-from pytorch_accel_lite.extensions.plots.figures import new_figure
-from pytorch_accel_lite.extensions.plots.images import plot_sheet
+from pytorch_accel_lite.extensions.plots.contact_sheets import plot_sheet
+from pytorch_accel_lite.extensions.plots.figure_style import new_figure
+from pytorch_accel_lite.extensions.plots.learning_rate_plots import plot_range_test, plot_schedule
+from pytorch_accel_lite.extensions.plots.metric_curves import overlay_style, plot_curves, svg_overlays, svg_panels
 from pytorch_accel_lite.extensions.plots.panels import NothingToPlotError
-from pytorch_accel_lite.extensions.plots.schedules import plot_range_test, plot_schedule
 
 __all__ = [
     "NothingToPlotError",

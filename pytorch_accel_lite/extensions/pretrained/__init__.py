@@ -1,8 +1,8 @@
 """Models of transformers, PEFT, diffusers and timm, saved in the forms of these libraries, with their tokenizers."""
 
 from pytorch_accel_lite.extending import MODEL_FORMS
-from pytorch_accel_lite.extensions.pretrained.adapters import PeftForm
 from pytorch_accel_lite.extensions.pretrained.forms import DiffusersForm, TimmForm, TransformersForm
+from pytorch_accel_lite.extensions.pretrained.peft_adapters import PeftForm
 
 __all__ = ["DiffusersForm", "PeftForm", "TimmForm", "TransformersForm"]
 

@@ -29,7 +29,7 @@ from pytorch_accel_lite.extending import (
 )
 from pytorch_accel_lite.extending_callbacks import class_of, find_length, to_number
 from pytorch_accel_lite.extensions.plots import NothingToPlotError
-from pytorch_accel_lite.extensions.reports.run_log import RunLogCallback, describe_model, setup_of
+from pytorch_accel_lite.extensions.reports.run_log_callback import RunLogCallback, describe_model, setup_of
 from pytorch_accel_lite.extensions.reports.run_page import TEMPLATES, environment_facts, training_facts
 from pytorch_accel_lite.tracking import InMemoryRunHistory
 from pytorch_accel_lite.utils import format_metric, format_value

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pytorch_accel_lite.extensions.takeover import worker
-from pytorch_accel_lite.extensions.takeover.channel import SECONDS_BETWEEN_BEATS, Channel
+from pytorch_accel_lite.extensions.takeover.json_channel import SECONDS_BETWEEN_BEATS, Channel
 
 #: Options of glibc's mallopt(), their environment variables and values: M_MMAP_THRESHOLD (32 MiB) and
 #: M_TRIM_THRESHOLD (1 GiB).

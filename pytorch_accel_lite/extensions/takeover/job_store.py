@@ -46,7 +46,7 @@ class Key(Enum):
     ENDED = "ended"
     #: From a process or the supervisor: why a process fails.
     FAILED = "failed"
-    #: From the watcher of a process to the supervisor: the progress of the process.
+    #: From each process to the supervisor: its progress.
     PROGRESS = "progress"
 
 

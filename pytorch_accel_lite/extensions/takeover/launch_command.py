@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from pytorch_accel_lite.extensions.takeover.remote_machine import join
+from pytorch_accel_lite.extensions.takeover.joining_machines import join
 from pytorch_accel_lite.extensions.takeover.supervisor import Supervisor
 
 _DESCRIPTION = """\

@@ -18,10 +18,10 @@ from accelerate.state import AcceleratorState, PartialState
 
 from pytorch_accel_lite.callbacks import StopTrainingError
 from pytorch_accel_lite.extending import MACHINERY, ControlGroup, is_about_lost_process, set_timeout
-from pytorch_accel_lite.extensions.takeover.connections import open_sockets, opened_since
+from pytorch_accel_lite.extensions.takeover.connection_closer import ConnectionCloser, Waker
+from pytorch_accel_lite.extensions.takeover.gloo_waits import never_delete, watch_waits
+from pytorch_accel_lite.extensions.takeover.group_sockets import open_sockets, opened_since
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore, Key
-from pytorch_accel_lite.extensions.takeover.waiting import never_delete, watch_waits
-from pytorch_accel_lite.extensions.takeover.watcher import Waker, Watcher
 
 T = TypeVar("T")
 MACHINERY.add(__file__)
@@ -87,7 +87,7 @@ class Membership:
 
     Args:
         number: the number of this process, the same in all generations
-        waker: wakes the watcher thread when a generation begins
+        waker: wakes the closer when a generation begins
 
     Attributes:
         generation: the current generation; ``None`` before this process has joined the job
@@ -138,7 +138,7 @@ class Membership:
         self.states_of_others: dict[str, float] | None = None
         self.states: Callable[[], dict[str, float]] = dict
         self.holds_shards: Callable[[], bool] = bool
-        self.watcher = Watcher(number, host, port, waker)
+        self.closer = ConnectionCloser(number, host, port, waker)
         self.is_open = self.store.get(Key.OPEN) is not None
         self.fetched: tempfile.TemporaryDirectory[str] | None = None
         self._is_stuck = False  # whether a thread of the process group waits for a lost process
@@ -171,8 +171,8 @@ class Membership:
         self.joins = None
         if before is None:
             self._announced = [member for member in generation.members if member not in generation.came]
-            self.watcher.begin(lambda: self.completed)
-            watch_waits(self.watcher.is_cut_off, self._note_stuck)
+            self.closer.begin(lambda: self.completed)
+            watch_waits(self.closer.is_cut_off, self._note_stuck)
         self.redivide()
 
     def _find_place(self, generation: Generation) -> None:
@@ -228,7 +228,7 @@ class Membership:
         rank, size = generation.members.index(self.number), len(generation.members)
         _forget_groups()
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=CONNECTING)
-        self.watcher.watch(generation, opened_since(before))
+        self.closer.watch(generation, opened_since(before))
         world = dist.group.WORLD
         assert world is not None
         set_timeout(world, COLLECTIVE)
@@ -236,7 +236,7 @@ class Membership:
 
     def disconnect(self) -> None:
         """Leave the process group, and close its connections even if it is still referenced."""
-        self.watcher.end_connections()
+        self.closer.end_connections()
         with suppress(Exception):
             if dist.is_initialized():
                 if self._is_stuck:
@@ -339,7 +339,7 @@ class Membership:
             self.do(_do_nothing)
         self.drop_state()
         self.store.put(Key.ENDING)  # before closing connections that others may still use
-        self.watcher.stop()
+        self.closer.stop()
         self.disconnect()
         self.rank = self.local_rank = 0
         self.world_size = self.local_world_size = 1

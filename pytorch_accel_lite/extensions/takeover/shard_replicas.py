@@ -23,7 +23,7 @@ from pytorch_accel_lite.extending import (
     use_holders,
 )
 from pytorch_accel_lite.extensions.logical import LogicalWindow, sharded_modules
-from pytorch_accel_lite.extensions.takeover.joining import memory_folder
+from pytorch_accel_lite.extensions.takeover.joining_processes import memory_folder
 from pytorch_accel_lite.extensions.takeover.membership import Membership, ProgramRestart
 
 if TYPE_CHECKING:

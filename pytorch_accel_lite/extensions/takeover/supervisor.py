@@ -1,4 +1,4 @@
-"""The supervisor of a job: it starts the worker processes, and begins a new generation when one of them ends."""
+"""The supervisor of a job: it starts processes, notices those that end or get stuck, and begins new generations."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pytorch_accel_lite.extensions.takeover.channel import SECONDS_BETWEEN_BEATS, Channel
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore, Key
-from pytorch_accel_lite.extensions.takeover.silent_processes import Liveness, find_silent
+from pytorch_accel_lite.extensions.takeover.json_channel import SECONDS_BETWEEN_BEATS, Channel
+from pytorch_accel_lite.extensions.takeover.stuck_processes import Liveness, find_stuck
 from pytorch_accel_lite.extensions.takeover.worker import Order
 
 _TICK_MS = 20  # while work is pending
@@ -363,7 +363,7 @@ class Supervisor:
         self._regroup_if_connections_failed(now)
         if self._patience and now >= self._next_check:
             self._next_check = now + _SECONDS_BETWEEN_CHECKS
-            self._end_silent(now)
+            self._end_stuck(now)
 
     def _watch_machines(self, now: float) -> None:
         """Send heartbeats to the other machines, and continue without those whose heartbeats have stopped.
@@ -382,7 +382,7 @@ class Supervisor:
             elif silent > self._patience + 2 * SECONDS_BETWEEN_BEATS:
                 self._lose_machine(machine, f"gave no sign of life for {self._patience:.0f} s")
 
-    def _end_silent(self, now: float) -> None:
+    def _end_stuck(self, now: float) -> None:
         """Kill the processes that are stuck while others wait for them."""
         generation = self._generation
         are_all_there = self._have_arrived()
@@ -394,7 +394,7 @@ class Supervisor:
             process.progress.note(self._store.get(Key.PROGRESS, number), now)
             if are_all_there or not self._store.has_arrived(generation, number):
                 progress[number] = process.progress
-        for number in find_silent(progress, now, self._patience, are_all_there):
+        for number in find_stuck(progress, now, self._patience, are_all_there):
             self._store.put(Key.FAILED, f"it did nothing for {self._patience:.0f} s while others waited for it", number)
             self._kill([self._processes[number]], signal.SIGKILL)
 

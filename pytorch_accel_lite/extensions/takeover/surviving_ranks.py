@@ -21,7 +21,7 @@ from pytorch_accel_lite.extending import (
     open_trainers,
 )
 from pytorch_accel_lite.extensions.logical import LogicalProcesses, SharedLossTrackers
-from pytorch_accel_lite.extensions.takeover.joining import wait_for_state
+from pytorch_accel_lite.extensions.takeover.joining_processes import wait_for_state
 from pytorch_accel_lite.extensions.takeover.membership import Change, Membership
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class SurvivingRanks(Ranks):
             ranks.refresh()
         for trainer in survivors():
             cls.membership.change_state(vars(trainer.accelerator.state))
-            trackers = [run.loop.unrecorded for run in trainer.open_runs]
+            trackers = [run.unrecorded_losses for run in trainer.open_runs]
             shared = [each for each in trackers if isinstance(each, SharedLossTrackers)]
             for each in shared:
                 each.catch_up()
@@ -130,7 +130,7 @@ class SurvivingRanks(Ranks):
 def _undo_of_evaluation(trainer: TrainerLike) -> Callable[[], None]:
     """Return a function that undoes an evaluation: what it has recorded, and what callbacks have learned from it."""
     run, history = trainer.current_run, trainer.run_history
-    progress = run.loss_trackers, run.loop.completes_evaluation
+    progress = run.loss_trackers, run.completes_evaluation
     counts = count_values(history)
     before = Snapshot()
     before.keep_generators()
@@ -142,8 +142,8 @@ def _undo_of_evaluation(trainer: TrainerLike) -> Callable[[], None]:
     )
 
     def undo() -> None:
-        history._shorten(counts | dict.fromkeys(count_values(history).keys() - counts.keys(), 0))
-        run.loss_trackers, run.loop.completes_evaluation = progress
+        history.shorten(counts | dict.fromkeys(count_values(history).keys() - counts.keys(), 0))
+        run.loss_trackers, run.completes_evaluation = progress
         before.close()
 
     return undo

@@ -16,7 +16,7 @@ from pytorch_accel_lite.extending import Batch, BatchOutput, Run, TrainerLike, c
 from pytorch_accel_lite.extending_callbacks import seed_all
 from pytorch_accel_lite.extensions.logical import KeepsShares, LogicalStep, LogicalWindow, SharedLossTrackers
 from pytorch_accel_lite.extensions.takeover.job_store import Key
-from pytorch_accel_lite.extensions.takeover.joining import admit, admit_by_restart, enter, save_final_state
+from pytorch_accel_lite.extensions.takeover.joining_processes import admit, admit_by_restart, enter, save_final_state
 from pytorch_accel_lite.extensions.takeover.membership import RepeatError
 from pytorch_accel_lite.extensions.takeover.piggyback import Piggyback, value_of
 from pytorch_accel_lite.extensions.takeover.program_restart import note_existing_states
@@ -107,7 +107,7 @@ class SurvivingWindow(LogicalWindow):
             return
         membership.complete()
         membership.is_in_update = membership.is_in_action = False
-        self.must_regroup = membership.watcher.must_regroup
+        self.must_regroup = membership.closer.must_regroup
 
     def _gather_last(self, sent: torch.Tensor) -> torch.Tensor:
         """All-gather messages in rows; the states of the shares travel at the end of each message."""
@@ -117,7 +117,7 @@ class SurvivingWindow(LogicalWindow):
         is_repaired = False
         try:
             while True:
-                piggyback.attach(sent, membership.watcher.must_regroup, value)
+                piggyback.attach(sent, membership.closer.must_regroup, value)
                 last = membership.gather(sent)
                 rows = last if rows is None else rows
                 tails = piggyback.tails(last)

@@ -16,15 +16,15 @@ import torch
 
 from pytorch_accel_lite.extending import FENCES, replace_step, use_ranks
 from pytorch_accel_lite.extensions.logical import LogicalStep
-from pytorch_accel_lite.extensions.takeover.connections import interface_to
+from pytorch_accel_lite.extensions.takeover.connection_closer import Waker
+from pytorch_accel_lite.extensions.takeover.group_sockets import interface_to
 from pytorch_accel_lite.extensions.takeover.job_store import Key
-from pytorch_accel_lite.extensions.takeover.joining import run_alone
+from pytorch_accel_lite.extensions.takeover.joining_processes import run_alone
 from pytorch_accel_lite.extensions.takeover.membership import Membership
 from pytorch_accel_lite.extensions.takeover.new_groups import distinguish_meshes, watch_new_groups
 from pytorch_accel_lite.extensions.takeover.program_restart import has_sharded_trainer, join_sharded, restart_program
 from pytorch_accel_lite.extensions.takeover.surviving_ranks import SurvivingRanks
 from pytorch_accel_lite.extensions.takeover.surviving_step import SurvivingStep
-from pytorch_accel_lite.extensions.takeover.watcher import Waker
 
 _PR_SET_PDEATHSIG = 1
 
@@ -108,7 +108,7 @@ def _run_to_the_end(program: list[str], membership: Membership) -> bool:
 def _leave(membership: Membership) -> None:
     """Shut down together with the other processes, unless this one has failed."""
     if hasattr(sys, "last_type"):  # an error has been printed
-        membership.watcher.stop()
+        membership.closer.stop()
     else:
         membership.leave()
         SurvivingRanks.refresh_all()

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from pytorch_accel_lite.extensions.tuning.diagnosis import Diagnosis
-from pytorch_accel_lite.extensions.tuning.finders import LearningRates
+from pytorch_accel_lite.extensions.tuning.lr_finder import LearningRates
 
 __all__ = ["Diagnosis", "LearningRates"]

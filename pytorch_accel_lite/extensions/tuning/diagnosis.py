@@ -22,7 +22,7 @@ from pytorch_accel_lite.extending import (
     faster_data,
     infer_batch_size,
 )
-from pytorch_accel_lite.extensions.tuning.finders import update_from
+from pytorch_accel_lite.extensions.tuning.batch_size_finder import update_from
 from pytorch_accel_lite.extensions.tuning.fused_optimizers import unfused_class
 
 

@@ -41,10 +41,11 @@ from pytorch_accel_lite.optimizers.operations import (
     optimized_parameters,
     parts_of_optimizer,
 )
-from pytorch_accel_lite.run import attributes
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.history import RunHistory
 from pytorch_accel_lite.run.intervals import parse_interval
+from pytorch_accel_lite.run.modules_and_optimizers import other_modules
+from pytorch_accel_lite.run.optimized_parameters import all_optimized_parameters
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 
@@ -239,7 +240,7 @@ def check_optimizers(trainer: TrainerLike) -> None:
         return
     parts = parts_of_optimizer(trainer.optimizer)
     model, loss_func = trainer.get_model(keep_torch_compile=False), trainer.loss_func
-    optimized = set(attributes.all_optimized_parameters(trainer))
+    optimized = set(all_optimized_parameters(trainer))
     missed = _not_optimized(model, optimized) if parts else ""
     if missed:
         raise ValueError(
@@ -247,7 +248,7 @@ def check_optimizers(trainer: TrainerLike) -> None:
             "optimizers, or call requires_grad_(False) on those that should not be trained."
         )
     in_optimizer = optimized_parameters(trainer.optimizer)
-    modules = [model, *attributes.other_modules(trainer).values()]
+    modules = [model, *other_modules(trainer).values()]
     in_modules = {parameter for module in modules for parameter in module.parameters()}
     if in_optimizer and in_modules.isdisjoint(in_optimizer):
         warn_outside(
@@ -433,7 +434,7 @@ def check_same_on_all_ranks(settings: dict[str, object], ranks: Ranks) -> None:
 
 
 #: Callbacks that only show something on one process, and arguments that only name a place to write to.
-_SHOW = ("bars", "plot_metrics", "printing", "progress_bar", "table")
+_SHOW = ("log_metrics", "plot_metrics_callback", "print_progress", "progress_bar", "progress_table")
 _PLACES = re.compile(r"path|dir|folder|file|name|url|project")
 
 

@@ -6,7 +6,7 @@ from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.sources import Source
-from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.optimized_parameters import weights_are_finite
 from pytorch_accel_lite.run.run import Run, TrainerLike
 
 
@@ -27,7 +27,7 @@ def check_num_steps(run: Run, loader: Source, length: int | None) -> None:
 
 def warn_of_nonfinite_weights(trainer: TrainerLike, run: Run) -> None:
     """Warn of weights that are not finite at the end of a run."""
-    if run.progress.update and not attributes.weights_are_finite(trainer) and run.ranks.rank == 0:
+    if run.progress.update and not weights_are_finite(trainer) and run.ranks.rank == 0:
         warn_outside(
             f"The run has ended, after update {run.progress.update}, with weights that are infinite or NaN. Lower the "
             "learning rate, clip the gradients (gradient_clip_norm=1.0), or skip such updates (GradientSpikeCallback), "

@@ -12,7 +12,8 @@ from pytorch_accel_lite.base.devices import capacity_of, module_of
 from pytorch_accel_lite.base.modules import local_shard
 from pytorch_accel_lite.base.text import format_bytes
 from pytorch_accel_lite.optimizers.operations import is_created
-from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.modules_and_optimizers import other_modules, other_optimizers
+from pytorch_accel_lite.run.optimized_parameters import all_optimized_parameters
 from pytorch_accel_lite.run.run import Run, TrainerLike
 
 #: More advice, from extensions, for a training step that did not fit: each function is called with the trainer, and
@@ -46,11 +47,11 @@ def held_bytes(trainer: TrainerLike) -> dict[str, int]:
     This includes all modules, optimizers and gradients of the trainer and its attributes. Of sharded tensors, only this
     process's shards count.
     """
-    modules = [trainer.get_model(), *attributes.other_modules(trainer).values()]
+    modules = [trainer.get_model(), *other_modules(trainer).values()]
     parameters = [*chain.from_iterable(module.parameters() for module in modules)]
-    parameters += attributes.all_optimized_parameters(trainer)
+    parameters += all_optimized_parameters(trainer)
     buffers = chain.from_iterable(module.buffers() for module in modules)
-    optimizers = list(attributes.other_optimizers(trainer).values())
+    optimizers = list(other_optimizers(trainer).values())
     if trainer.optimizer is not None and is_created(trainer.optimizer):
         optimizers.append(trainer.optimizer)
     states = chain.from_iterable(optimizer.state.values() for optimizer in optimizers)

@@ -11,7 +11,8 @@ from torch import nn
 from pytorch_accel_lite.base.inspection import sums_of_bits
 from pytorch_accel_lite.base.modules import unwrap
 from pytorch_accel_lite.base.quantised import all_plain_parts
-from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.modules_and_optimizers import other_modules
+from pytorch_accel_lite.run.optimized_parameters import all_optimized_parameters, updated_parameters
 from pytorch_accel_lite.run.run import Run, TrainerLike
 
 _MAX_NAMED = 4  # parameters named in a message
@@ -61,9 +62,7 @@ class _Fingerprint(NamedTuple):
 
 def note_missing_gradients(trainer: TrainerLike, run: Run) -> None:
     """Note which trained parameters have no gradient in the current update."""
-    run.loop.without_gradient = [
-        p for p in attributes.updated_parameters(trainer) if p.requires_grad and p.grad is None
-    ]
+    run.loop.without_gradient = [p for p in updated_parameters(trainer) if p.requires_grad and p.grad is None]
 
 
 def _likely_cause(trainer: TrainerLike, name: str, by_rank: list[_Fingerprint]) -> str:
@@ -101,7 +100,7 @@ def _likely_cause(trainer: TrainerLike, name: str, by_rank: list[_Fingerprint]) 
 def _parameter_names(trainer: TrainerLike) -> dict[int, str]:
     """Return the names of the parameters in the trainer's modules, by their ids."""
     names: dict[int, str] = {}
-    for prefix, module in {"": unwrap(trainer.model), **attributes.other_modules(trainer)}.items():
+    for prefix, module in {"": unwrap(trainer.model), **other_modules(trainer)}.items():
         for name, parameter in module.named_parameters(prefix):
             names.setdefault(id(parameter), name)
     return names
@@ -109,7 +108,7 @@ def _parameter_names(trainer: TrainerLike) -> dict[int, str]:
 
 def _trained_parameters(trainer: TrainerLike, names: dict[int, str]) -> dict[str, nn.Parameter]:
     """Return the parameters that the trainer's optimizers update, by their names in the trainer's modules."""
-    trained = [*attributes.updated_parameters(trainer), *attributes.all_optimized_parameters(trainer)]
+    trained = [*updated_parameters(trainer), *all_optimized_parameters(trainer)]
     by_id = {id(parameter): parameter for parameter in trained if not hasattr(parameter, "device_mesh")}
     return {names.get(key, f"parameter {number}"): value for number, (key, value) in enumerate(by_id.items())}
 

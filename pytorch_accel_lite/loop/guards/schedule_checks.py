@@ -14,7 +14,7 @@ from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.optimizers.operations import SchedulerFactory, TrainerScheduler, follows_metric, schedulers_in
 from pytorch_accel_lite.optimizers.rates import Options, format_rates, has_unused_scales
-from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.modules_and_optimizers import other_optimizers
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.training_state import TrainingState
@@ -94,7 +94,7 @@ def _check_stepped(scheduler: TrainerScheduler, request: RunRequest) -> None:
 
 def check_scheduled_optimizer(trainer: TrainerLike) -> None:
     """Check that the schedulers change the rates of the trainer's optimizers, not of other optimizers."""
-    optimizers = (trainer.optimizer, *attributes.other_optimizers(trainer).values())
+    optimizers = (trainer.optimizer, *other_optimizers(trainer).values())
     trained = {id(group) for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())}
     for name, scheduler in schedulers_in(trainer.scheduler).items():
         groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())

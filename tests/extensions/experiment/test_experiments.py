@@ -39,9 +39,9 @@ from tests.small_models import deep_model, equal_weights, float64_data, make_dat
 pytest.importorskip("jsonargparse", reason="needs the extra cli")
 
 from pytorch_accel_lite.experiment import Experiment, ExperimentError
+from pytorch_accel_lite.extensions.experiment.chosen_weights import find_weights, load_weights
 from pytorch_accel_lite.extensions.experiment.command_line import main
-from pytorch_accel_lite.extensions.experiment.expressions import parse
-from pytorch_accel_lite.extensions.experiment.tested_weights import find_weights, load_weights
+from pytorch_accel_lite.extensions.experiment.schedule_expressions import parse
 
 FILE = """
 model:

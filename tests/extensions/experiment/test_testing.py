@@ -24,9 +24,9 @@ from pytorch_accel_lite.callbacks import (
     read_predictions,
 )
 from pytorch_accel_lite.experiment import Experiment, run_tests
+from pytorch_accel_lite.extensions.experiment.chosen_weights import find_weights
 from pytorch_accel_lite.extensions.experiment.command_line import main
 from pytorch_accel_lite.extensions.experiment.results import added_callbacks
-from pytorch_accel_lite.extensions.experiment.tested_weights import find_weights
 from tests.extensions.experiment import parts
 from tests.extensions.experiment.test_experiments import FILE
 from tests.launching import SOAK, run_forked

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pytorch_accel_lite.callbacks import TrainerCallback
-from pytorch_accel_lite.extensions.experiment.expressions import find_expressions, parse, with_value_at
 from pytorch_accel_lite.extensions.experiment.help_pages import (
     Option,
     all_keys,
@@ -22,9 +21,10 @@ from pytorch_accel_lite.extensions.experiment.help_pages import (
     read_options,
 )
 from pytorch_accel_lite.extensions.experiment.importing import check_kinds, full_name, import_path
+from pytorch_accel_lite.extensions.experiment.overrides import OVERRIDING
+from pytorch_accel_lite.extensions.experiment.schedule_expressions import find_expressions, parse, with_value_at
 from pytorch_accel_lite.extensions.experiment.testing import run_tests
 from pytorch_accel_lite.extensions.experiment.yaml_files import (
-    OVERRIDING,
     PARTS,
     Document,
     ExperimentError,

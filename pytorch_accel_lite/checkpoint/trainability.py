@@ -14,7 +14,7 @@ from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.weights import without_compile
 from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, is_created, parts_of_optimizer
-from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.modules_and_optimizers import other_modules, other_optimizers
 from pytorch_accel_lite.run.run import TrainerLike
 
 
@@ -113,13 +113,13 @@ def _modules(trainer: TrainerLike) -> Iterator[tuple[str, nn.Module]]:
 
 def _roots(trainer: TrainerLike) -> dict[str, nn.Module]:
     """Return the modules that may be trained, by the prefix of the names of their parts: ``""`` for the model."""
-    others = {f"trainer.{name}": module for name, module in attributes.other_modules(trainer).items()}
+    others = {f"trainer.{name}": module for name, module in other_modules(trainer).items()}
     return {"": trainer.get_model(keep_torch_compile=False), **others}
 
 
 def _optimizers(trainer: TrainerLike) -> dict[str, TrainerOptimizer]:
     own = {"optimizer": trainer.optimizer} if is_created(trainer.optimizer) else {}
-    return own | attributes.other_optimizers(trainer)
+    return own | other_optimizers(trainer)
 
 
 def _parts(optimizer: TrainerOptimizer) -> dict[str, TrainerOptimizer]:

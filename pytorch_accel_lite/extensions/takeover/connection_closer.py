@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from pytorch_accel_lite.extensions.hang_watch import is_waiting
-from pytorch_accel_lite.extensions.takeover.connections import any_is_connected, shut_down
+from pytorch_accel_lite.extensions.takeover.group_sockets import any_is_connected, shut_down
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore, Key
 
 _SECONDS_BETWEEN_REPORTS = 0.5
@@ -40,7 +40,7 @@ class Waker:
             os.read(self._own, 1 << 10)
 
 
-class Watcher(threading.Thread):
+class ConnectionCloser(threading.Thread):
     """Closes the connections of a generation that has lost a member.
 
     Without it, a process that waits for a hung process, or for one it is not connected to, would not notice the loss.
@@ -48,7 +48,7 @@ class Watcher(threading.Thread):
 
     Args:
         number: the number of this process, the same in all generations
-        waker: wakes the watcher
+        waker: wakes the thread
 
     Attributes:
         must_regroup: whether there is a new generation with all members of this one, to be entered after an update

@@ -1,39 +1,14 @@
-"""Printing the progress of a run in lines: start and end of the run, epochs, metrics."""
+"""Printing the metrics that are new, on one line."""
 
 from __future__ import annotations
 
 from functools import cached_property
 
-import torch
-
 from pytorch_accel_lite.base.text import escape_unprintable, format_metric
-from pytorch_accel_lite.optimizers.operations import parts_of_optimizer
 from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.history import MetricValue, NewMetrics
 from pytorch_accel_lite.run.run import TrainerLike
-
-
-class PrintProgressCallback(TrainerCallback):
-    """Print a message when a run and each epoch start, and when the run ends, unless it failed or was paused."""
-
-    affects_training = False
-
-    def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        trainer.print("Starting training run")
-
-    def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        trainer.print(f"Starting epoch {epoch_of(trainer)}")
-
-    def on_training_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
-        if trainer.run.end.is_regular:
-            trainer.print("Finishing training run")
-
-    def on_evaluation_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        trainer.print("Starting evaluation run")
-
-    def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
-        trainer.print("Finishing evaluation run")
 
 
 class LogMetricsCallback(TrainerCallback):
@@ -88,31 +63,3 @@ class LogMetricsCallback(TrainerCallback):
         trainer.print(
             "  " + ", ".join(f"{escape_unprintable(name)}: {format_metric(value)}" for name, value in metrics.items())
         )
-
-
-def epoch_of(trainer: TrainerLike) -> str:
-    """Return the number of the current epoch and, if known, the number of epochs, such as ``3/10``."""
-    config = trainer.run_config
-    epoch = trainer.progress.epoch
-    planned = None if config is None else config.num_epochs
-    return f"{epoch}" if planned is None or epoch > planned else f"{epoch}/{planned}"
-
-
-def shown_rates(trainer: TrainerLike) -> dict[str, float]:
-    """Return the rate of the first parameter group: ``lr``, or ``lr_<name>`` for each of several optimizers."""
-    return {name: float(rate) for name, rate in rates_of(trainer).items()}
-
-
-def rates_of(trainer: TrainerLike) -> dict[str, float | torch.Tensor]:
-    """Return the rates as numbers, or as copies of tensors, without reading tensors from the device."""
-    parts = {f"lr_{name}": part for name, part in parts_of_optimizer(trainer.optimizer).items()} or {
-        "lr": trainer.optimizer
-    }
-    first = {name: group for name, part in parts.items() for group in part.param_groups[:1]}
-    rates = {name: group["lr"] for name, group in first.items() if group.get("lr") is not None}
-    return {name: rate.clone() if isinstance(rate, torch.Tensor) else rate for name, rate in rates.items()}
-
-
-def changes_in_each_update(trainer: TrainerLike) -> bool:
-    """Return whether a schedule sets the next rate in each update, so that the rate in use must be noted before it."""
-    return trainer.scheduler is not None and trainer.run.request.scheduler_interval == "update"

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from pytorch_accel_lite.extending_callbacks import escape_unprintable
-from pytorch_accel_lite.extensions.plots.figures import INK, as_written, new_figure, save
+from pytorch_accel_lite.extensions.plots.figure_style import INK, as_written, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

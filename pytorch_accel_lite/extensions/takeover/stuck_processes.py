@@ -44,15 +44,15 @@ class Liveness:
         is_alive = now - self._said_at < seconds
         return is_alive and bool(self._place) and bool(self._place[-1]) and now - self._since >= seconds
 
-    def is_silent(self, now: float, seconds: float) -> bool:
+    def is_stuck(self, now: float, seconds: float) -> bool:
         """Whether the process has made no progress, used no CPU time and not waited for others for this long."""
         still = now - self._since
         computes = self.computed - self._computed > _BUSY * still
         return still >= seconds and not computes and not self.waits(now, seconds)
 
 
-def find_silent(progress: Mapping[int, Liveness], now: float, seconds: float, are_all_there: bool) -> list[int]:
-    """Return the processes that are silent while others wait for them.
+def find_stuck(progress: Mapping[int, Liveness], now: float, seconds: float, are_all_there: bool) -> list[int]:
+    """Return the processes that are stuck while others wait for them.
 
     Args:
         progress: the liveness of each process, by its number
@@ -60,4 +60,4 @@ def find_silent(progress: Mapping[int, Liveness], now: float, seconds: float, ar
     """
     if are_all_there and not any(each.waits(now, seconds) for each in progress.values()):
         return []
-    return [number for number, each in progress.items() if each.is_silent(now, seconds)]
+    return [number for number, each in progress.items() if each.is_stuck(now, seconds)]

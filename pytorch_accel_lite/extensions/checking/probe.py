@@ -21,6 +21,7 @@ from pytorch_accel_lite.callbacks import TrainerCallback
 from pytorch_accel_lite.data import Batch, BatchData
 from pytorch_accel_lite.extending import (
     DIVISIONS,
+    TARGET_KEYS,
     Share,
     TrainerLike,
     Trial,
@@ -609,3 +610,10 @@ def distance(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tenso
     ]
     off, norm = (sum(float(t.double().square().sum()) for t in tensors) for tensors in (differences, first.values()))
     return (off / norm) ** 0.5 if norm else float("inf") if off else 0.0
+
+
+def targets_of(batch: Batch, rows: list[int]) -> dict[Part, BatchData]:
+    """Return the targets of some samples of a batch, by name; an empty dict if targets cannot be told apart."""
+    size = batch.num_samples or 0
+    targets = {name: part for name, part in parts_by_name(batch.data).items() if name in (*TARGET_KEYS, 1)}
+    return {name: select_samples(part, rows, size) for name, part in targets.items() if is_as_long(part, size)}

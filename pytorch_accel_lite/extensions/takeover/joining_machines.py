@@ -8,7 +8,7 @@ import sys
 import time
 
 from pytorch_accel_lite.extensions.takeover import fork_server
-from pytorch_accel_lite.extensions.takeover.channel import Channel
+from pytorch_accel_lite.extensions.takeover.json_channel import Channel
 
 _PAUSE = 0.5
 _SECONDS_TO_CONNECT = 10.0

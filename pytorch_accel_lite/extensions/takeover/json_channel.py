@@ -6,7 +6,7 @@ It connects the supervisor of a job with the fork server of each machine. The ke
 |---|---|
 | the fields of an ``Order`` | start a process |
 | ``kill``, ``signal`` | send a signal to this process |
-| ``wake`` | wake the watchers of all processes: a generation begins |
+| ``wake`` | wake the connection closers of all processes: a generation begins |
 | ``lease`` | end all processes after this number of seconds without a message |
 | ``beat`` | heartbeat of the supervisor |
 | ``code`` | the job ends with this exit code |

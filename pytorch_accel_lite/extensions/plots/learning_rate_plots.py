@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.extending import CreateScheduler
-from pytorch_accel_lite.extensions.plots.figures import INK, Axes, choose_scale, finish, line_style, new_figure, save
+from pytorch_accel_lite.extensions.plots.figure_style import (
+    INK,
+    Axes,
+    choose_scale,
+    finish,
+    line_style,
+    new_figure,
+    save,
+)
 from pytorch_accel_lite.schedulers import ScheduleName, schedule_values
 
 if TYPE_CHECKING:

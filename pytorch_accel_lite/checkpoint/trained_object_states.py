@@ -14,7 +14,8 @@ from torch.nn.parameter import UninitializedParameter, is_lazy
 from pytorch_accel_lite.base.paths import StrPath
 from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.checkpoint.trained_parameters import lacks_groups
+from pytorch_accel_lite.checkpoint.trainability import lacks_groups
+from pytorch_accel_lite.checkpoint.trained_objects import loose_parameters, trained_objects
 from pytorch_accel_lite.checkpoint.weights import (
     fit_model_state,
     full_state_dict,
@@ -22,7 +23,7 @@ from pytorch_accel_lite.checkpoint.weights import (
     model_state,
     sharded_like,
 )
-from pytorch_accel_lite.run import attributes
+from pytorch_accel_lite.run.modules_and_optimizers import buffers_in, other_modules
 from pytorch_accel_lite.run.run import TrainerLike
 
 #: An object that is saved with a trainer. The state of a tensor is the tensor itself.
@@ -42,12 +43,12 @@ def buffers_beside_model(trainer: TrainerLike) -> list[tuple[nn.Module, str]]:
 
     Each buffer is given by its module and name, because a forward pass may assign another tensor.
     """
-    owners = [*attributes.saved_attributes(trainer).values(), *attributes.parameters_outside_modules(trainer).values()]
+    owners = [*trained_objects(trainer).values(), *loose_parameters(trainer).values()]
     modules = [owner for owner in owners if isinstance(owner, nn.Module)]
-    loss_buffers = attributes.buffers_in([trainer.loss_func]) if isinstance(trainer.loss_func, nn.Module) else []
+    loss_buffers = buffers_in([trainer.loss_func]) if isinstance(trainer.loss_func, nn.Module) else []
     learned = set(map(id, _learned_by_loss(trainer).values()))
     loss_buffers = [(part, name) for part, name in loss_buffers if id(getattr(part, name)) in learned]
-    return [*loss_buffers, *attributes.buffers_in(modules)]
+    return [*loss_buffers, *buffers_in(modules)]
 
 
 def _learned_by_loss(trainer: TrainerLike) -> dict[str, torch.Tensor]:
@@ -94,24 +95,22 @@ def load_loss_state(trainer: TrainerLike, state: StateDict, source: StrPath) -> 
 
 def names_beside_model(trainer: TrainerLike) -> list[str]:
     """Return the names of all that is trained besides the model: the loss function, attributes, other places."""
-    parts = [name for name, owner in attributes.saved_attributes(trainer).items() if isinstance(owner, nn.Module)]
+    parts = [name for name, owner in trained_objects(trainer).items() if isinstance(owner, nn.Module)]
     learned = ["the loss function"] if loss_state(trainer) else []
-    return [*learned, *parts, *attributes.parameters_outside_modules(trainer)]
+    return [*learned, *parts, *loose_parameters(trainer)]
 
 
 def _included(trainer: TrainerLike, optimizers: bool, schedulers: bool) -> dict[str, Owner]:
     """Return the attributes that are saved with a trainer, by name, with or without optimizers and schedulers."""
     return {
         name: owner
-        for name, owner in (
-            attributes.saved_attributes(trainer) | attributes.parameters_outside_modules(trainer)
-        ).items()
+        for name, owner in (trained_objects(trainer) | loose_parameters(trainer)).items()
         if isinstance(owner, (nn.Module, torch.Tensor))
         or (optimizers if isinstance(owner, torch.optim.Optimizer) else schedulers)
     }
 
 
-def attribute_states(
+def trained_object_states(
     trainer: TrainerLike,
     keep: bool,
     optimizers: bool = True,
@@ -136,7 +135,7 @@ def _state_of(owner: Owner, keep: bool) -> Tree:
     return full_state_dict(owner.detach() if isinstance(owner, torch.Tensor) else owner.state_dict(), keep)
 
 
-def load_attribute_states(
+def load_trained_object_states(
     trainer: TrainerLike,
     states: Mapping[str, Tree],
     source: StrPath,
@@ -157,7 +156,7 @@ def load_attribute_states(
     if trainer.saves_attributes:
         load = partial(load_state, source=source, strict=strict)
         included = _included(trainer, optimizers, schedulers)
-        included |= {name: module for name, module in attributes.other_modules(trainer).items() if name in states}
+        included |= {name: module for name, module in other_modules(trainer).items() if name in states}
         if not is_final:  # the starting events may still add groups to optimizers
             included = {
                 name: owner for name, owner in included.items() if not lacks_groups(owner, states.get(name, {}))
@@ -216,7 +215,7 @@ def load_each(
 
 def describe_attributes(trainer: TrainerLike) -> str:
     """Return a description of what training states hold besides the model; an empty text if that is nothing."""
-    named, hidden = ", ".join(attributes.saved_attributes(trainer)), attributes.parameters_outside_modules(trainer)
+    named, hidden = ", ".join(trained_objects(trainer)), loose_parameters(trainer)
     parts = [f"Training states include these attributes of the trainer: {named}."] if named else []
     if hidden:
         parts.append(

@@ -11,7 +11,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.extending_callbacks import MetricValue, escape_unprintable
-from pytorch_accel_lite.extensions.plots.figures import (
+from pytorch_accel_lite.extensions.plots.figure_style import (
     COLOURS,
     GRID,
     INK,

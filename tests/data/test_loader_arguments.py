@@ -1,0 +1,109 @@
+"""Arguments of loaders, loaders of users, and data that cannot be read."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.callbacks import LimitBatchesCallback, LimitEvalStepsCallback
+from pytorch_accel_lite.data import NamedDatasets
+from tests.datasets import Endless
+from tests.ranks import Recorder
+from tests.small_models import Rows, adamw_trainer, float64_data, float64_model, make_trainer, train
+from tests.streams import LengthBuckets
+
+
+def test_the_arguments_of_dataloaders_can_be_overridden():
+    class Own(Trainer):
+        def get_default_train_dl_kwargs(self, batch_size):
+            return super().get_default_train_dl_kwargs(batch_size) | {"num_workers": 0, "drop_last": True}
+
+    trainer = make_trainer(model=float64_model(), trainer_class=Own)
+    sampler = WeightedRandomSampler(torch.ones(10), 7)
+    trainer.train(Rows(float64_data(10)), 1, per_device_batch_size=3, train_dataloader_kwargs={"sampler": sampler})
+    assert trainer.progress.samples == 6
+    assert trainer.run_config.train_dl_kwargs["sampler"] is sampler
+    assert trainer.train_dataloader.num_workers == 0
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_dataloader_of_an_overridden_method_is_used(seed, accumulation):
+    class Own(Trainer):
+        def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+            return DataLoader(self.train_dataset, batch_sampler=LengthBuckets())
+
+    recorder = Recorder()
+    trainer = make_trainer([recorder], float64_model(), Own, seed=seed)
+    trainer.train(float64_data(11), 1, gradient_accumulation_steps=accumulation)
+    assert recorder.counts == [3, 1, 2, 4, 1]
+    assert trainer.progress.update == -(-5 // accumulation)
+
+
+def test_any_iterable_of_batches_is_read():
+    x, y = float64_data(9).tensors
+
+    class Own(Trainer):
+        def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+            return [(x[:4], y[:4]), (x[4:6], y[4:6]), (x[6:], y[6:])]
+
+        create_eval_dataloader = create_train_dataloader
+
+    model = float64_model()
+    trainer = Own(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.0), callbacks=[])
+    trainer.train(x, 2, x, gradient_accumulation_steps=2)
+    assert trainer.progress.update == 4
+    expected = nn.functional.mse_loss(model(x), y).item()
+    for name in ("train_loss_epoch", "eval_loss_epoch"):
+        assert trainer.run_history.get_metric_values(name) == pytest.approx([expected] * 2, abs=1e-12)
+
+
+def test_a_loader_can_be_copied_and_knows_its_device():
+    trainer = train(make_trainer())
+    again = copy.copy(trainer.train_dataloader)
+    assert again.device == trainer.device
+    assert again.batch_size == 2
+    assert [len(x) for x, _ in again] == [2, 2, 2]
+
+
+class Words(IterableDataset[str]):
+    """A stream of samples without a tensor."""
+
+    def __iter__(self) -> Any:
+        return iter("ab")
+
+
+BAD_INPUT = [
+    (
+        lambda t: t.train({"a": float64_data(4), "b": TensorDataset(torch.empty(0, 1))}, 1),
+        r"train_dataset\['b'\] is empty",
+    ),
+    (lambda t: t.train({}, 1), r"train_dataset={}"),
+    (lambda t: t.train({"a": Endless()}, 1), r"The dataset 'a' \(Endless\) cannot be indexed or has no length"),
+    (lambda t: t.train(float64_data(4), 1, {"a": TensorDataset(torch.empty(0))}), r"eval_dataset\['a'\] is empty"),
+    (lambda t: t.predict({"a": float64_data(4)}), "predict takes one dataset"),
+    (lambda t: NamedDatasets({"a": [1]}, length="mean"), "length='mean' must be 'min' or 'max'"),
+    (lambda t: LimitBatchesCallback(0), "num_batches=0 must be at least 1"),
+    (lambda t: LimitEvalStepsCallback(-1), "num_eval_steps=-1 must be at least 1"),
+    (lambda t: t.evaluate(Words()), "batch size cannot be determined .* Return 'batch_size'"),
+]
+
+
+@pytest.mark.parametrize(("provoke", "message"), BAD_INPUT)
+def test_data_that_cannot_be_trained_on_are_refused(provoke, message):
+    class AnyBatch(Trainer):
+        def calculate_eval_batch_loss(self, batch):
+            return {"loss": torch.zeros(())}
+
+    if "batch size" in message:
+        trainer = AnyBatch(float64_model(), None, None, callbacks=[])
+    else:
+        trainer = adamw_trainer(float64_model())
+    with pytest.raises(ValueError if "predict" not in message else TypeError, match=message):
+        provoke(trainer)

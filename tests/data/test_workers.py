@@ -1,0 +1,230 @@
+"""The workers of loaders: when they are used, how they begin and end, and errors while they read."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, StackDataset, Subset, TensorDataset, get_worker_info
+
+from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.data import OwnShard
+from pytorch_accel_lite.data.defaults import default_num_workers
+from tests.datasets import Batched
+from tests.launching import run_code, some_of
+from tests.small_models import (
+    Rows,
+    adamw_trainer,
+    float64_data,
+    float64_model,
+    listener,
+    make_data,
+    make_trainer,
+    train,
+)
+from tests.streams import ShuffledSamples
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", [float64_data(12), Rows(float64_data(12))])
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_the_loader_can_be_read_while_an_epoch_is_under_way(data, workers):
+    seen: list[torch.Tensor] = []
+    inside: list[int] = []
+
+    def look(trainer, batch, **kwargs):
+        seen.append(batch[0])
+        inside.append(sum(len(batch[0]) for batch in trainer.train_dataloader))
+        next(iter(trainer.train_dataloader))  # and not to its end
+
+    trainer = adamw_trainer(float64_model(), callbacks=[listener(on_train_step_end=look)], seed=1)
+    trainer.train(data, 2, per_device_batch_size=5, train_dataloader_kwargs={"num_workers": 0} | workers)
+    assert inside == [12] * 6
+    for epoch in (seen[:3], seen[3:]):
+        assert sorted(torch.cat(epoch)[:, 0].tolist()) == sorted(float64_data(12).tensors[0][:, 0].tolist())
+
+
+def test_workers_are_used_only_where_they_pay_off():
+    data = float64_data(4)
+    assert default_num_workers(data, 1) == default_num_workers(Subset(data, [1]), 1) == 0
+    assert default_num_workers(StackDataset(x=data.tensors[0], y=data.tensors[1]), 1) == 0
+    assert default_num_workers(Batched(data), 1) == default_num_workers(ShuffledSamples(4), 1) == 0
+    cores = len(os.sched_getaffinity(0))
+    assert default_num_workers(Rows(data), 1) == (min(cores, 8) if cores > 1 else 0)
+    assert default_num_workers(Rows(data), cores) == 0
+
+
+class Scaled(Rows):
+    """Rows that are set up in each worker."""
+
+    scale = 1.0
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x * self.scale, y
+
+
+def scale_rows(worker_id):
+    torch.utils.data.get_worker_info().dataset.scale = 2.0
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_workers_can_set_up_their_copy_of_the_dataset(seed):
+    data = float64_data(6)
+    kwargs = {"num_workers": 1, "worker_init_fn": scale_rows}
+    trainer = Trainer(nn.Identity(), None, None, callbacks=[], seed=seed)
+    outputs = trainer.predict(Scaled(data), dataloader_kwargs=kwargs)
+    assert torch.equal(outputs, 2 * data.tensors[0])
+
+
+class Dies(Rows):
+    def __getitem__(self, index):
+        if index == 3 and torch.utils.data.get_worker_info() is not None:
+            os._exit(9)
+        return super().__getitem__(index)
+
+
+def fails_to_collate(rows):
+    raise KeyError("no such column")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "kwargs", "error", "message"),
+    [
+        # What torch says of it depends on the instant at which the worker dies. Its signal handler raises wherever the
+        # process is, even where Python can only ignore it; the loader finds out a little later then.
+        pytest.param(
+            Dies(float64_data(8)),
+            {"num_workers": 2},
+            (RuntimeError, OSError),
+            r"worker .* exited unexpectedly|[Cc]onnection",
+            marks=pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+        ),
+        (Rows(float64_data(8)), {"num_workers": 2, "collate_fn": fails_to_collate}, KeyError, "in fails_to_collate"),
+        (Rows(float64_data(8)), {"num_workers": 0, "collate_fn": fails_to_collate}, KeyError, "no such column"),
+    ],
+)
+def test_errors_while_reading_reach_the_user(dataset, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        adamw_trainer(float64_model()).train(dataset, 1, per_device_batch_size=2, train_dataloader_kwargs=kwargs)
+
+
+class CollectsGarbage(IterableDataset):
+    """Runs the garbage collector before each sample, in the process that reads it."""
+
+    def __iter__(self):
+        for sample in float64_data(8):
+            gc.collect()
+            yield sample
+
+
+class CollectsGarbageRows(Rows):
+    def __getitem__(self, index):
+        gc.collect()
+        return super().__getitem__(index)
+
+
+WORKERS_THAT_DO_NOT_BEGIN = """
+import os, pathlib, sys, time, warnings
+from pytorch_accel_lite.data import worker_startup
+from tests.launching import run_code
+from tests.small_models import Rows, Stream, make_data, make_trainer, train
+
+tried = pathlib.Path(sys.argv[1])
+
+def hang_at_first():
+    count = len(list(tried.iterdir()))
+    (tried / str(count)).touch()
+    if count in (0, 2):  # the first worker, and the second
+        time.sleep(1000)
+
+os.register_at_fork(after_in_child=hang_at_first)
+worker_startup.SECONDS_TO_BEGIN = 0.5
+warnings.filterwarnings("ignore", "Stream gives the same batch to two workers")
+trainer = train(make_trainer(), train_dataset=Stream() if sys.argv[2] == "stream" else Rows(make_data()),
+                train_dataloader_kwargs={"num_workers": 2, "batch_size": 2})
+print(trainer.progress.samples, len(list(tried.iterdir())))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "samples"), [("map", 6), ("stream", 12)])
+def test_a_forked_worker_that_does_not_begin_is_replaced(tmp_path, kind, samples):
+    assert run_code(WORKERS_THAT_DO_NOT_BEGIN, str(tmp_path), kind).split() == [str(samples), "4"]
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "seed"), some_of(product(["rows", "stream", "own"], [None, 0])))
+def test_workers_do_not_finalise_objects_of_their_parent(tmp_path, kind, seed):
+    """A process group or an iterator finalised in a fork waits forever for threads that it does not have."""
+    dataset = CollectsGarbageRows(float64_data(8)) if kind == "rows" else CollectsGarbage()
+    finalised = tmp_path / "finalised"
+
+    class Discarded:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            with finalised.open("a") as file:
+                file.write(f"{os.getpid()}\n")
+
+    gc.disable()
+    try:
+        Discarded()
+        kwargs = {"num_workers": 2} if kind == "rows" else {"num_workers": 1, "shuffle": False}
+        trainer = adamw_trainer(float64_model(), seed=seed)
+        if kind == "own":
+            own = OwnShard(DataLoader(dataset, 2, num_workers=1))
+            trainer.create_train_dataloader = lambda *_: own
+        trainer.train(dataset, 1, None, 2, train_dataloader_kwargs=kwargs)
+    finally:
+        gc.enable()
+    gc.collect()
+    assert finalised.read_text() == f"{os.getpid()}\n"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_stop_iteration_in_a_dataset_does_not_end_the_epoch(workers):
+    class Ending(Rows):
+        def __getitem__(self, index: int) -> Any:
+            if index == 5:
+                raise StopIteration
+            return super().__getitem__(index)
+
+    trainer = make_trainer()
+    with pytest.raises(RuntimeError, match=r"^generator raised StopIteration") as caught:
+        train(trainer, train_dataset=Ending(make_data(8)), train_dataloader_kwargs={"num_workers": workers})
+    assert isinstance(caught.value.__cause__, StopIteration)
+
+
+class Read(IterableDataset[Any]):
+    """Reads samples in workers: all of them in each, or the part of each."""
+
+    def __init__(self, x: torch.Tensor, divides: bool) -> None:
+        self.samples = TensorDataset(x, x.sum(1, keepdim=True))
+        self.divides = divides
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        return iter([*self.samples][worker.id :: worker.num_workers] if self.divides else [*self.samples])
+
+
+@pytest.mark.parametrize(
+    ("stream", "warns"),
+    [
+        (Read(torch.randn(8, 4), divides=False), True),
+        (Read(torch.randn(8, 4), divides=True), False),
+        (Read(torch.ones(8, 4), divides=False), False),  # cannot be told
+    ],
+)
+def test_workers_that_each_read_a_whole_stream_are_warned_of(stream, warns):
+    with pytest.warns(UserWarning, match="Read gives the same batch to two workers") if warns else nullcontext():
+        train(make_trainer(), train_dataset=stream, train_dataloader_kwargs={"num_workers": 2})
