@@ -29,7 +29,7 @@ class Piggyback:
         if fits:
             content += value
         start = len(message) - self.room
-        memoryview(message.numpy())[start : start + len(content)] = content
+        message.numpy().data[start : start + len(content)] = content
 
     def tails(self, messages: torch.Tensor) -> list[bytes]:
         """Return copies of the ends of messages, with the flags and values.
