@@ -48,6 +48,13 @@ HAS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs to
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 
 
+def only_with_soak(test: T) -> T:
+    """Leave a test that takes long to ``make soak``; a shorter one of the same kind is always run."""
+    skipped = pytest.mark.skipif(not SOAK, reason="takes long: make soak")
+    marked: T = pytest.mark.soak(skipped(test))  # type: ignore[type-var]
+    return marked
+
+
 def two_are_enough(test: T) -> T:
     """Run a test of ``ranks`` with 2 processes, as 3 would test nothing more."""
     ranks = pytest.mark.parametrize("ranks", [2, 3] if SOAK else [2], indirect=True)

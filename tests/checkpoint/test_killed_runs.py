@@ -28,8 +28,8 @@ from tests.launching import (
     die_at_file_operation,
     environment,
     in_forks,
+    only_with_soak,
     run_elastic_script,
-    some_of,
 )
 from tests.scripts.resumable import final_state, run, run_to_the_end, saved_states, script
 from tests.small_models import adamw_trainer, assert_same, float64_model, listener, make_trainer, train
@@ -38,17 +38,16 @@ from tests.soak import soak
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
 
 
-@pytest.mark.soak
+@only_with_soak
 @pytest.mark.programs
 @pytest.mark.parametrize(
-    ("workers", "asynchronous", "evaluate_every"),
-    some_of([(0, False, "0.4 epochs"), (0, True, "10 samples"), (2, False, None)]),
+    ("workers", "asynchronous", "evaluate_every"), [(0, False, "0.4 epochs"), (0, True, "10 samples"), (2, False, None)]
 )
-@pytest.mark.timeout(7200 if SOAK else 3600)
+@pytest.mark.timeout(7200)
 def test_sigkill_at_random_instants_leads_to_the_same_bits(tmp_path, workers, asynchronous, evaluate_every):
-    """A short version of tests/soak.py; ``make soak`` makes it long."""
+    """As tests/soak.py does."""
     how = {"workers": workers, "asynchronous": asynchronous, "evaluate_every": evaluate_every}
-    found, expected = soak(tmp_path, 100 if SOAK else 6, **how)
+    found, expected = soak(tmp_path, 100, **how)
     assert_same(found, expected)
 
 
@@ -75,10 +74,10 @@ def test_sigkill_of_two_processes_leads_to_the_same_bits(tmp_path, job):
     assert_same(found, expected)
 
 
-@pytest.mark.soak
+@only_with_soak
 @CAN_SHARD
 @pytest.mark.processes
-@pytest.mark.timeout(7200 if SOAK else 3600)
+@pytest.mark.timeout(7200)
 def test_a_killed_sharded_run_resumes_remote_states_bit_for_bit(tmp_path, job):
     """One or both of two processes, which write their shards in the background."""
 
@@ -86,7 +85,7 @@ def test_a_killed_sharded_run_resumes_remote_states_bit_for_bit(tmp_path, job):
         job(2).run(run_to_the_end, folder, **options, timeout=3000)
 
     how = {"processes": 2, "asynchronous": True, "sharded_remotely": True}
-    found, expected = soak(tmp_path, 50 if SOAK else 1, **how, run_whole=run_whole)
+    found, expected = soak(tmp_path, 50, **how, run_whole=run_whole)
     assert found["processes"] == 2
     assert_same(found, expected)
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launching import PATIENCE, ROOT, SOAK, TORCHRUN, environment, launch
+from tests.launching import PATIENCE, ROOT, TORCHRUN, environment, launch, only_with_soak
 from tests.small_models import assert_same
 
 ADDRESSES = {"a": "10.211.17.1", "b": "10.211.17.2"}
@@ -89,9 +89,8 @@ def read(folder: Path) -> dict[str, Any]:
     return torch.load(folder / "final.pt", weights_only=False)
 
 
-@pytest.mark.soak
+@only_with_soak
 @pytest.mark.programs
-@pytest.mark.skipif(not SOAK, reason="takes a minute: make soak")
 @pytest.mark.extension("hang_watch")
 def test_two_machines_have_the_bits_of_two_processes_on_one(tmp_path, network):
     folders = [tmp_path / "one", tmp_path / "two"]
@@ -107,9 +106,8 @@ def test_two_machines_have_the_bits_of_two_processes_on_one(tmp_path, network):
     assert_same(two, one)
 
 
-@pytest.mark.soak
+@only_with_soak
 @pytest.mark.programs
-@pytest.mark.skipif(not SOAK, reason="takes two minutes: make soak")
 @pytest.mark.extension("hang_watch")
 def test_a_machine_that_reconnects_loses_no_sample(tmp_path, network):
     log = tmp_path / "log"

@@ -34,6 +34,7 @@ from tests.launching import (
     in_forks,
     launch,
     launch_together,
+    only_with_soak,
     run_elastic_script,
     run_script,
     two_are_enough,
@@ -370,11 +371,9 @@ def test_a_failing_rank_ends_the_job_with_its_traceback():
     assert "in __getitem__" in summary
 
 
-EXITS = [("caught", "0")]  # each way, and each rank, with SOAK
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("how", "rank"), [(a, b) for a in ("caught", "exits") for b in "01"] if SOAK else EXITS)
+@only_with_soak
+@pytest.mark.parametrize("rank", "01")
+@pytest.mark.parametrize("how", ["caught", "exits"])
 def test_a_rank_that_leaves_a_run_by_sys_exit_ends_the_job(how, rank):
     """Also if it has caught its error, so that no traceback is printed."""
     done = launch([*TORCHRUN, "2", "tests/scripts/failing_rank.py", how, rank], warm="launcher")
@@ -477,18 +476,12 @@ def test_a_launch_that_accelerate_does_not_see_is_refused():
 LAUNCHERS = {"torchrun": [*TORCHRUN, "2"], "accelerate": ACCELERATE}
 
 
-LAUNCHES = [("accelerate", "by itself")]  # each launcher, and each way, with SOAK
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    ("launcher", "how"), [(a, b) for a in LAUNCHERS for b in ("closed", "by itself")] if SOAK else LAUNCHES
-)
+@only_with_soak
+@pytest.mark.parametrize("how", ["closed", "by itself"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_launched_run_exits_with_0_however_it_is_closed(launcher, how):
-    for _ in range(20 if SOAK else 1):
-        warm = "launcher" if launcher == "accelerate" else True  # ranks that are interpreters of their own really end
-        command = [*LAUNCHERS[launcher], "tests/scripts/short_run.py", how]
-        done = launch(command, warm=warm if not SOAK else False)
+    for _ in range(20):
+        done = launch([*LAUNCHERS[launcher], "tests/scripts/short_run.py", how])
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("two processes: True") == (4 if how == "closed" else 2)
         assert sorted(re.findall(r"the first: (True|False)", done.stdout)) == ["False", "True"]

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -19,14 +18,9 @@ from benchmarks import comparison, gpu, run_contender, scale, startup
 from benchmarks.__main__ import main
 from benchmarks.contenders import CONTENDERS
 from benchmarks.paths import DOING_MORE, PATHS
-from tests.launching import CAN_SHARD, SOAK, TORCHRUN, WarmPython, forget, launch, run_forked, run_module
+from tests.launching import CAN_SHARD, TORCHRUN, WarmPython, forget, launch, only_with_soak, run_forked, run_module
 
 pytestmark = pytest.mark.programs
-
-
-def of_a_soak(test: Callable[..., None]) -> Callable[..., None]:
-    """For benchmarks that start many interpreters; a similar one is always tested."""
-    return pytest.mark.soak(pytest.mark.skipif(not SOAK, reason="starts many interpreters: make soak")(test))
 
 
 def printed_rows(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
@@ -116,6 +110,7 @@ def test_the_gpu_table_counts_waits_by_position(monkeypatch):
     assert "| float32: ours | failed |" in row
 
 
+@only_with_soak
 def test_gpu_workloads_can_be_compiled_ahead():
     done = run_module("benchmarks.gpu", "all", "gpu_tiny,gpu_gpt", "compile")
     assert done.returncode == 0, done.stdout
@@ -177,7 +172,7 @@ def test_ways_of_feeding_processes_are_compared_with_a_loop():
     assert all(float(ratio) > 0 for _, _, *ratios in rows for ratio in ratios)
 
 
-@of_a_soak
+@only_with_soak
 def test_ways_of_agreeing_are_compared_with_no_exchange():
     done = launch([*TORCHRUN, "2", "-m", "benchmarks.collectives", "--quick"], warm=True)
     rows = {name: cells for name, *cells in printed_rows(done)}
@@ -197,7 +192,7 @@ def test_every_path_is_measured_against_a_loop_on_its_data():
         assert [bool(cell) for cell in added] == [True, False, False, name in PATHS], name
 
 
-@of_a_soak
+@only_with_soak
 def test_packed_texts_are_measured_against_padded_ones():
     rows = printed_rows(run_module("benchmarks.packing", "--quick", "--rounds", "1"))
     assert len(rows) == 7
@@ -213,7 +208,7 @@ def test_states_are_measured_against_what_torch_saves_and_loads(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@of_a_soak
+@only_with_soak
 def test_costs_are_measured_for_growing_sizes():
     tables = ["--only", "steps", "epochs", "samples", "processes", "--rounds", "1"]
     sizes = ["--steps", "100", "--epochs", "100", "--samples", "1000", "--processes", "1"]
@@ -232,7 +227,7 @@ def test_the_time_to_a_shuffled_epochs_first_batch_is_measured():
     assert all(line.startswith("100,000 samples, ") and line.endswith(" MB") for line in lines)
 
 
-@of_a_soak
+@only_with_soak
 def test_workers_are_measured_against_the_standard_loader():
     rows = printed_rows(run_module("benchmarks.loader_workers", "--rounds", "1", "--workers", "1", "--megabytes", "4"))
     assert len(rows) == 8
@@ -240,7 +235,7 @@ def test_workers_are_measured_against_the_standard_loader():
     assert [float(memory) > 0 for *_, memory in rows] == ["in this process" not in name for name, *_ in rows]
 
 
-@of_a_soak
+@only_with_soak
 def test_evaluations_and_predictions_are_measured_against_loops():
     done = launch([sys.executable, "-m", "benchmarks.evaluation", "--quick", "--rounds", "1"], warm=True)
     rows = {name: cells for name, *cells in printed_rows(done)}

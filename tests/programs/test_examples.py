@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import barrier
 
-from tests.launching import CAN_SHARD, ROOT, SOAK, launch, run_module, run_script
+from tests.launching import CAN_SHARD, ROOT, launch, only_with_soak, run_module, run_script
 from tests.ranks import shared_folder
 
 pytestmark = pytest.mark.programs
@@ -117,7 +117,7 @@ def test_a_search_tries_settings_and_plots_its_results(tmp_path):
     assert (tmp_path / "search.png").stat().st_size > 10_000
 
 
-@pytest.mark.slow
+@only_with_soak
 def test_a_search_may_choose_among_names(tmp_path):
     pytest.importorskip("optuna")
     pytest.importorskip("jsonargparse")
@@ -128,8 +128,7 @@ def test_a_search_may_choose_among_names(tmp_path):
     assert re.search(r"\n  optimizer: Adam", output)
 
 
-@pytest.mark.soak
-@pytest.mark.skipif(not SOAK, reason="starts many interpreters: make soak")
+@only_with_soak
 def test_a_killed_elastic_run_ends_in_the_same_bits():
     command = [sys.executable, "examples/elastic.py", "--epochs", "1", "--processes", "2", "1"]
     output = launch(command, warm=True).stdout

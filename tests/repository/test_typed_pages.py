@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT
+from tests.launching import ROOT, only_with_soak
 from tests.pages import blocks
 
 pytest.importorskip("mypy")
@@ -58,7 +58,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return sorted(folder.iterdir())
 
 
-@pytest.mark.slow
+@only_with_soak
 @pytest.mark.programs
 @pytest.mark.timeout(900)
 def test_the_programs_of_the_first_pages_pass_mypy(programs):

@@ -122,15 +122,12 @@ def test_checkpointed_activations_give_the_same_bits(run, no_accelerator):
 
 
 def on_ranks(how: str) -> list[dict[str, torch.Tensor]]:
-    """The weights with and without checkpointed activations, and with compiled blocks, too."""
+    """The weights with and without checkpointed activations; with SOAK also with compiled blocks."""
     torch.compiler.reset()
     results = []
     blocks = {"blocks": True, "backend": "aot_eager"}
-    for settings in (
-        {},
-        {"activation_checkpointing": True},
-        {"activation_checkpointing": 0.5, "compile_model": blocks},
-    ):
+    compiled = [{"activation_checkpointing": 0.5, "compile_model": blocks}] if SOAK else []
+    for settings in ({}, {"activation_checkpointing": True}, *compiled):
         model = Repeats().double()
         accelerator = Accelerator(cpu=True)
         if how == "fsdp":
@@ -146,9 +143,9 @@ def on_ranks(how: str) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.soak
 @pytest.mark.parametrize("how", [*["ddp"] * SOAK, pytest.param("fsdp", marks=CAN_SHARD)])
 def test_several_processes_give_the_same_bits_with_it(how, two_ranks):
-    for kept, checkpointed, compiled in two_ranks.run(on_ranks, how):
+    for kept, checkpointed, *compiled in two_ranks.run(on_ranks, how):
         assert equal_weights(checkpointed, kept)
-        assert equal_weights(compiled, kept) or largest_difference(compiled, kept) < 1e-12
+        assert all(equal_weights(each, kept) or largest_difference(each, kept) < 1e-12 for each in compiled)
 
 
 def test_copies_of_the_model_are_independent_of_it():

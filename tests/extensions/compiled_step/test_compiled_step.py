@@ -22,7 +22,7 @@ from torchmetrics import MeanMetric
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveTrainingStateCallback
-from tests.launching import SOAK, run_code
+from tests.launching import only_with_soak, run_code
 from tests.ranks import shared_folder, world_size
 from tests.small_models import (
     Blocks,
@@ -455,8 +455,7 @@ def test_processes_compile_the_model_inside_their_wrapper(two_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.soak
-@pytest.mark.skipif(not SOAK, reason="compiles for a minute; SOAK=1, and make gpu compiles, too")
+@only_with_soak
 def test_inductor_gives_the_same_results_within_rounding_errors():
     """Runs in its own process, as it loads inductor."""
     printed = run_code(f"from {__name__} import inductor; inductor()")

@@ -25,7 +25,7 @@ from pytorch_accel_lite.experiment import Experiment, SeedComparison
 from pytorch_accel_lite.extensions.experiment.command_line import main
 from tests.extensions.experiment import parts
 from tests.extensions.experiment.parts import DATA, TRAINING, make, on_gpu, saving
-from tests.launching import ROOT, SOAK, run_forked
+from tests.launching import ROOT, only_with_soak, run_forked
 from tests.pages import blocks, write_files
 from tests.ranks import shared_folder
 from tests.small_models import raises_at
@@ -139,10 +139,9 @@ def test_the_comparison_of_the_page_gives_its_results(tmp_path, monkeypatch, cap
     assert shown_numbers == pytest.approx(expected_numbers, rel=0.3, abs=0.03)
 
 
-@pytest.mark.soak
+@only_with_soak
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.skipif(not SOAK, reason="starts many interpreters: make soak")
 def test_seeds_in_processes_have_the_same_bits_after_a_kill(result, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

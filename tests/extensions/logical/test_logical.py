@@ -44,7 +44,7 @@ from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.extending import share_bounds
 from pytorch_accel_lite.extensions.logical import LogicalStep
 from pytorch_accel_lite.extensions.logical.gradient_sum import Node, TreeSum, blocks_of
-from tests.launching import SOAK, two_are_enough
+from tests.launching import SOAK, only_with_soak, two_are_enough
 from tests.ranks import world_size
 from tests.run.test_events import PARTS, TWO_STEPS, Kind, check_kind
 from tests.scripts.resumable import CopyStates, run_to_the_end
@@ -369,9 +369,8 @@ def test_any_number_of_processes_gives_the_same_bits(ranks, case):
         assert differences(alone(case), result) == []
 
 
-@pytest.mark.soak
+@only_with_soak
 @pytest.mark.processes
-@pytest.mark.skipif(not SOAK, reason="many processes take long; SOAK=1 starts them")
 @pytest.mark.parametrize("processes", [4, 8])
 def test_eight_logical_processes_have_the_same_bits_on_4_and_8(job, processes):
     for case in (images, with_workers):
@@ -522,10 +521,9 @@ def test_sigkill_and_other_process_counts_change_no_bit(tmp_path):
     assert differences(expected, found) == []
 
 
-@pytest.mark.soak
+@only_with_soak
 @pytest.mark.timeout(7200)
 @pytest.mark.filterwarnings("ignore:The last batch of an epoch has a single sample")
-@pytest.mark.skipif(not SOAK, reason="200 resumed runs take long; SOAK=1 runs them")
 def test_any_run_resumes_from_any_update_on_any_process_count(job, tmp_path):
     """20 runs drawn at random, each resumed from 10 states drawn at random."""
     draw = random.Random(0)

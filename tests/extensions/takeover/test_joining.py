@@ -30,7 +30,7 @@ from tests.extensions.takeover.test_takeover import (
     lives,
     report,
 )
-from tests.launching import CAN_SHARD, PATIENCE, ROOT, SOAK, TORCHRUN, WarmPython, environment
+from tests.launching import CAN_SHARD, PATIENCE, ROOT, TORCHRUN, WarmPython, environment, only_with_soak
 
 pytestmark = [pytest.mark.programs, pytest.mark.processes]
 
@@ -71,8 +71,7 @@ def undisturbed(folder: Path, **config: Any) -> Outcome:
 LONG = {"samples": 803, "pause": 0.03, "marks": True, "metrics": True}
 
 
-@pytest.mark.soak
-@pytest.mark.skipif(not SOAK, reason="takes most of a minute: make soak")
+@only_with_soak
 def test_a_job_is_made_larger_up_to_its_logical_processes(tmp_path):
     config = {**LONG, "pause": 0.2, "trainings": 2, "epochs": 1}  # long enough for others to start
     job = begin(tmp_path / "job", 2, "--listen", "127.0.0.1:0", **config)
@@ -89,8 +88,7 @@ def test_a_job_is_made_larger_up_to_its_logical_processes(tmp_path):
 
 
 @CAN_SHARD
-@pytest.mark.soak
-@pytest.mark.skipif(not SOAK, reason="takes a quarter of a minute: make soak")
+@only_with_soak
 def test_shard_replicas_on_other_machines_suffice(tmp_path, capfd):
     """The state for the restart is on the shared disk until all have resumed from it."""
     folder = tmp_path / "job"
@@ -108,8 +106,7 @@ def test_shard_replicas_on_other_machines_suffice(tmp_path, capfd):
     assert sorted(outcome.marks) == [before, *[before + after] * 3]
 
 
-@pytest.mark.soak
-@pytest.mark.skipif(not SOAK, reason="takes a quarter of a minute: make soak")
+@only_with_soak
 def test_a_rank_of_torchrun_outlives_its_process(tmp_path):
     config = {**LONG, "samples": 203, "kills": kill(rank1="forward:6")}
     job = begin(tmp_path / "job", 0, "--listen", "127.0.0.1:0", "--begin-with", "2", **config)
@@ -122,8 +119,7 @@ def test_a_rank_of_torchrun_outlives_its_process(tmp_path):
     assert outcome.results == whole.results
 
 
-@pytest.mark.soak
-@pytest.mark.skipif(not SOAK, reason="takes most of a minute: make soak")
+@only_with_soak
 def test_a_task_may_be_killed_with_its_processes(tmp_path):
     """As with srun --kill-on-bad-exit=0, which lets the other tasks live."""
     job = begin(tmp_path / "job", 0, "--listen", "127.0.0.1:0", "--begin-with", "3", **LONG)
@@ -179,8 +175,7 @@ def send_all(number: int) -> None:
         os.kill(int(process), number)
 
 
-@pytest.mark.soak
-@pytest.mark.skipif(not SOAK, reason="takes a minute: make soak")
+@only_with_soak
 @pytest.mark.parametrize("how", ["link", "packets", "frozen"])
 def test_a_disconnected_machine_rejoins(tmp_path, network, how):  # noqa: F811
     config = {**LONG, "samples": 1603, "pause": 0.08}
@@ -214,8 +209,7 @@ def test_a_disconnected_machine_rejoins(tmp_path, network, how):  # noqa: F811
     assert "which gave no sign of life for 10 s" in log.read_text()
 
 
-@pytest.mark.soak
-@pytest.mark.skipif(not SOAK, reason="cuts networks for long")
+@only_with_soak
 @pytest.mark.parametrize("first", ["a", "b"])
 def test_network_cuts_do_not_change_the_results(tmp_path, network, first):  # noqa: F811
     """Five cuts, or FAULTS in the environment; the first rank may be on the disconnected machine."""

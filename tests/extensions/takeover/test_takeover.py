@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.launching import CAN_SHARD, PATIENCE, SOAK, WarmPython, environment, run_module
+from tests.launching import CAN_SHARD, PATIENCE, SOAK, WarmPython, environment, only_with_soak, run_module
 from tests.small_models import same_bits
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -288,8 +288,7 @@ def check_marks(outcome: Outcome, output: str) -> None:
 
 
 @CAN_SHARD
-@pytest.mark.soak
-@pytest.mark.skipif(not SOAK, reason="takes a minute: make soak")
+@only_with_soak
 @pytest.mark.parametrize(
     ("how", "kills", "update"),
     [
@@ -313,8 +312,7 @@ def test_shard_replicas_suffice_wherever_processes_die(run, capfd, how, kills, u
 
 
 @CAN_SHARD
-@pytest.mark.soak
-@pytest.mark.skipif(not SOAK, reason="takes a minute: make soak")
+@only_with_soak
 def test_using_a_lost_mesh_restarts_from_the_latest_state(run, undisturbed, capfd):
     outcome = run(4, kills=kill(rank1="exchange:7"), sharded="hsdp", gathers=True, **ALL)
     check_equal(outcome, undisturbed, survivors=3)
@@ -322,8 +320,7 @@ def test_using_a_lost_mesh_restarts_from_the_latest_state(run, undisturbed, capf
 
 
 @CAN_SHARD
-@pytest.mark.soak
-@pytest.mark.skipif(not SOAK, reason="takes a minute: make soak")
+@only_with_soak
 def test_a_second_sharded_training_cannot_restart(run):
     config = {"sharded": "hsdp", "trainings": 2, "epochs": 1, "samples": 107}
     outcome = run(4, kills=kill(rank1="evaluated:1"), **config)
@@ -334,8 +331,7 @@ def test_a_second_sharded_training_cannot_restart(run):
 
 
 @CAN_SHARD
-@pytest.mark.soak
-@pytest.mark.skipif(not SOAK, reason="takes a minute: make soak")
+@only_with_soak
 @pytest.mark.parametrize(("how", "processes", "lost"), [("fsdp", 3, "rank0"), ("hsdp", 4, "rank2")])
 def test_a_sharded_run_takes_a_new_process_and_loses_nothing(run, how, processes, lost):
     """The ranks of the others change, and with them their positions in the meshes."""
@@ -458,8 +454,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.soak
-@pytest.mark.skipif(not SOAK, reason="kills for long")
+@only_with_soak
 @pytest.mark.parametrize("kind", FAULTS)
 def test_faults_of_all_kinds_leave_no_trace(tmp_path, undisturbed, kind):
     """The environment variable FAULTS sets the number of faults of each kind."""
@@ -475,8 +470,7 @@ def test_faults_of_all_kinds_leave_no_trace(tmp_path, undisturbed, kind):
         report(f"{kind}: {faults} faults in {number} runs")
 
 
-@pytest.mark.soak
-@pytest.mark.skipif(not SOAK, reason="kills for long")
+@only_with_soak
 @pytest.mark.parametrize("options", [(), ("--replace",)])
 def test_random_kills_leave_no_trace(tmp_path, run, options):
     config = {**ALL, "samples": 803, "pause": 0.004, "marks": True}
@@ -506,8 +500,7 @@ PLACES |= {"exchange": 8, "epoch": 2, "evaluation": 8, "evaluated": 2, "saving":
 
 
 @CAN_SHARD
-@pytest.mark.soak
-@pytest.mark.skipif(not SOAK, reason="kills for long")
+@only_with_soak
 def test_faults_in_a_sharded_run_lose_no_update(tmp_path, capfd, undisturbed):
     """Of two lost processes, the second dies in the takeover, with other shards than the first."""
     faults = number = 0
