@@ -17,7 +17,7 @@ from pytorch_accel_lite.checkpoint.locations import read_state, store_of
 from pytorch_accel_lite.checkpoint.manifest import MANIFEST
 from pytorch_accel_lite.checkpoint.recorded_settings import describe_optimizers
 from pytorch_accel_lite.checkpoint.settings_comparison import describe_loaded
-from pytorch_accel_lite.checkpoint.state_contents import finish_restoring, restore
+from pytorch_accel_lite.checkpoint.state_contents import restore_after_start, restore_before_start
 from pytorch_accel_lite.checkpoint.state_directory import read_learned
 from pytorch_accel_lite.checkpoint.supported_engines import refuse_engines
 from pytorch_accel_lite.checkpoint.trained_object_states import load_loss_state, load_trained_object_states
@@ -129,16 +129,19 @@ def _read_open_file(trainer: TrainerLike, file: IO[bytes]) -> StateDict:
 
 
 def load_training_state(trainer: TrainerLike, input_dir: StrPath) -> StateDict:
-    """Carry out ``Trainer.load_training_state()``."""
+    """Carry out ``Trainer.load_training_state()``.
+
+    A run that resumes calls it only if it is overridden, see ``begin_resuming`` in ``loop/resuming.py``.
+    """
     resumed, location = trainer.current_run.resumed, parse_location(input_dir, "input_dir")
-    if resumed is not None and resumed.directory == location:  # the run has read this state, and finishes restoring it
+    if resumed is not None and resumed.directory == location:  # called by an override: the run has read this state
         state = resumed
-        restore(trainer, state, with_scheduler=not trainer.current_run.schedule.is_recreated)
+        restore_before_start(trainer, state, with_scheduler=not trainer.current_run.schedule.is_recreated)
     else:
         state = read_state(location, trainer.ranks)
         options = describe_optimizers(trainer)
-        restore(trainer, state)
-        finish_restoring(trainer, state)
+        restore_before_start(trainer, state)
+        restore_after_start(trainer, state)
         if changes := describe_loaded(trainer, options, os.fspath(input_dir)):
             trainer.print(f"{changes} To train with this program's options, set them again.")
         prepared = trainer.prepared_model

@@ -58,48 +58,48 @@ from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.training_state import TrainingState
 
-# What a training state keeps, by key, and what restores it: before the starting events of the resumed run (restore), or
-# after them (finish_restoring), as callbacks may create or reset objects in these events. A state lacks the keys of
-# later versions, so those from 0.2 on are read with a default. The keys never change.
+# What a training state keeps, by key, and what restores it: restore_before_start, before the starting events of the
+# resumed run, or restore_after_start, after them, as callbacks may create or reset objects in these events. A state
+# lacks the keys of later versions, so those from 0.2 on are read with a default. The keys never change.
 #
-# | shared by all ranks  | since | restored by                                              | starting events |
-# |----------------------|-------|----------------------------------------------------------|-----------------|
-# | optimizer            | 0.1   | restore; with groups that are added, finish_restoring    | before or after |
-# | scheduler            | 0.1   | restore; with another batch size, resumed_schedule.py    | before          |
-# | scaler               | 0.1   | restore                                                  | before          |
-# | model_extra          | 0.1   | restore: weights that safetensors does not support       | before          |
-# | history              | 0.1   | restore, by _restore_history                             | before          |
-# | microbatches         | 0.1   | restore, by GuardedStep                                  | before          |
-# | items_per_batch      | 0.1   | restore                                                  | before          |
-# | loss_func            | 0.1   | restore, by load_loss_state                              | before          |
-# | objects              | 0.1   | both: registered objects                                 | before, after   |
-# | callbacks            | 0.1   | finish_restoring                                         | after           |
-# | losses               | 0.1   | finish_restoring, if a rank has no file of its own       | after           |
-# | extra                | 0.1   | load_training_state, which returns it                    | -               |
-# | attributes           | 0.2   | both: heads, critics, other optimizers                   | before, after   |
-# | schedule_shift       | 0.2   | restore                                                  | before          |
-# | frozen_weights       | 0.2   | restore: checksums of weights that were left out (FROZEN)| before          |
-# | logical              | 0.2   | finish_restoring, by the division                        | after           |
-# | position             | 0.2   | finish_restoring, by the loader                          | after           |
-# | epoch_read           | 0.3   | finish_restoring, by the loader                          | after           |
-# | source_batch_size    | 0.3   | finish_restoring, by the loader                          | after           |
-# | base                 | 0.3   | read for an error: the name of the pretrained model      | -               |
-# | optimizer_classes    | 0.3   | read for an error, in both                               | before, after   |
-# | settings             | 0.3   | compared by checkpoint/settings_comparison.py            | before          |
-# | own_items_per_batch  | 0.3   | restore, by ManualStep                                   | before          |
-# | set_apart            | 0.3   | restore, as recorded_by_evaluate, with the history       | before          |
-# | evaluations          | 0.3   | loop/evaluation.py, when they begin                      | after           |
-# | trainability         | 0.3   | finish_restoring: which parameters are trained           | after           |
-# | user_attributes      | 0.3   | both                                                     | before, after   |
+# | shared by all ranks  | since | restored by                                                            |
+# |----------------------|-------|------------------------------------------------------------------------|
+# | optimizer            | 0.1   | restore_before_start; with groups that are added, restore_after_start  |
+# | scheduler            | 0.1   | restore_before_start; with another batch size, resumed_schedule.py     |
+# | scaler               | 0.1   | restore_before_start                                                   |
+# | model_extra          | 0.1   | restore_before_start: weights that safetensors does not support        |
+# | history              | 0.1   | restore_before_start, by _restore_history                              |
+# | microbatches         | 0.1   | restore_before_start, by GuardedStep                                   |
+# | items_per_batch      | 0.1   | restore_before_start                                                   |
+# | loss_func            | 0.1   | restore_before_start, by load_loss_state                               |
+# | objects              | 0.1   | both: registered objects                                               |
+# | callbacks            | 0.1   | restore_after_start                                                    |
+# | losses               | 0.1   | restore_after_start, if a rank has no file of its own                  |
+# | extra                | 0.1   | load_training_state, which returns it                                  |
+# | attributes           | 0.2   | both: heads, critics, other optimizers                                 |
+# | schedule_shift       | 0.2   | restore_before_start                                                   |
+# | frozen_weights       | 0.2   | restore_before_start: checksums of weights that were left out (FROZEN) |
+# | logical              | 0.2   | restore_after_start, by the division                                   |
+# | position             | 0.2   | restore_after_start, by the loader                                     |
+# | epoch_read           | 0.3   | restore_after_start, by the loader                                     |
+# | source_batch_size    | 0.3   | restore_after_start, by the loader                                     |
+# | base                 | 0.3   | read for an error: the name of the pretrained model                    |
+# | optimizer_classes    | 0.3   | read for an error, in both                                             |
+# | settings             | 0.3   | compared by checkpoint/settings_comparison.py                          |
+# | own_items_per_batch  | 0.3   | restore_before_start, by ManualStep                                    |
+# | set_apart            | 0.3   | restore_before_start, as recorded_by_evaluate, with the history        |
+# | evaluations          | 0.3   | loop/evaluation.py, when they begin                                    |
+# | trainability         | 0.3   | restore_after_start: which parameters are trained                      |
+# | user_attributes      | 0.3   | both                                                                   |
 #
-# | of each rank         | since | restored by                                              | starting events |
-# |----------------------|-------|----------------------------------------------------------|-----------------|
-# | losses               | 0.1   | finish_restoring, with as many processes as before       | after           |
-# | generators           | 0.1   | finish_restoring, with as many processes as before       | after           |
-# | position             | 0.2   | finish_restoring: of data that a process has for itself  | after           |
-# | epoch_read           | 0.3   | as position                                              | after           |
-# | source_batch_size    | 0.3   | as position                                              | after           |
-# | user_attributes      | 0.3   | both: what differs between ranks                         | before, after   |
+# | of each rank         | since | restored by                                                            |
+# |----------------------|-------|------------------------------------------------------------------------|
+# | losses               | 0.1   | restore_after_start, with as many processes as before                  |
+# | generators           | 0.1   | restore_after_start, with as many processes as before                  |
+# | position             | 0.2   | restore_after_start: of data that a process has for itself             |
+# | epoch_read           | 0.3   | as position                                                            |
+# | source_batch_size    | 0.3   | as position                                                            |
+# | user_attributes      | 0.3   | both: what differs between ranks                                       |
 
 
 def capture(
@@ -269,8 +269,11 @@ def _collect_metadata(trainer: TrainerLike) -> StateDict:
     }
 
 
-def restore(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = True) -> None:
-    """Restore the weights, optimizer, progress, history and, unless disabled, the scheduler."""
+def restore_before_start(trainer: TrainerLike, state: TrainingState, with_scheduler: bool = True) -> None:
+    """Restore the weights, optimizer, progress, history and, unless disabled, the scheduler.
+
+    In a resumed run, this is done before the starting events, and ``restore_after_start`` after them.
+    """
     _check_optimizer_classes(trainer, state)
     model = trainer.get_model(keep_torch_compile=False)
     current: dict[str, torch.Tensor] = without_compile(model.state_dict())
@@ -326,7 +329,7 @@ def _restore_history(trainer: TrainerLike, shared: StateDict) -> None:
         history._increment_epoch()
 
 
-def finish_restoring(trainer: TrainerLike, state: TrainingState) -> None:
+def restore_after_start(trainer: TrainerLike, state: TrainingState) -> None:
     """Restore the callbacks, the running losses and the generators of this rank, right before training continues.
 
     Attributes and registered objects are restored again, because the starting events may have created, reset or moved

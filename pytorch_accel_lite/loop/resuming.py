@@ -1,4 +1,8 @@
-"""Completing the restoration of a resumed run, unless it has nothing left to do."""
+"""Resuming a run from a state that it has read: what is restored before and after its starting events, and its end.
+
+``begin_resuming`` restores a state before the starting events of the run, and ``end_resuming`` the rest after them. In
+between, ``run.resumed`` is the state. Afterwards it is ``None``, as in a run that is not resumed.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,59 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pytorch_accel_lite.base.types import JsonObject
-from pytorch_accel_lite.checkpoint.state_contents import finish_restoring
+from pytorch_accel_lite.base.user_code import is_from_this_package
+from pytorch_accel_lite.checkpoint.settings_comparison import compare_settings
+from pytorch_accel_lite.checkpoint.state_contents import restore_after_start, restore_before_start
 from pytorch_accel_lite.checkpoint.trained_object_states import describe_attributes
 from pytorch_accel_lite.checkpoint.user_attributes import describe_unsaved, note_trained_parameters
+from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length, warn_of_other_schedule
+from pytorch_accel_lite.loop.resumed_schedule import must_recreate_schedule, resume_schedule
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.stops import StopTrainingError
 from pytorch_accel_lite.run.training_state import TrainingState
+
+
+def begin_resuming(trainer: TrainerLike, run: Run, state: TrainingState) -> None:
+    """Restore a state before the starting events, and recreate its schedule if epochs have another number of updates.
+
+    Whether that is so must be known before the state is loaded, and the length of a schedule is checked afterwards.
+    """
+    warn_of_other_schedule(trainer, state)
+    run.schedule.is_recreated = must_recreate_schedule(trainer, run, state)
+    if is_from_this_package(trainer.load_training_state):
+        restore_before_start(trainer, state, with_scheduler=not run.schedule.is_recreated)
+    else:
+        trainer.load_training_state(state.directory)  # an override; the method of Trainer then takes run.resumed
+    run.stepper.set_accumulation(run, run.accumulation.window_size_after(run.progress.update))
+    run.goodput.resume(state.metadata.get("goodput", {}), state.metadata["saved_at"])
+    check_schedule_length(trainer, run)
+    if run.schedule.is_recreated:
+        resume_schedule(trainer, run, state)
+    if trainer.accelerator.is_main_process and (changes := compare_settings(trainer, state)):
+        trainer.print(changes)
+
+
+def end_resuming(trainer: TrainerLike, run: Run) -> None:
+    """Restore what the starting events may have reset, and then the random generators. Does nothing if that is done."""
+    if run.resumed is not None:
+        restore_after_start(trainer, run.resumed)
+        run.resumed = None
+
+
+@contextmanager
+def ending_resumption(trainer: TrainerLike, run: Run) -> Iterator[None]:
+    """Call ``end_resuming()`` after a block in which a run trains, unless its loop has done so.
+
+    The loop calls it after the last starting events of the resumed run: those of the epoch if the run resumes within
+    the steps of an epoch, otherwise those of the run. But nothing may be left to do, or a starting event may stop the
+    run.
+    """
+    try:
+        yield
+    except StopTrainingError:
+        end_resuming(trainer, run)
+        raise
+    end_resuming(trainer, run)
 
 
 def print_state_contents(trainer: TrainerLike, run: Run) -> None:
@@ -30,29 +81,6 @@ def print_state_contents(trainer: TrainerLike, run: Run) -> None:
             "If this run is interrupted, the resumed one will not see the same training data as it would have without "
             f"the interruption: {obstacle}."
         )
-
-
-@contextmanager
-def resuming(trainer: TrainerLike, run: Run) -> Iterator[None]:
-    """Call ``finish_resuming()`` after a block in which a run trains, unless its loop has done so.
-
-    The loop calls it after the last starting events of the resumed run: those of the epoch if the run resumes within
-    the steps of an epoch, otherwise those of the run. But nothing may be left to do, or a starting event may stop the
-    run.
-    """
-    try:
-        yield
-    except StopTrainingError:
-        finish_resuming(trainer, run)
-        raise
-    finish_resuming(trainer, run)
-
-
-def finish_resuming(trainer: TrainerLike, run: Run) -> None:
-    """Restore what the starting events may have reset, and then the random generators. Does nothing if that is done."""
-    if run.resumed is not None:
-        finish_restoring(trainer, run.resumed)
-        run.resumed = None
 
 
 def end_if_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:

@@ -17,7 +17,6 @@ from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.locks import lock_path
 from pytorch_accel_lite.checkpoint.recorded_settings import record_settings
-from pytorch_accel_lite.checkpoint.settings_comparison import compare_settings
 from pytorch_accel_lite.checkpoint.state_contents import check_history
 from pytorch_accel_lite.checkpoint.state_to_resume import find_state
 from pytorch_accel_lite.checkpoint.user_attributes import note_created_attributes
@@ -31,12 +30,12 @@ from pytorch_accel_lite.loop.guards.arguments import (
     settings_of_optimizer,
 )
 from pytorch_accel_lite.loop.guards.epoch_zero import warn_of_epoch_zero
-from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length, warn_of_other_schedule
+from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length
 from pytorch_accel_lite.loop.inference import choose_inference_step
 from pytorch_accel_lite.loop.lifecycle import entering
 from pytorch_accel_lite.loop.loaders import create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.model_preparation import apply_model_options, prepare_model
-from pytorch_accel_lite.loop.resumed_schedule import must_recreate_schedule, resume_schedule
+from pytorch_accel_lite.loop.resuming import begin_resuming
 from pytorch_accel_lite.optimizers.operations import clear_gradients, is_created
 from pytorch_accel_lite.run.accumulation import Accumulation, GradientWindow
 from pytorch_accel_lite.run.history import InMemoryRunHistory
@@ -44,7 +43,6 @@ from pytorch_accel_lite.run.parts import Training
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import LoaderArguments, RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
-from pytorch_accel_lite.run.training_state import TrainingState
 
 
 def configure(trainer: TrainerLike, run: Run) -> None:
@@ -241,7 +239,7 @@ def begin_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> 
     if run.resumed is None:
         check_schedule_length(trainer, run)
     else:
-        _resume(trainer, run, run.resumed)
+        begin_resuming(trainer, run, run.resumed)
     _plan_first_update(trainer, run)
 
 
@@ -259,23 +257,6 @@ def _record_settings(trainer: TrainerLike, run: Run) -> None:
     """Record the settings for training states, before a state changes them."""
     if trainer.accelerator.is_main_process and (run.resumed is not None or run.request.saves_training_states):
         run.recorded_settings = record_settings(trainer)
-
-
-def _resume(trainer: TrainerLike, run: Run, state: TrainingState) -> None:
-    """Restore a training state, and create its schedule again if an epoch has another number of updates now.
-
-    Whether that is so must be known before the state is loaded, and the length of a schedule is checked afterwards.
-    """
-    warn_of_other_schedule(trainer, state)
-    run.schedule.is_recreated = must_recreate_schedule(trainer, run, state)
-    trainer.load_training_state(state.directory)
-    run.stepper.set_accumulation(run, run.accumulation.window_size_after(run.progress.update))
-    run.goodput.resume(state.metadata.get("goodput", {}), state.metadata["saved_at"])
-    check_schedule_length(trainer, run)
-    if run.schedule.is_recreated:
-        resume_schedule(trainer, run, state)
-    if trainer.accelerator.is_main_process and (changes := compare_settings(trainer, state)):
-        trainer.print(changes)
 
 
 def _plan_first_update(trainer: TrainerLike, run: Run) -> None:

@@ -22,7 +22,7 @@ from pytorch_accel_lite.loop.guards.modes import check_global_modes, fire_start_
 from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.loaders import loader_of_run
-from pytorch_accel_lite.loop.resuming import end_if_complete, finish_resuming, print_state_contents, resuming
+from pytorch_accel_lite.loop.resuming import end_if_complete, end_resuming, ending_resumption, print_state_contents
 from pytorch_accel_lite.loop.sanity_check import check_evaluation
 from pytorch_accel_lite.run.modules_and_optimizers import set_optimizer_modes
 from pytorch_accel_lite.run.parts import GlobalModes
@@ -41,7 +41,7 @@ def begin_training(trainer: TrainerLike, run: Run) -> None:
 def train(trainer: TrainerLike, run: Run) -> None:
     """Train for all epochs of a run, or for the remaining ones if it is resumed."""
     run.loop.uses_builtin_loop = True
-    with ending(trainer, run, "training"), resuming(trainer, run):
+    with ending(trainer, run, "training"), ending_resumption(trainer, run):
         trainer.training_run_start()
         trainer.call_event("on_training_run_start")
         run.loop.global_modes = GlobalModes.now(run.device)
@@ -77,7 +77,7 @@ def begin_epoch(trainer: TrainerLike, run: Run) -> None:
     """Begin the next epoch, unless the current one is incomplete."""
     is_new = not run.progress.is_mid_epoch
     if is_new or run.epoch_is_trained:
-        finish_resuming(trainer, run)
+        end_resuming(trainer, run)
     if is_new:
         run.progress.start_epoch()
         run.window.filled = 0
@@ -124,7 +124,7 @@ def _begin_train_epoch(trainer: TrainerLike, run: Run) -> ShardedLoader:
     if trainer.callback_handler.listeners["on_train_epoch_start"]:
         fire_start_event(trainer, "on_train_epoch_start", "training")
     check_global_modes(trainer, run)
-    finish_resuming(trainer, run)
+    end_resuming(trainer, run)
     # A callback may have set trainer.train_dataloader.
     run.data.train_loader = loader = loader_of_run(trainer, run, run.data.train_loader, training=True)
     set_optimizer_modes(trainer, training=True)

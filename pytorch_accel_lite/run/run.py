@@ -226,7 +226,7 @@ class Run:
         completes_evaluation: whether the dataset whose evaluation begins next is the last one after an epoch
         trained_model: the trainer's model, while another model is evaluated in its place
         skipped: the failed batches of the run's evaluations or its prediction; ``None`` if such a failure is an error
-        resumed: the training state from which the run starts, until it is restored
+        resumed: the training state from which the run resumes, until all of it is restored; ``None`` in other runs
         latest: records of the latest training, evaluation and loading of weights, which outlive their runs
     """
 
