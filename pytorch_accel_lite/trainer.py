@@ -67,7 +67,7 @@ from pytorch_accel_lite.loop import (
     training,
 )
 from pytorch_accel_lite.loop.fit import fit
-from pytorch_accel_lite.loop.guards import arguments, replicas, schedule_checks
+from pytorch_accel_lite.loop.guards import arguments, optimizer_checks, replicas, schedule_checks
 from pytorch_accel_lite.optimizers.operations import (
     OptimizerFactory,
     Optimizers,
@@ -360,7 +360,7 @@ class Trainer:
         arguments.check_resume_from(resume_from)
         has_schedule = create_scheduler_fn is not None or warmup_steps
         schedule = resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval) if has_schedule else None
-        arguments.check_optimizers(self)
+        optimizer_checks.check_optimizers(self)
         if eval_dataset is not None:
             arguments.check_dataset(self, "eval_dataset", eval_dataset, size, eval_kwargs, collate_fn, train_dataset)
         self._latest_eval_dataset = eval_dataset

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -126,6 +127,11 @@ def find_data_ranks(model: nn.Module, everyone: Ranks) -> Ranks:
             "shards over the second and keeps copies over the first."
         )
     return everyone if len(peers) == 1 else DataRanks(everyone, peers)
+
+
+def tensor_parallel_size(accelerator: Accelerator) -> int:
+    """Return the number of processes that share each batch according to the accelerator's ``parallelism_config``."""
+    return getattr(getattr(accelerator, "parallelism_config", None), "tp_size", 1) or 1
 
 
 def covers(parameter: nn.Parameter, ranks: Ranks) -> bool:

@@ -23,13 +23,10 @@ from pytorch_accel_lite.checkpoint.user_attributes import note_created_attribute
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.loop.deepspeed import configure_deepspeed, uses_deepspeed
-from pytorch_accel_lite.loop.guards.arguments import (
-    check_optimizers,
-    check_same_on_all_ranks,
-    check_training,
-    settings_of_optimizer,
-)
+from pytorch_accel_lite.loop.guards.arguments import check_training
 from pytorch_accel_lite.loop.guards.epoch_zero import warn_of_epoch_zero
+from pytorch_accel_lite.loop.guards.optimizer_checks import check_optimizers
+from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_ranks, settings_of_optimizer
 from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length
 from pytorch_accel_lite.loop.inference import choose_inference_step
 from pytorch_accel_lite.loop.lifecycle import entering

@@ -8,44 +8,31 @@ from __future__ import annotations
 import inspect
 import numbers
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from pytorch_accel_lite.base.constructor_calls import arguments_of
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.reprs import short_repr
-from pytorch_accel_lite.base.text import add_note, listed
+from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.base.unknown_names import did_you_mean
-from pytorch_accel_lite.base.user_code import is_from_this_package, is_overridden
-from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.base.validation import check_choice, check_number, check_positive_int, check_positive_number
 from pytorch_accel_lite.data.consistency import is_prepared
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, options_of
 from pytorch_accel_lite.data.sources import CollateFunction, Source
-from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.distributed.lost_processes import naming_call
+from pytorch_accel_lite.distributed.data_ranks import tensor_parallel_size
 from pytorch_accel_lite.distributed.process_zero import current_process
-from pytorch_accel_lite.optimizers.operations import (
-    TrainerOptimizer,
-    is_created,
-    optimized_parameters,
-    parts_of_optimizer,
-)
-from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.optimizers.operations import TrainerOptimizer
 from pytorch_accel_lite.run.history import RunHistory
 from pytorch_accel_lite.run.intervals import parse_interval
-from pytorch_accel_lite.run.modules_and_optimizers import other_modules
-from pytorch_accel_lite.run.optimized_parameters import all_optimized_parameters
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 
@@ -76,8 +63,6 @@ _INSTEAD_OF_CONFIGURATION = {
     "dispatch_batches": "Leave it out: each process reads its share of data that can be indexed or divided; the first "
     "process reads other streams for all.",
 }
-#: Settings of a run that may differ between ranks and are not compared.
-_OF_ONE_RANK = {"is_local_process_zero", "is_world_process_zero", "train_dl_kwargs", "eval_dl_kwargs"}
 _DEFAULT_BATCH_SIZE = 8
 _SEEDS = 2**32 - 2**20  # leaves enough seeds for a million processes
 
@@ -157,11 +142,6 @@ def check_parallelism(accelerator: Accelerator) -> None:
         )
 
 
-def tensor_parallel_size(accelerator: Accelerator) -> int:
-    """Return the number of processes that share each batch according to the accelerator's ``parallelism_config``."""
-    return getattr(getattr(accelerator, "parallelism_config", None), "tp_size", 1) or 1
-
-
 # ------------------------------------------------------------------------------------------- of a training run
 
 
@@ -229,47 +209,6 @@ def _check_accelerator(accelerator: Accelerator) -> None:
         value = getattr(accelerator.dataloader_config, name)
         if value not in (None, False):
             raise ValueError(f"The accelerator's DataLoaderConfiguration has {name}={value}. {instead}")
-
-
-def check_optimizers(trainer: TrainerLike) -> None:
-    """Check that the optimizers have all parameters that are meant to be trained.
-
-    If a factory has not created the optimizer yet, the check is made once it has.
-    """
-    if not is_created(trainer.optimizer):
-        return
-    parts = parts_of_optimizer(trainer.optimizer)
-    model, loss_func = trainer.get_model(keep_torch_compile=False), trainer.loss_func
-    optimized = set(all_optimized_parameters(trainer))
-    missed = _not_optimized(model, optimized) if parts else ""
-    if missed:
-        raise ValueError(
-            f"None of the optimizers {', '.join(map(repr, parts))} has the model's {missed}. Add them to one of the "
-            "optimizers, or call requires_grad_(False) on those that should not be trained."
-        )
-    in_optimizer = optimized_parameters(trainer.optimizer)
-    modules = [model, *other_modules(trainer).values()]
-    in_modules = {parameter for module in modules for parameter in module.parameters()}
-    if in_optimizer and in_modules.isdisjoint(in_optimizer):
-        warn_outside(
-            f"None of the {len(in_optimizer)} parameters of the optimizer belongs to the model, so training will not "
-            "change the model, unless the optimizer works on copies. Create the optimizer from model.parameters() of "
-            "the model passed to the trainer, and recreate it whenever you recreate the model."
-        )
-    elif in_optimizer and isinstance(loss_func, nn.Module):
-        missed = _not_optimized(loss_func, {*model.parameters(), *optimized})
-        if missed:
-            warn_outside(
-                f"{type(loss_func).__name__}, the loss function, has trainable parameters that no optimizer has: "
-                f"{missed}. Create the optimizer from [*model.parameters(), *loss_func.parameters()], or call "
-                "loss_func.requires_grad_(False) if they should not be trained."
-            )
-
-
-def _not_optimized(module: nn.Module, optimized: set[nn.Parameter]) -> str:
-    """Return the names of trainable parameters that no optimizer has, or the first three of them."""
-    missed = [name for name, p in module.named_parameters() if p.requires_grad and p not in optimized]
-    return listed(missed, 3) if missed else ""
 
 
 # ------------------------------------------------------------------------------------------------- of data
@@ -391,76 +330,3 @@ def _are_columns(dataset: Source) -> bool:
         return hasattr(dataset, "iloc")
     sizes = {tuple(getattr(column, "shape", ()))[:1] for column in dataset}
     return len(sizes) == 1 and sizes.isdisjoint({(), (1,)})
-
-
-# ------------------------------------------------------------------------------------------- on all ranks
-
-
-def check_same_call(trainer: TrainerLike, call: str, train_data: Source, eval_data: Source) -> None:
-    """Check that all ranks begin a run by the same call, with the same datasets, callbacks and seed.
-
-    This is the first communication of a run: in any other, processes with different calls would deadlock.
-
-    Args:
-        call: the method of the trainer that begins the run
-    """
-    ranks = trainer.ranks
-    settings: dict[str, object] = {
-        "call": call,
-        "callbacks": trainer.callback_handler.callback_list,
-        "seed": trainer.seed,
-    }
-    settings |= _arguments_of_callbacks(trainer.callback_handler.callbacks)
-    for name, data in (("train_dataset", train_data), ("eval_dataset", eval_data)):
-        settings[name] = [*data] if isinstance(data, dict) else None if data is None else "a dataset"
-    with naming_call(ranks, call):
-        check_same_on_all_ranks(settings, ranks)
-
-
-def check_same_on_all_ranks(settings: dict[str, object], ranks: Ranks) -> None:
-    """Check that all ranks have the same settings. Otherwise, they would deadlock or read each other's samples."""
-    by_rank = ranks.all_gather_object({name: value for name, value in settings.items() if name not in _OF_ONE_RANK})
-    first = by_rank[0]
-    for rank, other in enumerate(by_rank):
-        for name in [*first, *(other.keys() - first.keys())]:
-            if name.startswith("callbacks[") and not (name in first and name in other):
-                continue  # only one rank has the object, such as a trial
-            mine, theirs = (repr(values[name]) if name in values else "nothing" for values in (first, other))
-            if mine != theirs and (name not in first or name not in other or first[name] != other[name]):
-                raise ValueError(
-                    f"{name}={theirs} on rank {rank}, but {name}={mine} on rank 0. Make the same calls on every "
-                    "process, with the same arguments and callbacks: each derives its share of the run from them."
-                )
-
-
-#: Callbacks that only show something on one process, and arguments that only name a place to write to.
-_SHOW = ("log_metrics", "plot_metrics_callback", "print_progress", "progress_bar", "progress_table")
-_PLACES = re.compile(r"path|dir|folder|file|name|url|project")
-
-
-def _arguments_of_callbacks(callbacks: Iterable[TrainerCallback]) -> dict[str, object]:
-    """Return the arguments of this package's callbacks, which decide when processes communicate."""
-    found: dict[str, object] = {}
-    for number, callback in enumerate(callbacks):
-        if is_from_this_package(type(callback)) and not type(callback).__module__.endswith(_SHOW):
-            for name, value in arguments_of(callback).items():
-                if _is_comparable(value) and not _PLACES.search(name):
-                    found[f"callbacks[{number}].{name}"] = value
-    return found
-
-
-def settings_of_optimizer(optimizer: TrainerOptimizer) -> dict[str, object]:
-    """Return the settings of an optimizer by group, for a comparison between processes."""
-    found: dict[str, object] = {}
-    for number, group in enumerate(getattr(optimizer, "param_groups", ())):
-        for name, value in group.items():
-            value = float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-            if _is_comparable(value):
-                found[f"optimizer.param_groups[{number}][{name!r}]"] = value
-    return found
-
-
-def _is_comparable(value: object) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_comparable, value))
-    return value is None or isinstance(value, (bool, int, float, str))

@@ -1,0 +1,53 @@
+"""Checks that the optimizers have the parameters that are meant to be trained."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from pytorch_accel_lite.base.text import listed
+from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.optimizers.operations import is_created, optimized_parameters, parts_of_optimizer
+from pytorch_accel_lite.run.modules_and_optimizers import other_modules
+from pytorch_accel_lite.run.optimized_parameters import all_optimized_parameters
+from pytorch_accel_lite.run.run import TrainerLike
+
+
+def check_optimizers(trainer: TrainerLike) -> None:
+    """Check that the optimizers have all parameters that are meant to be trained.
+
+    If a factory has not created the optimizer yet, the check is made once it has.
+    """
+    if not is_created(trainer.optimizer):
+        return
+    parts = parts_of_optimizer(trainer.optimizer)
+    model, loss_func = trainer.get_model(keep_torch_compile=False), trainer.loss_func
+    optimized = set(all_optimized_parameters(trainer))
+    missed = _not_optimized(model, optimized) if parts else ""
+    if missed:
+        raise ValueError(
+            f"None of the optimizers {', '.join(map(repr, parts))} has the model's {missed}. Add them to one of the "
+            "optimizers, or call requires_grad_(False) on those that should not be trained."
+        )
+    in_optimizer = optimized_parameters(trainer.optimizer)
+    modules = [model, *other_modules(trainer).values()]
+    in_modules = {parameter for module in modules for parameter in module.parameters()}
+    if in_optimizer and in_modules.isdisjoint(in_optimizer):
+        warn_outside(
+            f"None of the {len(in_optimizer)} parameters of the optimizer belongs to the model, so training will not "
+            "change the model, unless the optimizer works on copies. Create the optimizer from model.parameters() of "
+            "the model passed to the trainer, and recreate it whenever you recreate the model."
+        )
+    elif in_optimizer and isinstance(loss_func, nn.Module):
+        missed = _not_optimized(loss_func, {*model.parameters(), *optimized})
+        if missed:
+            warn_outside(
+                f"{type(loss_func).__name__}, the loss function, has trainable parameters that no optimizer has: "
+                f"{missed}. Create the optimizer from [*model.parameters(), *loss_func.parameters()], or call "
+                "loss_func.requires_grad_(False) if they should not be trained."
+            )
+
+
+def _not_optimized(module: nn.Module, optimized: set[nn.Parameter]) -> str:
+    """Return the names of trainable parameters that no optimizer has, or the first three of them."""
+    missed = [name for name, p in module.named_parameters() if p.requires_grad and p not in optimized]
+    return listed(missed, 3) if missed else ""
