@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from hashlib import sha256
 from pathlib import Path
 from typing import IO
@@ -11,8 +12,14 @@ from urllib.parse import quote
 StrPath = str | os.PathLike[str]
 #: A path, or a binary file that the user has opened, or an ``io.BytesIO``.
 PathOrFile = StrPath | IO[bytes]
+_PLACE = re.compile(r"(.*_)?(dir|directory|paths?|files?|folder|url|log|logger)")
 _LONGEST_NAME = 255  # bytes, on all common file systems
 _LONGEST_PART = 150  # maximum length of a name made of several parts
+
+
+def is_place(argument: str) -> bool:
+    """Return whether an argument, by its name, only says where something is read or written."""
+    return _PLACE.fullmatch(argument) is not None
 
 
 def parse_location(path: StrPath, argument: str = "path") -> Path | str:

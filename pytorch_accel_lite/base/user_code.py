@@ -13,6 +13,8 @@ from types import CodeType, TracebackType
 
 #: The directories of Python and of installed packages.
 LIBRARIES = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "purelib", "platlib"))
+#: Files whose functions only wrap methods, to check their arguments. Each file adds itself.
+WRAPPERS = set[str]()
 _OWN_FILES = str(Path(__file__).parents[1]) + os.sep
 
 

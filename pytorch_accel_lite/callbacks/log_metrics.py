@@ -20,6 +20,7 @@ class LogMetricsCallback(TrainerCallback):
     """
 
     affects_training = False
+    arguments_may_differ = True
 
     @cached_property
     def _new(self) -> NewMetrics:

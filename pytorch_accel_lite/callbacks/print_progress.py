@@ -10,6 +10,7 @@ class PrintProgressCallback(TrainerCallback):
     """Print a message when a run and each epoch start, and when the run ends, unless it failed or was paused."""
 
     affects_training = False
+    arguments_may_differ = True
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         trainer.print("Starting training run")

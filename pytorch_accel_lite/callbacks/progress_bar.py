@@ -72,6 +72,7 @@ class ProgressBarCallback(TrainerCallback):
     """
 
     affects_training = False
+    arguments_may_differ = True
 
     def __init__(
         self, show_always: bool = False, refresh_seconds: float = 0.25, *, line_every_seconds: float | None = 30.0

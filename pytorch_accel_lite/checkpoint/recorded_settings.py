@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.constructor_calls import arguments_of
 from pytorch_accel_lite.base.modules import class_of, unsharded_class
+from pytorch_accel_lite.base.paths import is_place
 from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.text import to_number
 from pytorch_accel_lite.base.types import JsonObject
@@ -51,10 +52,9 @@ _OF_TRAIN = (
     "evaluate_every",
     "mixed_precision",
 )
-#: Names of arguments for places, devices, parts of a job, and data.
+#: Names of arguments for devices, parts of a job, and data.
 _ELSEWHERE = re.compile(
-    r"(.*_)?(dir|directory|paths?|files?|folder|url|log|logger|devices?|dtype|rank|replicas|world_size|epoch|verbose)"
-    r"|data_source|dataset|mixture|generator"
+    r"(.*_)?(devices?|dtype|rank|replicas|world_size|epoch|verbose)|data_source|dataset|mixture|generator"
 )
 #: Marks the code of a function: the Python version of the bytecode, and a checksum.
 CODE = re.compile(r" #(\d+\.\d+)-[0-9a-f]{8}")
@@ -64,9 +64,9 @@ _DEEPEST = 4
 DATA = "data"
 
 
-def is_place(name: str) -> bool:
-    """Return whether a setting, by its name, is a place or a device, which may differ in a resumed run."""
-    return _ELSEWHERE.fullmatch(name) is not None
+def may_differ(name: str) -> bool:
+    """Return whether a setting, by its name, may differ in a resumed run, as a place or a device may."""
+    return is_place(name) or _ELSEWHERE.fullmatch(name) is not None
 
 
 def saved_optimizers(trainer: TrainerLike) -> dict[str, Optimizer]:
@@ -180,7 +180,7 @@ def _arguments_but_places(callback: TrainerCallback) -> dict[str, object]:
     except (TypeError, ValueError):
         return {}
     return {
-        name: value for name, value in arguments.items() if not is_place(name) and not isinstance(value, os.PathLike)
+        name: value for name, value in arguments.items() if not may_differ(name) and not isinstance(value, os.PathLike)
     }
 
 
@@ -267,7 +267,7 @@ def _object(value: object, depth: int) -> str:
             return text
         own = getattr(value, "__dict__", {})
     taken = _parameters(kind)  # type: ignore[arg-type]
-    names = [name for name in own if name in taken and not is_place(name)]
+    names = [name for name in own if name in taken and not may_differ(name)]
     parts = [f"{name}={describe_setting(own[name], name, depth)}" for name in sorted(names)]
     return f"{kind.__name__}({', '.join(parts)})"
 

@@ -33,7 +33,7 @@ from pytorch_accel_lite.checkpoint.plain_objects import (
     is_setting,
     tensors_of_node,
 )
-from pytorch_accel_lite.checkpoint.recorded_settings import is_place
+from pytorch_accel_lite.checkpoint.recorded_settings import may_differ
 from pytorch_accel_lite.checkpoint.trainability import trainability
 from pytorch_accel_lite.checkpoint.trained_objects import loose_parameters, trained_objects, unsaved_attribute_names
 from pytorch_accel_lite.run.callback_handler import named_callbacks
@@ -219,7 +219,7 @@ def _is_moved(trainer: TrainerLike, saved: StateDict, key: Key) -> bool:
 
 def _without_places(node: Node, name: str) -> Node:
     if isinstance(node, str):
-        return "" if is_place(name) else node
+        return "" if may_differ(name) else node
     if isinstance(node, dict):
         return {key: _without_places(part, key) for key, part in node.items()}
     if isinstance(node, (tuple, list)):

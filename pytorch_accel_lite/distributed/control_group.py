@@ -16,6 +16,7 @@ import torch.distributed as dist
 from pytorch_accel_lite.distributed.messages import decode, encode
 from pytorch_accel_lite.distributed.stack_frames import MACHINERY, describe_call
 
+MACHINERY.add(__file__)
 #: The most numbers of a process in an exchange. Every exchange has this size: gloo ends processes whose sizes differ.
 CAPACITY = 14
 _EXPLANATION = -1  # the purpose of exchanges in which processes tell each other where they are

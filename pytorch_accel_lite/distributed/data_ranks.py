@@ -17,10 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.control_group import ControlGroup
 from pytorch_accel_lite.distributed.ranks import chosen_timeout
+from pytorch_accel_lite.distributed.stack_frames import MACHINERY
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
+MACHINERY.add(__file__)
 T = TypeVar("T")
 Peers = tuple[int, ...]
 #: Names of mesh dimensions that divide the data, in torch, Accelerate and transformers.

@@ -16,7 +16,9 @@ from accelerate import Accelerator
 from pytorch_accel_lite.base.inspection import distinct_elements
 from pytorch_accel_lite.distributed.control_group import CAPACITY, ControlGroup, find_purpose
 from pytorch_accel_lite.distributed.messages import decode, encode
+from pytorch_accel_lite.distributed.stack_frames import MACHINERY
 
+MACHINERY.add(__file__)
 T = TypeVar("T")
 #: The result of an action on a rank, if any, and its error as the other ranks raise it.
 Outcome: TypeAlias = tuple[Any, Exception | None]

@@ -14,8 +14,10 @@ from accelerate import Accelerator
 
 from pytorch_accel_lite.distributed.observers import OBSERVERS
 from pytorch_accel_lite.distributed.ranks import Ranks
+from pytorch_accel_lite.distributed.stack_frames import AT_THE_END
 from pytorch_accel_lite.distributed.trainer_protocol import OpenTrainer
 
+AT_THE_END.add(__file__)
 _open: weakref.WeakSet[OpenTrainer] = weakref.WeakSet()
 _job: list[tuple[Accelerator, Ranks]] = []  # ends the job even if its trainers were never closed
 _last_run_failed = False  # even if the program has caught the error

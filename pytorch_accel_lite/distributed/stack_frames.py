@@ -6,14 +6,13 @@ import os
 import traceback
 from collections.abc import Sequence
 
-from pytorch_accel_lite.base.user_code import LIBRARIES
+from pytorch_accel_lite.base.user_code import LIBRARIES, WRAPPERS
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_HERE = os.path.dirname(__file__) + os.sep
-#: Files whose functions carry out collectives for other code. Extensions may add files.
-MACHINERY = {_HERE + f"{name}.py" for name in ("control_group", "ranks", "data_ranks")}
-_AT_THE_END = _HERE + "shutdown.py"
-_WRAPPERS = os.path.join(_PACKAGE, "base", "unknown_names.py")  # wraps methods to check their arguments
+#: Files whose functions carry out collectives for other code. Each file adds itself, also in extensions.
+MACHINERY = set[str]()
+#: Files whose functions are called at the end of a program. Each file adds itself.
+AT_THE_END = set[str]()
 
 Stack = Sequence[traceback.FrameSummary]
 
@@ -37,12 +36,12 @@ def describe_call(stack: Stack) -> str:
 
     For example ``in evaluate(), called by on_train_step_end of train.py:12 (sync of stop_coordinator.py:3)``.
     """
-    if any(frame.filename == _AT_THE_END for frame in stack):
+    if any(frame.filename in AT_THE_END for frame in stack):
         return "at the end of its program"
     users = [index for index, frame in enumerate(stack) if not is_library_frame(frame)]
     if not users or users[-1] == len(stack) - 1:
         return innermost_function(stack)
-    caller, called, *inner = (frame for frame in stack[users[-1] :] if frame.filename != _WRAPPERS)
+    caller, called, *inner = (frame for frame in stack[users[-1] :] if frame.filename not in WRAPPERS)
     inner = [frame for frame in inner if frame.filename not in MACHINERY]
     ours = [frame for frame in inner if frame.filename.startswith(_PACKAGE)]
     backward = "in the backward pass, " * is_in_backward(stack)

@@ -137,11 +137,15 @@ class TrainerCallback:
     Attributes:
         affects_training: whether a run trains differently with this callback. ``False`` in callbacks that only observe,
             report or save, or that end a run: resumed runs and comparisons of runs do not mention them.
+        arguments_may_differ: whether processes may create this callback with different arguments. ``True`` in callbacks
+            that only display: those of other callbacks of this package decide when processes communicate, so they are
+            compared before a run.
         saves_attributes: whether training states keep the attributes of your callback
         unsaved_attributes: names of attributes that training states leave out
     """
 
     affects_training: ClassVar[bool] = True
+    arguments_may_differ: ClassVar[bool] = False
     saves_attributes: ClassVar[bool] = True
     unsaved_attributes: ClassVar[Collection[str]] = ()
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pytorch_accel_lite import Trainer, callbacks
-from pytorch_accel_lite.base.paths import as_file_name
+from pytorch_accel_lite.base.paths import as_file_name, is_place
 from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import verify_state
 from tests.small_models import listener, make_trainer, train
@@ -187,3 +187,8 @@ def test_a_lock_keeps_files_that_others_put_in_its_place(tmp_path, plant):
     with pytest.raises(OSError, match=r"(Links are not followed|but is not one).*\.lock'"):
         train(make_trainer([SaveTrainingStateCallback(tmp_path / "states")]))
     assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_an_argument_is_a_place_only_by_its_whole_name():
+    assert all(map(is_place, ("path", "save_path", "save_dir", "directory", "log_files", "url", "logger")))
+    assert not any(map(is_place, ("direction", "class_names", "profile", "pathology", "name", "folders_of", "device")))

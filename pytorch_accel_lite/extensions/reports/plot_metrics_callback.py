@@ -30,6 +30,7 @@ class PlotMetricsCallback(TrainerCallback):
     """
 
     affects_training = False
+    arguments_may_differ = True
 
     def __init__(
         self,

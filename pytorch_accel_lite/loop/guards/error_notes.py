@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,12 +22,10 @@ from pytorch_accel_lite.data.loss_shapes import LossFunction
 from pytorch_accel_lite.data.reading import names_sample
 from pytorch_accel_lite.data.sources import Index, Source
 from pytorch_accel_lite.loop.guards.held_memory import advise_on_memory, describe_memory
-from pytorch_accel_lite.run.events import Phase
+from pytorch_accel_lite.run.events import Phase, TrainerCallback
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.stops import NonFiniteLossError, StopTrainingError
 
-# Modules of callbacks, whose checks say all that is to be said.
-_OF_CALLBACKS = re.compile(r"pytorch_accel_lite\.(callbacks\.|extensions\..*_callback$)")
 # Advice for errors of torch, by a pattern of their text.
 _ADVICE = {
     "device-side assert": (
@@ -137,7 +136,7 @@ def explain(error: BaseException, trainer: TrainerLike, run: Run, phase: Phase) 
     """Add a note to the error of a run, with the place, the batch, the model and, if possible, advice."""
     if isinstance(error, (StopTrainingError, NonFiniteLossError)) or not isinstance(error, Exception):
         return
-    if _OF_CALLBACKS.match(checked_by(error)):
+    if _defines_callback(checked_by(error)):  # the checks of callbacks say all that is to be said
         return
     if any(re.match(r"In (training|evaluation|prediction)\b", note) for note in notes_of(error)):
         return
@@ -147,6 +146,12 @@ def explain(error: BaseException, trainer: TrainerLike, run: Run, phase: Phase) 
             lines.append(line)  # one by one, so that an error in a later line loses no earlier line
     if lines:
         add_note(error, *lines)
+
+
+def _defines_callback(module: str) -> bool:
+    """Whether a module, given by its name, defines a callback."""
+    classes = [thing for thing in vars(sys.modules[module]).values() if isinstance(thing, type)] if module else []
+    return any(issubclass(kind, TrainerCallback) and kind.__module__ == module for kind in classes)
 
 
 def _lines(error: Exception, trainer: TrainerLike, run: Run, phase: Phase) -> Iterator[str]:

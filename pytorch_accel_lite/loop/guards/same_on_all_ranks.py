@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 import torch
 
 from pytorch_accel_lite.base.constructor_calls import arguments_of
+from pytorch_accel_lite.base.paths import is_place
 from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed import Ranks
@@ -18,6 +18,8 @@ from pytorch_accel_lite.run.run import TrainerLike
 
 #: Settings of a run that may differ between ranks and are not compared.
 _OF_ONE_RANK = {"is_local_process_zero", "is_world_process_zero", "train_dl_kwargs", "eval_dl_kwargs"}
+#: Arguments of callbacks that only name what they write.
+_OUTPUT_NAMES = {"name", "project_name"}
 
 
 def check_same_call(trainer: TrainerLike, call: str, train_data: Source, eval_data: Source) -> None:
@@ -57,18 +59,13 @@ def check_same_on_all_ranks(settings: dict[str, object], ranks: Ranks) -> None:
                 )
 
 
-#: Callbacks that only show something on one process, and arguments that only name a place to write to.
-_SHOW = ("log_metrics", "plot_metrics_callback", "print_progress", "progress_bar", "progress_table")
-_PLACES = re.compile(r"path|dir|folder|file|name|url|project")
-
-
 def _arguments_of_callbacks(callbacks: Iterable[TrainerCallback]) -> dict[str, object]:
     """Return the arguments of this package's callbacks, which decide when processes communicate."""
     found: dict[str, object] = {}
     for number, callback in enumerate(callbacks):
-        if is_from_this_package(type(callback)) and not type(callback).__module__.endswith(_SHOW):
+        if is_from_this_package(type(callback)) and not callback.arguments_may_differ:
             for name, value in arguments_of(callback).items():
-                if _is_comparable(value) and not _PLACES.search(name):
+                if _is_comparable(value) and not (is_place(name) or name in _OUTPUT_NAMES):
                     found[f"callbacks[{number}].{name}"] = value
     return found
 
