@@ -68,8 +68,8 @@ def evaluate_all(
                 run.completes_evaluation = of_run and number == len(loaders)
                 evaluate = partial(trainer._run_eval_epoch, loader, **flags)  # by default evaluate_dataset()
                 trainer.ranks.repeatable(evaluate, changes=trainer)
+                _note_completion(run)  # an override need not call evaluate_dataset()
             losses |= {f"{prefix}{metric}": loss for metric, loss in run.recorded_losses.items()}
-        run.epoch_phase = EpochPhase.EVALUATED if of_run else run.epoch_phase
     finally:
         data.eval_dataset_name = None
         run.completes_evaluation = False
@@ -125,7 +125,6 @@ def _loss_in_evaluation_mode(trainer: TrainerLike) -> Iterator[None]:
 
 def evaluate_dataset(trainer: TrainerLike, run: Run, source: Source, is_training: bool, is_intermediate: bool) -> None:
     """Evaluate on one dataset and record its losses."""
-    completes, run.completes_evaluation = run.completes_evaluation, False  # for evaluations within this one
     trainer.eval_epoch_start()
     run.loss_trackers = trainer.division.create_trackers()
     fire_start_event(trainer, "on_eval_epoch_start", "evaluation", is_intermediate=is_intermediate)
@@ -143,10 +142,15 @@ def evaluate_dataset(trainer: TrainerLike, run: Run, source: Source, is_training
     trainer.eval_epoch_end()
     name = "intermediate_eval_{}" if is_intermediate else "eval_{}_epoch" if is_training else "evaluation_{}"
     run.record_losses(trainer.run_history, run.data.ranks, name)
-    if completes:
-        run.epoch_phase = EpochPhase.EVALUATED
+    _note_completion(run)  # before the event: a run resumed from a state that is saved in it does not evaluate again
     trainer.call_event("on_eval_epoch_end", is_intermediate=is_intermediate)
     run.control.sync(now=True)
+
+
+def _note_completion(run: Run) -> None:
+    """Note that the evaluation after an epoch is complete if the dataset just evaluated is its last one."""
+    if run.completes_evaluation:
+        run.epoch_phase = EpochPhase.EVALUATED
 
 
 def _filler_batches(run: Run, last: Batch | None) -> list[Batch]:

@@ -39,7 +39,6 @@ from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.parts import Training
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import LoaderArguments, RunRequest, TrainerRunConfig
-from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
 
 
 def configure(trainer: TrainerLike, run: Run) -> None:
@@ -277,16 +276,13 @@ def inference_run(
     An outer run is left unchanged. Without an outer run, an evaluation becomes the latest run.
     """
     batch_size = int(batch_size)
-    run = trainer.current_run.derive()
+    latest = trainer.current_run
+    run = latest.derive() if latest in trainer.open_runs else latest.derive_after()
     run.kind = request.kind
     run.overridden = overridden_methods(trainer)
     run.data.eval_dataset = dataset
     run.data.collate_fn = collate_fn
     with entering(trainer, run, "evaluate()" if request.kind == "evaluation" else "predict()"):
-        if run.outer is None:
-            run.data.train_loader = run.data.train_loader_kwargs = run.end.reason = None
-            run.control = StopCoordinator(trainer.ranks)
-            run.stepper.num_eval_parts = 1
         trainer.callback_handler.configure_run(trainer, request)
         splits = run.request.auto_microbatch or request.auto_microbatch
         requested = replace(

@@ -74,7 +74,6 @@ class Step:
         updates_one_by_one: whether the step updates each optimizer separately
         updating: name of the optimizer being updated, or updated last, if they are updated one by one
         num_microbatches: number of parts that each batch is split into
-        num_eval_parts: number of parts that each evaluation batch of this process is split into
         gradient_norm: the total norm of the gradients of the current update, if it has been computed
         skips_update: whether the current update is skipped
         skipped_updates: number of updates skipped in the run
@@ -86,7 +85,6 @@ class Step:
     num_microbatches = 1
 
     def __init__(self) -> None:
-        self.num_eval_parts = 1
         self.gradient_norm: torch.Tensor | None = None
         self.skips_update = False
         self.skipped_updates = 0
@@ -223,7 +221,7 @@ class Run:
         recorded_losses: the mean losses of the last epoch or evaluation, by metric name
         step_metrics: values measured in the latest update, by name: numbers, or tensors on the device
         evaluation_interval: the interval between the evaluations of a training run that has data for them
-        completes_evaluation: whether the dataset whose evaluation begins next is the last one after an epoch
+        completes_evaluation: whether the dataset being evaluated is the last one of the evaluation after an epoch
         trained_model: the trainer's model, while another model is evaluated in its place
         skipped: the failed batches of the run's evaluations or its prediction; ``None`` if such a failure is an error
         resumed: the training state from which the run resumes, until all of it is restored; ``None`` in other runs
@@ -301,7 +299,7 @@ class Run:
         return f"Run({self.kind}, {self.progress})"
 
     def derive(self) -> Run:
-        """Create an evaluation or prediction run within or after this one, with its own batches and losses."""
+        """Create an evaluation or prediction run within this one, with its own batches and losses."""
         return replace(
             self,
             data=replace(self.data, made_loaders=WeakSet()),
@@ -316,6 +314,18 @@ class Run:
             recorded_losses={},
             skipped=None if self.skipped is None else SkippedBatches(self.skipped.phase),
         )
+
+    def derive_after(self) -> Run:
+        """Create an evaluation or prediction run after this one, which has ended.
+
+        It keeps the progress and the records of the training, but not its training data, its requests to stop, nor why
+        it ended.
+        """
+        run = self.derive()
+        run.data.train_loader = run.data.train_loader_kwargs = None
+        run.control = StopCoordinator(self.ranks)
+        run.end.reason = None
+        return run
 
     def drop_previous(self) -> None:
         """Free the previous run and its data: this run has started, and remains the trainer's run after its end."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
 from typing import TypeAlias
 
@@ -38,8 +39,22 @@ ComputeBatch: TypeAlias = Callable[[Batch], Tree]
 _MOST_BATCHES = 8  # number of batches that the report lists
 
 
+@dataclass(eq=False, repr=False)
+class EvalParts:
+    """Into how many parts a process splits its evaluation batches.
+
+    Attributes:
+        number: as many as were needed for a batch so far
+    """
+
+    number: int = 1
+
+
 class GuardedInference(InferenceStep):
     """Skips batches that fail, on each process separately, and computes those that do not fit into memory in parts.
+
+    Attributes:
+        parts: the number of parts of each evaluation batch of this process; that of the outer run, if it has one
 
     Raises:
         ValueError: if batches are to be skipped that several processes compute together
@@ -52,18 +67,20 @@ class GuardedInference(InferenceStep):
                 f"SkipFailedBatchesCallback(phases=...) with {run.skipped.phase!r} does not work with {what}: no "
                 "process can skip a batch that others compute with it."
             )
+        outer = None if run.outer is None else run.outer.inference_step
+        self.parts: EvalParts = outer.parts if isinstance(outer, GuardedInference) else EvalParts()
 
     def compute(self, trainer: TrainerLike, run: Run, batch: Batch, compute: ComputeBatch) -> Tree:
         """Return the output of a batch, or ``SKIPPED`` if it has failed and is skipped."""
         skipped = run.skipped
         if skipped is None:
-            return _compute_in_parts(trainer, run, batch, compute)
+            return self._compute_in_parts(trainer, run, batch, compute)
         before = _before_step(run)
         try:
             if isinstance(batch.data, FailedRead):
                 raise batch.data.error
             if run.request.auto_microbatch and skipped.phase == "evaluation":
-                output = _compute_in_parts(trainer, run, batch, compute)
+                output = self._compute_in_parts(trainer, run, batch, compute)
             else:
                 output = compute(batch)
         except Exception as error:
@@ -96,6 +113,33 @@ class GuardedInference(InferenceStep):
             )
         trainer.print(f"Skipped in the {where}: {_describe(trainer, skipped)}. {error}")
 
+    def _compute_in_parts(self, trainer: TrainerLike, run: Run, batch: Batch, compute: ComputeBatch) -> BatchOutput:
+        """Return the output of an evaluation batch, computed in parts that fit into memory.
+
+        Processes do not wait for one another in evaluation, so each splits its own batches. A part that does not fit is
+        split further, and so are later parts. Earlier parts are not computed again.
+        """
+        outputs: list[BatchOutput] = []
+        whole = batch._replace(num_samples=None) if batch.is_filler else batch
+        left = split_into_parts(whole, self.parts.number)
+        while left:
+            part = left.pop(0)
+            # The parts of a filler batch are fillers, too.
+            with replaced(run, batch=part._replace(num_samples=0) if batch.is_filler else part):
+                output = _compute_if_it_fits(trainer, run, compute)
+            if output is not None:
+                outputs.append(output)
+                continue
+            clear_device_cache(garbage_collection=True)
+            left = [half for larger in (part, *left) for half in split_into_parts(larger, 2)]
+            samples, size = (infer_batch_size(each.data, each.num_samples) for each in (part, whole))
+            self.parts.number = max(self.parts.number, -(-size // -(-samples // 2)))
+            trainer.print(
+                f"Out of memory with {samples} samples in evaluation: from now on each evaluation batch is split into "
+                f"{self.parts.number} parts. Losses and metrics are still those of the whole batch."
+            )
+        return merge_outputs(outputs)
+
 
 def _before_step(run: Run) -> Snapshot:
     """Save the state that a failing step may change: logged values and random generators."""
@@ -120,34 +164,6 @@ def _skip(trainer: TrainerLike, run: Run, batch: Batch, error: Exception, before
     trainer.call_event(event, failures=[failure], error=error, step=step)
     if not isinstance(batch.data, FailedRead):  # the frames of a failed read are still in use
         traceback.clear_frames(error.__traceback__)  # its frames hold the tensors of the step
-
-
-def _compute_in_parts(trainer: TrainerLike, run: Run, batch: Batch, compute: ComputeBatch) -> BatchOutput:
-    """Return the output of an evaluation batch, computed in parts that fit into memory.
-
-    Processes do not wait for one another in evaluation, so each splits its own batches. A part that does not fit is
-    split further, and so are later parts. Earlier parts are not computed again.
-    """
-    outputs: list[BatchOutput] = []
-    whole = batch._replace(num_samples=None) if batch.is_filler else batch
-    left = split_into_parts(whole, run.stepper.num_eval_parts)
-    while left:
-        part = left.pop(0)
-        # The parts of a filler batch are fillers, too.
-        with replaced(run, batch=part._replace(num_samples=0) if batch.is_filler else part):
-            output = _compute_if_it_fits(trainer, run, compute)
-        if output is not None:
-            outputs.append(output)
-            continue
-        clear_device_cache(garbage_collection=True)
-        left = [half for larger in (part, *left) for half in split_into_parts(larger, 2)]
-        samples, size = (infer_batch_size(each.data, each.num_samples) for each in (part, whole))
-        run.stepper.num_eval_parts = max(run.stepper.num_eval_parts, -(-size // -(-samples // 2)))
-        trainer.print(
-            f"Out of memory with {samples} samples in evaluation: from now on each evaluation batch is split into "
-            f"{run.stepper.num_eval_parts} parts. Losses and metrics are still those of the whole batch."
-        )
-    return merge_outputs(outputs)
 
 
 def _compute_if_it_fits(trainer: TrainerLike, run: Run, compute: ComputeBatch) -> BatchOutput | None:

@@ -130,7 +130,7 @@ class SurvivingRanks(Ranks):
 def _undo_of_evaluation(trainer: TrainerLike) -> Callable[[], None]:
     """Return a function that undoes an evaluation: what it has recorded, and what callbacks have learned from it."""
     run, history = trainer.current_run, trainer.run_history
-    progress = run.loss_trackers, run.completes_evaluation
+    trackers = run.loss_trackers
     counts = count_values(history)
     before = Snapshot()
     before.keep_generators()
@@ -143,7 +143,7 @@ def _undo_of_evaluation(trainer: TrainerLike) -> Callable[[], None]:
 
     def undo() -> None:
         history.shorten(counts | dict.fromkeys(count_values(history).keys() - counts.keys(), 0))
-        run.loss_trackers, run.completes_evaluation = progress
+        run.loss_trackers = trackers
         before.close()
 
     return undo
