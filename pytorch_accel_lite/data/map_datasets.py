@@ -44,13 +44,46 @@ from pytorch_accel_lite.data.skipping_on_resume import skip_samples
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Sample, SamplerLike, SourceState
 from pytorch_accel_lite.distributed import Ranks
 
-#: For each batch being read: the seed of its share, its number of samples on this process and on all processes, whether
-#: it is the last one, its indices, and its share, if the number of shares is fixed.
-_Planned = deque[tuple[int | None, int, int, bool, Sequence[Index] | torch.Tensor, Share | None]]
-
-
 #: Samplers whose orders depend on the seed and the epoch alone.
 _OF_TORCH = (RandomSampler, SequentialSampler)
+
+
+class _PlannedStep(NamedTuple):
+    """A step whose indices have been handed out, for the reader of its batch.
+
+    Args:
+        seed: the seed of this process's share
+        num_samples: the number of samples on this process
+        total_samples: the number of samples on all processes
+        is_last: whether it is the last step of the epoch
+        indices: the indices of this process's samples
+        share: the share, if the number of shares is fixed
+    """
+
+    seed: int | None
+    num_samples: int
+    total_samples: int
+    is_last: bool
+    indices: Sequence[Index] | torch.Tensor
+    share: Share | None
+
+
+class _Iteration(NamedTuple):
+    """How to iterate over an epoch.
+
+    Args:
+        epoch: the number of the epoch
+        start: the number of samples before the first step
+        limit: the largest number of steps
+        min_share: the smallest share of a process
+        planned: the queue to fill
+    """
+
+    epoch: int
+    start: int
+    limit: int | None
+    min_share: int
+    planned: deque[_PlannedStep]
 
 
 class _EpochShares:
@@ -75,6 +108,7 @@ class _EpochShares:
         epoch_read: identity of the epoch that was begun last
         resumed_epoch_read: identity of the epoch that the interrupted run had begun last, until the next epoch begins
         planned: the queue of the steps whose indices have been handed out, for the reader of their batches
+        next_iteration: how to iterate next
     """
 
     def __init__(self, source: DataLoader[Sample], ranks: Ranks, options: LoaderOptions, rows: int | None) -> None:
@@ -92,17 +126,19 @@ class _EpochShares:
         self.resumed_order_id: SourceState | None = None
         self.epoch_read: EpochRead = {}
         self.resumed_epoch_read: EpochRead | None = None
-        self.planned = _Planned()
+        self.planned = deque[_PlannedStep]()
+        self.next_iteration: _Iteration | None = None
 
-    def begin(self, epoch: int, start: int, limit: int | None, min_share: int) -> _Planned:
+    def begin(self, epoch: int, start: int, limit: int | None, min_share: int) -> deque[_PlannedStep]:
         """Set the start of the next iteration, without affecting running ones; return the queue that it will fill."""
-        self.planned = _Planned()
-        self._next = epoch, start, limit, min_share, self.planned
+        self.planned = deque()
+        self.next_iteration = _Iteration(epoch, start, limit, min_share, self.planned)
         return self.planned
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the indices to read in each step; with a seed, as a ``SeededShare`` unless data are in memory."""
-        epoch, position, limit, min_share, planned = self._next
+        assert self.next_iteration is not None, "begin() has not been called"
+        epoch, position, limit, min_share, planned = self.next_iteration
         num_shares = self._shares.total
         least = min(min_share, self.per_step // num_shares)
         run_seed = self._options.seed
@@ -128,7 +164,7 @@ class _EpochShares:
                     share = Share(
                         number, derive_seed(run_seed or 0, epoch, 0, position), ends_step=place == len(shares)
                     )
-                planned.append((seed, count, size, is_last, local, share))
+                planned.append(_PlannedStep(seed, count, size, is_last, local, share))
                 yield (seed, epoch_seed, first, to_read) if is_seeded else to_read
             position += size
 
@@ -354,8 +390,7 @@ class MapLoader(ShardedLoader):
     def next_indices(self) -> list[Index] | None:
         if not self._shares.planned:
             return None
-        _, _, _, _, indices, _ = self._shares.planned[0]
-        return list(indices)
+        return list(self._shares.planned[0].indices)
 
     def position(self) -> SourceState:
         return {"order": self._shares.resumed_order_id or self._shares.order_id}
