@@ -22,7 +22,6 @@ from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.checkpoint.checksums import verify as verify_tensors
 from pytorch_accel_lite.checkpoint.companion_files import COMPANION_WRITERS, CompanionWriter, SavedModel
 from pytorch_accel_lite.checkpoint.files import FENCES, check_is_shared, load_verified, write_tensors
-from pytorch_accel_lite.checkpoint.locations import STORES, Store, read_state
 from pytorch_accel_lite.checkpoint.locks import lock_path
 from pytorch_accel_lite.checkpoint.manifest import catch_damage, manifest_text, read_manifest
 from pytorch_accel_lite.checkpoint.model_forms import (
@@ -36,6 +35,7 @@ from pytorch_accel_lite.checkpoint.model_forms import (
 from pytorch_accel_lite.checkpoint.shards import every_part_is_held
 from pytorch_accel_lite.checkpoint.state_directory import CapturedState, read_model, read_verified, write_files
 from pytorch_accel_lite.checkpoint.state_store import StateStore
+from pytorch_accel_lite.checkpoint.stores import STORES, Store, read_state
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import (
     TARGET_KEYS,
@@ -48,7 +48,7 @@ from pytorch_accel_lite.data.batches import (
     parts_in,
     tensors_in,
 )
-from pytorch_accel_lite.data.loss_shapes import LossFunction, LossShapeError, shapes_are_known
+from pytorch_accel_lite.data.loss_checks import LossFunction, LossShapeError, shapes_are_known
 from pytorch_accel_lite.data.shares import Shares, share_bounds
 from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, concatenate_if_possible, select_samples
 from pytorch_accel_lite.distributed import Ranks
@@ -72,7 +72,7 @@ from pytorch_accel_lite.distributed.trainer_protocol import OpenTrainer
 from pytorch_accel_lite.loop.extra_passes import loss_of
 from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.guards.error_notes import explain, list_samples
-from pytorch_accel_lite.loop.guards.held_memory import MEMORY_ADVICE
+from pytorch_accel_lite.loop.guards.out_of_memory import MEMORY_ADVICE
 from pytorch_accel_lite.loop.inference import INFERENCE_STEPS, unwrapped_model
 from pytorch_accel_lite.loop.model_preparation import MODEL_CHANGES
 from pytorch_accel_lite.loop.plain_step import PlainStep, backward
