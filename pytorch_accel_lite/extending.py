@@ -48,9 +48,9 @@ from pytorch_accel_lite.data.batches import (
     parts_in,
     tensors_in,
 )
-from pytorch_accel_lite.data.loss_checks import LossFunction, LossShapeError, shapes_are_known
 from pytorch_accel_lite.data.shares import Shares, share_bounds
 from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, concatenate_if_possible, select_samples
+from pytorch_accel_lite.data.valid_losses import LossFunction, LossShapeError, shapes_are_known
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.control_group import ControlGroup, OtherCallError
 from pytorch_accel_lite.distributed.data_ranks import mesh_infos, shard_dim
@@ -88,7 +88,7 @@ from pytorch_accel_lite.run.history import count_values
 from pytorch_accel_lite.run.job_queues import JOB_QUEUES, JobQueue
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.metric_panels import (
-    MONITOR_TITLES,
+    MONITORS,
     MetricPanel,
     best_of,
     direction_of,
@@ -154,7 +154,7 @@ __all__ = [
     "layer_scales", "local_shard", "nested_in", "optimized_parameters", "other_modules", "other_optimizers",
     "parts_in", "registered_objects", "select_samples", "shapes_are_known", "tensors_in",
     # Plots and pages.
-    "Column", "MONITOR_TITLES", "MetricPanel", "best_of", "direction_of", "is_monitor", "panels_by_metric",
+    "Column", "MONITORS", "MetricPanel", "best_of", "direction_of", "is_monitor", "panels_by_metric",
     "plots_for", "render",
     # Help.
     "ChosenModules", "CreateScheduler", "Report", "check_positive_int", "check_range", "describe_error",

@@ -105,9 +105,9 @@ def test_monitors_share_panels_by_unit():
     assert [(title, axis.get_ylabel()) for title, axis in drawn.items()] == [
         ("loss", ""),
         ("learning rate", ""),
-        ("throughput", "samples per second"),
         ("memory", "MiB"),
         ("time of an epoch", "seconds"),
+        ("throughput", "samples per second"),
     ]
     assert legend(drawn["memory"]) == ["allocated", "reserved"]
     assert legend(drawn["learning rate"]) == ["group 0", "group 1"]
