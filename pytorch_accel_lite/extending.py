@@ -73,7 +73,7 @@ from pytorch_accel_lite.loop.extra_passes import loss_of
 from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.guards.error_notes import explain, list_samples
 from pytorch_accel_lite.loop.guards.out_of_memory import MEMORY_ADVICE
-from pytorch_accel_lite.loop.inference import INFERENCE_STEPS, unwrapped_model
+from pytorch_accel_lite.loop.inference import INFERENCE_STEP, unwrapped_model
 from pytorch_accel_lite.loop.model_preparation import MODEL_CHANGES
 from pytorch_accel_lite.loop.plain_step import PlainStep, backward
 from pytorch_accel_lite.loop.run_setup import inference_run
@@ -98,7 +98,7 @@ from pytorch_accel_lite.run.metric_panels import (
 from pytorch_accel_lite.run.modules_and_optimizers import other_modules, other_optimizers, registered_objects
 from pytorch_accel_lite.run.optimized_parameters import all_optimized_parameters
 from pytorch_accel_lite.run.parts import LoadedWeights
-from pytorch_accel_lite.run.plots import PLOTS, Plots, plots_for
+from pytorch_accel_lite.run.plots import PLOTS, Plots
 from pytorch_accel_lite.run.run import InferenceStep, Run, Step, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches, SkippedStep
@@ -107,7 +107,7 @@ from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
 from pytorch_accel_lite.steps.choice import replace_step
 from pytorch_accel_lite.steps.closures import CLOSURE, RECOMPUTED
-from pytorch_accel_lite.steps.compilation import COMPILED, STEP_COMPILERS, StepCompiler
+from pytorch_accel_lite.steps.compilation import COMPILED, STEP_COMPILER, StepCompiler
 from pytorch_accel_lite.steps.features import FP16, MICROBATCHES, SKIPPED_BATCHES, STEP_KINDS, Conflict, Feature
 from pytorch_accel_lite.steps.manual import MANUAL
 from pytorch_accel_lite.steps.sharded import ShardedStep
@@ -121,9 +121,9 @@ __all__ = [
     "NonFiniteLossError", "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError",
     "TrainerCallback", "TrainerLike", "TrainingState", "WatchedMetric",
     # Seams.
-    "COMPANION_WRITERS", "CompanionWriter", "DIVISIONS", "Division", "FENCES", "INFERENCE_STEPS", "InferenceStep",
+    "COMPANION_WRITERS", "CompanionWriter", "DIVISIONS", "Division", "FENCES", "INFERENCE_STEP", "InferenceStep",
     "JOB_QUEUES", "JobObserver", "JobQueue", "MEMORY_ADVICE", "MODEL_CHANGES", "MODEL_FORMS", "ModelForm",
-    "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "STEP_COMPILERS", "STEP_KINDS", "STORES", "StateStore",
+    "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "STEP_COMPILER", "STEP_KINDS", "STORES", "StateStore",
     "StepCompiler", "Store", "create_division", "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
@@ -154,8 +154,7 @@ __all__ = [
     "layer_scales", "local_shard", "nested_in", "optimized_parameters", "other_modules", "other_optimizers",
     "parts_in", "registered_objects", "select_samples", "shapes_are_known", "tensors_in",
     # Plots and pages.
-    "Column", "MONITORS", "MetricPanel", "best_of", "direction_of", "is_monitor", "panels_by_metric",
-    "plots_for", "render",
+    "Column", "MONITORS", "MetricPanel", "best_of", "direction_of", "is_monitor", "panels_by_metric", "render",
     # Help.
     "ChosenModules", "CreateScheduler", "Report", "check_positive_int", "check_range", "describe_error",
     "install_command", "listed", "warn_outside",
