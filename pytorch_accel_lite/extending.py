@@ -5,7 +5,7 @@ trainer besides its model; the parts of batches; and the form of results and err
 """
 
 from pytorch_accel_lite.base.backends import deterministic_kernels
-from pytorch_accel_lite.base.devices import is_out_of_memory
+from pytorch_accel_lite.base.devices import capacity_of, is_out_of_memory
 from pytorch_accel_lite.base.environment import install_command
 from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
 from pytorch_accel_lite.base.inspection import nested_in
@@ -44,6 +44,7 @@ from pytorch_accel_lite.data.batches import (
     Share,
     infer_batch_size,
     is_as_long,
+    is_packed,
     is_single_sample,
     parts_in,
     tensors_in,
@@ -54,6 +55,7 @@ from pytorch_accel_lite.data.valid_losses import LossFunction, LossShapeError, s
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.control_group import ControlGroup, OtherCallError
 from pytorch_accel_lite.distributed.data_ranks import mesh_infos, shard_dim
+from pytorch_accel_lite.distributed.launch import die_with_parent
 from pytorch_accel_lite.distributed.lost_processes import ProcessLostError, is_about_lost_process
 from pytorch_accel_lite.distributed.meshes import Holders, use_holders
 from pytorch_accel_lite.distributed.observers import OBSERVERS, JobObserver
@@ -135,8 +137,8 @@ __all__ = [
     "shard_dim", "share_bounds",
     # The processes of a job.
     "MACHINERY", "ControlGroup", "Holders", "OpenTrainer", "Stack", "describe_call", "describe_frame",
-    "every_part_is_held", "innermost_function", "is_about_lost_process", "is_in_backward", "is_library_frame",
-    "open_trainers", "set_timeout", "timeout_of", "use_holders", "use_ranks",
+    "die_with_parent", "every_part_is_held", "innermost_function", "is_about_lost_process", "is_in_backward",
+    "is_library_frame", "open_trainers", "set_timeout", "timeout_of", "use_holders", "use_ranks",
     # What a run has drawn and recorded, which is restored after a step or an evaluation that does not count.
     "Snapshot", "StepSnapshot", "capture_generators", "count_values", "preserving_attributes", "restore_generators",
     # For stores, and for other files of several processes.
@@ -146,13 +148,13 @@ __all__ = [
     "ADAPTERS", "LoadedWeights", "SavedModel", "WriteModel", "is_of_peft", "is_of_timm", "reachable_from",
     "verify_tensors", "write_tensors",
     # Trials.
-    "Trial", "UserCallbacks", "check_dataset", "faster_data", "inference_run", "is_out_of_memory", "loss_of",
-    "replaced", "shard_model", "split_into_parts", "unwrapped_model",
+    "Trial", "UserCallbacks", "capacity_of", "check_dataset", "faster_data", "inference_run", "is_out_of_memory",
+    "loss_of", "replaced", "shard_model", "split_into_parts", "unwrapped_model",
     # The parts of trainers and batches.
     "TARGET_KEYS", "Batch", "BatchAdapter", "BatchOutput", "ListOfSamples", "LossFunction", "LossShapeError",
-    "all_optimized_parameters", "concatenate", "infer_batch_size", "is_as_long", "is_overridden", "is_single_sample",
-    "layer_scales", "local_shard", "nested_in", "optimized_parameters", "other_modules", "other_optimizers",
-    "parts_in", "registered_objects", "select_samples", "shapes_are_known", "tensors_in",
+    "all_optimized_parameters", "concatenate", "infer_batch_size", "is_as_long", "is_overridden", "is_packed",
+    "is_single_sample", "layer_scales", "local_shard", "nested_in", "optimized_parameters", "other_modules",
+    "other_optimizers", "parts_in", "registered_objects", "select_samples", "shapes_are_known", "tensors_in",
     # Plots and pages.
     "Column", "MONITORS", "MetricPanel", "best_of", "direction_of", "is_monitor", "panels_by_metric", "render",
     # Help.
