@@ -42,7 +42,7 @@ from pytorch_accel_lite.run.accumulation import Accumulation, GradientWindow
 from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.parts import Training
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.settings import SHARED_SETTINGS, LoaderArguments, RunRequest, TrainerRunConfig
+from pytorch_accel_lite.run.settings import LoaderArguments, RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
 from pytorch_accel_lite.run.training_state import TrainingState
 
@@ -196,7 +196,16 @@ def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batc
     train_batch_size = (data.train_loader_kwargs or {}).get("batch_size") or batch_size
     eval_batch_size = (data.eval_loader_kwargs or {}).get("batch_size") or batch_size
     return TrainerRunConfig(
-        **{name: value for name, value in vars(request).items() if name in SHARED_SETTINGS},
+        num_epochs=request.num_epochs,
+        max_num_train_steps=request.max_num_train_steps,
+        gradient_accumulation_steps=request.gradient_accumulation_steps,
+        gradient_clip_value=request.gradient_clip_value,
+        gradient_clip_norm=request.gradient_clip_norm,
+        scheduler_interval=request.scheduler_interval,
+        scheduler_metric=request.scheduler_metric,
+        eval_every_n_epochs=request.eval_every_n_epochs,
+        evaluate_every=request.evaluate_every,
+        auto_microbatch=request.auto_microbatch,
         train_per_device_batch_size=train_batch_size,
         train_dl_kwargs=data.train_loader_kwargs,
         eval_per_device_batch_size=eval_batch_size,

@@ -221,7 +221,3 @@ class TrainerRunConfig:
     def to_dict(self) -> dict[str, object]:
         """Return the settings as a dict. Objects among the dataloader arguments are shared, not copied."""
         return {k: dict(v) if isinstance(v, dict) else v for k, v in vars(self).items()}
-
-
-#: The settings that a run's config has from its request, by the same names.
-SHARED_SETTINGS = {item.name for item in fields(RunRequest)} & {item.name for item in fields(TrainerRunConfig)}
