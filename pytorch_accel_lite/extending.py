@@ -5,7 +5,7 @@ trainer besides its model; the parts of batches; and the form of results and err
 """
 
 from pytorch_accel_lite.base.backends import deterministic_kernels
-from pytorch_accel_lite.base.devices import is_out_of_memory
+from pytorch_accel_lite.base.devices import capacity_of, is_out_of_memory
 from pytorch_accel_lite.base.environment import install_command
 from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
 from pytorch_accel_lite.base.inspection import nested_in
@@ -16,13 +16,12 @@ from pytorch_accel_lite.base.text import describe_error, listed
 from pytorch_accel_lite.base.tool_reports import Report
 from pytorch_accel_lite.base.types import ChosenModules, JsonObject
 from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
-from pytorch_accel_lite.base.user_code import is_overridden
+from pytorch_accel_lite.base.user_code import checked_by, is_overridden
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.checkpoint.checksums import verify as verify_tensors
 from pytorch_accel_lite.checkpoint.companion_files import COMPANION_WRITERS, CompanionWriter, SavedModel
 from pytorch_accel_lite.checkpoint.files import FENCES, check_is_shared, load_verified, write_tensors
-from pytorch_accel_lite.checkpoint.locations import STORES, Store, read_state
 from pytorch_accel_lite.checkpoint.locks import lock_path
 from pytorch_accel_lite.checkpoint.manifest import catch_damage, manifest_text, read_manifest
 from pytorch_accel_lite.checkpoint.model_forms import (
@@ -36,6 +35,7 @@ from pytorch_accel_lite.checkpoint.model_forms import (
 from pytorch_accel_lite.checkpoint.shards import every_part_is_held
 from pytorch_accel_lite.checkpoint.state_directory import CapturedState, read_model, read_verified, write_files
 from pytorch_accel_lite.checkpoint.state_store import StateStore
+from pytorch_accel_lite.checkpoint.stores import STORES, Store, read_state
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import (
     TARGET_KEYS,
@@ -44,16 +44,18 @@ from pytorch_accel_lite.data.batches import (
     Share,
     infer_batch_size,
     is_as_long,
+    is_packed,
     is_single_sample,
     parts_in,
     tensors_in,
 )
-from pytorch_accel_lite.data.loss_shapes import LossFunction, LossShapeError, shapes_are_known
 from pytorch_accel_lite.data.shares import Shares, share_bounds
 from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, concatenate_if_possible, select_samples
+from pytorch_accel_lite.data.valid_losses import LossFunction, LossShapeError, shapes_are_known
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.control_group import ControlGroup, OtherCallError
 from pytorch_accel_lite.distributed.data_ranks import mesh_infos, shard_dim
+from pytorch_accel_lite.distributed.launch import die_with_parent
 from pytorch_accel_lite.distributed.lost_processes import ProcessLostError, is_about_lost_process
 from pytorch_accel_lite.distributed.meshes import Holders, use_holders
 from pytorch_accel_lite.distributed.observers import OBSERVERS, JobObserver
@@ -72,8 +74,8 @@ from pytorch_accel_lite.distributed.trainer_protocol import OpenTrainer
 from pytorch_accel_lite.loop.extra_passes import loss_of
 from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.guards.error_notes import explain, list_samples
-from pytorch_accel_lite.loop.guards.held_memory import MEMORY_ADVICE
-from pytorch_accel_lite.loop.inference import INFERENCE_STEPS, unwrapped_model
+from pytorch_accel_lite.loop.guards.out_of_memory import MEMORY_ADVICE
+from pytorch_accel_lite.loop.inference import INFERENCE_STEP, unwrapped_model
 from pytorch_accel_lite.loop.model_preparation import MODEL_CHANGES
 from pytorch_accel_lite.loop.plain_step import PlainStep, backward
 from pytorch_accel_lite.loop.run_setup import inference_run
@@ -88,7 +90,7 @@ from pytorch_accel_lite.run.history import count_values
 from pytorch_accel_lite.run.job_queues import JOB_QUEUES, JobQueue
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.metric_panels import (
-    MONITOR_TITLES,
+    MONITORS,
     MetricPanel,
     best_of,
     direction_of,
@@ -98,7 +100,7 @@ from pytorch_accel_lite.run.metric_panels import (
 from pytorch_accel_lite.run.modules_and_optimizers import other_modules, other_optimizers, registered_objects
 from pytorch_accel_lite.run.optimized_parameters import all_optimized_parameters
 from pytorch_accel_lite.run.parts import LoadedWeights
-from pytorch_accel_lite.run.plots import PLOTS, Plots, plots_for
+from pytorch_accel_lite.run.plots import PLOTS, Plots
 from pytorch_accel_lite.run.run import InferenceStep, Run, Step, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches, SkippedStep
@@ -107,7 +109,7 @@ from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
 from pytorch_accel_lite.steps.choice import replace_step
 from pytorch_accel_lite.steps.closures import CLOSURE, RECOMPUTED
-from pytorch_accel_lite.steps.compilation import COMPILED, STEP_COMPILERS, StepCompiler
+from pytorch_accel_lite.steps.compilation import COMPILED, STEP_COMPILER, StepCompiler
 from pytorch_accel_lite.steps.features import FP16, MICROBATCHES, SKIPPED_BATCHES, STEP_KINDS, Conflict, Feature
 from pytorch_accel_lite.steps.manual import MANUAL
 from pytorch_accel_lite.steps.sharded import ShardedStep
@@ -121,9 +123,9 @@ __all__ = [
     "NonFiniteLossError", "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError",
     "TrainerCallback", "TrainerLike", "TrainingState", "WatchedMetric",
     # Seams.
-    "COMPANION_WRITERS", "CompanionWriter", "DIVISIONS", "Division", "FENCES", "INFERENCE_STEPS", "InferenceStep",
+    "COMPANION_WRITERS", "CompanionWriter", "DIVISIONS", "Division", "FENCES", "INFERENCE_STEP", "InferenceStep",
     "JOB_QUEUES", "JobObserver", "JobQueue", "MEMORY_ADVICE", "MODEL_CHANGES", "MODEL_FORMS", "ModelForm",
-    "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "STEP_COMPILERS", "STEP_KINDS", "STORES", "StateStore",
+    "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "STEP_COMPILER", "STEP_KINDS", "STORES", "StateStore",
     "StepCompiler", "Store", "create_division", "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
@@ -135,8 +137,8 @@ __all__ = [
     "shard_dim", "share_bounds",
     # The processes of a job.
     "MACHINERY", "ControlGroup", "Holders", "OpenTrainer", "Stack", "describe_call", "describe_frame",
-    "every_part_is_held", "innermost_function", "is_about_lost_process", "is_in_backward", "is_library_frame",
-    "open_trainers", "set_timeout", "timeout_of", "use_holders", "use_ranks",
+    "die_with_parent", "every_part_is_held", "innermost_function", "is_about_lost_process", "is_in_backward",
+    "is_library_frame", "open_trainers", "set_timeout", "timeout_of", "use_holders", "use_ranks",
     # What a run has drawn and recorded, which is restored after a step or an evaluation that does not count.
     "Snapshot", "StepSnapshot", "capture_generators", "count_values", "preserving_attributes", "restore_generators",
     # For stores, and for other files of several processes.
@@ -146,17 +148,16 @@ __all__ = [
     "ADAPTERS", "LoadedWeights", "SavedModel", "WriteModel", "is_of_peft", "is_of_timm", "reachable_from",
     "verify_tensors", "write_tensors",
     # Trials.
-    "Trial", "UserCallbacks", "check_dataset", "faster_data", "inference_run", "is_out_of_memory", "loss_of",
-    "replaced", "shard_model", "split_into_parts", "unwrapped_model",
+    "Trial", "UserCallbacks", "capacity_of", "check_dataset", "faster_data", "inference_run", "is_out_of_memory",
+    "loss_of", "replaced", "shard_model", "split_into_parts", "unwrapped_model",
     # The parts of trainers and batches.
     "TARGET_KEYS", "Batch", "BatchAdapter", "BatchOutput", "ListOfSamples", "LossFunction", "LossShapeError",
-    "all_optimized_parameters", "concatenate", "infer_batch_size", "is_as_long", "is_overridden", "is_single_sample",
-    "layer_scales", "local_shard", "nested_in", "optimized_parameters", "other_modules", "other_optimizers",
-    "parts_in", "registered_objects", "select_samples", "shapes_are_known", "tensors_in",
+    "all_optimized_parameters", "concatenate", "infer_batch_size", "is_as_long", "is_overridden", "is_packed",
+    "is_single_sample", "layer_scales", "local_shard", "nested_in", "optimized_parameters", "other_modules",
+    "other_optimizers", "parts_in", "registered_objects", "select_samples", "shapes_are_known", "tensors_in",
     # Plots and pages.
-    "Column", "MONITOR_TITLES", "MetricPanel", "best_of", "direction_of", "is_monitor", "panels_by_metric",
-    "plots_for", "render",
+    "Column", "MONITORS", "MetricPanel", "best_of", "direction_of", "is_monitor", "panels_by_metric", "render",
     # Help.
-    "ChosenModules", "CreateScheduler", "Report", "check_positive_int", "check_range", "describe_error",
+    "ChosenModules", "CreateScheduler", "Report", "check_positive_int", "check_range", "checked_by", "describe_error",
     "install_command", "listed", "warn_outside",
 ]  # fmt: skip

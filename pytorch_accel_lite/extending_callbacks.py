@@ -47,9 +47,9 @@ from pytorch_accel_lite.callbacks.metrics import default_transform
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
 from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
 from pytorch_accel_lite.checkpoint.files import FROZEN, load_plain, write_bytes
-from pytorch_accel_lite.checkpoint.locations import open_store
 from pytorch_accel_lite.checkpoint.state_rotation import remove_old_states
 from pytorch_accel_lite.checkpoint.state_store import state_name
+from pytorch_accel_lite.checkpoint.stores import open_store
 from pytorch_accel_lite.checkpoint.supported_engines import check_states_are_possible, refuse_engines, refuse_fsdp1
 from pytorch_accel_lite.checkpoint.weights import (
     check_has_trainable,

@@ -1,11 +1,12 @@
-"""What each extension gives the facade, for errors that name a missing extension."""
+"""What each extension gives the facade, and slots that one extension fills; errors that name a missing extension."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 C = TypeVar("C", bound=type)
+T = TypeVar("T")
 
 #: Names in the package; names in its modules and in ``Trainer`` are prefixed with these.
 OFFERED = {
@@ -141,3 +142,31 @@ def missing_extension_text(extension: str) -> str:
         f"belongs to the extension {extension!r}, which is not installed: its folder "
         f"{folder}/extensions/{extension} is missing. Reinstall the package."
     )
+
+
+class Slot(Generic[T]):
+    """A seam that a single extension fills.
+
+    Args:
+        extension: the name of the extension, for the error if it is missing
+    """
+
+    def __init__(self, extension: str) -> None:
+        self.extension = extension
+        self.content: T | None = None
+
+    def fill(self, content: T) -> None:
+        """Fill the slot.
+
+        Raises:
+            RuntimeError: if it is filled already
+        """
+        if self.content is not None:
+            raise RuntimeError(f"The extension {self.extension!r} has filled this slot already, with {self.content!r}.")
+        self.content = content
+
+    def get(self, wanted_by: str, kind: type[Exception] = ValueError) -> T:
+        """Return the content; without it, raise an error of a kind, which begins with what wants it."""
+        if self.content is None:
+            raise kind(f"{wanted_by} {missing_extension_text(self.extension)}")
+        return self.content

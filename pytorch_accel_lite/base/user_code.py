@@ -61,11 +61,15 @@ def overridden_methods(instance: object) -> frozenset[str]:
     return frozenset(name for name in names if is_overridden(instance, name))
 
 
-def checked_by(error: BaseException) -> str:
-    """Return the module of this package whose check raised an error, or ``""``. Such an error needs no notes."""
+def checked_by(error: BaseException, *others: type[Exception]) -> str:
+    """Return the module of this package whose check raised an error, or ``""``. Such an error needs no notes.
+
+    Args:
+        others: kinds of errors that count as well, beside those that most checks raise
+    """
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     module = str(frame.f_globals.get("__name__"))
-    is_check = isinstance(error, (ValueError, TypeError, RuntimeError)) and is_in_this_package(module)
+    is_check = isinstance(error, (ValueError, TypeError, RuntimeError, *others)) and is_in_this_package(module)
     return module if is_check else ""
 
 

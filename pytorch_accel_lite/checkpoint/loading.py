@@ -13,12 +13,12 @@ from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.checksums import verify
 from pytorch_accel_lite.checkpoint.files import FROZEN, check_on_all_ranks, read_checkpoint
-from pytorch_accel_lite.checkpoint.locations import read_state, store_of
 from pytorch_accel_lite.checkpoint.manifest import MANIFEST
 from pytorch_accel_lite.checkpoint.recorded_settings import describe_optimizers
 from pytorch_accel_lite.checkpoint.settings_comparison import describe_loaded
 from pytorch_accel_lite.checkpoint.state_contents import restore_after_start, restore_before_start
 from pytorch_accel_lite.checkpoint.state_directory import read_learned
+from pytorch_accel_lite.checkpoint.stores import read_state, store_of
 from pytorch_accel_lite.checkpoint.supported_engines import refuse_engines
 from pytorch_accel_lite.checkpoint.trained_object_states import load_loss_state, load_trained_object_states
 from pytorch_accel_lite.checkpoint.weights import (

@@ -12,7 +12,6 @@ from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.text import format_metric
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.files import FROZEN
-from pytorch_accel_lite.checkpoint.locations import local_copy
 from pytorch_accel_lite.checkpoint.manifest import (
     MANIFEST,
     DamagedStateError,
@@ -21,6 +20,7 @@ from pytorch_accel_lite.checkpoint.manifest import (
     verify_state,
 )
 from pytorch_accel_lite.checkpoint.state_directory import MODEL, open_state, read_weights
+from pytorch_accel_lite.checkpoint.stores import local_copy
 from pytorch_accel_lite.run.division import DIVISIONS
 
 

@@ -26,10 +26,10 @@ from pytorch_accel_lite.checkpoint.files import (
     write_sealed,
     write_tensors,
 )
-from pytorch_accel_lite.checkpoint.locations import open_folder, write_state
 from pytorch_accel_lite.checkpoint.model_forms import MODEL_FORMS, WriteModel, find_writer, write_in_form
 from pytorch_accel_lite.checkpoint.state_contents import capture
 from pytorch_accel_lite.checkpoint.state_directory import CapturedState
+from pytorch_accel_lite.checkpoint.stores import open_folder, write_state
 from pytorch_accel_lite.checkpoint.supported_engines import check_states_are_possible, refuse_engines, refuse_fsdp1
 from pytorch_accel_lite.checkpoint.trained_object_states import loss_state, names_beside_model, trained_object_states
 from pytorch_accel_lite.checkpoint.user_attributes import changed_modules

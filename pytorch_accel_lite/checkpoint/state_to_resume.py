@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from pytorch_accel_lite.base.paths import StrPath, parse_location
-from pytorch_accel_lite.checkpoint.locations import read_state
 from pytorch_accel_lite.checkpoint.machine import describe_changes
+from pytorch_accel_lite.checkpoint.stores import read_state
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.settings import StateSource
 from pytorch_accel_lite.run.training_state import TrainingState

@@ -69,7 +69,7 @@ def respect_launcher() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _report_uncaught_errors()
         if sys.platform.startswith("linux"):
-            _die_with_parent()
+            die_with_parent()
 
 
 @cache
@@ -98,8 +98,9 @@ def record_error(error: BaseException) -> None:
         get_error_handler().record_exception(error)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent exits."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the launcher died before prctl took effect
+    if os.getppid() != parent:  # the parent exited before prctl took effect
         os.kill(os.getpid(), signal.SIGKILL)

@@ -13,7 +13,10 @@ _NOTHING = nullcontext()
 def no_sync_within_window(
     accelerator: Accelerator, model: nn.Module, ends_window: bool
 ) -> AbstractContextManager[None]:
-    """Return a context in which ``DistributedDataParallel`` reduces gradients only at the end of a window."""
+    """Return a context for the backward pass on a batch, in which gradients are reduced only if it ends a window.
+
+    Also sets ``accelerator.sync_gradients``, which stays set after the context.
+    """
     accelerator.sync_gradients = ends_window
     if ends_window or accelerator.num_processes == 1:
         return _NOTHING

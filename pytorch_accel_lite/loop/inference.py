@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import complete_output
 from pytorch_accel_lite.data.sources import BatchData
-from pytorch_accel_lite.extension_names import missing_extension_text
+from pytorch_accel_lite.extension_names import Slot
 from pytorch_accel_lite.loop.guards.modes import restoring_mode_between_batches
 from pytorch_accel_lite.run.modules_and_optimizers import evaluating_optimizers
 from pytorch_accel_lite.run.run import InferenceStep, Run, TrainerLike
@@ -25,8 +25,8 @@ from pytorch_accel_lite.run.skipped_batches import SkippedBatches
 
 #: A step method, which returns its output for a batch.
 Compute: TypeAlias = Callable[[BatchData], Tree]
-#: Creates what computes the batches of a run that may fail. An extension adds one.
-INFERENCE_STEPS: list[Callable[[TrainerLike, Run], InferenceStep]] = []
+#: Creates what computes the batches of a run that may fail.
+INFERENCE_STEP: Slot[Callable[[TrainerLike, Run], InferenceStep]] = Slot("failed_batches")
 
 
 def choose_inference_step(trainer: TrainerLike, run: Run, request: RunRequest) -> None:
@@ -40,11 +40,10 @@ def choose_inference_step(trainer: TrainerLike, run: Run, request: RunRequest) -
     splits = run.request.auto_microbatch
     run.skipped = SkippedBatches("prediction" if is_prediction else "evaluation") if skips else None
     run.inference_step = None
-    if not INFERENCE_STEPS and (splits or skips or request.skips_failed_batches):
-        wanted = "auto_microbatch=True" if splits else "Skipping batches that fail"
-        raise ValueError(f"{wanted} {missing_extension_text('failed_batches')}")
-    if skips or (splits and not is_prediction):
-        run.inference_step = INFERENCE_STEPS[0](trainer, run)
+    if splits or skips or request.skips_failed_batches:
+        create = INFERENCE_STEP.get("auto_microbatch=True" if splits else "Skipping batches that fail")
+        if skips or (splits and not is_prediction):
+            run.inference_step = create(trainer, run)
 
 
 def compute_batches(

@@ -11,8 +11,8 @@ from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.checkpoint.trained_object_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput, as_scalars, complete_output, total_loss
-from pytorch_accel_lite.data.loss_shapes import check_loss
 from pytorch_accel_lite.data.sources import BatchData
+from pytorch_accel_lite.data.valid_losses import check_loss
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.loop.guards.first_batch import examine_first_batch
 from pytorch_accel_lite.loop.scheduling import step_after_update
@@ -44,7 +44,7 @@ class PlainStep(Step):
             self.begin_replicas(trainer, run)
 
     def begin(self, trainer: TrainerLike) -> None:
-        """Examine the first batch on one process."""
+        """Have the first batch examined when it comes, on one process."""
         self.must_examine_batch = trainer.ranks.rank == 0
 
     def begin_replicas(self, trainer: TrainerLike, run: Run) -> None:

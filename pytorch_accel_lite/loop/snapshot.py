@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 
-import numpy as np
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
+from pytorch_accel_lite.base.generator_states import (
+    capture_generators,
+    restore_generator,
+    restore_generators,
+    state_of_generator,
+)
 from pytorch_accel_lite.base.inspection import distinct_elements
+from pytorch_accel_lite.base.reachable import is_generator
 from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.checkpoint.trained_objects import trained_objects
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
@@ -43,14 +47,8 @@ class Snapshot(ExitStack):
     def keep_generators_of(self, owners: Iterable[object]) -> None:
         """Keep the states of the random generators that are attributes of objects."""
         for value in [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]:
-            if isinstance(value, torch.Generator):
-                self.callback(value.set_state, value.get_state())
-            elif isinstance(value, np.random.Generator):
-                self.callback(setattr, value.bit_generator, "state", value.bit_generator.state)
-            elif isinstance(value, np.random.RandomState):
-                self.callback(value.set_state, value.get_state())
-            elif isinstance(value, random.Random):
-                self.callback(value.setstate, value.getstate())
+            if is_generator(value):
+                self.callback(restore_generator, value, state_of_generator(value))
 
     def keep_states(self, owners: Iterable[HasStateDict]) -> None:
         """Keep the states of objects with ``state_dict()`` and ``load_state_dict(state)``, restored in this order."""

@@ -18,7 +18,7 @@ from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.run.metric_panels import MetricValue as MetricValue
 from pytorch_accel_lite.run.metric_panels import best_of, panels_by_metric
-from pytorch_accel_lite.run.plots import plots_for
+from pytorch_accel_lite.run.plots import PLOTS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -180,7 +180,8 @@ class RunHistory(ABC):
         Raises:
             ValueError: if nothing has been recorded
         """
-        return plots_for("RunHistory.plot").plot_curves(self.curves(metrics), path, self.directions)
+        plots = PLOTS.get("RunHistory.plot", ImportError)
+        return plots.plot_curves(self.curves(metrics), path, self.directions)
 
     def __getitem__(self, metric_name: str) -> Sequence[MetricValue]:
         if metric_name not in self:

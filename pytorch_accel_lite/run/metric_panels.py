@@ -11,22 +11,15 @@ from pytorch_accel_lite.base.text import escape_unprintable
 
 #: The value of a metric: usually a number, but a program may record anything.
 MetricValue: TypeAlias = Any
-# Prefix of the monitors' names, title of the panel they share, and its unit.
-_MONITORS = (
-    ("lr", "learning rate", ""),
-    ("gradient_norm", "gradient norm", ""),
-    ("clipped_updates", "clipped updates", "share of updates"),
-    ("skipped_updates", "skipped updates", "updates"),
-    ("loss_scale", "loss scale", ""),
-    ("samples_per_second", "throughput", "samples per second"),
-    ("items_per_second", "throughput of items", "items per second"),
-    ("flops_per_second", "throughput of FLOPs", "FLOPs per second"),
-    ("mfu", "FLOPs utilisation", "share of the peak"),
-    ("memory", "memory", "MiB"),
-    ("time", "time of an epoch", "seconds"),
-)
-#: Titles of the monitors' panels, in the order in which they are shown.
-MONITOR_TITLES = tuple(title for _, title, _ in _MONITORS)
+#: Title of the panel, and its unit, by prefix of the metrics that describe a run. An extension adds its own.
+MONITORS: dict[str, tuple[str, str]] = {
+    "lr": ("learning rate", ""),
+    "gradient_norm": ("gradient norm", ""),
+    "clipped_updates": ("clipped updates", "share of updates"),
+    "skipped_updates": ("skipped updates", "updates"),
+    "loss_scale": ("loss scale", ""),
+    "memory": ("memory", "MiB"),
+}
 _WITH_KIND = re.compile(r"(?:(.+?)_)?(train|eval|evaluation)_(.+)")
 _EVAL_LOSS = re.compile(r"(.+_)eval_loss(?:_epoch)?")
 
@@ -65,7 +58,7 @@ def is_monitor(name: str) -> bool:
 
 
 def _monitor(name: str) -> MetricPanel | None:
-    for start, title, unit in _MONITORS:
+    for start, (title, unit) in MONITORS.items():
         if name == start or name.startswith(f"{start}_"):
             label = re.sub("_mib$", "", name.removeprefix(start)).strip("_").replace("_", " ")
             label = {"data max": "data, slowest process", "": title, "epoch": title}.get(label, label)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy.typing as npt
 import torch
 
-from pytorch_accel_lite.extension_names import missing_extension_text
+from pytorch_accel_lite.extension_names import Slot
 from pytorch_accel_lite.run.metric_panels import MetricValue
 
 if TYPE_CHECKING:
@@ -47,19 +47,5 @@ class Plots(Protocol):
         """Draw images side by side."""
 
 
-#: What draws plots. An extension adds it.
-PLOTS: list[Plots] = []
-
-
-def plots_for(name: str) -> Plots:
-    """Return what draws plots.
-
-    Args:
-        name: the method that asks for it, for the error
-
-    Raises:
-        ImportError: if the extension is missing
-    """
-    if not PLOTS:
-        raise ImportError(f"{name} {missing_extension_text('plots')}")
-    return PLOTS[0]
+#: What draws plots.
+PLOTS: Slot[Plots] = Slot("plots")

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from pytorch_accel_lite.data.batches import BatchAdapter
-from pytorch_accel_lite.extension_names import missing_extension_text
+from pytorch_accel_lite.extension_names import Slot
 from pytorch_accel_lite.run.run import CompiledForwardLike, TrainerLike
 from pytorch_accel_lite.steps.features import SHARDED, Conflict, Feature
 from pytorch_accel_lite.steps.manual import MANUAL
@@ -23,8 +23,8 @@ class StepCompiler(Protocol):
         """Return the compiled form."""
 
 
-#: The compilers of steps. An extension adds one.
-STEP_COMPILERS: list[StepCompiler] = []
+#: The compiler of steps.
+STEP_COMPILER: Slot[StepCompiler] = Slot("compiled_step")
 
 
 def create_compiled_forward(
@@ -37,9 +37,8 @@ def create_compiled_forward(
     """
     if compile_step is False:
         return None
-    if not STEP_COMPILERS:
-        raise ValueError(f"compile_step={compile_step!r} {missing_extension_text('compiled_step')}")
-    return STEP_COMPILERS[0](trainer, {} if compile_step is True else dict(compile_step), adapter)
+    compiler = STEP_COMPILER.get(f"compile_step={compile_step!r}")
+    return compiler(trainer, {} if compile_step is True else dict(compile_step), adapter)
 
 
 #: A conflict leads to a warning, and batches are computed without compilation.

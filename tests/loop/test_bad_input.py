@@ -29,7 +29,8 @@ from pytorch_accel_lite.callbacks import (
     SaveBestModelCallback,
     get_default_callbacks,
 )
-from pytorch_accel_lite.extending import DIVISIONS
+from pytorch_accel_lite.extending import DIVISIONS, INFERENCE_STEP, PLOTS, STEP_COMPILER
+from pytorch_accel_lite.extension_names import Slot
 from pytorch_accel_lite.schedulers import CosineLrScheduler
 from tests.shipped_callbacks import NEEDED, SHIPPED
 from tests.small_models import (
@@ -980,13 +981,21 @@ def test_an_argument_of_an_extension_that_is_not_there_names_it(monkeypatch):
 
 
 def test_a_plot_without_its_extension_names_it(monkeypatch):
-    monkeypatch.setattr("pytorch_accel_lite.run.plots.PLOTS", [])
+    monkeypatch.setattr(PLOTS, "content", None)
     with pytest.raises(ImportError, match=r"RunHistory.plot belongs to the extension 'plots', which is not installed"):
         make_trainer().run_history.plot()
 
 
+def test_a_slot_is_filled_by_one_extension_only():
+    slot = Slot[str]("plots")
+    slot.fill("ours")
+    with pytest.raises(RuntimeError, match="The extension 'plots' has filled this slot already, with 'ours'"):
+        slot.fill("another's")
+    assert slot.get("plot") == "ours"
+
+
 def test_compile_step_without_its_extension_names_it(monkeypatch):
-    monkeypatch.setattr("pytorch_accel_lite.steps.compilation.STEP_COMPILERS", [])
+    monkeypatch.setattr(STEP_COMPILER, "content", None)
     with pytest.raises(ValueError, match="compile_step=True belongs to the extension 'compiled_step', which is not"):
         make_trainer(compile_step=True)
 
@@ -1002,7 +1011,7 @@ class Skips(TrainerCallback):
 
 
 def test_failed_batches_without_their_extension_name_it(monkeypatch):
-    monkeypatch.setattr("pytorch_accel_lite.loop.inference.INFERENCE_STEPS", [])
+    monkeypatch.setattr(INFERENCE_STEP, "content", None)
     calls: list[tuple[str, Any]] = [
         ("skips_failed_batches", train),
         ("skips_in_evaluation", lambda trainer, **kwargs: trainer.evaluate(make_data(), **kwargs)),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.utils.data import RandomSampler
 
 from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.extending import is_packed
 from pytorch_accel_lite.extensions.checking.probe import (
     TOLERANCE,
     Finding,
@@ -30,7 +31,7 @@ def check_batch_independence(probe: Probe) -> Iterator[Finding]:
     kept apart: PackSequences(model) finds out how.
     """
     batch = probe.eval_batch
-    if _is_packed(batch.data):
+    if is_packed(batch.data):
         yield from _depends_on_first_sequence(probe, batch)
         return
     size = probe.require_samples(batch, 4)
@@ -42,12 +43,6 @@ def check_batch_independence(probe: Probe) -> Iterator[Finding]:
     if most > TOLERANCE:
         text = f"With other samples in its batch, the outputs of a sample differ by {most:.1%} of the largest."
         yield mistake(text, difference=most, samples=[row for row, apart in off.items() if apart > TOLERANCE])
-
-
-def _is_packed(data: object) -> bool:
-    """Whether a batch is a single row of several sequences, with positions that restart at each sequence."""
-    positions = data.get("position_ids") if isinstance(data, Mapping) else None
-    return isinstance(positions, torch.Tensor) and positions.ndim == 2 and len(positions) == 1
 
 
 def _depends_on_first_sequence(probe: Probe, batch: Batch) -> Iterator[Finding]:

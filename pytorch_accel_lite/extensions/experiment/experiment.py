@@ -6,7 +6,6 @@ import inspect
 import os
 import re
 import sys
-import sysconfig
 import traceback
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from accelerate.utils import set_seed
 
 from pytorch_accel_lite.callbacks import TrainerCallback, get_default_callbacks
 from pytorch_accel_lite.checkpoint import folder_path, local_path, write_text
+from pytorch_accel_lite.extending import is_library_frame
 from pytorch_accel_lite.extensions.experiment.importing import full_name, import_path
 from pytorch_accel_lite.extensions.experiment.overrides import apply_overrides
 from pytorch_accel_lite.extensions.experiment.results import write_json
@@ -44,11 +44,6 @@ from pytorch_accel_lite.utils import result_of_first
 
 #: Prefixes of arguments that name a file to read, such as ``initial_checkpoint``.
 _INPUT_PREFIXES = ("initial_", "input_", "load_", "pretrained_", "resume_")
-#: The directories of Python, of installed packages and of this package.
-_LIBRARIES = (
-    *(os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")),
-    str(Path(__file__).resolve().parents[2]),
-)
 
 
 class Experiment:
@@ -375,8 +370,7 @@ def _naming_part(part: str) -> Iterator[None]:
     except Exception as error:
         if was_raised_by_us(error):
             raise ExperimentError(f"{part}: {error}") from error
-        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        if all(file.startswith("<") or os.path.realpath(file).startswith(_LIBRARIES) for file in files):
+        if all(is_library_frame(frame) for frame in traceback.extract_tb(error.__traceback__)):
             raise ExperimentError(f"{part}: {type(error).__name__}: {error}") from error
         error.add_note(f"This happened while {part} was made.")
         raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from pytorch_accel_lite.extending import checked_by
 from pytorch_accel_lite.utils import import_extra
 
 #: The parts of an experiment that are specified by a class or function and its arguments.
@@ -30,9 +30,7 @@ class ExperimentError(ValueError):
 
 def was_raised_by_us(error: Exception) -> bool:
     """Whether an error comes from a check of this package, so that its message suffices."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    is_check = isinstance(error, (ValueError, TypeError, RuntimeError, FileNotFoundError, NotADirectoryError))
-    return is_check and str(frame.f_globals.get("__name__", "")).startswith("pytorch_accel_lite.")
+    return checked_by(error, FileNotFoundError, NotADirectoryError) != ""
 
 
 @dataclass(eq=False, repr=False)

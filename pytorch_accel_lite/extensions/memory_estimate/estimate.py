@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 from accelerate.utils import convert_file_size_to_int
 
@@ -17,6 +16,7 @@ from pytorch_accel_lite.extending import (
     Snapshot,
     TrainerLike,
     Trial,
+    capacity_of,
     check_positive_int,
     infer_batch_size,
     is_overridden,
@@ -143,7 +143,7 @@ def estimate_memory(
     size, kwargs = per_device_batch_size, train_dataloader_kwargs
     any_step = ("train_step", "closure")
     trial = Trial(self, "estimate_memory", train_dataset, size, request, kwargs, collate_fn, supports=any_step)
-    memory = _capacity_of(self.device)
+    memory = capacity_of(self.device)
     if device_memory is not None:
         memory = check_positive_int("device_memory", convert_file_size_to_int(device_memory))
     windows = gradient_accumulation_steps
@@ -178,12 +178,6 @@ def _try_checkpointing(trial: Trial, batch: Batch, scenario: Scenario, peak: int
         f"Trainer(activation_checkpointing=True) would save {format_bytes(saved)} for about "
         f"{100 * more:.0f} % more computation."
     )
-
-
-def _capacity_of(device: torch.device) -> int | None:
-    """Return the bytes of a device's memory; ``None`` if torch does not know them, as for a CPU."""
-    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
-    return None if properties is None else getattr(properties(device), "total_memory", None)
 
 
 def _sharding(trainer: TrainerLike, world_size: int, sharded: bool | None) -> Literal["custom", "blocks", "none"]:

@@ -28,4 +28,4 @@ class MatplotlibPlots:
     plot_sheet = staticmethod(plot_sheet)
 
 
-PLOTS.append(MatplotlibPlots())
+PLOTS.fill(MatplotlibPlots())

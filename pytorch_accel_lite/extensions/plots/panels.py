@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pytorch_accel_lite.extending import MONITOR_TITLES, best_of, panels_by_metric
+from pytorch_accel_lite.extending import MONITORS, best_of, panels_by_metric
 from pytorch_accel_lite.extending_callbacks import MetricValue
 
 
@@ -83,7 +83,8 @@ def panels_of(
     drawn = [panel for panel in panels.values() if any(map(math.isfinite, panel.all_values()))]
     if not drawn:
         raise NothingToPlotError("Nothing to plot: no metric has a finite value.")
-    return sorted(drawn, key=lambda panel: MONITOR_TITLES.index(panel.title) if panel.is_monitor else -1)
+    monitors = [title for title, _ in MONITORS.values()]
+    return sorted(drawn, key=lambda panel: monitors.index(panel.title) if panel.is_monitor else -1)
 
 
 def _spread(epochs: Sequence[int]) -> list[float]:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pytorch_accel_lite.extending import die_with_parent
 from pytorch_accel_lite.extensions.takeover import worker
 from pytorch_accel_lite.extensions.takeover.json_channel import SECONDS_BETWEEN_BEATS, Channel
 
@@ -192,7 +193,7 @@ def begin(order: dict[str, Any]) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    worker.die_with_parent()
+    die_with_parent()
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
@@ -201,7 +202,7 @@ def begin(order: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Serve the supervisor. The argument is the descriptor of the channel to it."""
-    worker.die_with_parent()
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     prepare()
     with suppress(LostSupervisorError):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import runpy
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,16 +23,6 @@ from pytorch_accel_lite.extensions.takeover.new_groups import distinguish_meshes
 from pytorch_accel_lite.extensions.takeover.program_restart import has_sharded_trainer, join_sharded, restart_program
 from pytorch_accel_lite.extensions.takeover.surviving_ranks import SurvivingRanks
 from pytorch_accel_lite.extensions.takeover.surviving_step import SurvivingStep
-
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent exits."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent exited before prctl took effect
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass(frozen=True)

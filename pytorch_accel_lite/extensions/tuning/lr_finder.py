@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from pytorch_accel_lite.data import CollateFunction, LoaderKwargs, NamedData
 from pytorch_accel_lite.extending import (
+    PLOTS,
     RunRequest,
     TrainerLike,
     Trial,
     check_positive_int,
     check_range,
     layer_scales,
-    plots_for,
 )
 from pytorch_accel_lite.optimizers import CombinedOptimizer
 
@@ -53,7 +53,7 @@ class LearningRates:
         Args:
             path: where to save the plot; ``None`` does not save it
         """
-        plots = plots_for("LearningRates.plot")
+        plots = PLOTS.get("LearningRates.plot", ImportError)
         return plots.plot_range_test(self.lrs, self.losses, self.smoothed, self.suggestion, path)
 
     def __repr__(self) -> str:

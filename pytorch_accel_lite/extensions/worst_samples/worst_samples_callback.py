@@ -15,7 +15,7 @@ import torch
 from accelerate.utils import recursively_apply, send_to_device
 from torch import nn
 
-from pytorch_accel_lite.extending import TrainerCallback, TrainerLike, check_positive_int, plots_for
+from pytorch_accel_lite.extending import PLOTS, TrainerCallback, TrainerLike, check_positive_int
 from pytorch_accel_lite.extending_callbacks import align, default_transform, is_list_of_samples, is_number, slice_batch
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class WorstSamplesCallback(TrainerCallback):
             for s in self.samples
         ]
         images = [_dataset_of(sample, dataset)[sample.index][0] for sample in self.samples]
-        return plots_for("WorstSamplesCallback.plot").plot_sheet(images, titles, path)
+        return PLOTS.get("WorstSamplesCallback.plot", ImportError).plot_sheet(images, titles, path)
 
 
 def _dataset_of(sample: WorstSample, datasets: Any) -> Any:

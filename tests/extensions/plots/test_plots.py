@@ -16,6 +16,7 @@ from torchmetrics import R2Score
 
 from pytorch_accel_lite import InMemoryRunHistory, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import MetricsCallback
+from pytorch_accel_lite.extending import MONITORS
 from pytorch_accel_lite.plotting import plot_schedule
 from pytorch_accel_lite.schedulers import schedule_values
 from tests.launching import run_code
@@ -88,7 +89,11 @@ def test_curves_that_share_a_panel_look_alike_in_all_panels():
     assert looks[1].items() <= looks[0].items()
 
 
-def test_monitors_share_panels_by_unit():
+def test_monitors_share_panels_by_unit(monkeypatch):
+    seconds, rates = ("time of an epoch", "seconds"), ("throughput", "samples per second")
+    for name, panel in {"time": seconds, "samples_per_second": rates}.items():
+        monkeypatch.delitem(MONITORS, name, raising=False)
+        monkeypatch.setitem(MONITORS, name, panel)
     parts = ["data", "forward", "backward", "optimizer", "evaluation", "saving", "callbacks"]
     times = {f"time_{part}": [0.1, 0.2] for part in parts} | {"time_data_max": [0.3, 0.3], "time_epoch": [1, 2]}
     drawn = panels(
@@ -105,9 +110,9 @@ def test_monitors_share_panels_by_unit():
     assert [(title, axis.get_ylabel()) for title, axis in drawn.items()] == [
         ("loss", ""),
         ("learning rate", ""),
-        ("throughput", "samples per second"),
         ("memory", "MiB"),
         ("time of an epoch", "seconds"),
+        ("throughput", "samples per second"),
     ]
     assert legend(drawn["memory"]) == ["allocated", "reserved"]
     assert legend(drawn["learning rate"]) == ["group 0", "group 1"]

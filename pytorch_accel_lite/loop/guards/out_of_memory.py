@@ -1,4 +1,4 @@
-"""Explaining what fills the memory of a device when it has run out."""
+"""What fills the memory of a device when it has run out, and what to do about it."""
 
 from __future__ import annotations
 

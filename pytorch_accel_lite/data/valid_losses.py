@@ -1,4 +1,4 @@
-"""Checks of the loss that a step returns, and of shapes for which a loss function silently computes a wrong loss."""
+"""Checks of the loss that a step returns, and of the shapes that a loss function compares, perhaps wrongly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training states and models in a directory, or at a URL in a store."""
+"""Where training states and models are kept: a directory, or the store of a URL, which an extension adds."""
 
 from __future__ import annotations
 
