@@ -44,8 +44,7 @@ class LoaderArguments(NamedTuple):
 class RunRequest:
     """The settings requested for a run, by the arguments of ``train()`` and by callbacks in ``configure_run``.
 
-    Settings that are not listed here are arguments of ``Trainer.train()``. Most become part of the
-    ``TrainerRunConfig``.
+    Most become part of the ``TrainerRunConfig``.
 
     Args:
         kind: whether the run trains, evaluates or predicts
@@ -139,8 +138,6 @@ class RunRequest:
 @dataclass(frozen=True, repr=False)
 class TrainerRunConfig:
     """The settings of a training or evaluation run, fixed when it starts.
-
-    Settings that are not listed here are arguments of ``Trainer.train()``.
 
     Args:
         num_epochs: number of epochs; ``None`` if the data have no length and the number of updates is limited
