@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from accelerate.utils import send_to_device
@@ -13,7 +13,7 @@ from torch import nn
 
 from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
 from pytorch_accel_lite.base.seeding import derive_seed, seed_generators
-from pytorch_accel_lite.base.types import Keys, StateDict, Tree
+from pytorch_accel_lite.base.types import HasStateDict, Keys, StateDict, Tree
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.files import FROZEN, storable, untie
 from pytorch_accel_lite.checkpoint.machine import machine_facts
@@ -131,7 +131,7 @@ def capture(
     large: dict[str, torch.Tensor] = {}
     shared["user_attributes"], own = capture_attributes(trainer)
     shared = extract_tensors(storable(shared, "state"), shards, large)
-    history: Any = trainer.run_history
+    history = trainer.run_history
     shared["history"] = storable(pack_numbers(history.state_dict()), "state.history") if _is_saved(history) else None
     local = storable(_collect_local(trainer) | {"user_attributes": own}, "state")
     parts = local_parts(shards) if sharded else None
@@ -240,7 +240,7 @@ def check_history(history: object) -> None:
         )
 
 
-def _is_saved(history: object) -> bool:
+def _is_saved(history: object) -> TypeGuard[HasStateDict]:
     return hasattr(history, "state_dict") and hasattr(history, "load_state_dict")
 
 
@@ -318,7 +318,7 @@ def _restore_user_attributes(trainer: TrainerLike, state: TrainingState, is_fina
 
 def _restore_history(trainer: TrainerLike, shared: StateDict) -> None:
     """Restore the history and references to its values. Of a history that is not saved, restore only the epoch."""
-    history: Any = trainer.run_history
+    history = trainer.run_history
     if shared["history"] is not None and _is_saved(history):
         history.load_state_dict(shared["history"])
         trainer.current_run.latest.recorded_by_evaluate |= {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 
@@ -146,9 +145,10 @@ def _find_padding(probe: Probe, parts: Mapping[Part, torch.Tensor], ignored: int
             is_constant = len(part[~real]) > 0 and bool((part[~real] == part[~real][:1]).all())
             if int(lengths.max()) == part.shape[1] and (is_constant or "len" in str(name).lower()):
                 candidates[f"the lengths in {name!r}"] = real
-    fillers: set[Any] = {getattr(part, "padding_idx", None) for part in probe.modules.values()}
+    indices: list[int | None] = [getattr(part, "padding_idx", None) for part in probe.modules.values()]
+    fillers = {index for index in (*indices, ignored, -100) if index is not None}
     for name, part in rows.items():
-        for value in {*fillers, ignored, -100} - {None} if part.ndim == 2 and not part.is_floating_point() else ():
+        for value in fillers if part.ndim == 2 and not part.is_floating_point() else ():
             if bool(part.eq(value).any()):
                 candidates[f"the value {value} in {name!r}"] = part.ne(value)
     for name, real in candidates.items():

@@ -28,7 +28,7 @@ def apply_overrides(document: Document, overrides: Mapping[str, Any] | Sequence[
         _override(document, full_key, value, OVERRIDES if is_mapping else COMMAND_LINE)
 
 
-def _read_arguments(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _read_arguments(arguments: Sequence[str]) -> Iterator[tuple[str, object]]:
     """Yield the keys and values in the arguments of a command line.
 
     The value of an argument stays text until its type is known. A value within an argument is read as YAML.
@@ -52,7 +52,7 @@ def _read_arguments(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
             raise ExperimentError(f"{COMMAND_LINE}: {option} {value} is not YAML: {problem}. Quote text.") from None
 
 
-def _override(document: Document, key: str, value: Any, source: str) -> None:
+def _override(document: Document, key: str, value: object, source: str) -> None:
     """Override the value of a key such as ``optimizer.lr``; ``callbacks.x`` is an argument of the last callback."""
     first, *rest = key.split(".")
     callbacks = document.content.get("callbacks")

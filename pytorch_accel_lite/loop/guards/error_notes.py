@@ -150,8 +150,9 @@ def explain(error: BaseException, trainer: TrainerLike, run: Run, phase: Phase) 
 
 def _defines_callback(module: str) -> bool:
     """Whether a module, given by its name, defines a callback."""
-    classes = [thing for thing in vars(sys.modules[module]).values() if isinstance(thing, type)] if module else []
-    return any(issubclass(kind, TrainerCallback) and kind.__module__ == module for kind in classes)
+    things = getattr(sys.modules.get(module), "__dict__", {}).values()
+    classes = [thing for thing in things if isinstance(thing, type) and thing.__module__ == module]
+    return any(issubclass(kind, TrainerCallback) for kind in classes)
 
 
 def _lines(error: Exception, trainer: TrainerLike, run: Run, phase: Phase) -> Iterator[str]:
