@@ -42,7 +42,7 @@ from pytorch_accel_lite.base.text import (
 from pytorch_accel_lite.base.tqdm_bars import Bar, HeldOutput, NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
 from pytorch_accel_lite.base.unknown_names import did_you_mean, suggest_arguments
-from pytorch_accel_lite.base.validation import check_choice, check_positive_number, optional
+from pytorch_accel_lite.base.validation import check_bool, check_choice, check_positive_number, optional
 from pytorch_accel_lite.callbacks.metrics import default_transform
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
 from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
@@ -93,8 +93,8 @@ __all__ = [
     "CountedRun", "ExpectedMetrics", "Interval", "ModelEmaCallback", "NewMetrics", "Ranks",
     "describe_fractions", "parse_interval", "set_listening", "sync_ddp_buffers",
     # Checks of arguments.
-    "add_note", "check_choice", "check_positive_number", "did_you_mean", "missing_extension_text", "optional",
-    "suggest_arguments",
+    "add_note", "check_bool", "check_choice", "check_positive_number", "did_you_mean", "missing_extension_text",
+    "optional", "suggest_arguments",
     # Models, their outputs and gradients.
     "Classification", "NamedMetric", "ParamGroup", "ShardedEma", "TrainerOptimizer", "are_sharded", "class_of",
     "dataset_of", "default_transform", "evaluating_optimizers", "find_length", "group_names", "inference",

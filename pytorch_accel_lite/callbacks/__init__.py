@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.base.compat_names import CallbackMethodNotImplementedError
-from pytorch_accel_lite.base.validation import check_bool
 from pytorch_accel_lite.callbacks.advice import AdviceCallback
 from pytorch_accel_lite.callbacks.batch_limits import LimitBatchesCallback, LimitEvalStepsCallback
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
+from pytorch_accel_lite.callbacks.default_callbacks import DefaultCallbacks, get_default_callbacks
 from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback
 from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
@@ -109,33 +109,7 @@ __all__ = [
     "DEFAULT_CALLBACKS",
 ]
 
-
-def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallback], ...]:
-    """Return the callbacks that a trainer uses by default.
-
-    Args:
-        progress_bar: include ``ProgressBarCallback``
-    """
-    is_shown = check_bool("progress_bar", progress_bar)
-    bar: tuple[type[TrainerCallback], ...] = (ProgressBarCallback,) if is_shown else ()
-    return _Callbacks(
-        (MoveModulesToDeviceCallback, TerminateOnNaNCallback, ProgressTableCallback, *bar, AdviceCallback)
-    )
-
-
-class _Callbacks(tuple[type[TrainerCallback], ...]):
-    """A tuple that shows the names of its classes, or one word when it is a default value in a signature."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return "DEFAULT_CALLBACKS" if self is DEFAULT_CALLBACKS else str(self)
-
-    def __str__(self) -> str:
-        return f"({', '.join(callback.__name__ for callback in self)})"
-
-
-DEFAULT_CALLBACKS = get_default_callbacks()
+DEFAULT_CALLBACKS = DefaultCallbacks(get_default_callbacks())
 
 if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
 
