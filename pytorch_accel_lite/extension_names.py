@@ -64,6 +64,7 @@ OFFERED = {
     ),
     "pretrained": (),  # save_model(directory) for models of transformers, PEFT, diffusers and timm
     "profiling": ("callbacks.ProfilerCallback", "callbacks.TimingCallback"),
+    "progress_table": ("callbacks.ProgressTableCallback",),
     "ray": ("integrations.RayReportCallback",),
     "remote": (),  # states and models at URLs
     "reports": (  # and the card of save_model()

@@ -212,7 +212,7 @@ def test_a_logger_that_overrides_a_runs_start_loses_no_epoch():
         pytest.param("HangWatchCallback", "on_update_end", marks=pytest.mark.extension("hang_watch")),
         ("LogMetricsCallback", "on_train_step_checkpoint"),
         pytest.param("PlotMetricsCallback", "on_train_step_checkpoint", marks=pytest.mark.extension("reports")),
-        ("ProgressTableCallback", "on_update_end"),
+        pytest.param("ProgressTableCallback", "on_update_end", marks=pytest.mark.extension("progress_table")),
         ("SaveTrainingStateCallback", "on_train_step_checkpoint"),
     ],
 )
