@@ -10,6 +10,7 @@ T = TypeVar("T")
 
 #: Names in the package; names in its modules and in ``Trainer`` are prefixed with these.
 OFFERED = {
+    "advice": ("callbacks.AdviceCallback",),
     "blocks": (),  # Trainer(activation_checkpointing=...), Trainer(compile_model="blocks")
     "checking": ("Trainer.check",),
     "compiled_step": (),  # Trainer(compile_step=True)

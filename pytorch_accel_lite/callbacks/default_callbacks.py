@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from pytorch_accel_lite.base.validation import check_bool
-from pytorch_accel_lite.callbacks.advice import AdviceCallback
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
 from pytorch_accel_lite.callbacks.terminate_on_nan import TerminateOnNaNCallback
 from pytorch_accel_lite.run.events import TrainerCallback
 
 #: In the order in which they run. Extensions insert theirs.
-DEFAULTS: list[type[TrainerCallback]] = [
-    MoveModulesToDeviceCallback,
-    TerminateOnNaNCallback,
-    ProgressBarCallback,
-    AdviceCallback,
-]
+DEFAULTS: list[type[TrainerCallback]] = [MoveModulesToDeviceCallback, TerminateOnNaNCallback, ProgressBarCallback]
 
 
 def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallback], ...]:

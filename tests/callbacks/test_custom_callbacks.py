@@ -208,7 +208,7 @@ def test_a_logger_that_overrides_a_runs_start_loses_no_epoch():
 @pytest.mark.parametrize(
     ("name", "event"),
     [
-        ("AdviceCallback", "on_train_step_end"),
+        pytest.param("AdviceCallback", "on_train_step_end", marks=pytest.mark.extension("advice")),
         pytest.param("HangWatchCallback", "on_update_end", marks=pytest.mark.extension("hang_watch")),
         ("LogMetricsCallback", "on_train_step_checkpoint"),
         pytest.param("PlotMetricsCallback", "on_train_step_checkpoint", marks=pytest.mark.extension("reports")),

@@ -9,7 +9,6 @@ from torch import nn
 from pytorch_accel_lite import Trainer, callbacks, get_default_callbacks
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
-    AdviceCallback,
     MoveModulesToDeviceCallback,
     PrintProgressCallback,
     ProgressBarCallback,
@@ -18,14 +17,14 @@ from pytorch_accel_lite.callbacks import (
 from tests.small_models import Stream, make_model, make_trainer, train
 
 
-@pytest.mark.extension("progress_table")
+@pytest.mark.extension("advice", "progress_table")
 def test_the_default_callbacks_show_a_table_not_printed_lines():
     assert (
         MoveModulesToDeviceCallback,
         TerminateOnNaNCallback,
         callbacks.ProgressTableCallback,
         ProgressBarCallback,
-        AdviceCallback,
+        callbacks.AdviceCallback,
     ) == DEFAULT_CALLBACKS
 
 
