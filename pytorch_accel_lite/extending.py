@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.text import describe_error, listed
 from pytorch_accel_lite.base.tool_reports import Report
 from pytorch_accel_lite.base.types import ChosenModules, JsonObject
 from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
-from pytorch_accel_lite.base.user_code import checked_by, is_overridden
+from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_overridden
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.checkpoint.checksums import verify as verify_tensors
@@ -159,5 +159,5 @@ __all__ = [
     "Column", "MONITORS", "MetricPanel", "best_of", "direction_of", "is_monitor", "panels_by_metric", "render",
     # Help.
     "ChosenModules", "CreateScheduler", "Report", "check_positive_int", "check_range", "checked_by", "describe_error",
-    "install_command", "listed", "warn_outside",
+    "install_command", "is_from_this_package", "listed", "warn_outside",
 ]  # fmt: skip
