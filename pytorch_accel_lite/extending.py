@@ -59,7 +59,7 @@ from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.control_group import ControlGroup, OtherCallError
 from pytorch_accel_lite.distributed.data_ranks import mesh_infos, shard_dim
 from pytorch_accel_lite.distributed.launch import die_with_parent
-from pytorch_accel_lite.distributed.lost_processes import ProcessLostError, is_about_lost_process
+from pytorch_accel_lite.distributed.lost_processes import ProcessLostError, names_connection
 from pytorch_accel_lite.distributed.meshes import Holders, use_holders
 from pytorch_accel_lite.distributed.observers import OBSERVERS, JobObserver
 from pytorch_accel_lite.distributed.ranks import set_timeout, timeout_of, use_ranks
@@ -141,8 +141,8 @@ __all__ = [
     "shard_dim", "share_bounds",
     # The processes of a job.
     "MACHINERY", "ControlGroup", "Holders", "OpenTrainer", "Stack", "describe_call", "describe_frame",
-    "die_with_parent", "every_part_is_held", "innermost_function", "is_about_lost_process", "is_in_backward",
-    "is_library_frame", "open_trainers", "set_timeout", "timeout_of", "use_holders", "use_ranks",
+    "die_with_parent", "every_part_is_held", "innermost_function", "is_in_backward",
+    "is_library_frame", "names_connection", "open_trainers", "set_timeout", "timeout_of", "use_holders", "use_ranks",
     # What a run has drawn and recorded, which is restored after a step or an evaluation that does not count.
     "Snapshot", "StepSnapshot", "capture_generators", "count_values", "preserving_attributes", "restore_generators",
     # For stores, and for other files of several processes.
