@@ -52,9 +52,9 @@ from pytorch_accel_lite.data.batches import (
     parts_in,
     tensors_in,
 )
+from pytorch_accel_lite.data.loss_checks import LossFunction, LossShapeError, shapes_are_known
 from pytorch_accel_lite.data.shares import Shares, share_bounds
 from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, concatenate_if_possible, select_samples
-from pytorch_accel_lite.data.valid_losses import LossFunction, LossShapeError, shapes_are_known
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.control_group import ControlGroup, OtherCallError
 from pytorch_accel_lite.distributed.data_ranks import mesh_infos, shard_dim
@@ -102,13 +102,13 @@ from pytorch_accel_lite.run.metric_panels import (
     panels_by_metric,
 )
 from pytorch_accel_lite.run.modules_and_optimizers import other_modules, other_optimizers, registered_objects
-from pytorch_accel_lite.run.optimized_parameters import all_optimized_parameters
 from pytorch_accel_lite.run.parts import LoadedWeights
 from pytorch_accel_lite.run.plots import PLOTS, Plots
 from pytorch_accel_lite.run.run import USER_ATTRIBUTES, InferenceStep, Run, Step, TrainerLike, UserAttributes
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches, SkippedStep
 from pytorch_accel_lite.run.stops import NonFiniteLossError, RunInterruptedError, StopTrainingError
+from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
 from pytorch_accel_lite.steps.choice import replace_step
