@@ -20,7 +20,6 @@ from pytorch_accel_lite.checkpoint.locks import lock_path
 from pytorch_accel_lite.checkpoint.recorded_settings import record_settings
 from pytorch_accel_lite.checkpoint.state_contents import check_history
 from pytorch_accel_lite.checkpoint.state_to_resume import find_state
-from pytorch_accel_lite.checkpoint.user_attributes import note_created_attributes
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.loop.deepspeed import configure_deepspeed, uses_deepspeed
@@ -87,7 +86,7 @@ def find_state_to_resume(trainer: TrainerLike, run: Run, resume_from: str | os.P
     if saves_states:
         check_history(trainer.run_history)
     if saves_states or run.request.paths:
-        run.created_attributes = note_created_attributes(trainer)
+        run.user_attributes.note_created(trainer)
     if resume_from is not None:
         run.resumed = find_state(trainer, run.request.state_sources, resume_from)
 

@@ -27,8 +27,8 @@ from pytorch_accel_lite.optimizers.operations import (
 )
 from pytorch_accel_lite.run.accumulation import Count, GradientWindow
 from pytorch_accel_lite.run.modules_and_optimizers import buffers_in
-from pytorch_accel_lite.run.optimized_parameters import all_optimized_parameters
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
+from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters
 from pytorch_accel_lite.steps.features import MICROBATCHES, SHARDED, SKIPPED_BATCHES, Conflict, Feature
 
 _UPDATES = "the updates of a failed step cannot be undone"
