@@ -25,7 +25,6 @@ from pytorch_accel_lite.base.modules import (
 )
 from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.paths import StrPath, parse_location
-from pytorch_accel_lite.base.pictures import Picture, as_picture
 from pytorch_accel_lite.base.quantised import is_quantised_by, plain_parts, quantised_entries
 from pytorch_accel_lite.base.reprs import html_table, short_repr
 from pytorch_accel_lite.base.seeding import derive_seed, seed_all
@@ -86,7 +85,7 @@ from pytorch_accel_lite.optimizers.rates import ParamGroup
 from pytorch_accel_lite.run.accumulation import Count
 from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.current_rates import current_rates, rates_change_in_each_update
-from pytorch_accel_lite.run.events import Failure, Phase
+from pytorch_accel_lite.run.events import Failure, Phase, Picture
 from pytorch_accel_lite.run.goodput import describe_fractions
 from pytorch_accel_lite.run.history import MetricValue, NewMetrics
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
@@ -95,7 +94,8 @@ from pytorch_accel_lite.run.modules_and_optimizers import evaluating_optimizers
 
 __all__ = [
     # Arguments of events, and values in states.
-    "BatchData", "BatchOutput", "Count", "Failure", "Index", "JsonObject", "MetricValue", "Phase", "StateDict", "Tree",
+    "BatchData", "BatchOutput", "Count", "Failure", "Index", "JsonObject", "MetricValue", "Phase", "Picture",
+    "StateDict", "Tree",
     # The default callbacks, a seam; callbacks of which others are kinds.
     "DEFAULTS", "LogMetricsCallback", "ModelEmaCallback", "ProgressBarCallback",
     # Runs: what is due, recorded, listened to, shown.
@@ -118,7 +118,7 @@ __all__ = [
     "plain_parts", "quantised_entries", "refuse_engines", "refuse_fsdp1", "remove_old_states", "sharded_like",
     "state_name", "weight_checksums", "without_compile", "write_bytes",
     # Terminals and notebooks.
-    "Bar", "NotebookBar", "NotebookOutput", "Picture", "TerminalBar", "align", "as_number_or_text",
-    "as_picture", "as_plain", "format_duration", "html_table", "in_notebook", "is_terminal", "short_repr", "shows_live",
+    "Bar", "NotebookBar", "NotebookOutput", "TerminalBar", "align", "as_number_or_text",
+    "as_plain", "format_duration", "html_table", "in_notebook", "is_terminal", "short_repr", "shows_live",
     "to_number", "escape_unprintable", "wrapped",
 ]  # fmt: skip
