@@ -20,8 +20,8 @@ from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.base.validation import check_choice, check_range
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
-from pytorch_accel_lite.checkpoint.files import FROZEN
-from pytorch_accel_lite.checkpoint.weights import leave_out_frozen, sharded_like
+from pytorch_accel_lite.checkpoint.disk.files import FROZEN
+from pytorch_accel_lite.checkpoint.models.weights import leave_out_frozen, sharded_like
 from pytorch_accel_lite.optimizers.moving_averages import ModelEma, ShardedEma
 from pytorch_accel_lite.run.callback_handler import CallbackHandler, set_listening
 from pytorch_accel_lite.run.events import TrainerCallback

@@ -13,7 +13,7 @@ import torch
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.checkpoint.trained_object_states import buffers_beside_model
+from pytorch_accel_lite.checkpoint.models.trained_object_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput, complete_output, infer_batch_size
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
