@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
+import logging
 import os
 import tempfile
 import time
@@ -36,13 +38,22 @@ with suppress(ModuleNotFoundError):  # few tests need it
     settings.load_profile("no limits of time")
 
 
+def _nothing_to_seed(seed: int) -> None:
+    """Replaces ``manual_seed_all()`` of devices that are not there."""
+
+
 def pytest_configure() -> None:
     """Put temporary files in memory if there is room, as syncing training states to a disk is slow.
 
     ``TMPDIR`` takes precedence. Shorten DNS timeouts, as torch looks up its own host. Disable MLflow's telemetry.
     """
+    gc.disable()  # until all is imported: nothing of it is garbage
     os.environ.setdefault("RES_OPTIONS", "timeout:1")
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    logging.getLogger().addHandler(logging.NullHandler())  # otherwise, warnings of loggers would be printed
+    for devices in (torch.cuda, torch.xpu, torch.mtia):
+        if not devices.is_available():  # torch would keep a stack trace of each call, which takes a millisecond
+            devices.manual_seed_all = _nothing_to_seed  # type: ignore[attr-defined]
     torch.set_num_threads(1)  # forks of this process cannot use more
     if "TMPDIR" in os.environ or not os.access(MEMORY, os.W_OK):
         return
@@ -82,6 +93,7 @@ def pytest_collection_finish() -> None:
     forks of this process cannot train.
     """
     torch.zeros((), requires_grad=True).backward()
+    gc.enable()
     gc.collect()
     gc.freeze()  # later collections skip what exists now
     EarlyFork.copy = EarlyCopy()
@@ -90,14 +102,19 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish() -> None:
     if hasattr(EarlyFork, "copy"):
         EarlyFork.copy.close()
-    gc.unfreeze()  # for modules that count leaked objects at exit
+    atexit.register(_free_all)  # later, as pytest collects garbage several times before it ends
+
+
+def _free_all() -> None:
+    """Free what is garbage, for modules that count leaked objects at exit."""
+    gc.unfreeze()
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)
 def _same_start() -> None:
     torch.set_num_threads(1)
-    # torch.manual_seed records a stack trace for each unused device type, which takes three milliseconds.
-    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
