@@ -667,9 +667,10 @@ def setting_of(kind: str, compiled: bool, everything: bool) -> Setting:
 def measure_all(kind: str, quick: bool, show: Callable[[dict[str, Any]], None]) -> None:
     """Measure all contenders one after another, and show each as soon as it is known, or why it failed."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    # To trace large models takes long, and a rehearsal has traced the tiny one.
-    for compiled in (False,) if quick and kind != "gpu_tiny" else (False, True):
-        for contender in contenders_of(compiled):
+    # A rehearsal tries all contenders with the tiny model, which takes least time.
+    repeats = quick and kind != "gpu_tiny"
+    for compiled in (False,) if repeats else (False, True):
+        for contender in [CONTROL, EVERYTHING] if repeats else contenders_of(compiled):
             row = {"workload": kind, "contender": contender, "compiled": compiled}
             try:
                 found = measure_one(kind, contender, compiled, quick, device)

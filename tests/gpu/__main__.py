@@ -92,7 +92,7 @@ def parts(rehearses: bool, folder: Path) -> list[Part]:
     """All parts in their order."""
     mode = "quick" if rehearses else "full"
     cores = len(os.sched_getaffinity(0))
-    workers = 2 if rehearses else max(2, min(8, cores // 2))
+    workers = 1 if rehearses else max(2, min(8, cores // 2))
     longer, limit = (8, 900) if rehearses else (1, 110)  # nothing is lost by waiting for a busy machine
 
     def benchmark(*arguments: str) -> list[str]:

@@ -14,8 +14,9 @@ from tests.gpu.parts import ON_GPU, REHEARSES, forget_accelerators, free_memory
 
 HERE = Path(__file__).parent
 RUNS = ON_GPU or REHEARSES
-if not ON_GPU:
+if not ON_GPU:  # forks of this process train, too
     torch.set_num_threads(1)
+    torch.zeros((), requires_grad=True).backward()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks for the mark

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -23,6 +24,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
+from tests.launching import WarmPython
 
 T = TypeVar("T")
 
@@ -34,6 +36,8 @@ MIB = 2**20
 CLASSES = 10
 #: Arguments of ``torch.compile``: on the CPU those that take no time.
 COMPILED: dict[str, Any] = {} if ON_GPU else {"backend": "eager"}
+#: How Python programs are started: where there is no GPU, they are forks, which saves the time of imports.
+Program: type[subprocess.Popen[str]] = subprocess.Popen if ON_GPU else WarmPython
 #: A scale of fp16 that grows within a short run.
 SCALE, GROWS_AFTER = 2.0**10, 4
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.gpu import ranks
-from tests.gpu.parts import DEVICE, ON_GPU, Task, deterministic, plain_loop, sgd, sized
+from tests.gpu.parts import DEVICE, ON_GPU, Program, Task, deterministic, plain_loop, sgd, sized
 from tests.launching import CAN_SHARD, ROOT, TORCHRUN, environment
 
 pytestmark = pytest.mark.xdist_group("processes")  # each job is started once
@@ -45,13 +45,13 @@ def results(processes: int) -> list[dict[str, tuple[Any, str | None]]]:
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder, "found"))
         command = [*launcher, "tests.gpu.ranks", file, *cases]
-        try:
-            done = subprocess.run(
-                command, env=environment(**changes), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT
-            )
-            printed = done.stdout + done.stderr
-        except subprocess.TimeoutExpired as error:
-            printed = f"not done within {LIMIT} seconds:\n{(error.stderr or b'').decode()}"
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with Program(command, env=environment(**changes), cwd=ROOT, **pipes) as program:
+            try:
+                printed = "".join(program.communicate(timeout=LIMIT))
+            except subprocess.TimeoutExpired as error:
+                program.kill()
+                printed = f"not done within {LIMIT} seconds:\n{(error.stderr or b'').decode()}"
         missing = None, f"this case was not reached:\n{printed[-3000:]}"
         found = [dict.fromkeys(cases, missing) for _ in range(processes)]
         for rank, by_case in enumerate(found):

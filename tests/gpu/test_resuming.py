@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.parts import ON_GPU, sized
+from tests.gpu.parts import ON_GPU, Program, sized
 from tests.gpu.resumable import DIES_AFTER
 from tests.launching import ROOT, environment
 from tests.small_models import same_bits
@@ -21,7 +21,7 @@ def start(kind: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "tests.gpu.resumable", kind, str(folder), *arguments]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    return Program(command, env=environment(), cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
 
 def end(process: subprocess.Popen[str], expected: int) -> None:
