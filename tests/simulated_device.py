@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 #: Number of operations after which an event is complete.
@@ -185,6 +185,13 @@ class SimulatedTensor(torch.Tensor):
         return f"{self._host!r} on sim"
 
 
+def _map(change: Callable[[Any], Any], value: Any) -> Any:
+    """Change what an operation takes or returns, also within lists and tuples; pytrees of torch take longer."""
+    if isinstance(value, (list, tuple)):
+        return type(value)([_map(change, each) for each in value])  # type: ignore[call-arg]
+    return change(value)
+
+
 def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operation on the CPU tensors behind the device's; what comes of it lies on the device."""
     _clock.tick()
@@ -192,12 +199,15 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
     if name in _READING:
         waits[name] += 1
     hosts: dict[int, SimulatedTensor] = {}
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.ndim]
-    if name not in _MIXED and len({tensor.device.type for tensor in tensors}) > 1:
-        raise RuntimeError(f"{name}: Expected all tensors to be on the same device.")
+    memories: set[bool] = set()  # those of the tensors
 
     def to_host(value: Any) -> Any:
-        if isinstance(value, SimulatedTensor):
+        if not isinstance(value, torch.Tensor):
+            return value
+        is_ours = isinstance(value, SimulatedTensor)
+        if value.ndim:
+            memories.add(is_ours)
+        if is_ours:
             hosts[id(value._host)] = value
             return value._host
         return value
@@ -215,8 +225,13 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
         copies["to device"] += 1
         if not kwargs.get("non_blocking"):
             waits["copy to device"] += 1
-    host_kwargs = kwargs | {"device": "cpu"} if target is not None else kwargs
-    return tree_map(to_device, func(*tree_map(to_host, args), **tree_map(to_host, host_kwargs)))
+    host_args = _map(to_host, args)
+    host_kwargs = {key: _map(to_host, value) for key, value in kwargs.items()}
+    if name not in _MIXED and len(memories) > 1:
+        raise RuntimeError(f"{name}: Expected all tensors to be on the same device.")
+    if target is not None:
+        host_kwargs["device"] = "cpu"
+    return _map(to_device, func(*host_args, **host_kwargs))
 
 
 def _copy_across(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
