@@ -304,26 +304,26 @@ def test_objects_of_any_length_are_gathered_in_order(ranks):
 
 
 def many_trainers() -> Any:
-    """Threads and file descriptors after 3 and after 50 trainers that were made, trained, saved and dropped."""
+    """Threads and file descriptors after 3 and after 20 trainers that were made, trained, saved and dropped."""
     saved, counts = set(), []
     with shared_folder() as folder:
-        for number in range(50):
+        for number in range(20):
             saving = SaveTrainingStateCallback(folder / f"states {number}", asynchronous=True)
             trainer = adamw_trainer(float64_model(), callbacks=[saving], seed=0)
             trainer.train(float64_data(8), 1, per_device_batch_size=2)
             saved.add(len(list((folder / f"states {number}").glob("update-*"))))
             del trainer, saving
-            if number in (2, 49):
+            if number in (2, 19):
                 counts.append(_threads_and_descriptors())
     return saved, counts
 
 
 @two_are_enough
 def test_trainers_leave_no_threads_and_no_open_files(ranks):
-    for saved, (after_3, after_50) in ranks(many_trainers):
+    for saved, (after_3, after_20) in ranks(many_trainers):
         assert saved == {1}
         # Fewer if something that an earlier function of this job has left ends meanwhile.
-        assert all(now <= before for now, before in zip(after_50, after_3, strict=True)), (after_3, after_50)
+        assert all(now <= before for now, before in zip(after_20, after_3, strict=True)), (after_3, after_20)
 
 
 def writers_side_by_side() -> Any:

@@ -11,7 +11,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.data.splitting import concatenate
-from tests.launching import run_python
+from tests.launching import run_code
 from tests.ranks import OrderedStream
 from tests.small_models import adamw_trainer, float64_data, float64_model, listener, on_one_process
 
@@ -184,7 +184,7 @@ print(taken / sum(tensor.nbytes for tensor in (predicted["a"], predicted["b"][0]
 @pytest.mark.programs
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has another unit")
 def test_predictions_take_their_memory_once():
-    assert float(run_python(PREDICTS_MUCH)) < 1.6  # 2.0 if they were concatenated at the end
+    assert float(run_code(PREDICTS_MUCH)) < 1.6  # 2.0 if they were concatenated at the end
 
 
 def test_predictions_can_be_read_part_by_part():

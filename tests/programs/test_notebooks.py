@@ -81,7 +81,7 @@ PICTURES = [
 ]
 CURVES = [
     f"{SETUP}from pytorch_accel_lite.callbacks import PlotMetricsCallback\n"
-    "Trainer(model, nn.MSELoss(), optimizer, [PlotMetricsCallback()]).train(data, 20)"
+    "Trainer(model, nn.MSELoss(), optimizer, [PlotMetricsCallback()]).train(data, 4)"
 ]
 
 

@@ -18,6 +18,7 @@ from torchmetrics.regression import MeanSquaredError
 from pytorch_accel_lite import Trainer, get_default_callbacks
 from pytorch_accel_lite.callbacks import MetricsCallback, ModelEmaCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.data import OwnShard
+from tests.small_models import make_trainer, train
 
 STEPS = 40
 
@@ -119,7 +120,7 @@ def test_a_step_keeps_its_call_budget(trainer_class, data, callbacks, kwargs, bu
 
 def test_training_states_cost_a_step_no_more_than_a_seed(tmp_path):
     callbacks = [SaveTrainingStateCallback(tmp_path, save_at_end=False)]
-    calls_per_step(Trainer, lambda steps: Whole(8 * steps), callbacks)  # a folder is locked in another way from then on
+    train(make_trainer(callbacks))  # a folder is locked in another way from then on
     total, found = calls_per_step(Trainer, lambda steps: Whole(8 * steps), callbacks)
     assert total <= 29, found.most_common()
 

@@ -17,13 +17,15 @@ pytest.importorskip("jsonargparse", reason="needs the extra cli")
 pytest.importorskip("shtab", reason="needs the extra cli")
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
-#: Asks for the completions of a line, whose last word is the one that is completed.
+#: Asks for the completions of lines, whose last words are those that are completed. Each line is in a shell of its own.
 ASK = """
 source "$1"
-COMP_WORDS=("${@:2}")
-COMP_CWORD=$(($# - 2))
-_shtab_pytorch_accel_lite
-printf '%s\\n' "${COMPREPLY[@]}"
+while read -r line; do (
+    eval "COMP_WORDS=($line)"
+    COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+    _shtab_pytorch_accel_lite
+    echo "${COMPREPLY[@]}"
+) done
 """
 
 
@@ -40,49 +42,61 @@ def scripts(tmp_path_factory) -> Path:
     return folder
 
 
-def completions(script: Path, line: str) -> list[str]:
-    words = ["pytorch-accel-lite", *shlex.split(line)] + [""] * line.endswith(" ")
-    command = ["bash", "--norc", "-c", ASK, "bash", str(script), *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=script.parent)
+def completions(script: Path, *lines: str) -> list[list[str]]:
+    words = [["pytorch-accel-lite", *shlex.split(line)] + [""] * line.endswith(" ") for line in lines]
+    command = ["bash", "--norc", "-c", ASK, "bash", str(script)]
+    asked = "".join(f"{shlex.join(each)}\n" for each in words)
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, cwd=script.parent)
     assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout.split()
+    return [offered.split() for offered in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("tr", ["train"]),
-        ("compare", ["compare", "compare-seeds"]),
-        ("train digits.y", ["digits.yaml"]),
-        ("train digits.yaml --train.num", ["--train.num_epochs"]),
-        ("train digits.yaml --trainer.mixed_precision ", ["no", "fp16", "bf16", "fp8"]),
-        ("train digits.yaml --train.sanity_check ", ["true", "false"]),
-        ("train digits.yaml --optimizer AdamW", ["AdamW"]),
-        ("train digits.yaml --loss_func Cross", ["CrossEntropyLoss"]),
-        ("train digits.yaml --scheduler co", ["constant", "cosine"]),
-        ("train digits.yaml --callb", ["--callbacks+"]),
-        ("train digits.yaml --callbacks+ EarlyStoppingCallback --callbacks+ EarlyS", ["EarlyStoppingCallback"]),
-        ("train digits.yaml --resume lat", ["latest"]),
-        ("train digits.yaml --overwrite --train.warm", ["--train.warmup_steps"]),
-        ("train digits.yaml --help tr", ["train", "trainer"]),
-        ("evaluate digits.yaml --weights be", ["best"]),
-        ("evaluate digits.yaml --on ", ["train", "eval", "test"]),
-        ("find_lr digits.yaml --find_lr.num", ["--find_lr.num_steps"]),
-        ("compare-seeds digits.yaml --me", ["--metric"]),
-        ("completion z", ["zsh"]),
-        pytest.param("launch --proc", ["--processes"], marks=pytest.mark.extension("takeover")),
-        pytest.param("launch --processes 2 digits.p", ["digits.py"], marks=pytest.mark.extension("takeover")),
-    ],
-)
-def test_completion_in_shells_offers_known_values(scripts, line, expected):
-    assert completions(scripts / "all", line) == expected
+OFFERED = [
+    ("tr", ["train"]),
+    ("compare", ["compare", "compare-seeds"]),
+    ("train digits.y", ["digits.yaml"]),
+    ("train digits.yaml --train.num", ["--train.num_epochs"]),
+    ("train digits.yaml --trainer.mixed_precision ", ["no", "fp16", "bf16", "fp8"]),
+    ("train digits.yaml --train.sanity_check ", ["true", "false"]),
+    ("train digits.yaml --optimizer AdamW", ["AdamW"]),
+    ("train digits.yaml --loss_func Cross", ["CrossEntropyLoss"]),
+    ("train digits.yaml --scheduler co", ["constant", "cosine"]),
+    ("train digits.yaml --callb", ["--callbacks+"]),
+    ("train digits.yaml --callbacks+ EarlyStoppingCallback --callbacks+ EarlyS", ["EarlyStoppingCallback"]),
+    ("train digits.yaml --resume lat", ["latest"]),
+    ("train digits.yaml --overwrite --train.warm", ["--train.warmup_steps"]),
+    ("train digits.yaml --help tr", ["train", "trainer"]),
+    ("evaluate digits.yaml --weights be", ["best"]),
+    ("evaluate digits.yaml --on ", ["train", "eval", "test"]),
+    ("find_lr digits.yaml --find_lr.num", ["--find_lr.num_steps"]),
+    ("compare-seeds digits.yaml --me", ["--metric"]),
+    ("completion z", ["zsh"]),
+]
+OF_TAKEOVER = [("launch --proc", ["--processes"]), ("launch --processes 2 digits.p", ["digits.py"])]
+
+
+@pytest.fixture(scope="module")
+def offered(scripts) -> dict[str, list[str]]:
+    """What is offered for each line, by one shell, as reading the script takes long."""
+    lines = [case[0] for case in OFFERED] + [case[0] for case in OF_TAKEOVER]
+    return dict(zip(lines, completions(scripts / "all", *lines), strict=True))
+
+
+@pytest.mark.parametrize(("line", "expected"), OFFERED)
+def test_completion_in_shells_offers_known_values(offered, line, expected):
+    assert offered[line] == expected
+
+
+@pytest.mark.extension("takeover")
+@pytest.mark.parametrize(("line", "expected"), OF_TAKEOVER)
+def test_completion_in_shells_offers_options_of_launch(offered, line, expected):
+    assert offered[line] == expected
 
 
 def test_the_options_of_a_file_are_completed_if_it_is_named(scripts):
     line = "train digits.yaml --optimizer.l"
-    assert completions(scripts / "all", line) == []
-    assert completions(scripts / "digits", line) == ["--optimizer.lr"]
-    assert completions(scripts / "digits", "train digits.yaml --help opt") == ["optimizer"]
+    assert completions(scripts / "all", line) == [[]]
+    assert completions(scripts / "digits", line, "train digits.yaml --help opt") == [["--optimizer.lr"], ["optimizer"]]
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh")
