@@ -8,6 +8,7 @@ import os
 import re
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from tests.small_models import (
     train,
     weights,
 )
+
+OF_WHOLE_RUNS = [c for c in SHIPPED if not re.search("Limit|Unfreezing", c.__name__)]
 
 
 def test_the_callbacks_that_the_contract_is_about_are_found():
@@ -117,8 +120,10 @@ def test_a_shipped_callback_has_both_halves_of_a_state_or_none(callback_class):
     assert hasattr(callback_class, "state_dict") == hasattr(callback_class, "load_state_dict")
 
 
-@pytest.mark.parametrize("seed", [None, 0])
-@pytest.mark.parametrize("callback_class", [c for c in SHIPPED if not re.search("Limit|Unfreezing", c.__name__)])
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("callback_class", "seed"), [*product(OF_WHOLE_RUNS, [0]), *product(some_of(OF_WHOLE_RUNS), [None])]
+)
 def test_a_shipped_callback_changes_no_bit_of_the_training(callback_class, seed, here):
     if seed is None and callback_class is SaveTrainingStateCallback:
         pytest.skip("the order of the data follows from a seed then, as documented")
@@ -189,7 +194,7 @@ def shipped_callbacks() -> Any:
     warnings.filterwarnings("ignore", ".*cannot synchronise batch norm on 'cpu'")  # with several processes
     results, home = {}, Path.cwd()
     with shared_folder() as folder:
-        for callback_class in SHIPPED:
+        for callback_class in some_of(SHIPPED):
             name = callback_class.__name__
             work = folder / f"shipped {name}"
             work.mkdir(exist_ok=True)

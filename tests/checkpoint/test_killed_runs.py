@@ -152,11 +152,11 @@ class DiesAtFileOperation(TrainerCallback):
 def test_sigkill_at_any_file_operation_leads_to_the_same_bits(tmp_path, asynchronous):
     """Kills at file operations, from the first file to the end of the second rotation.
 
-    At every seventeenth; ``make soak`` kills at each.
+    At every twenty-ninth; ``make soak`` kills at each.
     """
     kwargs: dict[str, Any] = {"max_checkpoints": 1, "save_every_n_steps": 3, "asynchronous": asynchronous}
     whole = run(tmp_path / "whole", **kwargs)
-    for number in range(1, 200, 1 if SOAK else 17):
+    for number in range(1, 200, 1 if SOAK else 29):
         folder = tmp_path / f"killed{number}"
 
         def killed(rank, folder=folder, number=number):

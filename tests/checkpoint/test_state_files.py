@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +28,7 @@ from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents, verify_state
 from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.extending import STORES, Ranks, manifest_text, read_state, read_verified, write_files
-from tests.launching import PATIENCE, ROOT, WarmPython
+from tests.launching import PATIENCE, ROOT, WarmPython, some_of
 from tests.ranks import rank as own_rank
 from tests.ranks import shared_folder, world_size
 from tests.scripts.resumable import run, saved_states
@@ -66,11 +67,12 @@ DAMAGES = {
     ),
     "removed": lambda path: path.unlink(),
 }
+FILES = ["model.safetensors", "trainer.pt", "rank00000.pt", "manifest.json"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", ["model.safetensors", "trainer.pt", "rank00000.pt", "manifest.json"])
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "damage"), some_of(product(FILES, DAMAGES)))
 def test_damage_is_found_and_the_state_before_is_used(tmp_path, name, damage, capsys):
     whole = run(tmp_path)
     *_, before, newest = saved_states(tmp_path)

@@ -18,7 +18,17 @@ from benchmarks import comparison, gpu, run_contender, scale, startup
 from benchmarks.__main__ import main
 from benchmarks.contenders import CONTENDERS
 from benchmarks.paths import DOING_MORE, PATHS
-from tests.launching import CAN_SHARD, TORCHRUN, WarmPython, forget, launch, only_with_soak, run_forked, run_module
+from tests.launching import (
+    CAN_SHARD,
+    SOAK,
+    TORCHRUN,
+    WarmPython,
+    forget,
+    launch,
+    only_with_soak,
+    run_forked,
+    run_module,
+)
 
 pytestmark = pytest.mark.programs
 
@@ -41,6 +51,7 @@ def run_worker(module: str, *arguments: str) -> dict[str, float]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("workload", "contenders"),
     [
@@ -50,7 +61,7 @@ def run_worker(module: str, *arguments: str) -> dict[str, float]:
         ("memory", ["plain loop", "ours"]),
         ("callbacks", ["GradientNormCallback", "all together"]),
         ("gpu_resnet", ["bf16: plain loop again (control)", "float32, TF32: ours"]),
-        ("gpu_transformer", ["bf16, CUDA graphs: plain loop again (control)", "bf16, compiled: ours"]),
+        *[("gpu_transformer", ["bf16, CUDA graphs: plain loop again (control)", "bf16, compiled: ours"])] * SOAK,
     ],
 )
 def test_a_benchmark_writes_a_table_and_its_figures(tmp_path, monkeypatch, workload, contenders):

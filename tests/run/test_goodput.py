@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +15,7 @@ import pytest
 
 from pytorch_accel_lite import TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
+from tests.launching import some_of
 from tests.ranks import global_batch, rank, shared_folder, world_size
 from tests.small_models import Rows, adamw_trainer, equal_weights, float64_data, float64_model, listener, weights
 
@@ -164,8 +165,8 @@ def saved(clock: Clock, folder: Any, overhead: float = 0.02, seconds: float = 0.
     return sorted(int(path.name[7:]) for path in folder.glob("update-*")), trainer
 
 
-@pytest.mark.parametrize("overhead", [0.01, 0.02, 0.1])
-@pytest.mark.parametrize("seconds", [0.5, 2.0])
+@pytest.mark.soak
+@pytest.mark.parametrize(("overhead", "seconds"), some_of(product([0.01, 0.02, 0.1], [2.0, 0.5])))
 def test_states_are_saved_as_often_as_the_budget_allows(clock, tmp_path, overhead, seconds):
     updates, trainer = saved(clock, tmp_path, overhead, seconds)
     assert trainer.goodput.fractions["saving"] == pytest.approx(overhead, abs=0.005)

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import MixtureScheduleCallback
 from pytorch_accel_lite.data import Mixture, MixtureStream
+from tests.launching import SOAK
 from tests.ranks import every_state, run_and_resume, world_size
 from tests.small_models import (
     adamw_trainer,
@@ -253,7 +254,8 @@ def read_and_resumed(**kinds: Any) -> list[dict[str, torch.Tensor]]:
     return run_and_resume(train, dict)
 
 
-@pytest.mark.parametrize("kinds", [{"easy": Shelf, "hard": Forgetful}, {"easy": Cut, "hard": ForgetfulCut}])
+@pytest.mark.soak
+@pytest.mark.parametrize("kinds", [*[{"easy": Shelf, "hard": Forgetful}] * SOAK, {"easy": Cut, "hard": ForgetfulCut}])
 @pytest.mark.processes
 def test_changed_streams_resume_to_the_same_bits(two_ranks, kinds):
     for whole, *others in (read_and_resumed(**kinds), *two_ranks.run(read_and_resumed, **kinds)):

@@ -168,6 +168,7 @@ def test_kills_while_starting_and_predicting_leave_no_trace(run, undisturbed):
     check_equal(run(4, kills=kills, **ALL), undisturbed, survivors=1)
 
 
+@only_with_soak
 def test_losing_two_processes_in_predict_changes_no_result(run, undisturbed):
     kills = kill(rank3="prediction:1", rank1="changed:1")
     check_equal(run(4, kills=kills, **ALL), undisturbed, survivors=2)
@@ -180,9 +181,9 @@ def test_a_second_death_during_takeover_changes_no_result(run, undisturbed):
 
 def test_a_stopped_process_and_one_that_joins_are_replaced(run, undisturbed):
     kills = {"1": {"backward:5": int(signal.SIGSTOP)}, **kill(new="starting:1")}
-    outcome = run(3, "--replace", "--patience", "4", kills=kills, pause=0.05, samples=1003)
+    outcome = run(3, "--replace", "--patience", "4", kills=kills, pause=0.1, samples=503)
     assert outcome.code == 0, outcome.output
-    whole = run(1, samples=1003)
+    whole = run(1, samples=503)
     assert outcome.results == whole.results * len(outcome.results)
     assert "did nothing for 4 s while others waited for it" in outcome.output
     assert outcome.output.count("was killed by SIGKILL") == 2
