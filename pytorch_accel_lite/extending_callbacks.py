@@ -21,12 +21,13 @@ from pytorch_accel_lite.base.modules import (
     keep_in_eval,
     preserving_modes,
     release_from_eval,
+    reshard,
     unwrap,
 )
 from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.pictures import Picture, as_picture
-from pytorch_accel_lite.base.quantised import is_quantised_by, plain_parts, quantised_entries
+from pytorch_accel_lite.base.quantised import is_frozen_and_quantised, is_quantised_by, plain_parts, quantised_entries
 from pytorch_accel_lite.base.reprs import html_table, short_repr
 from pytorch_accel_lite.base.seeding import derive_seed, seed_all
 from pytorch_accel_lite.base.text import (
@@ -43,8 +44,8 @@ from pytorch_accel_lite.base.tqdm_bars import Bar, HeldOutput, NotebookBar, Note
 from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
 from pytorch_accel_lite.base.unknown_names import did_you_mean, suggest_arguments
 from pytorch_accel_lite.base.validation import check_choice, check_positive_number, optional
+from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.callbacks.metrics import default_transform
-from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
 from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
 from pytorch_accel_lite.checkpoint.files import FROZEN, load_plain, write_bytes
 from pytorch_accel_lite.checkpoint.state_rotation import remove_old_states
@@ -68,7 +69,6 @@ from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.loop.clipping import total_norm
 from pytorch_accel_lite.loop.inference import inference
-from pytorch_accel_lite.optimizers.moving_averages import ShardedEma
 from pytorch_accel_lite.optimizers.operations import (
     TrainerOptimizer,
     group_names,
@@ -90,17 +90,17 @@ __all__ = [
     # Arguments of events, and values in states.
     "BatchData", "BatchOutput", "Count", "Failure", "Index", "JsonObject", "MetricValue", "Phase", "StateDict", "Tree",
     # Runs: what is due, recorded, listened to, shown.
-    "CountedRun", "ExpectedMetrics", "Interval", "ModelEmaCallback", "NewMetrics", "Ranks",
+    "CountedRun", "ExpectedMetrics", "Interval", "MetricWatcher", "NewMetrics", "Ranks",
     "describe_fractions", "parse_interval", "set_listening", "sync_ddp_buffers",
     # Checks of arguments.
     "add_note", "check_choice", "check_positive_number", "did_you_mean", "missing_extension_text", "optional",
     "suggest_arguments",
     # Models, their outputs and gradients.
-    "Classification", "NamedMetric", "ParamGroup", "ShardedEma", "TrainerOptimizer", "are_sharded", "class_of",
+    "Classification", "NamedMetric", "ParamGroup", "TrainerOptimizer", "are_sharded", "class_of",
     "dataset_of", "default_transform", "evaluating_optimizers", "find_length", "group_names", "inference",
-    "is_created", "is_list_of_samples", "is_number", "keep_in_eval", "derive_seed", "parts_of_optimizer",
-    "preserving_generators", "preserving_modes", "release_from_eval", "schedulers_in", "seed_all", "slice_batch",
-    "to_cpu", "total_norm", "unwrap",
+    "is_created", "is_frozen_and_quantised", "is_list_of_samples", "is_number", "keep_in_eval", "derive_seed",
+    "parts_of_optimizer", "preserving_generators", "preserving_modes", "release_from_eval", "reshard",
+    "schedulers_in", "seed_all", "slice_batch", "to_cpu", "total_norm", "unwrap",
     # Devices without waiting.
     "AsyncCopy", "DeviceTimer", "Moment", "accumulation_dtype", "is_asynchronous", "mixed_precision", "to_float",
     # Files.

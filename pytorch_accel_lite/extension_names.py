@@ -32,6 +32,7 @@ OFFERED = {
     "memory_estimate": ("Trainer.estimate_memory",),
     "metrics_file": ("callbacks.MetricsFileCallback",),
     "mixtures": ("callbacks.MixtureScheduleCallback", "data.Mixture", "data.MixtureSampler", "data.MixtureStream"),
+    "model_ema": ("callbacks.ModelEma", "callbacks.ModelEmaCallback", "ema.ModelEma", "utils.ModelEma"),
     "model_summary": ("Trainer.summary", "callbacks.ModelSummaryCallback"),
     "momentum_teacher": ("callbacks.MomentumTeacherCallback",),
     "muon": ("optimizers.ParameterKinds", "optimizers.muon_with_adamw", "optimizers.split_parameters"),
@@ -88,8 +89,9 @@ ARGUMENTS = {"logical_processes": "logical"}
 #: The extensions that another one needs: it uses their public names, and is deleted with them.
 NEEDED = {
     "experiment": ("metrics_file", "plots", "predictions", "worst_samples"),
-    "memory_estimate": ("finetuning",),
+    "memory_estimate": ("finetuning", "model_ema"),
     "metrics_file": ("step_logging",),
+    "momentum_teacher": ("model_ema",),
     "reports": ("plots",),
     "takeover": ("hang_watch", "logical"),
     "trackers": ("step_logging",),

@@ -32,11 +32,11 @@ OF_THE_PACKAGE = [
 PROGRAM = """
 import sys
 import pytorch_accel_lite
-from pytorch_accel_lite import Trainer, callbacks, data, finetuning, integrations, optimizers, plotting, utils
+from pytorch_accel_lite import Trainer, callbacks, data, ema, finetuning, integrations, optimizers, plotting, utils
 import torch
 
 trainer = Trainer(torch.nn.Linear(1, 1), None, None)
-modules = {"callbacks": callbacks, "data": data, "integrations": integrations, "plotting": plotting}
+modules = {"callbacks": callbacks, "data": data, "ema": ema, "integrations": integrations, "plotting": plotting}
 modules |= {"finetuning": finetuning, "optimizers": optimizers, "utils": utils}
 owners = {"": pytorch_accel_lite, "Trainer": trainer, **modules}
 for qualified in sys.argv[1:]:
