@@ -36,12 +36,14 @@ from pytorch_accel_lite.checkpoint.shards import every_part_is_held
 from pytorch_accel_lite.checkpoint.state_directory import CapturedState, read_model, read_verified, write_files
 from pytorch_accel_lite.checkpoint.state_store import StateStore
 from pytorch_accel_lite.checkpoint.stores import STORES, Store, read_state
+from pytorch_accel_lite.checkpoint.trained_object_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import (
     TARGET_KEYS,
     BatchAdapter,
     BatchOutput,
     Share,
+    complete_output,
     infer_batch_size,
     is_as_long,
     is_packed,
@@ -55,9 +57,11 @@ from pytorch_accel_lite.data.valid_losses import LossFunction, LossShapeError, s
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.control_group import ControlGroup, OtherCallError
 from pytorch_accel_lite.distributed.data_ranks import mesh_infos, shard_dim
+from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.distributed.launch import die_with_parent
 from pytorch_accel_lite.distributed.lost_processes import ProcessLostError, is_about_lost_process
 from pytorch_accel_lite.distributed.meshes import Holders, use_holders
+from pytorch_accel_lite.distributed.no_sync import no_sync_within_window
 from pytorch_accel_lite.distributed.observers import OBSERVERS, JobObserver
 from pytorch_accel_lite.distributed.ranks import set_timeout, timeout_of, use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
@@ -81,7 +85,7 @@ from pytorch_accel_lite.loop.plain_step import PlainStep, backward
 from pytorch_accel_lite.loop.run_setup import inference_run
 from pytorch_accel_lite.loop.sharded_models import shard_model
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
-from pytorch_accel_lite.optimizers.operations import CreateScheduler, optimized_parameters
+from pytorch_accel_lite.optimizers.operations import CreateScheduler, needs_closure, optimized_parameters
 from pytorch_accel_lite.optimizers.rates import layer_scales
 from pytorch_accel_lite.run.accumulation import GradientWindow, as_weight
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
@@ -98,7 +102,12 @@ from pytorch_accel_lite.run.metric_panels import (
     is_monitor,
     panels_by_metric,
 )
-from pytorch_accel_lite.run.modules_and_optimizers import other_modules, other_optimizers, registered_objects
+from pytorch_accel_lite.run.modules_and_optimizers import (
+    buffers_in,
+    other_modules,
+    other_optimizers,
+    registered_objects,
+)
 from pytorch_accel_lite.run.optimized_parameters import all_optimized_parameters
 from pytorch_accel_lite.run.parts import LoadedWeights
 from pytorch_accel_lite.run.plots import PLOTS, Plots
@@ -109,10 +118,19 @@ from pytorch_accel_lite.run.stops import NonFiniteLossError, RunInterruptedError
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
 from pytorch_accel_lite.steps.choice import replace_step
-from pytorch_accel_lite.steps.closures import CLOSURE, RECOMPUTED
 from pytorch_accel_lite.steps.compilation import COMPILED, STEP_COMPILER, StepCompiler
-from pytorch_accel_lite.steps.features import FP16, MICROBATCHES, SKIPPED_BATCHES, STEP_KINDS, Conflict, Feature
-from pytorch_accel_lite.steps.manual import MANUAL
+from pytorch_accel_lite.steps.features import (
+    CLOSURE,
+    FP16,
+    MANUAL,
+    MICROBATCHES,
+    RECOMPUTED,
+    SHARDED,
+    SKIPPED_BATCHES,
+    STEP_KINDS,
+    Conflict,
+    Feature,
+)
 from pytorch_accel_lite.steps.sharded import ShardedStep
 from pytorch_accel_lite.tools.batch_parts import as_returned, merge_outputs, split_into_parts
 from pytorch_accel_lite.tools.speed_advice import faster_data
@@ -130,7 +148,9 @@ __all__ = [
     "StepCompiler", "Store", "create_division", "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
-    "RECOMPUTED", "SKIPPED_BATCHES", "ShardedStep", "as_returned", "as_weight", "backward", "merge_outputs",
+    "RECOMPUTED", "SHARDED", "SKIPPED_BATCHES", "ShardedStep", "as_returned", "as_weight", "average_gradients",
+    "backward", "buffers_beside_model", "buffers_in", "complete_output", "merge_outputs", "needs_closure",
+    "no_sync_within_window",
     # Batches that fail.
     "OtherCallError", "ProcessLostError", "SKIPPED", "SkippedBatches", "SkippedStep", "explain", "list_samples",
     # Steps that are divided into a fixed number of shares.

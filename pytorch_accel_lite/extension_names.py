@@ -12,6 +12,7 @@ T = TypeVar("T")
 OFFERED = {
     "blocks": (),  # Trainer(activation_checkpointing=...), Trainer(compile_model="blocks")
     "checking": ("Trainer.check",),
+    "closures": ("Trainer.recompute_gradients",),  # and optimizers that need a closure
     "compiled_step": (),  # Trainer(compile_step=True)
     "energy": ("callbacks.EnergyCallback",),
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
@@ -29,6 +30,7 @@ OFFERED = {
     "hang_watch": ("callbacks.HangWatchCallback",),
     "idle_gpus": ("utils.use_idle_gpus",),
     "logical": ("Trainer.logical",),
+    "manual_optimization": (),  # a trainer that overrides train_step
     "memory_estimate": ("Trainer.estimate_memory",),
     "metrics_file": ("callbacks.MetricsFileCallback",),
     "mixtures": ("callbacks.MixtureScheduleCallback", "data.Mixture", "data.MixtureSampler", "data.MixtureStream"),

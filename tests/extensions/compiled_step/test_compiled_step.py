@@ -157,7 +157,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "an optimizer with a closure": {"optimizer": partial(torch.optim.LBFGS, max_iter=2)},
 }
-OWNERS = {"parts of batches": "failed_batches", "an averaged model": "model_ema"}
+OWNERS = {
+    "parts of batches": "failed_batches",
+    "an averaged model": "model_ema",
+    "an optimizer with a closure": "closures",
+    "logical processes": "logical",
+    "train_step": "manual_optimization",
+}
 
 
 @pytest.mark.slow
@@ -297,7 +303,7 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.extension("logical")) if n == "logical processes" else n for n in REASONS],
+    [pytest.param(name, marks=pytest.mark.extension(OWNERS[name]) if name in OWNERS else ()) for name in REASONS],
 )
 def test_a_graph_break_is_reported_once_with_its_reason(name):
     settings, reason = REASONS[name]

@@ -458,4 +458,4 @@ def test_the_best_average_of_an_earlier_run_stays_in_its_file(tmp_path):
 @pytest.mark.extension("other_libraries")
 def test_a_name_of_another_library_for_the_metric_is_suggested():
     with pytest.raises(TypeError, match="it is called watch_metric"):
-        ModelEmaCallback(monitor="loss")  # type: ignore[call-arg]
+        ModelEmaCallback(monitor="loss")
