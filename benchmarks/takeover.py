@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -225,35 +225,58 @@ def lost(width: int, kills: int) -> None:
     print(f"Without --replace, from a SIGKILL to the next update: {_described(until_next)}")
 
 
-def undisturbed(width: int, turns: int) -> None:
+def undisturbed(width: int, turns: int, pairs: int) -> None:
     """Print how long updates take under the command ``launch``, beside those under torchrun.
+
+    Jobs differ by some percent, also those of the same command, and the job of a pair that is started first tends to be
+    the slower one. So there are several pairs, in which each command comes first equally often. As a control, pairs of
+    torchrun alone are compared in the same way.
+
+    Args:
+        turns: number of turns of each job
+        pairs: number of pairs of jobs
+    """
+    print(f"{pairs} pairs of jobs, {turns} turns of each job:", flush=True)
+    compared = {"launch, beside torchrun": LAUNCH, "torchrun, beside torchrun": TORCHRUN}
+    ratios: dict[str, list[Turn]] = {name: [] for name in compared}
+    for number in range(pairs):
+        for name, command in compared.items():
+            ratios[name].append(_ratio(width, turns, [command, TORCHRUN], swapped=bool(number % 2)))
+    for name, found in ratios.items():
+        print(f"  {name}:")
+        print(f"    an update: {_with_error([ratio.seconds for ratio in found])}")
+        print(f"    time of all cores for an update: {_with_error([ratio.of_cores for ratio in found])}")
+
+
+def _ratio(width: int, turns: int, commands: list[tuple[str, ...]], swapped: bool) -> Turn:
+    """Return what an update takes with the first of two commands, divided by what it takes with the second one.
 
     Both jobs run at the same time, but take turns: one is stopped while the other one computes. So whatever else the
     machine does slows both down alike.
 
     Args:
-        turns: number of turns of each
+        swapped: start the second command first
     """
-    with running(width, *LAUNCH) as ours:
-        ours.signal_all(signal.SIGSTOP)
-        with running(width, *TORCHRUN) as torchs:
-            torchs.signal_all(signal.SIGSTOP)
-            pairs = []
-            for number in range(turns):
-                jobs = [ours, torchs][:: -1 if number % 2 else 1]  # neither always comes first
-                taken = {job: job.take_turn() for job in jobs}
-                pairs.append((taken[ours], taken[torchs]))
-    print(f"Medians of {turns} turns each:")
-    _print_ratio("an update", [(own.seconds, other.seconds) for own, other in pairs])
-    _print_ratio("time of all cores for an update", [(own.of_cores, other.of_cores) for own, other in pairs])
+    order = slice(None, None, -1 if swapped else 1)
+    with ExitStack() as stack:
+        jobs = []
+        for command in commands[order]:
+            jobs.append(stack.enter_context(running(width, *command)))
+            jobs[-1].signal_all(signal.SIGSTOP)
+        first, second = jobs[order]
+        taken: list[tuple[Turn, Turn]] = []
+        for number in range(turns):
+            in_turn = {job: job.take_turn() for job in jobs[:: -1 if number % 2 else 1]}  # neither always comes first
+            taken.append((in_turn[first], in_turn[second]))
+    return Turn(
+        statistics.median(own.seconds / other.seconds for own, other in taken),
+        statistics.median(own.of_cores / other.of_cores for own, other in taken),
+    )
 
 
-def _print_ratio(what: str, pairs: list[tuple[float, float]]) -> None:
-    ratios = [own / other for own, other in pairs]
-    own, other = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
-    error = 1.25 * statistics.pstdev(ratios) / len(ratios) ** 0.5
-    print(f"  {what}: {own:.4f} s under launch, {other:.4f} s under torchrun")
-    print(f"    ratio in each turn: {statistics.median(ratios):.3f} (median, with a standard error of {error:.3f})")
+def _with_error(ratios: list[float]) -> str:
+    error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
+    return f"{statistics.mean(ratios):.3f} of the other one, with a standard error of {error:.3f}"
 
 
 def _descendants(process: int) -> list[int]:
@@ -273,10 +296,11 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256, help="of the layers; 1700 makes a model of 13 MB")
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--every", type=float, default=0.0, help="seconds between two kills; 0 for as soon as possible")
-    parser.add_argument("--turns", type=int, default=0, help="also compare with torchrun, in turns")
+    parser.add_argument("--pairs", type=int, default=0, help="also compare so many pairs of jobs with torchrun")
+    parser.add_argument("--turns", type=int, default=8, help="how often the jobs of a pair take turns")
     options = parser.parse_args()
-    if options.turns:
-        undisturbed(options.width, options.turns)
+    if options.pairs:
+        undisturbed(options.width, options.turns, options.pairs)
     if options.kills:
         replaced(options.width, options.kills, options.every)
         lost(options.width, options.kills)

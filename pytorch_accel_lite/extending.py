@@ -5,18 +5,19 @@ trainer besides its model; the parts of batches; and the form of results and err
 """
 
 from pytorch_accel_lite.base.backends import deterministic_kernels
+from pytorch_accel_lite.base.constructor_calls import library_attributes
 from pytorch_accel_lite.base.devices import capacity_of, is_out_of_memory
 from pytorch_accel_lite.base.environment import install_command
-from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
+from pytorch_accel_lite.base.generator_states import capture_generators, restore_generator, restore_generators
 from pytorch_accel_lite.base.inspection import nested_in
 from pytorch_accel_lite.base.modules import local_shard
-from pytorch_accel_lite.base.reachable import reachable_from
+from pytorch_accel_lite.base.reachable import RandomGenerator, reachable_from
 from pytorch_accel_lite.base.templates import Column, render
 from pytorch_accel_lite.base.text import describe_error, listed
 from pytorch_accel_lite.base.tool_reports import Report
 from pytorch_accel_lite.base.types import ChosenModules, JsonObject
 from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
-from pytorch_accel_lite.base.user_code import checked_by, is_overridden
+from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_in_this_package, is_overridden
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.checkpoint.checksums import verify as verify_tensors
@@ -32,11 +33,13 @@ from pytorch_accel_lite.checkpoint.model_forms import (
     is_of_peft,
     is_of_timm,
 )
+from pytorch_accel_lite.checkpoint.recorded_settings import may_differ
 from pytorch_accel_lite.checkpoint.shards import every_part_is_held
 from pytorch_accel_lite.checkpoint.state_directory import CapturedState, read_model, read_verified, write_files
 from pytorch_accel_lite.checkpoint.state_store import StateStore
 from pytorch_accel_lite.checkpoint.stores import STORES, Store, read_state
 from pytorch_accel_lite.checkpoint.trained_object_states import buffers_beside_model
+from pytorch_accel_lite.checkpoint.trained_objects import loose_parameters, trained_objects, unsaved_attribute_names
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import (
     TARGET_KEYS,
@@ -51,15 +54,15 @@ from pytorch_accel_lite.data.batches import (
     parts_in,
     tensors_in,
 )
+from pytorch_accel_lite.data.loss_checks import LossFunction, LossShapeError, shapes_are_known
 from pytorch_accel_lite.data.shares import Shares, share_bounds
 from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, concatenate_if_possible, select_samples
-from pytorch_accel_lite.data.valid_losses import LossFunction, LossShapeError, shapes_are_known
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.control_group import ControlGroup, OtherCallError
 from pytorch_accel_lite.distributed.data_ranks import mesh_infos, shard_dim
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.distributed.launch import die_with_parent
-from pytorch_accel_lite.distributed.lost_processes import ProcessLostError, is_about_lost_process
+from pytorch_accel_lite.distributed.lost_processes import ProcessLostError, names_connection
 from pytorch_accel_lite.distributed.meshes import Holders, use_holders
 from pytorch_accel_lite.distributed.no_sync import no_sync_within_window
 from pytorch_accel_lite.distributed.observers import OBSERVERS, JobObserver
@@ -88,7 +91,7 @@ from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_
 from pytorch_accel_lite.optimizers.operations import CreateScheduler, needs_closure, optimized_parameters
 from pytorch_accel_lite.optimizers.rates import layer_scales
 from pytorch_accel_lite.run.accumulation import GradientWindow, as_weight
-from pytorch_accel_lite.run.callback_handler import CallbackHandler
+from pytorch_accel_lite.run.callback_handler import CallbackHandler, named_callbacks
 from pytorch_accel_lite.run.division import DIVISIONS, Division, create_division
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.history import count_values
@@ -108,13 +111,13 @@ from pytorch_accel_lite.run.modules_and_optimizers import (
     other_optimizers,
     registered_objects,
 )
-from pytorch_accel_lite.run.optimized_parameters import all_optimized_parameters
 from pytorch_accel_lite.run.parts import LoadedWeights
 from pytorch_accel_lite.run.plots import PLOTS, Plots
-from pytorch_accel_lite.run.run import InferenceStep, Run, Step, TrainerLike
+from pytorch_accel_lite.run.run import USER_ATTRIBUTES, InferenceStep, Run, Step, TrainerLike, UserAttributes
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches, SkippedStep
 from pytorch_accel_lite.run.stops import NonFiniteLossError, RunInterruptedError, StopTrainingError
+from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
 from pytorch_accel_lite.steps.choice import replace_step
@@ -145,7 +148,7 @@ __all__ = [
     "COMPANION_WRITERS", "CompanionWriter", "DIVISIONS", "Division", "FENCES", "INFERENCE_STEP", "InferenceStep",
     "JOB_QUEUES", "JobObserver", "JobQueue", "MEMORY_ADVICE", "MODEL_CHANGES", "MODEL_FORMS", "ModelForm",
     "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "STEP_COMPILER", "STEP_KINDS", "STORES", "StateStore",
-    "StepCompiler", "Store", "create_division", "replace_step",
+    "StepCompiler", "Store", "USER_ATTRIBUTES", "UserAttributes", "create_division", "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
     "RECOMPUTED", "SHARDED", "SKIPPED_BATCHES", "ShardedStep", "as_returned", "as_weight", "average_gradients",
@@ -158,13 +161,16 @@ __all__ = [
     "shard_dim", "share_bounds",
     # The processes of a job.
     "MACHINERY", "ControlGroup", "Holders", "OpenTrainer", "Stack", "describe_call", "describe_frame",
-    "die_with_parent", "every_part_is_held", "innermost_function", "is_about_lost_process", "is_in_backward",
-    "is_library_frame", "open_trainers", "set_timeout", "timeout_of", "use_holders", "use_ranks",
+    "die_with_parent", "every_part_is_held", "innermost_function", "is_in_backward",
+    "is_library_frame", "names_connection", "open_trainers", "set_timeout", "timeout_of", "use_holders", "use_ranks",
     # What a run has drawn and recorded, which is restored after a step or an evaluation that does not count.
     "Snapshot", "StepSnapshot", "capture_generators", "count_values", "preserving_attributes", "restore_generators",
     # For stores, and for other files of several processes.
     "CapturedState", "JsonObject", "catch_damage", "check_is_shared", "load_verified", "lock_path", "manifest_text",
     "read_manifest", "read_model", "read_state", "read_verified", "write_files",
+    # For attributes of users in training states.
+    "RandomGenerator", "is_from_this_package", "is_in_this_package", "library_attributes", "loose_parameters",
+    "may_differ", "named_callbacks", "restore_generator", "trained_objects", "unsaved_attribute_names",
     # For saved models, and their companion files.
     "ADAPTERS", "LoadedWeights", "SavedModel", "WriteModel", "is_of_peft", "is_of_timm", "reachable_from",
     "verify_tensors", "write_tensors",

@@ -54,6 +54,7 @@ from pytorch_accel_lite.checkpoint.stores import open_store
 from pytorch_accel_lite.checkpoint.supported_engines import check_states_are_possible, refuse_engines, refuse_fsdp1
 from pytorch_accel_lite.checkpoint.weights import (
     check_has_trainable,
+    full_state_dict,
     leave_out_frozen,
     model_checksums,
     sharded_like,
@@ -104,10 +105,10 @@ __all__ = [
     # Devices without waiting.
     "AsyncCopy", "DeviceTimer", "Moment", "accumulation_dtype", "is_asynchronous", "mixed_precision", "to_float",
     # Files.
-    "BackgroundWriter", "FROZEN", "StrPath", "check_has_trainable", "check_states_are_possible", "weight_checksums",
+    "BackgroundWriter", "FROZEN", "StrPath", "check_has_trainable", "check_states_are_possible", "full_state_dict",
     "is_quantised_by", "leave_out_frozen", "load_plain", "model_checksums", "open_store", "parse_location",
     "plain_parts", "quantised_entries", "refuse_engines", "refuse_fsdp1", "remove_old_states", "sharded_like",
-    "state_name", "without_compile", "write_bytes",
+    "state_name", "weight_checksums", "without_compile", "write_bytes",
     # Terminals and notebooks.
     "Bar", "HeldOutput", "NotebookBar", "NotebookOutput", "Picture", "TerminalBar", "align", "as_number_or_text",
     "as_picture", "as_plain", "format_duration", "html_table", "in_notebook", "is_terminal", "short_repr", "to_number",

@@ -83,6 +83,7 @@ OFFERED = {
     "trackers": ("callbacks.TrackerCallback",),
     "tuning": ("Trainer.find_lr", "Trainer.find_batch_size", "Trainer.diagnose"),
     "unfreezing": ("callbacks.GradualUnfreezingCallback",),
+    "user_attributes": (),  # attributes of users in training states
     "worst_samples": ("callbacks.WorstSample", "callbacks.WorstSamplesCallback"),
     "wsd_checkpoints": ("callbacks.WSDCheckpointCallback",),
 }

@@ -41,14 +41,15 @@ from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, total_loss
 from pytorch_accel_lite.data.defaults import dataloader_for, default_loader_kwargs
 from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.loss_checks import LossFunction
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
-from pytorch_accel_lite.data.valid_losses import LossFunction
 from pytorch_accel_lite.distributed import Ranks, accelerate_settings, launch, shutdown
 from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extension_names import add_missing_method_errors
 from pytorch_accel_lite.extensions import blocks as blocks  # adds to MODEL_CHANGES
 from pytorch_accel_lite.extensions import compiled_step as compiled_step  # fills STEP_COMPILER
 from pytorch_accel_lite.extensions import manual_optimization as manual_optimization  # adds to STEP_KINDS
+from pytorch_accel_lite.extensions import user_attributes as user_attributes  # fills USER_ATTRIBUTES
 from pytorch_accel_lite.extensions.checking import program_check
 from pytorch_accel_lite.extensions.closures import replaying_step
 from pytorch_accel_lite.extensions.logical import logical_of_trainer

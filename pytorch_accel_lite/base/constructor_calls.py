@@ -47,8 +47,8 @@ def constructor_arguments(instance: object) -> tuple[tuple[object, ...], dict[st
 
 
 def library_attributes(instance: object) -> set[str]:
-    """Return the names of the attributes that this package's constructors have set in an object."""
-    return {LIBRARY_ATTRIBUTES, *vars(instance).get(LIBRARY_ATTRIBUTES, ())}
+    """Return the names of the attributes that this package has set in an object when it was created."""
+    return {CONSTRUCTOR_ARGUMENTS, LIBRARY_ATTRIBUTES, *vars(instance).get(LIBRARY_ATTRIBUTES, ())}
 
 
 def arguments_of(instance: object, with_defaults: bool = False) -> dict[str, object]:

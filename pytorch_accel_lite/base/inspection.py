@@ -65,24 +65,6 @@ def sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
     return torch.stack(sums).tolist() if sums else []  # a single read from the device
 
 
-_CHUNK = 1 << 22  # elements
-
-
-def sums_by_position(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return a sum over each tensor that also depends on the positions of its elements, unlike ``sums_of_bits()``."""
-    sums: list[torch.Tensor] = []
-    for tensor in tensors:
-        data = tensor.detach()
-        data = (torch.view_as_real(data) if data.is_complex() else data).contiguous().view(-1)
-        total = torch.zeros((), dtype=torch.int64, device=data.device)
-        for start in range(0, data.numel(), _CHUNK):
-            part = data[start : start + _CHUNK].view(_INTEGERS[data.element_size()]).long()
-            places = torch.arange(start, start + len(part), device=data.device)
-            total += (part * (places * 0x5851F42D4C957F2D + 1)).sum()
-        sums.append(total.to(sums[0].device) if sums else total)
-    return torch.stack(sums).tolist() if sums else []  # a single read from the device
-
-
 def accepts(function: Callable[..., object], *arguments: object) -> bool:
     """Whether a function can be called with these positional arguments."""
     try:

@@ -32,7 +32,6 @@ from pytorch_accel_lite.checkpoint.state_directory import CapturedState
 from pytorch_accel_lite.checkpoint.stores import open_folder, write_state
 from pytorch_accel_lite.checkpoint.supported_engines import check_states_are_possible, refuse_engines, refuse_fsdp1
 from pytorch_accel_lite.checkpoint.trained_object_states import loss_state, names_beside_model, trained_object_states
-from pytorch_accel_lite.checkpoint.user_attributes import changed_modules
 from pytorch_accel_lite.checkpoint.weights import (
     WEIGHTS,
     check_has_trainable,
@@ -44,9 +43,9 @@ from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.modules_and_optimizers import evaluating_optimizers
-from pytorch_accel_lite.run.optimized_parameters import weights_are_finite
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.stops import NonFiniteLossError
+from pytorch_accel_lite.run.trainer_parameters import weights_are_finite
 
 
 def _warn_of_weights(trainer: TrainerLike, method: str) -> None:
@@ -126,7 +125,8 @@ def _attempt_to_save_checkpoint(
             checkpoint["scheduler_state_dict"] = trainer.scheduler.state_dict()
         if learned := loss_state(trainer):
             checkpoint["loss_func_state_dict"] = learned
-        if states := trained_object_states(trainer, writes, save_optimizer, save_scheduler, changed_modules(trainer)):
+        others = trainer.current_run.user_attributes.changed_modules(trainer)
+        if states := trained_object_states(trainer, writes, save_optimizer, save_scheduler, others):
             checkpoint["attribute_state_dicts"] = states
         checkpoint.update(checkpoint_kwargs)
         trainer.ranks.barrier()  # other processes may still be reading the old file
@@ -240,7 +240,8 @@ def _write_weights(
 
 
 def _say_what_is_unsaved(trainer: TrainerLike, name: str) -> None:
-    if unsaved := [*names_beside_model(trainer), *changed_modules(trainer)]:
+    others = trainer.current_run.user_attributes.changed_modules(trainer)
+    if unsaved := [*names_beside_model(trainer), *others]:
         trainer.print(
             f"{name!r} holds the model alone, without what was trained besides it: "
             f"{listed(unsaved, 10)}. save_checkpoint() includes that."

@@ -48,8 +48,8 @@ def compare_settings(trainer: TrainerLike, state: TrainingState) -> str:
     if not before or not now:
         return ""
     changed = _changed(before, now, is_elastic=state.metadata["world_size"] != trainer.ranks.world_size)
-    run.created_attributes.compared |= {argument for key in changed if (argument := _argument_of_callback(key))}
-    held = _attributes_in(state)
+    run.user_attributes.compared |= {argument for key in changed if (argument := _argument_of_callback(key))}
+    held = run.user_attributes.names_in(state.shared.get("user_attributes", {}))
     loaded = describe_optimizers(trainer)
     restored: list[str] = []
     new: list[str] = []
@@ -105,12 +105,6 @@ def _argument_of_callback(key: str) -> tuple[str, str] | None:
     part, _, rest = key.partition(".")
     owner, _, name = rest.partition(".")
     return (owner, name) if part == "callbacks" and name else None
-
-
-def _attributes_in(state: TrainingState) -> set[tuple[str, str]]:
-    """Return the attributes in a state, by owner and name, that the saved run had changed."""
-    saved = state.shared.get("user_attributes", {})
-    return {(owner, name) for part in ("kept", "own") for owner, of in saved.get(part, {}).items() for name in of}
 
 
 def _is_restored(trainer: TrainerLike, key: str) -> bool:

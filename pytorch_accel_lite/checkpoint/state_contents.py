@@ -41,7 +41,6 @@ from pytorch_accel_lite.checkpoint.trained_object_states import (
     loss_state,
     trained_object_states,
 )
-from pytorch_accel_lite.checkpoint.user_attributes import capture_attributes, restore_attributes
 from pytorch_accel_lite.checkpoint.weights import (
     describe_other_weights,
     fit_model_state,
@@ -90,7 +89,7 @@ from pytorch_accel_lite.run.training_state import TrainingState
 # | set_apart            | 0.3   | restore_before_start, as recorded_by_evaluate, with the history        |
 # | evaluations          | 0.3   | loop/evaluation.py, when they begin                                    |
 # | trainability         | 0.3   | restore_after_start: which parameters are trained                      |
-# | user_attributes      | 0.3   | both                                                                   |
+# | user_attributes      | 0.3   | both, by UserAttributes                                                |
 #
 # | of each rank         | since | restored by                                                            |
 # |----------------------|-------|------------------------------------------------------------------------|
@@ -129,7 +128,7 @@ def capture(
     run = trainer.current_run
     shared |= trainer.division.capture(trainer.ranks, run.loss_trackers, run.step_metrics)
     large: dict[str, torch.Tensor] = {}
-    shared["user_attributes"], own = capture_attributes(trainer)
+    shared["user_attributes"], own = run.user_attributes.capture(trainer)
     shared = extract_tensors(storable(shared, "state"), shards, large)
     history = trainer.run_history
     shared["history"] = storable(pack_numbers(history.state_dict()), "state.history") if _is_saved(history) else None
@@ -313,7 +312,8 @@ def restore_before_start(trainer: TrainerLike, state: TrainingState, with_schedu
 def _restore_user_attributes(trainer: TrainerLike, state: TrainingState, is_final: bool) -> None:
     own = None if state.local is None else state.local.get("user_attributes", {})
     saved = state.shared.get("user_attributes", {})
-    restore_attributes(trainer, saved, own, os.fspath(state.directory), is_final)
+    attributes = trainer.current_run.user_attributes
+    attributes.restore(trainer, saved, own, os.fspath(state.directory), is_final=is_final)
 
 
 def _restore_history(trainer: TrainerLike, shared: StateDict) -> None:

@@ -26,9 +26,14 @@ def trainability(trainer: TrainerLike) -> dict[str, dict[str, bool]]:
     }
 
 
+def note_trainability(trainer: TrainerLike) -> None:
+    """Note which parameters are trained after the starting events, which a resumed run repeats."""
+    trainer.current_run.trainability = trainability(trainer)
+
+
 def capture_trainability(trainer: TrainerLike) -> StateDict:
     """Return how the run has changed ``trainability()``, its original values, and the parameters of each group."""
-    now, before = trainability(trainer), trainer.current_run.created_attributes.trainability
+    now, before = trainability(trainer), trainer.current_run.trainability
     changed = {
         kind: {name: value for name, value in values.items() if value != before.get(kind, {}).get(name, value)}
         for kind, values in now.items()
@@ -71,7 +76,7 @@ def restore_trainability(trainer: TrainerLike, saved: StateDict) -> None:
     """Restore the saved run's changes of which parameters are trained. Call it on every process."""
     if "changed" not in saved:  # an earlier version saved the state
         return
-    started = trainer.current_run.created_attributes.trainability
+    started = trainer.current_run.trainability
     before, changed = trainability(trainer), saved["changed"]
     # All else is as after the starting events, even if the events of the epoch have changed it.
     target = {kind: {**values, **started.get(kind, {}), **changed.get(kind, {})} for kind, values in before.items()}

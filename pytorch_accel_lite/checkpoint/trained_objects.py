@@ -22,8 +22,8 @@ from pytorch_accel_lite.run.modules_and_optimizers import (
     parameters_in,
     registered_objects,
 )
-from pytorch_accel_lite.run.optimized_parameters import all_optimized_parameters
 from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.data.loss_checks import LossFunction, check_loss, is_of_torch, shapes_are_known
 from pytorch_accel_lite.data.sources import BatchData, Index
-from pytorch_accel_lite.data.valid_losses import LossFunction, check_loss, is_of_torch, shapes_are_known
 
 #: A loss, or several by name.
 Losses: TypeAlias = torch.Tensor | Mapping[str, torch.Tensor]

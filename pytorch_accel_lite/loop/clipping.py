@@ -14,9 +14,9 @@ from pytorch_accel_lite.base.modules import are_sharded, local_shard
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.meshes import add_up_along
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
-from pytorch_accel_lite.run.optimized_parameters import updated_parameters
 from pytorch_accel_lite.run.run import ClippingOrder, TrainerLike
 from pytorch_accel_lite.run.settings import TrainerRunConfig
+from pytorch_accel_lite.run.trainer_parameters import updated_parameters
 
 #: Returns the total norm of gradients.
 NormFunction: TypeAlias = Callable[[Iterable[torch.Tensor]], torch.Tensor]

@@ -32,16 +32,29 @@ def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_
         run.data.eval_dataset = part  # read by overrides of create_eval_dataloader
         source = trainer.create_eval_dataloader(batch_size, loader_kwargs)
         run.data.eval_loader = loader_of_run(trainer, run, source, training=False)
-        if find_length(run.data.eval_loader) == 0:
-            raise ValueError(
-                "eval_dataset gives no batch: with drop_last=True it must hold at least one batch for every process."
-            )
+        check_gives_batches(run.data.eval_loader, "eval_dataset")
         if name:
             run.data.eval_loaders[name] = run.data.eval_loader
     if isinstance(dataset, dict):
         run.data.eval_dataset = {name: dataset_of(part) for name, part in dataset.items()}
     else:
         run.data.eval_dataset = dataset_of(dataset)
+
+
+def check_gives_batches(loader: ShardedLoader, argument: str) -> None:
+    """Check that a dataset fills a batch. Those of streams are counted as they are read.
+
+    Args:
+        argument: the user's argument that has the dataset
+
+    Raises:
+        ValueError: if it gives no batch
+    """
+    if find_length(loader) == 0:
+        raise ValueError(
+            f"{argument} gives no batch: with drop_last=True it must hold at least one batch for every process. "
+            "Lower the batch size, or omit drop_last."
+        )
 
 
 def loader_of_run(trainer: TrainerLike, run: Run, source: Source, training: bool) -> ShardedLoader:

@@ -11,14 +11,14 @@ from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.checkpoint.trained_object_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput, as_scalars, complete_output, total_loss
+from pytorch_accel_lite.data.loss_checks import check_loss
 from pytorch_accel_lite.data.sources import BatchData
-from pytorch_accel_lite.data.valid_losses import check_loss
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.loop.guards.first_batch import examine_first_batch
 from pytorch_accel_lite.loop.scheduling import step_after_update
 from pytorch_accel_lite.run.accumulation import GradientWindow
-from pytorch_accel_lite.run.optimized_parameters import parameters_not_in_model
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
+from pytorch_accel_lite.run.trainer_parameters import parameters_not_in_model
 
 
 class PlainStep(Step):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler
@@ -22,6 +22,7 @@ from pytorch_accel_lite.data.batches import Batch, infer_batch_size, parts_in, t
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction
 from pytorch_accel_lite.data.splitting import Concatenation, ListOfSamples, concatenate, to_cpu
+from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.guards.error_notes import explaining
@@ -32,6 +33,8 @@ from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.skipped_batches import SKIPPED
 
+#: Makes a block in which the model predicts without effect on an outer run.
+_Isolate: TypeAlias = Callable[[], AbstractContextManager[None]]
 # Several processes gather the outputs of several steps at once: as many as take about this time and memory on each.
 _SECONDS_AT_ONCE = 0.2
 _BYTES_AT_ONCE = 2**22
@@ -168,28 +171,34 @@ class _StepsReport(NamedTuple):
 def _outputs_of_all_processes(
     trainer: TrainerLike, run: Run, only_first: bool, is_collected: bool
 ) -> Iterator[list[Tree]]:
-    """Yield the outputs of all processes for each step; they are gathered once for several steps."""
-    ranks = trainer.data_ranks
+    """Yield the outputs of all processes for each step."""
     is_late = is_collected and is_asynchronous(run.device)
     outputs = _own_outputs_copied_late(trainer, run) if is_late else _own_outputs(trainer, run)
-    generators: StateDict = {}
-    if is_collected and ranks.world_size == 1:
-        with _in_isolation(trainer, run, generators):
+    isolate = partial(_in_isolation, trainer, run, {})
+    if trainer.data_ranks.world_size > 1:
+        yield from _gathered(trainer.data_ranks, outputs, isolate, only_first)
+    elif is_collected:
+        with isolate():
             yield from filter(None, outputs)
-        return
-    steps = 1
-    while True:
-        begin = time.perf_counter()
-        with _in_isolation(trainer, run, generators):
-            mine = list(islice(outputs, steps))
-        if ranks.world_size == 1:
-            if not mine:
-                return
+    else:
+        while mine := _next_steps(outputs, 1, isolate):
             yield from filter(None, mine)
-            continue
+
+
+def _next_steps(outputs: Iterator[list[Tree]], steps: int, isolate: _Isolate) -> list[list[Tree]]:
+    """Compute the outputs of the next steps, without effect on an outer run."""
+    with isolate():
+        return list(islice(outputs, steps))
+
+
+def _gathered(ranks: Ranks, outputs: Iterator[list[Tree]], isolate: _Isolate, only_first: bool) -> Iterator[list[Tree]]:
+    """Gather the outputs of all processes, once for several steps, and yield those of each step."""
+    processes, steps, is_over = ranks.world_size, 1, False
+    while not is_over:
+        begin = time.perf_counter()
+        mine = _next_steps(outputs, steps, isolate)
         seconds = time.perf_counter() - begin
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(mine))
-        processes = ranks.world_size
         reports = ranks.all_gather_object(_StepsReport([*map(bool, mine)], seconds, size))
         gathered = ranks.all_gather_object(mine, only_first)
         if ranks.world_size < processes:
@@ -201,11 +210,15 @@ def _outputs_of_all_processes(
         for step in range(most_steps):
             if any(any(report.has_outputs[step : step + 1]) for report in reports):
                 yield [part for outputs_of_rank in gathered for part in chain(*outputs_of_rank[step : step + 1])]
-        if most_steps < steps:
-            return
-        largest, slowest = max(report.size for report in reports), max(report.seconds for report in reports)
-        fraction = min(_BYTES_AT_ONCE / max(largest, 1), _SECONDS_AT_ONCE / max(slowest, 1e-6))
-        steps = int(min(max(steps * fraction, 1), _STEPS_AT_ONCE))
+        is_over = most_steps < steps
+        steps = _steps_at_once(steps, reports)
+
+
+def _steps_at_once(steps: int, reports: Sequence[_StepsReport]) -> int:
+    """Return for how many steps to gather the outputs the next time, within limits of memory and time."""
+    largest, slowest = max(report.size for report in reports), max(report.seconds for report in reports)
+    fraction = min(_BYTES_AT_ONCE / max(largest, 1), _SECONDS_AT_ONCE / max(slowest, 1e-6))
+    return int(min(max(steps * fraction, 1), _STEPS_AT_ONCE))
 
 
 @contextmanager

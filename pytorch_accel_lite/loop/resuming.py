@@ -13,8 +13,8 @@ from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.checkpoint.settings_comparison import compare_settings
 from pytorch_accel_lite.checkpoint.state_contents import restore_after_start, restore_before_start
+from pytorch_accel_lite.checkpoint.trainability import note_trainability
 from pytorch_accel_lite.checkpoint.trained_object_states import describe_attributes
-from pytorch_accel_lite.checkpoint.user_attributes import describe_unsaved, note_trained_parameters
 from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length, warn_of_other_schedule
 from pytorch_accel_lite.loop.resumed_schedule import must_recreate_schedule, resume_schedule
 from pytorch_accel_lite.run.run import Run, TrainerLike
@@ -72,8 +72,8 @@ def print_state_contents(trainer: TrainerLike, run: Run) -> None:
     """
     if not (run.request.saves_training_states or run.resumed is not None):
         return
-    note_trained_parameters(trainer)
-    for described in (describe_attributes(trainer), describe_unsaved(trainer)):
+    note_trainability(trainer)
+    for described in (describe_attributes(trainer), run.user_attributes.describe_unsaved(trainer)):
         if described:
             trainer.print(described)
     if obstacle := getattr(run.data.train_loader, "obstacle", ""):

@@ -19,7 +19,6 @@ from pytorch_accel_lite.checkpoint.locks import lock_path
 from pytorch_accel_lite.checkpoint.recorded_settings import record_settings
 from pytorch_accel_lite.checkpoint.state_contents import check_history
 from pytorch_accel_lite.checkpoint.state_to_resume import find_state
-from pytorch_accel_lite.checkpoint.user_attributes import note_created_attributes
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.loop.deepspeed import configure_deepspeed, uses_deepspeed
@@ -30,7 +29,7 @@ from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_r
 from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length
 from pytorch_accel_lite.loop.inference import choose_inference_step
 from pytorch_accel_lite.loop.lifecycle import entering
-from pytorch_accel_lite.loop.loaders import create_eval_loaders, create_train_loader
+from pytorch_accel_lite.loop.loaders import check_gives_batches, create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.model_preparation import apply_model_options, prepare_model
 from pytorch_accel_lite.loop.resuming import begin_resuming
 from pytorch_accel_lite.optimizers.operations import clear_gradients, is_created
@@ -86,7 +85,7 @@ def find_state_to_resume(trainer: TrainerLike, run: Run, resume_from: str | os.P
     if saves_states:
         check_history(trainer.run_history)
     if saves_states or run.request.paths:
-        run.created_attributes = note_created_attributes(trainer)
+        run.user_attributes.note_created(trainer)
     if resume_from is not None:
         run.resumed = find_state(trainer, run.request.state_sources, resume_from)
 
@@ -95,6 +94,7 @@ def prepare_data(trainer: TrainerLike, run: Run, loader_arguments: LoaderArgumen
     """Seed the generators, and create the loaders, whose order may depend on the seed or on the resumed state."""
     _set_seeds(trainer, run)
     create_train_loader(trainer, run, loader_arguments.batch_size, loader_arguments.train_kwargs)
+    check_gives_batches(run.data.required_train_loader, "train_dataset")
     if run.data.eval_dataset is not None:
         create_eval_loaders(trainer, run, loader_arguments.batch_size, loader_arguments.eval_kwargs)
     apply_model_options(trainer)  # before the event, so that copies made by callbacks have them too
@@ -168,19 +168,10 @@ def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRun
 
 
 def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batch_size: int) -> TrainerRunConfig:
-    """Derive the settings of a run from its request and the length of its data.
-
-    Raises:
-        ValueError: if the training data do not fill a single batch
-    """
+    """Derive the settings of a run from its request and the length of its data."""
     accelerator = trainer.accelerator
     data = run.data
     steps = find_length(data.train_loader)
-    if steps == 0:
-        raise ValueError(
-            "train_dataset gives no batch: with drop_last=True it must hold at least one batch for every process. "
-            "Lower the batch size, or omit drop_last."
-        )
     accumulation = Accumulation(request.gradient_accumulation_steps)
     is_evaluation = data.train_loader is None
     updates_per_epoch = 0 if is_evaluation else None if steps is None else accumulation.updates_after(steps)

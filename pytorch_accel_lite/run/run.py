@@ -18,15 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
+from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.loss_checks import LossFunction
 from pytorch_accel_lite.data.named_datasets import NamedDatasets
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index
-from pytorch_accel_lite.data.valid_losses import LossFunction
 from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.extension_names import Slot, missing_extension_text
 from pytorch_accel_lite.optimizers.operations import SchedulerFactory, TrainerOptimizer, TrainerScheduler
 from pytorch_accel_lite.run.accumulation import Accumulation, Count, GradientWindow
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
@@ -42,7 +44,7 @@ from pytorch_accel_lite.run.progress import EpochPhase, Progress
 from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.skipped_batches import SkippedBatches
 from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
-from pytorch_accel_lite.run.training_state import CreatedAttributes, TrainingState
+from pytorch_accel_lite.run.training_state import TrainingState
 
 T = TypeVar("T")
 
@@ -151,6 +153,64 @@ class InferenceStep(Protocol):
 
     def report(self, trainer: TrainerLike, run: Run) -> None:
         """Report what was skipped. Called on every process after its last batch."""
+
+
+class UserAttributes:
+    """What users hold in attributes of trainers and callbacks, in the training states of a run.
+
+    This class keeps none of them. An extension fills ``USER_ATTRIBUTES`` with a subclass that does.
+
+    Attributes:
+        compared: arguments of callbacks, by callback and name, whose differences have been reported
+    """
+
+    def __init__(self) -> None:
+        self.compared: set[tuple[str, str]] = set()
+
+    def note_created(self, trainer: TrainerLike) -> None:
+        """Note what the program has created, before a run that may save or resume changes it."""
+
+    def capture(self, trainer: TrainerLike) -> tuple[StateDict, StateDict]:
+        """Return the states of the attributes: those of all processes, and those of this process. A collective."""
+        return {}, {}
+
+    def restore(
+        self, trainer: TrainerLike, saved: StateDict, own: StateDict | None, source: str, *, is_final: bool
+    ) -> None:
+        """Restore the results of ``capture()``.
+
+        Args:
+            own: the states of this process; ``None`` if another number of processes saved them
+            source: the directory or the URL of the training state, for messages
+            is_final: whether no more attributes will be created, so that missing ones are reported
+
+        Raises:
+            ValueError: if there are such states, but the extension is missing
+        """
+        if trainer.saves_attributes and (names := self.names_in(saved)):
+            paths = listed(sorted(f"{owner}.{name}".lstrip(".") for owner, name in names), 10)
+            raise ValueError(f"Restoring {paths} from {source!r} {missing_extension_text(USER_ATTRIBUTES.extension)}")
+
+    @staticmethod
+    def names_in(saved: StateDict) -> set[tuple[str, str]]:
+        """Return the names of owners and of their attributes whose values are in a state."""
+        return {(owner, name) for part in ("kept", "own") for owner, of in saved.get(part, {}).items() for name in of}
+
+    def describe_unsaved(self, trainer: TrainerLike) -> str:
+        """Return a description of what states cannot hold; an empty text if they hold everything."""
+        return ""
+
+    def changed_modules(self, trainer: TrainerLike) -> dict[str, nn.Module]:
+        """Return the modules in attributes of the trainer that no optimizer trains, but that the run has changed."""
+        return {}
+
+
+#: What keeps the users' attributes of a run in its training states.
+USER_ATTRIBUTES: Slot[type[UserAttributes]] = Slot("user_attributes")
+
+
+def _create_user_attributes() -> UserAttributes:
+    return (USER_ATTRIBUTES.content or UserAttributes)()
 
 
 class ClippingOrder(NamedTuple):
@@ -269,7 +329,8 @@ class Run:
     previous: Run | None = None  # the run that is current again when this one ends
     recorded_settings: StateDict | None = None  # recorded in training states; on the main process, if it saves states
     loop: LoopState = field(default_factory=LoopState)  # what only the loop needs to know
-    created_attributes: CreatedAttributes = field(default_factory=CreatedAttributes)  # what the program created before
+    user_attributes: UserAttributes = field(default_factory=_create_user_attributes)  # in training states
+    trainability: dict[str, dict[str, bool]] = field(default_factory=dict)  # of parameters, after the starting events
     holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)  # of parameters, by ids
     inference_step: InferenceStep | None = None  # how batches without training are computed, if they may fail
 

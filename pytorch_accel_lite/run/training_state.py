@@ -1,4 +1,4 @@
-"""The contents of a training state, and the attributes that a program had created before its run."""
+"""The contents of a training state."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from typing import Protocol
 import torch
 
 from pytorch_accel_lite.base.types import StateDict
-
-#: The names of an owner and of one of its attributes.
-Key = tuple[str, str]
 
 
 class OpenTensor(Protocol):
@@ -49,26 +46,3 @@ class TrainingState:
     weights: dict[str, torch.Tensor] | None = None
     tensors: Mapping[str, OpenTensor] = field(default_factory=dict)
     postponed: set[str] = field(default_factory=set)
-
-
-@dataclass(eq=False, repr=False)
-class CreatedAttributes:
-    """The attributes that a program had created when a run began.
-
-    Attributes:
-        digests: a digest of each attribute of moderate size
-        settings: the serialised form of each attribute that holds only numbers and texts
-        names: names of the attributes that the program had created, by the name of their owner
-        changed: attributes that are known to have changed
-        warned_of: paths of values that states cannot keep, for which a warning has been given
-        compared: attributes whose arguments the comparison of settings has reported
-        trainability: which parameters are trainable after the starting events
-    """
-
-    digests: dict[Key, str] = field(default_factory=dict)
-    settings: dict[Key, object] = field(default_factory=dict)
-    names: dict[str, set[str]] = field(default_factory=dict)
-    changed: set[Key] = field(default_factory=set)
-    warned_of: set[str] = field(default_factory=set)
-    compared: set[Key] = field(default_factory=set)
-    trainability: dict[str, dict[str, bool]] = field(default_factory=dict)

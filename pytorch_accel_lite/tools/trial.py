@@ -39,10 +39,10 @@ from pytorch_accel_lite.run.modules_and_optimizers import (
     registered_objects,
     set_optimizer_modes,
 )
-from pytorch_accel_lite.run.optimized_parameters import all_optimized_parameters
 from pytorch_accel_lite.run.progress import EpochPhase, Progress
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters
 
 
 class Trial:

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 from pytorch_accel_lite import NonFiniteLossError, Trainer
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import print_contents
+from pytorch_accel_lite.extending import USER_ATTRIBUTES, UserAttributes
 from tests.launching import some_of, two_are_enough
 from tests.ranks import every_state, rank, run_and_resume, world_size
 from tests.small_models import (
@@ -339,6 +340,42 @@ def test_a_class_attribute_turns_off_saving_attributes(tmp_path, capsys):
     before = fresh.everything()
     fresh.load_training_state(tmp_path / "full")
     assert equal_weights(before["critic"], fresh.everything()["critic"])
+
+
+def test_a_class_may_leave_out_one_attribute(tmp_path):
+    class Headless(Adversarial):
+        unsaved_attributes = ("head",)
+
+    trainer = Headless()
+    trainer.save_training_state(tmp_path / "state")
+    trainer.save_checkpoint(tmp_path / "model.pt")
+    state = torch.load(tmp_path / "state/trainer.pt", weights_only=True)
+    checkpoint = torch.load(tmp_path / "model.pt")
+    assert list(state["attributes"]) == ["critics.0", "critic_optimizer", "critic_scheduler"]
+    assert "head" not in checkpoint["attribute_state_dicts"]
+
+
+class Counted(UserAttributes):
+    """Keeps the attributes ``updates`` of the trainer and ``rows`` of a callback."""
+
+    def capture(self, trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {"kept": {"": {"updates": 3}, "Ledger": {"rows": [1]}}}, {}
+
+
+def test_attributes_that_no_extension_restores_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(USER_ATTRIBUTES, "content", Counted)
+    normed_trainer().save_training_state(tmp_path / "state")
+    monkeypatch.setattr(USER_ATTRIBUTES, "content", None)
+    trainer = normed_trainer()
+    trainer.counts = [1]
+    trainer.train(DATA, 1)
+    trainer.save_training_state(tmp_path / "without")
+    normed_trainer().load_training_state(tmp_path / "without")
+    wanted = "Restoring Ledger.rows, updates from '.*state' belongs to the extension 'user_attributes', which is not"
+    with pytest.raises(ValueError, match=wanted):
+        normed_trainer().load_training_state(tmp_path / "state")
+    monkeypatch.setattr(Trainer, "saves_attributes", False)
+    normed_trainer().load_training_state(tmp_path / "state")
 
 
 def test_registered_objects_are_not_saved_twice(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from pytorch_accel_lite.extending import describe_error
+from pytorch_accel_lite.extending import USER_ATTRIBUTES, describe_error
 from pytorch_accel_lite.extending_callbacks import plain_parts
 from pytorch_accel_lite.extensions.checking.probe import (
     TOLERANCE,
@@ -78,7 +78,8 @@ def _outputs(probe: Probe) -> list[torch.Tensor]:
 
 def _plain_tensors(probe: Probe) -> dict[str, torch.Tensor]:
     """Return copies of the tensors, by name, that are plain attributes and therefore in no state."""
-    owners = probe.modules if probe.trainer.saves_attributes else {"trainer": probe.trainer, **probe.modules}
+    keeps_attributes = probe.trainer.saves_attributes and USER_ATTRIBUTES.content is not None
+    owners = probe.modules if keeps_attributes else {"trainer": probe.trainer, **probe.modules}
     values = {
         f"{name}.{key}".lstrip("."): value for name, owner in owners.items() for key, value in vars(owner).items()
     }

@@ -12,7 +12,8 @@ from accelerate.state import PartialState
 
 from pytorch_accel_lite.extending import Run, TrainerLike
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, Key
-from pytorch_accel_lite.extensions.takeover.membership import Membership, ProgramRestart, change_state
+from pytorch_accel_lite.extensions.takeover.membership import Membership, change_state
+from pytorch_accel_lite.extensions.takeover.restart import ProgramRestart
 
 _IN_MEMORY = Path("/dev/shm")
 _POLLING = 0.005
@@ -102,13 +103,15 @@ def admit_by_restart(trainer: TrainerLike, run: Run, membership: Membership) -> 
     are_near = len(set(follows.machines)) == 1
     if not (follows.came and are_near and ranks.result_of_first(lambda: _are_ready(follows, membership))):
         return
-    membership.restart_folder = ranks.result_of_first(lambda: tempfile.mkdtemp(dir=memory_folder()))
-    directory = os.path.join(membership.restart_folder, "state")
+    restart = membership.restart
+    restart.folder = ranks.result_of_first(lambda: tempfile.mkdtemp(dir=memory_folder()))
+    directory = os.path.join(restart.folder, "state")
     run.window.filled, run.window.is_in_step = 0, False
     trainer.save_training_state(directory)
     for newcomer in follows.came if membership.rank == 0 else ():
         store.put(Key.STATE, json.dumps([follows.number, True, directory]), newcomer)
-    membership.resumes_from, membership.must_restart = directory, True
+    restart.state = directory
+    restart.request(has_entered=False)
     raise ProgramRestart
 
 

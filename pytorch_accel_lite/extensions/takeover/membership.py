@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +16,12 @@ from accelerate import DistributedType
 from accelerate.state import AcceleratorState, PartialState
 
 from pytorch_accel_lite.callbacks import StopTrainingError
-from pytorch_accel_lite.extending import MACHINERY, ControlGroup, is_about_lost_process, set_timeout
+from pytorch_accel_lite.extending import MACHINERY, ControlGroup, names_connection, set_timeout
 from pytorch_accel_lite.extensions.takeover.connection_closer import ConnectionCloser, Waker
 from pytorch_accel_lite.extensions.takeover.gloo_waits import never_delete, watch_waits
 from pytorch_accel_lite.extensions.takeover.group_sockets import open_sockets, opened_since
 from pytorch_accel_lite.extensions.takeover.job_store import Generation, JobStore, Key
+from pytorch_accel_lite.extensions.takeover.restart import ProgramRestart, Restart
 
 T = TypeVar("T")
 MACHINERY.add(__file__)
@@ -37,10 +37,6 @@ _BARRIER, _AGREEMENT, _NEW_GROUP = 0x5EED, 0x5EEE, 0x5EEF
 
 class RepeatError(RuntimeError):
     """The current action has to be repeated in a new generation."""
-
-
-class ProgramRestart(BaseException):
-    """The program of this process has to restart in a new generation."""
 
 
 class Change(NamedTuple):
@@ -100,18 +96,11 @@ class Membership:
         begun_at: when the current action began
         is_in_action: whether an action is under way; all communication is then part of it
         is_in_update: whether the current action is an update of the weights
-        must_restart: whether the program has to restart
-        restarts: how often the program has restarted
-        has_restarted: whether the program has restarted, and its first training has not begun yet
-        resumes_from: the state from which the training resumes after a restart, kept until the next update
+        restart: the restart of the program, if the weights are sharded
         states_of_others: the training states that existed before this job saved any
         states: returns the training states that exist now
         shards: the shards of a sharded run, once its training has begun
         bypasses_meshes: whether shards are exchanged without the device meshes, which have lost a process
-        saves_first: whether a state is saved before the program restarts
-        restart_folder: the folder of a state that was saved for a restart
-        cannot_restart: whether shards were lost that a restart cannot restore, so that the program has to end
-        has_entered: whether this process is already in the generation in which the program restarts
         holds_shards: returns whether a trainer is sharded, so that a loss may lose weights
         redivide: called in each new generation, before anything is repeated
         announce: called with the ``Change`` after the processes have agreed on what to repeat
@@ -124,17 +113,15 @@ class Membership:
         self.joins: int | None = None
         self.rank = self.local_rank = 0
         self.world_size = self.local_world_size = 1
-        self.completed = self.trainings = self.restarts = 0
+        self.completed = self.trainings = 0
         self.outcome: torch.Tensor | None = None
         self.begun_at = 0.0
         self.is_in_action = self.is_in_update = False
         self.redivide: Callable[[], None] = _do_nothing
         self.announce: Callable[[Change], None] = _do_nothing
-        self.must_restart = self.has_restarted = self.has_entered = False
+        self.restart = Restart()
         self.shards: Shards | None = None
-        self.bypasses_meshes = self.saves_first = self.cannot_restart = False
-        self.restart_folder: str | None = None
-        self.resumes_from: str | None = None
+        self.bypasses_meshes = False
         self.states_of_others: dict[str, float] | None = None
         self.states: Callable[[], dict[str, float]] = dict
         self.holds_shards: Callable[[], bool] = bool
@@ -269,7 +256,7 @@ class Membership:
         Args:
             keep: called before each attempt; returns a function that undoes the attempt
         """
-        if self.must_restart:
+        if self.restart.is_due:
             raise ProgramRestart
         if self.is_in_action:
             return action()
@@ -314,12 +301,11 @@ class Membership:
         self.outcome, self._has_outcome = outcome, True
 
     def drop_state(self) -> None:
-        """Remove the state that was saved for a restart. Every process tries, as its creator may be lost."""
-        if self.restart_folder is not None:
-            shutil.rmtree(self.restart_folder, ignore_errors=True)
+        """Remove the state from which all processes have resumed."""
+        self.restart.drop_state()
         if self.fetched is not None:
             self.fetched.cleanup()
-        self.resumes_from = self.restart_folder = self.fetched = None
+        self.fetched = None
 
     def drop_outcome(self) -> None:
         """Free the outcome of the latest action, once all processes have completed that action."""
@@ -373,14 +359,15 @@ class Membership:
             self._raise_restart()
         self.announce_change(noticed_at if is_done else self.begun_at)
         has_ended = self.shards is not None and self.shards.has_ended
-        if self.bypasses_meshes and has_ended and not self.saves_first:  # what follows the training may need the meshes
+        if self.bypasses_meshes and has_ended and not self.restart.saves_first:  # what follows may need the meshes
             self.check_is_first_training(error)
-            self.saves_first = True
+            self.restart.saves_first = True
             self._raise_restart()
         return is_done
 
     def _raise_restart(self) -> NoReturn:
-        self.is_in_action = self.must_restart = self.has_entered = True
+        self.is_in_action = True
+        self.restart.request(has_entered=True)
         raise ProgramRestart
 
     def check_is_first_training(self, error: Exception | None = None) -> None:
@@ -390,7 +377,7 @@ class Membership:
             RuntimeError: if it cannot
         """
         if self.trainings > 1:
-            self.cannot_restart = True
+            self.restart.is_impossible = True
             raise RuntimeError(
                 "A process was lost, and with it shards of the weights. A program continues without them only in its "
                 "first training. Start the job again with resume_from='latest'."
@@ -418,15 +405,15 @@ class Membership:
         if not (self.bypasses_meshes or isinstance(error, RuntimeError)):
             return False
         is_sharded = self._lacks_group or self.store.get(Key.SHARDED) is not None
-        return is_sharded and not self.cannot_restart and self.generation is not None and self._has_lost_one(error)
+        can_restart = is_sharded and not self.restart.is_impossible
+        return can_restart and self.generation is not None and self._has_lost_one(error)
 
     def reset(self) -> None:
         """Reset to the state before the program starts."""
-        self.must_restart = self.is_in_action = self.is_in_update = False
-        self.has_restarted = True
-        self.restarts += 1
+        self.restart.begin()
+        self.is_in_action = self.is_in_update = False
         self.shards = None
-        self.bypasses_meshes = self.saves_first = self._lacks_group = False
+        self.bypasses_meshes = self._lacks_group = False
         self.completed = self.trainings = 0
         self.outcome = None
 
@@ -436,7 +423,7 @@ class Membership:
         If a process lacks the outcome of the latest action, it is broadcast. If the weights are sharded, and the
         remaining processes hold every shard, they exchange shards without the meshes from now on.
         """
-        is_sharded = self.holds_shards() or self.has_restarted
+        is_sharded = self.holds_shards() or self.restart.is_before_training
         own_state = torch.tensor([self.completed, self.is_in_action, self._has_outcome, is_sharded, self._holds_all()])
         rows = self.control.begin(own_state, _AGREEMENT)() if self.world_size > 1 else own_state[None]
         counts: list[int]
@@ -497,8 +484,7 @@ class Membership:
         """Whether the supervisor begins a generation without a lost member, waiting for it after a connection error."""
         assert self.generation is not None
         # While the meshes are bypassed, any error may come from an operation that needs them.
-        names_connection = "gloo" in str(error).lower() or "Connection" in str(error)
-        is_of_connection = self.bypasses_meshes or is_about_lost_process(error) or names_connection
+        is_of_connection = self.bypasses_meshes or names_connection(error)
         deadline = time.monotonic() + (_SECONDS_TO_FOLLOW if is_of_connection else 0.0)
         if is_of_connection:
             self.disconnect()  # so that all other processes notice, too

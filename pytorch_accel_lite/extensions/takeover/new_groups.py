@@ -44,6 +44,6 @@ def distinguish_meshes(membership: Membership) -> None:
 
     def begin_apart(self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
-        self._thread_id, self._hash = membership.restarts, None
+        self._thread_id, self._hash = membership.restart.count, None
 
     mesh.__init__ = begin_apart

@@ -7,7 +7,6 @@ restart; otherwise, the latest training state is used.
 from __future__ import annotations
 
 import json
-import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import cast
@@ -17,7 +16,8 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from pytorch_accel_lite.extending import TrainerLike, open_trainers, use_holders
 from pytorch_accel_lite.extensions.logical import LogicalProcesses
 from pytorch_accel_lite.extensions.takeover.joining_processes import wait_for_state
-from pytorch_accel_lite.extensions.takeover.membership import Membership, ProgramRestart
+from pytorch_accel_lite.extensions.takeover.membership import Membership
+from pytorch_accel_lite.extensions.takeover.restart import ProgramRestart
 
 _MANIFEST = "manifest.json"
 #: When each state was saved, by its folder.
@@ -58,18 +58,19 @@ def newest_state(membership: Membership) -> str | None:
 def join_sharded(membership: Membership) -> None:
     """Join a sharded run that is already under way, before the program of this process starts."""
     membership.trainings = 1
-    membership.resumes_from = wait_for_state(membership)
+    membership.restart.state = wait_for_state(membership)
     membership.reset()
     membership.enter_sharded(membership.joins)
 
 
 def restart_program(membership: Membership) -> None:
     """Discard what the program has created, and enter the next generation."""
-    if membership.saves_first:
+    restart = membership.restart
+    if restart.saves_first:
         _save_state(membership)
-    state = membership.resumes_from
-    loses_nothing = state is not None and Path(state, _MANIFEST).exists()  # its creator may be lost
-    membership.resumes_from = state if loses_nothing else newest_state(membership)
+    loses_nothing = restart.state is not None and Path(restart.state, _MANIFEST).exists()  # its creator may be lost
+    if not loses_nothing:
+        restart.state = newest_state(membership)
     trainers = cast(list[TrainerLike], open_trainers())
     for trainer in trainers:
         trainer.close()
@@ -78,21 +79,18 @@ def restart_program(membership: Membership) -> None:
         getattr(shared, "_storage", shared).clear()
     membership.reset()
     use_holders(None)
-    if not membership.has_entered:
+    if not restart.has_entered:
         membership.enter_sharded()
-    membership.has_entered = False
+    restart.has_entered = False
     if membership.rank == 0 and not loses_nothing:
-        if membership.restart_folder is not None:  # saving it was interrupted
-            shutil.rmtree(membership.restart_folder, ignore_errors=True)
-        where = "the beginning: no state had been saved"
-        if membership.resumes_from is not None:
-            where = repr(membership.resumes_from)
+        restart.remove_folder()  # saving the state was interrupted
+        where = "the beginning: no state had been saved" if restart.state is None else repr(restart.state)
         print(f"The weights were sharded, and a lost process had some of them. All begin again from {where}.")
 
 
 def _save_state(membership: Membership) -> None:
     """Save the state at the end of the training from the remaining shards."""
     assert membership.shards is not None
-    membership.must_restart = membership.is_in_action = False
+    membership.restart.is_due = membership.is_in_action = False
     with suppress(ProgramRestart):  # more processes are lost while saving
         membership.shards.save()

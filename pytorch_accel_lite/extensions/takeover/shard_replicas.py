@@ -24,7 +24,8 @@ from pytorch_accel_lite.extending import (
 )
 from pytorch_accel_lite.extensions.logical import LogicalWindow, sharded_modules
 from pytorch_accel_lite.extensions.takeover.joining_processes import memory_folder
-from pytorch_accel_lite.extensions.takeover.membership import Membership, ProgramRestart
+from pytorch_accel_lite.extensions.takeover.membership import Membership
+from pytorch_accel_lite.extensions.takeover.restart import ProgramRestart
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -112,23 +113,23 @@ class RunShards:
         """Save the state for the restart, together with the other processes."""
         self._membership.check_is_first_training()
         # If all have resumed from a state and made no update since, that state is used again.
-        if self._membership.resumes_from is not None or self._can_write_state():
+        if self._membership.restart.state is not None or self._can_write_state():
             self._trainer.print(
                 "The weights were sharded, and others had the shards of each lost process, too. All go on from update "
                 f"{self._trainer.progress.update}."
             )
-        self._membership.must_restart = self._membership.has_entered = True
+        self._membership.restart.request(has_entered=True)
 
     def _can_write_state(self) -> bool:
-        membership, trainer, window = self._membership, self._trainer, self._run.window
+        restart, trainer, window = self._membership.restart, self._trainer, self._run.window
         assert isinstance(window, LogicalWindow)
         window.restart()
         window.filled = 0
         try:
-            membership.restart_folder = trainer.ranks.result_of_first(self._make_folder)
-            membership.resumes_from = os.path.join(membership.restart_folder, "state")
+            restart.folder = trainer.ranks.result_of_first(self._make_folder)
+            restart.state = os.path.join(restart.folder, "state")
             with replaced(trainer, current_run=self._run):
-                trainer.save_training_state(membership.resumes_from, sharded=True)
+                trainer.save_training_state(restart.state, sharded=True)
         except OSError as error:
             print(f"The shards could not be saved: {error}", file=sys.stderr)
             return False

@@ -86,11 +86,11 @@ class SurvivingRanks(Ranks):
         self.membership.trainings += 1
         if self.membership.generation is None:
             return wait_for_state(self.membership)
-        state = self.membership.resumes_from
-        if not self.membership.has_restarted:
+        restart = self.membership.restart
+        if not restart.is_before_training:
             return None
-        self.membership.has_restarted = False
-        return self.result_of_first(lambda: state)
+        restart.is_before_training = False
+        return self.result_of_first(lambda: restart.state)
 
     def repeatable(self, action: Callable[[], T], changes: object = None) -> T:
         keep = None if changes is None else partial(_undo_of_evaluation, cast(TrainerLike, changes))

@@ -86,7 +86,7 @@ def _run_to_the_end(program: list[str], membership: Membership) -> bool:
             sys.path.insert(0, os.path.dirname(os.path.abspath(first)))
             runpy.run_path(first, run_name="__main__")
     except BaseException as error:
-        if not (membership.must_restart or (isinstance(error, Exception) and membership.lost_shards(error))):
+        if not (membership.restart.is_due or (isinstance(error, Exception) and membership.lost_shards(error))):
             raise
         sys.path[:] = path
         return False

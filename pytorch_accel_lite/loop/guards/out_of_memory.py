@@ -13,8 +13,8 @@ from pytorch_accel_lite.base.modules import local_shard
 from pytorch_accel_lite.base.text import format_bytes
 from pytorch_accel_lite.optimizers.operations import is_created
 from pytorch_accel_lite.run.modules_and_optimizers import other_modules, other_optimizers
-from pytorch_accel_lite.run.optimized_parameters import all_optimized_parameters
 from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters
 
 #: More advice, from extensions, for a training step that did not fit: each function is called with the trainer, and
 #: returns a sentence without its first capital letter, or nothing.

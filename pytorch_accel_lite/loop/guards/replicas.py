@@ -12,8 +12,8 @@ from pytorch_accel_lite.base.inspection import sums_of_bits
 from pytorch_accel_lite.base.modules import unwrap
 from pytorch_accel_lite.base.quantised import all_plain_parts
 from pytorch_accel_lite.run.modules_and_optimizers import other_modules
-from pytorch_accel_lite.run.optimized_parameters import all_optimized_parameters, updated_parameters
 from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters, updated_parameters
 
 _MAX_NAMED = 4  # parameters named in a message
 _ON_PURPOSE = "Pass check_replicas=False to the Trainer if the weights are supposed to differ."

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.checkpoint.plain_objects import SAME, Decoder
 from pytorch_accel_lite.finetuning import Layer, LayerGroup, ModelFreezer, layer_group_parameters, stays_in_eval
 from tests import ancestor as ancestors
 from tests.launching import two_are_enough
@@ -193,14 +192,18 @@ def test_models_that_version_0_2_pickled_keep_their_modes():
     assert not any(map(stays_in_eval, loaded.modules()))
 
 
+@pytest.mark.extension("user_attributes")
 @pytest.mark.parametrize("module", ["finetuning", "optimizers.freezing"])
 def test_layer_groups_in_states_of_earlier_versions_are_found(module):
     model = Nested()
-    group = ModelFreezer(model).get_layer_groups()[1]
-    node = ("named tuple", f"pytorch_accel_lite.{module}:LayerGroup", [("tuple", [1, -1]), SAME, True])
-    restored = Decoder(torch.device("cpu"), "a state").decode(node, group)
-    assert type(restored) is LayerGroup
-    assert restored == ((1, -1), model.head, True)
+    trainer = make_trainer(model=model)
+    trainer.group = ModelFreezer(model).get_layer_groups()[1]
+    same = ("same",)  # as in the program
+    node = ("named tuple", f"pytorch_accel_lite.{module}:LayerGroup", [("tuple", [1, -1]), same, True])
+    saved = {"kept": {"": {"group": node}}}
+    trainer.current_run.user_attributes.restore(trainer, saved, {}, "a state", is_final=True)
+    assert type(trainer.group) is LayerGroup
+    assert trainer.group == ((1, -1), model.head, True)
 
 
 def test_batch_norms_of_frozen_groups_are_trained_by_default():

@@ -19,7 +19,6 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
-from pytorch_accel_lite.extending_callbacks import keep_in_eval, release_from_eval
 from tests import shipped_callbacks
 from tests.launching import two_are_enough
 from tests.ranks import every_state, rank, run_and_resume, shared_folder
@@ -140,55 +139,13 @@ def train_distilled(folder: Path, resume_from: Path | None = None) -> Distilled:
     return trainer
 
 
-class Unfreezing(TrainerCallback):
-    """Trains the last layer alone in the first epoch, and gives the others to the optimizer in the second."""
-
-    def on_training_run_start(self, trainer, **kwargs):
-        for layer in trainer.get_model()[:4]:
-            layer.requires_grad_(False)
-            keep_in_eval(layer)
-        trainer.rewrap_model()
-
-    def on_train_epoch_start(self, trainer, **kwargs):
-        if trainer.progress.epoch == 2:
-            for layer in trainer.get_model()[:4]:
-                frozen = [parameter for parameter in layer.parameters() if not parameter.requires_grad]
-                layer.requires_grad_(True)
-                release_from_eval(layer)
-                if frozen:
-                    trainer.optimizer.add_param_group({"params": frozen, "lr": 0.01})
-            trainer.rewrap_model()
-
-
-def layered(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 1)).double()
-
-
-def train_unfreezing(folder: Path, resume_from: Path | None = None) -> Trainer:
-    model = layered(9 if resume_from else 0)
-    optimizer = torch.optim.SGD(model[4].parameters(), lr=0.05, momentum=0.9)
-    trainer = Trainer(model, nn.MSELoss(), optimizer, [Unfreezing(), *every_state(folder)], seed=0)
-    trainer.train(DATA, 3, per_device_batch_size=4, resume_from=resume_from)
-    return trainer
-
-
-def weights_and_modes(trainer: Trainer) -> dict[str, Any]:
-    trained = [parameter.requires_grad for parameter in trainer.get_model().parameters()]
-    return {"trained": trained, **copy.deepcopy(trainer.get_model().state_dict())}
-
-
-def distilled(trainer: Trainer) -> dict[str, Any]:
-    [momentum] = [callback for callback in trainer.callback_handler if isinstance(callback, Momentum)]
-    return copy.deepcopy(
-        {**weights_and_modes(trainer), "center": momentum.center, **vars(momentum.teacher)["_modules"]}
-    )
+def weights(trainer: Trainer) -> dict[str, Any]:
+    return copy.deepcopy(trainer.get_model().state_dict())
 
 
 HELD = {
     "reinforcement learning": (train_agent, Agent.everything),
-    "a momentum teacher of a callback": (train_distilled, weights_and_modes),
-    "an own unfreezing": (train_unfreezing, weights_and_modes),
+    "a momentum teacher of a callback": (train_distilled, weights),
 }
 
 

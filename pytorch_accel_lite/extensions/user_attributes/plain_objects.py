@@ -26,13 +26,10 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.generator_states import restore_generator
-from pytorch_accel_lite.base.inspection import sums_by_position
-from pytorch_accel_lite.base.reachable import RandomGenerator
-from pytorch_accel_lite.base.types import StateDict, Tree
-from pytorch_accel_lite.base.user_code import is_in_this_package
-from pytorch_accel_lite.checkpoint.packed_lists import Columns, pack_columns, unpack_columns
-from pytorch_accel_lite.checkpoint.weights import fit_model_state, full_state_dict, model_state
+from pytorch_accel_lite.checkpoint import fit_model_state, model_state
+from pytorch_accel_lite.extending import RandomGenerator, is_in_this_package, restore_generator
+from pytorch_accel_lite.extending_callbacks import StateDict, Tree, full_state_dict
+from pytorch_accel_lite.extensions.user_attributes.packed_lists import Columns, pack_columns, unpack_columns
 
 #: A value of one of ``_SCALARS``, or a tuple of the name of its kind and its parts.
 Node: TypeAlias = Any
@@ -59,6 +56,8 @@ _DATA = ("tensor", "array", "columns", "generator", "state", "module")
 _ARRAYS = "biufcSUmM"  # kinds of numpy types that are stored
 _LONG = 64  # number of items from which columns are faster
 _SMALL = 4096  # bytes: smaller arrays are stored as bytes, because a file has room for few separate arrays
+_CHUNK = 1 << 22  # elements of a tensor on a device that are summed at once
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SAME = ("same",)  # stands for the program's object in this place
 
 
@@ -409,8 +408,23 @@ def digest(node: Node) -> str | None:
     if any(t.layout is not torch.strided or t.is_quantized or t.is_meta for t in tensors_of_node(node)):
         return None
     add(node)
-    text.update(repr(sums_by_position(on_devices)).encode())
+    text.update(repr(_sums_by_position(on_devices)).encode())
     return text.hexdigest()
+
+
+def _sums_by_position(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return a sum over each tensor that depends on the bits of its elements and on their positions."""
+    sums: list[torch.Tensor] = []
+    for tensor in tensors:
+        data = tensor.detach()
+        data = (torch.view_as_real(data) if data.is_complex() else data).contiguous().view(-1)
+        total = torch.zeros((), dtype=torch.int64, device=data.device)
+        for start in range(0, data.numel(), _CHUNK):
+            part = data[start : start + _CHUNK].view(_INTEGERS[data.element_size()]).long()
+            places = torch.arange(start, start + len(part), device=data.device)
+            total += (part * (places * 0x5851F42D4C957F2D + 1)).sum()
+        sums.append(total.to(sums[0].device) if sums else total)
+    return torch.stack(sums).tolist() if sums else []  # a single read from the device
 
 
 def tensors_of_node(node: Node) -> Iterable[torch.Tensor]:

@@ -1,0 +1,8 @@
+"""Users' attributes in training states: what trainers and callbacks hold, besides what this package has created."""
+
+from pytorch_accel_lite.extending import USER_ATTRIBUTES
+from pytorch_accel_lite.extensions.user_attributes.kept_attributes import KeptAttributes
+
+__all__ = ["KeptAttributes"]
+
+USER_ATTRIBUTES.fill(KeptAttributes)

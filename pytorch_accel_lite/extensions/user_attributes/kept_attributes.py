@@ -1,0 +1,268 @@
+"""Keeping users' attributes: the attributes of trainers and callbacks that this package has not created.
+
+A training state keeps the attributes that have changed since the program created them, and all tensors of moderate
+size. It has digests of the other attributes, which show whether the resumed program has created the same values.
+Attributes that differ between the processes are kept for each process.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TypeVar
+
+from torch import nn
+
+from pytorch_accel_lite.extending import TrainerLike, UserAttributes, listed, unsaved_attribute_names, warn_outside
+from pytorch_accel_lite.extending_callbacks import StateDict
+from pytorch_accel_lite.extensions.user_attributes.attribute_owners import (
+    Key,
+    attributes_of_users,
+    owners_of_attributes,
+    path_of,
+    saved_elsewhere,
+)
+from pytorch_accel_lite.extensions.user_attributes.changed_settings import describe_settings, is_moved
+from pytorch_accel_lite.extensions.user_attributes.plain_objects import (
+    Decoder,
+    Encoder,
+    Node,
+    NoPlaceError,
+    TooManyPartsError,
+    digest,
+    holds_nothing,
+    is_setting,
+    tensors_of_node,
+)
+
+T = TypeVar("T")
+
+_MOST_PARTS = 100_000  # maximum parts of an attribute for a digest before a run
+_MOST_BYTES = 1 << 28
+_KEPT_ANYWAY = 1 << 20  # bytes: smaller attributes with tensors are kept even if unchanged
+_LARGE = 1 << 30  # bytes that cause a message
+
+
+class KeptAttributes(UserAttributes):
+    """The users' attributes in the training states of a run: what the program created before it, and what changed.
+
+    If nothing was noted before the run, all attributes count as changed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._digests: dict[Key, str] = {}  # of the attributes of moderate size, as the program has created them
+        self._settings: dict[Key, Node] = {}  # those that hold only numbers and texts
+        self._names: dict[str, set[str]] = {}  # of all attributes that the program had created, by owner
+        self._changed: set[Key] = set()  # known to have changed
+        self._warned_of: set[str] = set()  # paths of values that states cannot keep, or that are large
+
+    def note_created(self, trainer: TrainerLike) -> None:
+        """Note the attributes created by the program, before a run changes them."""
+        is_saved = saved_elsewhere(trainer)
+        for key, value in attributes_of_users(trainer):
+            self._names.setdefault(key[0], set()).add(key[1])
+            try:
+                node = Encoder(is_saved, _MOST_PARTS).encode(value, key[1])
+            except TooManyPartsError:
+                continue
+            is_large = sum(tensor.nbytes for tensor in tensors_of_node(node)) > _MOST_BYTES and not isinstance(
+                value, nn.Module
+            )
+            found = None if is_large else digest(node)
+            if found is not None:
+                self._digests[key] = found
+            if is_setting(node):
+                self._settings[key] = node
+
+    # ------------------------------------------------------------------------------------------------ saving
+
+    def capture(self, trainer: TrainerLike) -> tuple[StateDict, StateDict]:
+        """Return the states of users' attributes: those of all processes, and those of this process. A collective."""
+        nodes: dict[Key, Node] = {}
+        digests: dict[Key, str | None] = {}
+        kept: set[Key] = set()
+        is_alone, is_saved = trainer.ranks.world_size == 1, saved_elsewhere(trainer)
+        owners = owners_of_attributes(trainer)
+        for key, value in attributes_of_users(trainer):
+            encoder = Encoder(is_saved)
+            node = encoder.encode(value, path_of(key))
+            self._print_unsaved(trainer, encoder.unsaved)
+            if holds_nothing(node):
+                continue
+            nodes[key] = node
+            before = self._digests.get(key)
+            must_compare = not is_alone or (before is not None and key not in self._changed)
+            digests[key] = digest(node) if must_compare else None
+            if before is None or digests[key] != before:
+                self._changed.add(key)
+            if key in self._changed or _is_kept_anyway(node):
+                kept.add(key)
+            encoder.pack()
+        kept, own = (kept, set()) if is_alone else _agree_on_kept(trainer, kept, digests)
+        of_all: StateDict = {
+            "kept": _by_owner({key: nodes[key] for key in nodes if key in kept - own}),
+            "unchanged": _by_owner({key: digests[key] for key in nodes if key not in self._changed}),
+            "settings": _by_owner({k: n for k, n in self._settings.items() if k in nodes and k not in self._changed}),
+            "removed": {
+                name: sorted(self._names.get(name, set()) - vars(owner).keys()) for name, owner in owners.items()
+            },
+            "own": _by_owner(dict.fromkeys(sorted(own))),
+        }
+        self._print_large(trainer, of_all["kept"])
+        return of_all, _by_owner({key: nodes[key] for key in nodes if key in own})
+
+    def describe_unsaved(self, trainer: TrainerLike) -> str:
+        """Return a description of the parts of users' attributes that states cannot hold; an empty text without any."""
+        unsaved: dict[str, str] = {}
+        is_saved = saved_elsewhere(trainer)
+        for key, value in attributes_of_users(trainer):
+            encoder = Encoder(is_saved, _MOST_PARTS)
+            try:
+                encoder.encode(value, path_of(key))
+            except TooManyPartsError:
+                continue
+            unsaved |= encoder.unsaved
+        return self._describe_new_unsaved(unsaved)
+
+    def _describe_new_unsaved(self, unsaved: Mapping[str, str]) -> str:
+        new = {path: kind for path, kind in unsaved.items() if path not in self._warned_of}
+        self._warned_of |= new.keys()
+        if not new:
+            return ""
+        return (
+            f"Training states cannot hold {listed([f'{path} ({kind})' for path, kind in new.items()], 10)}: a resumed "
+            "run has what the program creates. If that matters, give the object state_dict() and "
+            "load_state_dict(state)."
+        )
+
+    def _print_unsaved(self, trainer: TrainerLike, unsaved: Mapping[str, str]) -> None:
+        if unsaved and (described := self._describe_new_unsaved(unsaved)):
+            trainer.print(described)
+
+    def _print_large(self, trainer: TrainerLike, kept: Mapping[str, Mapping[str, Node]]) -> None:
+        """Print once which attributes make states large."""
+        for owner, states in kept.items():
+            for name, node in states.items():
+                size = sum(tensor.nbytes for tensor in tensors_of_node(node))
+                path = path_of((owner, name))
+                if size >= _LARGE and f"{path}: size" not in self._warned_of:
+                    self._warned_of.add(f"{path}: size")
+                    trainer.print(f"Each training state holds {path}, {size / 1e9:.1f} GB.")
+
+    def changed_modules(self, trainer: TrainerLike) -> dict[str, nn.Module]:
+        """Return the modules in attributes of the trainer that no optimizer trains, but that the run has changed."""
+        changed = {}
+        for key, value in attributes_of_users(trainer):
+            before = self._digests.get(key)
+            if key[0] or not isinstance(value, nn.Module) or before is None:
+                continue
+            if key in self._changed or digest(Encoder().encode(value, key[1])) != before:
+                changed[key[1]] = value
+        return changed
+
+    # ---------------------------------------------------------------------------------------------- resuming
+
+    def restore(
+        self, trainer: TrainerLike, saved: StateDict, own: StateDict | None, source: str, *, is_final: bool
+    ) -> None:
+        """Restore the users' attributes, in place if the program has created them."""
+        owners = owners_of_attributes(trainer)
+        lost = []
+        for owner, states in _merged(saved.get("kept", {}), own or {}).items():
+            if owner not in owners:
+                continue  # another message reports the missing callback
+            held, unsaved = vars(owners[owner]), unsaved_attribute_names(owners[owner])
+            for name, node in states.items() if is_final else copy.deepcopy(states).items():
+                if name in unsaved:
+                    continue  # the run that saved the state kept it
+                try:
+                    held[name] = Decoder(trainer.device, source).decode(node, held.get(name, NoPlaceError))
+                except NoPlaceError:
+                    lost.append(path_of((owner, name)))
+        for owner, names in saved.get("removed", {}).items() if is_final else ():
+            for name in names if owner in owners else ():
+                vars(owners[owner]).pop(name, None)
+        if is_final:
+            self._restore_settings(trainer, saved, owners)
+            _say_what_is_lost(saved, own, lost, source)
+            self._say_what_differs(trainer, saved)
+
+    def _restore_settings(self, trainer: TrainerLike, saved: StateDict, owners: Mapping[str, object]) -> None:
+        """Reset attributes that the saved run had not changed to their created values: events may have changed them."""
+        for owner, digests in saved.get("unchanged", {}).items():
+            for name in digests:
+                if owner in owners and (owner, name) in self._settings:
+                    held = vars(owners[owner])
+                    decoder = Decoder(trainer.device, "")
+                    with suppress(NoPlaceError):
+                        held[name] = decoder.decode(self._settings[owner, name], held.get(name, NoPlaceError))
+
+    def _say_what_differs(self, trainer: TrainerLike, saved: StateDict) -> None:
+        """Report attributes that the program creates differently from the saved run, which had not changed them."""
+        kept = {(owner, name) for owner, states in saved.get("kept", {}).items() for name in states}
+        others = [
+            (owner, name)
+            for owner, digests in saved.get("unchanged", {}).items()
+            for name, before in digests.items()
+            if self._digests.get((owner, name), before) != before
+        ]
+        settings = {key: self._settings[key] for key in others if key not in kept and key in self._settings}
+        for key in [key for key, node in settings.items() if key in self.compared or is_moved(saved, key, node)]:
+            del settings[key]
+        if settings:
+            trainer.print(
+                f"Different from the run that saved the state: {describe_settings(saved, settings)}. The new values "
+                "hold."
+            )
+        if restored := [path_of(key) for key in others if key in kept]:
+            trainer.print(
+                f"The program has {listed(restored, 10)} unlike the run that saved the state. The saved values are "
+                "restored."
+            )
+        if large := [path_of(key) for key in others if key not in kept and key not in self._settings]:
+            warn_outside(
+                f"The program creates {listed(large, 10)} unlike the run that saved the state. The state does not hold "
+                "them, as the run had not changed them. Create them from the same data and seed for the same results."
+            )
+
+
+def _is_kept_anyway(node: Node) -> bool:
+    """Whether a node has tensors (the program may have drawn them at random) and is small enough to be stored."""
+    sizes = [tensor.nbytes for tensor in tensors_of_node(node)]
+    return not is_setting(node) and sum(sizes) <= _KEPT_ANYWAY
+
+
+def _agree_on_kept(trainer: TrainerLike, kept: set[Key], digests: dict[Key, str | None]) -> tuple[set[Key], set[Key]]:
+    """Return the attributes that at least one process keeps, and those among them that differ between processes."""
+    by_rank = trainer.all_gather_object((kept, digests))
+    kept = set().union(*(of_rank for of_rank, _ in by_rank))
+    first = by_rank[0][1]
+    return kept, {key for key in kept if first.get(key) is None or any(of.get(key) != first[key] for _, of in by_rank)}
+
+
+def _say_what_is_lost(saved: StateDict, own: StateDict | None, lost: list[str], source: str) -> None:
+    if lost:
+        warn_outside(
+            f"{source!r} holds objects that only the program can create, but has not: {', '.join(lost)}. Create them "
+            "in the constructor or at the start of the run, as in the run that saved the state."
+        )
+    by_rank = [path_of((owner, name)) for owner, names in saved.get("own", {}).items() for name in names]
+    if by_rank and own is None:
+        warn_outside(
+            f"These attributes differed between the processes, whose number has changed: {listed(by_rank, 10)}. They "
+            "are as the program creates them. register_for_checkpointing() takes an object whose state_dict() gathers "
+            "the parts of all."
+        )
+
+
+def _by_owner(values: Mapping[Key, T]) -> dict[str, dict[str, T]]:
+    result: dict[str, dict[str, T]] = {}
+    for (owner, name), value in values.items():
+        result.setdefault(owner, {})[name] = value
+    return result
+
+
+def _merged(first: Mapping[str, dict[str, T]], second: Mapping[str, dict[str, T]]) -> dict[str, dict[str, T]]:
+    return {owner: {**first.get(owner, {}), **second.get(owner, {})} for owner in dict.fromkeys([*first, *second])}
