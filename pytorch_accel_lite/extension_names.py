@@ -85,7 +85,13 @@ OFFERED = {
     "unfreezing": ("callbacks.GradualUnfreezingCallback",),
     "user_attributes": (),  # attributes of users in training states
     "worst_samples": ("callbacks.WorstSample", "callbacks.WorstSamplesCallback"),
-    "wsd_checkpoints": ("callbacks.WSDCheckpointCallback",),
+    "wsd": (  # and schedules by name: train(create_scheduler_fn="cosine")
+        "callbacks.WSDCheckpointCallback",
+        "schedulers.WSDLrScheduler",
+        "schedulers.wsd_scheduler.DECAYS",
+        "schedulers.wsd_scheduler.WSDLrScheduler",
+        "schedulers.wsd_scheduler.estimate_checkpoint_steps",
+    ),
 }
 #: The extensions that have arguments of a trainer.
 ARGUMENTS = {"logical_processes": "logical"}

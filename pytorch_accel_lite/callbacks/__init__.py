@@ -46,7 +46,7 @@ from pytorch_accel_lite.extensions.throughput import ThroughputCallback
 from pytorch_accel_lite.extensions.trackers import TrackerCallback
 from pytorch_accel_lite.extensions.unfreezing import GradualUnfreezingCallback
 from pytorch_accel_lite.extensions.worst_samples import WorstSample, WorstSamplesCallback
-from pytorch_accel_lite.extensions.wsd_checkpoints import WSDCheckpointCallback
+from pytorch_accel_lite.extensions.wsd.wsd_checkpoint_callback import WSDCheckpointCallback
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.stops import NonFiniteLossError, RunInterruptedError, RunPausedError, StopTrainingError

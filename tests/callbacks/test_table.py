@@ -512,6 +512,7 @@ def test_printing_in_a_terminal_does_not_break_the_table(monkeypatch):
     assert max(map(len, shown[summary:])) <= 80  # it is wrapped
 
 
+@pytest.mark.extension("wsd")
 @pytest.mark.parametrize("columns", [60, 80, 200])
 def test_numbers_that_fit_beside_the_bar_are_not_cut(columns, monkeypatch):
     terminal = Terminal(columns, monkeypatch)

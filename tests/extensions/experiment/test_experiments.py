@@ -894,6 +894,7 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
 # ------------------------------------------------------------------------------------------------ short forms
 
 
+@pytest.mark.extension("wsd")
 def test_named_parts_equal_the_objects_of_a_script(file):
     file.write_text(
         FILE.replace(
