@@ -54,7 +54,7 @@ from pytorch_accel_lite.data.batches import (
     parts_in,
     tensors_in,
 )
-from pytorch_accel_lite.data.loss_checks import LossFunction, LossShapeError, shapes_are_known
+from pytorch_accel_lite.data.loss_errors import LossFunction, LossShapeError, shapes_are_known
 from pytorch_accel_lite.data.shares import Shares, share_bounds
 from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, concatenate_if_possible, select_samples
 from pytorch_accel_lite.distributed import Ranks

@@ -12,7 +12,7 @@ from pytorch_accel_lite.base.devices import (
     mixed_precision,
     to_float,
 )
-from pytorch_accel_lite.base.environment import in_notebook, is_terminal
+from pytorch_accel_lite.base.environment import in_notebook, is_terminal, shows_live
 from pytorch_accel_lite.base.generator_states import preserving_generators
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.modules import (
@@ -26,7 +26,6 @@ from pytorch_accel_lite.base.modules import (
 )
 from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.paths import StrPath, parse_location
-from pytorch_accel_lite.base.pictures import Picture, as_picture
 from pytorch_accel_lite.base.quantised import is_frozen_and_quantised, is_quantised_by, plain_parts, quantised_entries
 from pytorch_accel_lite.base.reprs import html_table, short_repr
 from pytorch_accel_lite.base.seeding import derive_seed, seed_all
@@ -40,12 +39,17 @@ from pytorch_accel_lite.base.text import (
     to_number,
     wrapped,
 )
-from pytorch_accel_lite.base.tqdm_bars import Bar, HeldOutput, NotebookBar, NotebookOutput, TerminalBar
+from pytorch_accel_lite.base.tqdm_bars import Bar, NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
 from pytorch_accel_lite.base.unknown_names import did_you_mean, suggest_arguments
-from pytorch_accel_lite.base.validation import check_choice, check_positive_number, optional
+from pytorch_accel_lite.base.validation import check_bool, check_choice, check_positive_number, optional
+from pytorch_accel_lite.callbacks.default_callbacks import DEFAULTS
+from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.callbacks.metrics import default_transform
+from pytorch_accel_lite.callbacks.monitoring import GradientNorms
+from pytorch_accel_lite.callbacks.print_progress import epoch_of
+from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
 from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
 from pytorch_accel_lite.checkpoint.files import FROZEN, load_plain, write_bytes
 from pytorch_accel_lite.checkpoint.state_rotation import remove_old_states
@@ -80,7 +84,8 @@ from pytorch_accel_lite.optimizers.operations import (
 from pytorch_accel_lite.optimizers.rates import ParamGroup
 from pytorch_accel_lite.run.accumulation import Count
 from pytorch_accel_lite.run.callback_handler import set_listening
-from pytorch_accel_lite.run.events import Failure, Phase
+from pytorch_accel_lite.run.current_rates import current_rates, rates_change_in_each_update
+from pytorch_accel_lite.run.events import Failure, Phase, Picture
 from pytorch_accel_lite.run.goodput import describe_fractions
 from pytorch_accel_lite.run.history import MetricValue, NewMetrics
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
@@ -89,15 +94,18 @@ from pytorch_accel_lite.run.modules_and_optimizers import evaluating_optimizers
 
 __all__ = [
     # Arguments of events, and values in states.
-    "BatchData", "BatchOutput", "Count", "Failure", "Index", "JsonObject", "MetricValue", "Phase", "StateDict", "Tree",
+    "BatchData", "BatchOutput", "Count", "Failure", "Index", "JsonObject", "MetricValue", "Phase", "Picture",
+    "StateDict", "Tree",
+    # The default callbacks, a seam; callbacks of which others are kinds.
+    "DEFAULTS", "LogMetricsCallback", "MetricWatcher", "ProgressBarCallback",
     # Runs: what is due, recorded, listened to, shown.
-    "CountedRun", "ExpectedMetrics", "Interval", "MetricWatcher", "NewMetrics", "Ranks",
-    "describe_fractions", "parse_interval", "set_listening", "sync_ddp_buffers",
+    "CountedRun", "ExpectedMetrics", "Interval", "NewMetrics", "Ranks", "current_rates", "describe_fractions",
+    "epoch_of", "parse_interval", "rates_change_in_each_update", "set_listening", "sync_ddp_buffers",
     # Checks of arguments.
-    "add_note", "check_choice", "check_positive_number", "did_you_mean", "missing_extension_text", "optional",
-    "suggest_arguments",
+    "add_note", "check_bool", "check_choice", "check_positive_number", "did_you_mean", "missing_extension_text",
+    "optional", "suggest_arguments",
     # Models, their outputs and gradients.
-    "Classification", "NamedMetric", "ParamGroup", "TrainerOptimizer", "are_sharded", "class_of",
+    "Classification", "GradientNorms", "NamedMetric", "ParamGroup", "TrainerOptimizer", "are_sharded", "class_of",
     "dataset_of", "default_transform", "evaluating_optimizers", "find_length", "group_names", "inference",
     "is_created", "is_frozen_and_quantised", "is_list_of_samples", "is_number", "keep_in_eval", "derive_seed",
     "parts_of_optimizer", "preserving_generators", "preserving_modes", "release_from_eval", "reshard",
@@ -110,7 +118,7 @@ __all__ = [
     "plain_parts", "quantised_entries", "refuse_engines", "refuse_fsdp1", "remove_old_states", "sharded_like",
     "state_name", "weight_checksums", "without_compile", "write_bytes",
     # Terminals and notebooks.
-    "Bar", "HeldOutput", "NotebookBar", "NotebookOutput", "Picture", "TerminalBar", "align", "as_number_or_text",
-    "as_picture", "as_plain", "format_duration", "html_table", "in_notebook", "is_terminal", "short_repr", "to_number",
-    "escape_unprintable", "wrapped",
+    "Bar", "NotebookBar", "NotebookOutput", "TerminalBar", "align", "as_number_or_text",
+    "as_plain", "format_duration", "html_table", "in_notebook", "is_terminal", "short_repr", "shows_live",
+    "to_number", "escape_unprintable", "wrapped",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ T = TypeVar("T")
 
 #: Names in the package; names in its modules and in ``Trainer`` are prefixed with these.
 OFFERED = {
+    "advice": ("callbacks.AdviceCallback",),
     "blocks": (),  # Trainer(activation_checkpointing=...), Trainer(compile_model="blocks")
     "checking": ("Trainer.check",),
     "closures": ("Trainer.recompute_gradients",),  # and optimizers that need a closure
@@ -67,6 +68,7 @@ OFFERED = {
     ),
     "pretrained": (),  # save_model(directory) for models of transformers, PEFT, diffusers and timm
     "profiling": ("callbacks.ProfilerCallback", "callbacks.TimingCallback"),
+    "progress_table": ("callbacks.ProgressTableCallback",),
     "ray": ("integrations.RayReportCallback",),
     "remote": (),  # states and models at URLs
     "reports": (  # and the card of save_model()

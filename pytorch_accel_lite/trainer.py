@@ -41,7 +41,7 @@ from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, total_loss
 from pytorch_accel_lite.data.defaults import dataloader_for, default_loader_kwargs
 from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.data.loss_checks import LossFunction
+from pytorch_accel_lite.data.loss_errors import LossFunction
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
 from pytorch_accel_lite.distributed import Ranks, accelerate_settings, launch, shutdown
 from pytorch_accel_lite.distributed.ranks import find_ranks

@@ -45,6 +45,11 @@ def is_terminal(stream: TextIO | None) -> bool:
     return bool(stream is not None and stream.isatty())
 
 
+def shows_live(stream: TextIO | None) -> bool:
+    """Whether what is written to a stream is watched as it appears, in a notebook or a terminal, not kept as lines."""
+    return in_notebook() or is_terminal(stream)
+
+
 def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
     """Import an optional dependency, or raise an ``ImportError`` with the command that installs it."""
     try:

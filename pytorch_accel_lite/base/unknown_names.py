@@ -26,7 +26,7 @@ _PUBLIC_METHODS = (
 
 @dataclass(eq=False, repr=False)
 class OtherLibraries:
-    """The names in other libraries, for errors that name what to use here. An extension fills it in.
+    """What other libraries do otherwise, for errors and warnings that say what to write here. An extension fills it in.
 
     Attributes:
         arguments: by the name of an argument here, of any method, the names elsewhere
@@ -34,6 +34,8 @@ class OtherLibraries:
         advice: by words that have no corresponding argument, what to do instead
         replaced: by methods of trainers that are never called here, the methods to override instead
         gone: by further methods that are never called here and have no counterpart, what to do instead
+        habits: functions that are called before each run, with the trainer and its callbacks, and warn of code that is
+            right elsewhere and wrong here
     """
 
     arguments: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -41,6 +43,7 @@ class OtherLibraries:
     advice: dict[tuple[str, ...], str] = field(default_factory=dict)
     replaced: dict[str, tuple[str, ...]] = field(default_factory=dict)
     gone: dict[str, str] = field(default_factory=dict)
+    habits: list[Callable[[Iterable[object]], None]] = field(default_factory=list)
 
 
 #: At first, what pytorch-accelerated calls things.

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.base.compat_names import CallbackMethodNotImplementedError
-from pytorch_accel_lite.base.validation import check_bool
-from pytorch_accel_lite.callbacks.advice import AdviceCallback
 from pytorch_accel_lite.callbacks.batch_limits import LimitBatchesCallback, LimitEvalStepsCallback
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
+from pytorch_accel_lite.callbacks.default_callbacks import DefaultCallbacks, get_default_callbacks
 from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback
 from pytorch_accel_lite.callbacks.monitoring import (
@@ -20,13 +19,13 @@ from pytorch_accel_lite.callbacks.monitoring import (
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.print_progress import PrintProgressCallback
 from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
-from pytorch_accel_lite.callbacks.progress_table import ProgressTableCallback
 from pytorch_accel_lite.callbacks.step_evaluation import StepBasedEvaluationCallback
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TimeLimitCallback
 from pytorch_accel_lite.callbacks.terminate_on_nan import TerminateOnNaNCallback
 from pytorch_accel_lite.callbacks.training_states import SaveTrainingStateCallback
 from pytorch_accel_lite.extension_names import missing_name_error
 from pytorch_accel_lite.extensions import slurm as slurm  # adds to JOB_QUEUES
+from pytorch_accel_lite.extensions.advice import AdviceCallback  # adds to DEFAULTS
 from pytorch_accel_lite.extensions.energy import EnergyCallback
 from pytorch_accel_lite.extensions.failed_batches import SkipFailedBatchesCallback
 from pytorch_accel_lite.extensions.gradient_spikes import GradientSpikeCallback
@@ -40,6 +39,7 @@ from pytorch_accel_lite.extensions.momentum_teacher import MomentumTeacherCallba
 from pytorch_accel_lite.extensions.nan_report import NaNReportCallback
 from pytorch_accel_lite.extensions.predictions import PredictionWriterCallback, iterate_predictions, read_predictions
 from pytorch_accel_lite.extensions.profiling import ProfilerCallback, TimingCallback
+from pytorch_accel_lite.extensions.progress_table import ProgressTableCallback  # adds to DEFAULTS
 from pytorch_accel_lite.extensions.reports import PlotMetricsCallback, RunLogCallback, ShowOutputsCallback
 from pytorch_accel_lite.extensions.sync_batch_norm import ConvertSyncBatchNormCallback
 from pytorch_accel_lite.extensions.throughput import ThroughputCallback
@@ -109,33 +109,7 @@ __all__ = [
     "DEFAULT_CALLBACKS",
 ]
 
-
-def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallback], ...]:
-    """Return the callbacks that a trainer uses by default.
-
-    Args:
-        progress_bar: include ``ProgressBarCallback``
-    """
-    is_shown = check_bool("progress_bar", progress_bar)
-    bar: tuple[type[TrainerCallback], ...] = (ProgressBarCallback,) if is_shown else ()
-    return _Callbacks(
-        (MoveModulesToDeviceCallback, TerminateOnNaNCallback, ProgressTableCallback, *bar, AdviceCallback)
-    )
-
-
-class _Callbacks(tuple[type[TrainerCallback], ...]):
-    """A tuple that shows the names of its classes, or one word when it is a default value in a signature."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return "DEFAULT_CALLBACKS" if self is DEFAULT_CALLBACKS else str(self)
-
-    def __str__(self) -> str:
-        return f"({', '.join(callback.__name__ for callback in self)})"
-
-
-DEFAULT_CALLBACKS = get_default_callbacks()
+DEFAULT_CALLBACKS = DefaultCallbacks(get_default_callbacks())
 
 if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
 

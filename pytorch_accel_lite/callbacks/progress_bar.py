@@ -10,15 +10,15 @@ import torch
 from tqdm import tqdm
 
 from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
-from pytorch_accel_lite.base.environment import in_notebook, is_terminal
+from pytorch_accel_lite.base.environment import in_notebook, shows_live
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.text import escape_unprintable
 from pytorch_accel_lite.base.tqdm_bars import Bar, NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.base.validation import check_positive_number, check_range
 from pytorch_accel_lite.callbacks.print_progress import epoch_of
 from pytorch_accel_lite.data import ShardedLoader
-from pytorch_accel_lite.optimizers.operations import parts_of_optimizer
 from pytorch_accel_lite.run.callback_handler import set_listening
+from pytorch_accel_lite.run.current_rates import current_rates, rates_change_in_each_update
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.settings import TrainerRunConfig
@@ -100,7 +100,7 @@ class ProgressBarCallback(TrainerCallback):
         if previous is not None:
             previous.close()
         is_main = trainer.accelerator.is_local_main_process
-        shows_bars = is_main and (self.show_always or in_notebook() or is_terminal(sys.stderr))
+        shows_bars = is_main and (self.show_always or shows_live(sys.stderr))
         between_lines = self.line_every_seconds if is_main else None
         self._interval = self.refresh_seconds if shows_bars else between_lines or math.inf
         now = time.monotonic()
@@ -127,14 +127,14 @@ class ProgressBarCallback(TrainerCallback):
             self._updates_before = trainer.progress.update
             self._speed = _Speed()
             self._rates_used = {}
-            set_listening(trainer, self, changes_in_each_update(trainer), "on_optimizer_step_start")
+            set_listening(trainer, self, rates_change_in_each_update(trainer), "on_optimizer_step_start")
         else:
             self._speed.mark(trainer.progress.samples, now)
         if not self.pbar.disable:
             self.pbar.update(trainer.progress.step)
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        self._rates_used = rates_of(trainer)
+        self._rates_used = current_rates(trainer)
 
     def on_train_step_end(self, trainer: TrainerLike, *args: object, **kwargs: object) -> None:
         now = time.monotonic()
@@ -182,7 +182,8 @@ class ProgressBarCallback(TrainerCallback):
         evaluated = trainer.run_history.get_metric_values("eval_loss_epoch")
         if evaluated:
             numbers["eval_loss"] = f"{float(evaluated[-1]):.4g}"
-        return numbers | {name: f"{float(rate):.3g}" for name, rate in (self._rates_used or rates_of(trainer)).items()}
+        rates = self._rates_used or current_rates(trainer)
+        return numbers | {name: f"{float(rate):.3g}" for name, rate in rates.items()}
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if not self.pbar.disable:
@@ -239,23 +240,3 @@ class ProgressBarCallback(TrainerCallback):
                 bar.close()
         if in_notebook():
             NotebookOutput.leave(trainer)
-
-
-def shown_rates(trainer: TrainerLike) -> dict[str, float]:
-    """Return the rate of the first parameter group: ``lr``, or ``lr_<name>`` for each of several optimizers."""
-    return {name: float(rate) for name, rate in rates_of(trainer).items()}
-
-
-def rates_of(trainer: TrainerLike) -> dict[str, float | torch.Tensor]:
-    """Return the rates as numbers, or as copies of tensors, without reading tensors from the device."""
-    parts = {f"lr_{name}": part for name, part in parts_of_optimizer(trainer.optimizer).items()} or {
-        "lr": trainer.optimizer
-    }
-    first = {name: group for name, part in parts.items() for group in part.param_groups[:1]}
-    rates = {name: group["lr"] for name, group in first.items() if group.get("lr") is not None}
-    return {name: rate.clone() if isinstance(rate, torch.Tensor) else rate for name, rate in rates.items()}
-
-
-def changes_in_each_update(trainer: TrainerLike) -> bool:
-    """Return whether a schedule sets the next rate in each update, so that the rate in use must be noted before it."""
-    return trainer.scheduler is not None and trainer.run.request.scheduler_interval == "update"

@@ -15,7 +15,7 @@ from torch import nn
 
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.data.loss_checks import LossFunction, check_loss, is_of_torch, shapes_are_known
+from pytorch_accel_lite.data.loss_errors import LossFunction, check_loss, is_of_torch, shapes_are_known
 from pytorch_accel_lite.data.sources import BatchData, Index
 
 #: A loss, or several by name.

@@ -11,7 +11,7 @@ from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.checkpoint.trained_object_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput, as_scalars, complete_output, total_loss
-from pytorch_accel_lite.data.loss_checks import check_loss
+from pytorch_accel_lite.data.loss_errors import check_loss
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.loop.guards.first_batch import examine_first_batch

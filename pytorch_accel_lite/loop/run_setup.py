@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.seeding import seed_run
+from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.locks import lock_path
@@ -23,7 +24,6 @@ from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.loop.deepspeed import configure_deepspeed, uses_deepspeed
 from pytorch_accel_lite.loop.guards.arguments import check_training
-from pytorch_accel_lite.loop.guards.epoch_zero import warn_of_epoch_zero
 from pytorch_accel_lite.loop.guards.optimizer_checks import check_optimizers
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_ranks, settings_of_optimizer
 from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length
@@ -45,7 +45,8 @@ def configure(trainer: TrainerLike, run: Run) -> None:
     request = run.request
     if run.ranks.rank == 0:
         trainer.callback_handler.warn_of_unknown_events()
-        warn_of_epoch_zero([trainer, *trainer.callback_handler.callbacks])
+        for warn_of_habit in OTHER_LIBRARIES.habits:
+            warn_of_habit([trainer, *trainer.callback_handler.callbacks])
     trainer.callback_handler.configure_run(trainer, request)
     choose_inference_step(trainer, run, request)
     _lock_paths(trainer, run)

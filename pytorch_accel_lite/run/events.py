@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from functools import wraps
-from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypedDict
+
+import numpy as np
+import numpy.typing as npt
 
 from pytorch_accel_lite.base.constructor_calls import constructor_arguments, remember_arguments
-from pytorch_accel_lite.base.pictures import Picture
 from pytorch_accel_lite.base.reprs import constructor_call
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.batches import BatchOutput
@@ -31,6 +33,18 @@ class Failure(TypedDict):
     rank: int
     indices: list[Index] | None
     error: str
+
+
+class Picture(NamedTuple):
+    """A picture that shows an output of the model, as callbacks are told about it.
+
+    Args:
+        pixels: the colours of the pixels, of shape ``(height, width, 3)``
+        png: the contents of a PNG file
+    """
+
+    pixels: npt.NDArray[np.uint8]
+    png: bytes
 
 
 class TrainerCallback:

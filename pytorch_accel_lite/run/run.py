@@ -24,7 +24,7 @@ from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.data.loss_checks import LossFunction
+from pytorch_accel_lite.data.loss_errors import LossFunction
 from pytorch_accel_lite.data.named_datasets import NamedDatasets
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index
 from pytorch_accel_lite.distributed import Ranks

@@ -1,4 +1,4 @@
-"""Advice on faster data, for ``AdviceCallback`` and ``diagnose()``."""
+"""Advice for trainings that wait for data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helpers of utils and of the trainer on one process; for several, see tests/distributed/test_processes.py."""
+"""Helpers of utils, of texts and of trainers on one process; for several, see tests/distributed/test_processes.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import Trainer
+from pytorch_accel_lite.base.text import format_duration
 from pytorch_accel_lite.utils import (
     DataLoaderSlice,
     local_process_zero_first,
@@ -100,3 +101,10 @@ def test_gather_leaves_out_rows_that_are_padding():
     kept = trainer.gather(boxes, padding_value=-1)
     assert kept["boxes"].tolist() == [[0.0, -1.0]]
     assert trainer.gather(boxes, padding_value=torch.nan)["scores"][0].tolist() == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.416, "0.42s"), (12.34, "12.3s"), (59.96, "1:00"), (245, "4:05"), (7445, "2:04:05")]
+)
+def test_durations_are_formatted_briefly(seconds, text):
+    assert format_duration(seconds) == text

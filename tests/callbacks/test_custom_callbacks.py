@@ -206,11 +206,11 @@ def test_a_logger_that_overrides_a_runs_start_loses_no_epoch():
 @pytest.mark.parametrize(
     ("name", "event"),
     [
-        ("AdviceCallback", "on_train_step_end"),
+        pytest.param("AdviceCallback", "on_train_step_end", marks=pytest.mark.extension("advice")),
         pytest.param("HangWatchCallback", "on_update_end", marks=pytest.mark.extension("hang_watch")),
         ("LogMetricsCallback", "on_train_step_checkpoint"),
         pytest.param("PlotMetricsCallback", "on_train_step_checkpoint", marks=pytest.mark.extension("reports")),
-        ("ProgressTableCallback", "on_update_end"),
+        pytest.param("ProgressTableCallback", "on_update_end", marks=pytest.mark.extension("progress_table")),
         ("SaveTrainingStateCallback", "on_train_step_checkpoint"),
     ],
 )
@@ -247,24 +247,3 @@ def test_a_custom_callback_may_stop_listening():
     first = First()
     train(make_trainer([first]), size=6)
     assert first.losses == 1
-
-
-class FreezesFirst(TrainerCallback):
-    """Expects the first epoch to have number 1."""
-
-    def on_train_epoch_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        if trainer.progress.epoch == 0:
-            trainer.get_model().requires_grad_(False)
-
-    def on_training_run_start(self, trainer: Trainer, **kwargs: Any) -> None:
-        assert trainer.progress.epoch == 0
-
-
-def test_comparing_the_epoch_with_0_is_warned_of_once():
-    trainer = make_trainer([FreezesFirst])
-    with pytest.warns(
-        UserWarning, match=r"FreezesFirst\.on_train_epoch_start compares progress\.epoch with 0"
-    ) as caught:
-        train(trainer)
-    assert len(caught) == 1
-    train(trainer)

@@ -9,15 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from pytorch_accel_lite import Trainer
+from pytorch_accel_lite import Trainer, callbacks
 from pytorch_accel_lite.callbacks import (
-    AdviceCallback,
     DeviceMemoryCallback,
     GradientNormCallback,
     LearningRateMonitorCallback,
     LossScaleCallback,
     ProgressBarCallback,
-    ProgressTableCallback,
     SaveTrainingStateCallback,
 )
 from tests.small_models import Overflows, listener, make_model, make_trainer, train
@@ -144,6 +142,7 @@ def test_the_largest_norm_remembers_one_that_was_no_number():
     assert math.isnan(trainer.run_history.get_latest_metric("gradient_norm_max"))
 
 
+@pytest.mark.extension("advice", "progress_table")
 @pytest.mark.parametrize("defaults", [{}, {"lr": None}])
 def test_optimizers_without_a_rate_train_with_rate_displays(defaults):
     class FindsItsOwn(torch.optim.Optimizer):
@@ -155,8 +154,9 @@ def test_optimizers_without_a_rate_train_with_rate_displays(defaults):
                 parameter.data.sub_(parameter.grad, alpha=0.01)
 
     model = make_model()
-    shows = [ProgressTableCallback(show_always=True), ProgressBarCallback(show_always=True), AdviceCallback()]
-    trainer = make_trainer([*shows, LearningRateMonitorCallback()], model, optimizer=FindsItsOwn(model.parameters()))
+    shows = [callbacks.ProgressTableCallback(show_always=True), ProgressBarCallback(show_always=True)]
+    others = [callbacks.AdviceCallback(), LearningRateMonitorCallback()]
+    trainer = make_trainer([*shows, *others], model, optimizer=FindsItsOwn(model.parameters()))
     train(trainer, 2, eval_dataset=True)
     assert trainer.progress.update == 6
     assert not [name for name in trainer.run_history if name.startswith("lr")]

@@ -14,6 +14,7 @@ import torch
 from pytorch_accel_lite import StopTrainingError, Trainer
 from pytorch_accel_lite.callbacks import ProgressBarCallback
 from tests.small_models import Stream, listener, make_data, make_trainer, train
+from tests.terminals import Terminal
 
 
 def last_bar(err: str, word: str) -> str:
@@ -122,6 +123,27 @@ def test_no_bar_stays_open_when_a_run_ends_early(event, error, capfd):
     except type(error):
         pass
     assert not [bar for bar in getattr(tqdm, "_instances", ()) if not bar.disable]
+
+
+@pytest.mark.extension("wsd")
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_numbers_that_fit_beside_the_bar_are_not_cut(columns, monkeypatch):
+    terminal = Terminal(columns, monkeypatch)
+    with terminal.streams():
+        bar = ProgressBarCallback(refresh_seconds=0)
+        train(make_trainer([bar]), epochs=2, eval_dataset=True, create_scheduler_fn="linear")
+    bars = [bar for bar in re.split(r"[\r\n]|\x1b\[\d*\w", terminal.written) if bar.startswith("Epoch 2")]
+    assert bars
+    for shown in bars:
+        drawn, _, numbers = shown.rstrip().partition("|")[2].partition("|")
+        count, *values = numbers.split(", ")
+        assert re.fullmatch(r" \d/3", count)
+        assert len(drawn) >= 10
+        names = [re.fullmatch(r"(.+)=([\d.,:e+-]+)", value)[1] for value in values]
+        assert names == ["loss", "run ETA", "samples/s", "eval_loss", "lr"][: len(names)]
+    assert len(names) == {60: 2, 80: 3, 200: 5}[columns]
+    if columns == 200:
+        assert bars[-1].rstrip().endswith(f"lr={0.1 / 6:.3g}")  # of the last update, not the next
 
 
 def test_custom_numbers_can_be_put_after_the_bar(capfd):

@@ -9,8 +9,7 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 
 from benchmarks.gpu import on_side_stream
-from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import AdviceCallback
+from pytorch_accel_lite import Trainer, callbacks
 from pytorch_accel_lite.data import OwnShard
 from tests.gpu.parts import (
     DEVICE,
@@ -107,6 +106,7 @@ class Overflows(Trainer):
         return output
 
 
+@pytest.mark.extension("advice")
 def test_an_update_with_overflowing_gradients_is_skipped(capsys):
     task, steps = Task("transformer"), 6
     model, rates, skipped, kept = task.model(), [], [], []
@@ -116,8 +116,8 @@ def test_an_update_with_overflowing_gradients_is_skipped(capsys):
         rates.append(trainer.optimizer.param_groups[0]["lr"])
         kept.append(clone(trainer.get_model()))
 
-    callbacks = [AdviceCallback, listener(on_optimizer_step_end=see)]
-    trainer = Overflows(model, task.loss, sgd(model), callbacks, deterministic=True, **in_precision("fp16"))
+    listening = [callbacks.AdviceCallback, listener(on_optimizer_step_end=see)]
+    trainer = Overflows(model, task.loss, sgd(model), listening, deterministic=True, **in_precision("fp16"))
     fit(trainer, task, steps, create_scheduler_fn=lambda optimizer: StepLR(optimizer, 1, gamma=0.5))
     assert skipped == [False, False, True, False, False, False]
     assert same_weights(kept[2].to(DEVICE), kept[1].to(DEVICE))

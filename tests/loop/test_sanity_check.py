@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.base.text import notes_of
-from pytorch_accel_lite.callbacks import MetricsCallback, ProgressTableCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import MetricsCallback, SaveTrainingStateCallback
 from tests.small_models import adamw_trainer, equal_weights, float64_data, float64_model, listener, weights
 
 
@@ -110,10 +110,9 @@ def refused(error: type[Exception], data: Any, *callbacks: Any, model: Any = Non
     return notes
 
 
-def test_mistakes_are_found_before_training(capsys):
+def test_mistakes_are_found_before_training():
     inputs, targets = float64_data(9).tensors
-    (note, _) = refused(RuntimeError, {"valid": TensorDataset(inputs[:, :4], targets)}, ProgressTableCallback)
-    assert "Failed (RuntimeError) before the first epoch, after 0." in capsys.readouterr().out
+    (note, _) = refused(RuntimeError, {"valid": TensorDataset(inputs[:, :4], targets)})
     assert note.startswith("In evaluation on 'valid', step 0:\n  batch: ")
 
     class Broken(Rows):

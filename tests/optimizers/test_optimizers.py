@@ -16,12 +16,11 @@ from torch.optim.lr_scheduler import ExponentialLR, LinearLR, OneCycleLR, Reduce
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
+from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues, callbacks
 from pytorch_accel_lite.callbacks import (
     GradientNormCallback,
     LearningRateMonitorCallback,
     ProgressBarCallback,
-    ProgressTableCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
 )
@@ -148,11 +147,9 @@ def test_a_replaced_optimizer_step_is_called():
             trainer.optimizer.step = replaced
 
     trained = []
-    for callbacks in ([], [Replaces]):
+    for others in ([], [Replaces]):
         model = float64_model()
-        trainer = adamw_trainer(
-            model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=callbacks, seed=1
-        )
+        trainer = adamw_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=others, seed=1)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             trainer.train(DATA, 1, per_device_batch_size=13, create_scheduler_fn=partial(ExponentialLR, gamma=0.5))
         steps = trainer.progress.update
@@ -282,11 +279,12 @@ def test_zero_grad_clears_the_gradients_of_each_optimizer():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.extension("progress_table")
 def test_the_bar_and_the_table_show_the_rate_of_each(capsys):
     model = float64_model()
     bar = ProgressBarCallback(line_every_seconds=1e-9)
-    callbacks = [bar, ProgressTableCallback(show_always=True)]
-    trainer = adamw_trainer(model, optimizer=two_optimizers(model), callbacks=callbacks)
+    shown = [bar, callbacks.ProgressTableCallback(show_always=True)]
+    trainer = adamw_trainer(model, optimizer=two_optimizers(model), callbacks=shown)
     shrinking = {"matrix": partial(ExponentialLR, gamma=0.2)}
     trainer.train(DATA, 2, per_device_batch_size=13, create_scheduler_fn=shrinking)
     out = capsys.readouterr().out

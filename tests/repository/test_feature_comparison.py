@@ -431,6 +431,7 @@ def test_the_last_event_of_an_epoch_has_its_mean_loss(ran):
 
 
 @row("five callbacks by default")
+@pytest.mark.extension("advice", "progress_table")
 def test_a_trainer_has_five_callbacks_by_default():
     names = [callback.__name__.removesuffix("Callback") for callback in DEFAULT_CALLBACKS]
     assert names == ["MoveModulesToDevice", "TerminateOnNaN", "ProgressTable", "ProgressBar", "Advice"]

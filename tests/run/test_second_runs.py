@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, ExponentialLR, LambdaLR, LinearLR, OneCycleLR
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, TrainerPlaceholderValues, schedulers
-from pytorch_accel_lite.callbacks import AdviceCallback, RunPausedError, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import RunPausedError, SaveTrainingStateCallback
 from pytorch_accel_lite.schedulers import CosineLrScheduler
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, world_size
@@ -173,49 +173,6 @@ def test_a_second_run_trains():
     before = weights(trainer.model)
     train(trainer, epochs=2, create_scheduler_fn=COSINE)
     assert not equal_weights(before, weights(trainer.model))
-
-
-# ----------------------------------------------------------------------------------- advice that is true
-
-
-def advice_of(trainer: Trainer, capsys: Any, **kwargs: Any) -> str:
-    trainer.callback_handler.add_callbacks([AdviceCallback])
-    capsys.readouterr()
-    train(trainer, **kwargs)
-    return capsys.readouterr().out
-
-
-def test_a_rate_of_0_for_a_whole_epoch_is_reported(capsys):
-    trainer, _ = noting()
-    train(trainer, epochs=2, create_scheduler_fn=COSINE)
-    before = weights(trainer.model)
-    said = advice_of(trainer, capsys, epochs=1)
-    assert "The learning rate was 0 throughout this epoch, so no weight has changed. Set 'lr'" in said
-    assert equal_weights(before, weights(trainer.model))
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        (lambda epoch: 0.0, "LambdaLR keeps it there"),
-        (lambda epoch: 0.5 * epoch, "The next rate of LambdaLR is 0.05: start"),
-    ],
-)
-def test_a_schedule_that_stays_at_0_is_not_a_warm_up(shape, expected, capsys):
-    trainer, _ = noting()
-    said = advice_of(
-        trainer, capsys, create_scheduler_fn=partial(LambdaLR, lr_lambda=shape), scheduler_interval="epoch"
-    )
-    assert f"no weight has changed. {expected}" in said
-    assert "warm-up" not in said or "start its warm-up above 0" in said
-
-
-def test_advice_ignores_frozen_groups_if_another_trains(capsys):
-    model = make_model()
-    groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters(), "lr": 0.1}]
-    for schedule in (None, COSINE):
-        trainer = make_trainer(model=model, optimizer=torch.optim.SGD(groups))
-        assert "The learning rate was 0" not in advice_of(trainer, capsys, create_scheduler_fn=schedule)
 
 
 # ------------------------------------------------------------------------------- create_scheduler, overridden

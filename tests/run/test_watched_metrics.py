@@ -282,6 +282,7 @@ def test_a_plateau_of_the_wrong_direction_is_an_error(mode, higher):
     train(trainer, create_scheduler_fn=partial(ReduceLROnPlateau, mode=right), **arguments)
 
 
+@pytest.mark.extension("progress_table")
 def test_messages_name_the_direction_after_the_epochs_metrics(here, capsys):
     stopping = EarlyStoppingCallback(2, watch_metric="score")
     best = SaveBestModelCallback("best.pt", "score")

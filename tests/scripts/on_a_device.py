@@ -27,7 +27,6 @@ from torchmetrics import MeanSquaredError, PearsonCorrCoef
 
 from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback, callbacks
 from pytorch_accel_lite.callbacks import (
-    AdviceCallback,
     DeviceMemoryCallback,
     GradientNormCallback,
     MetricsCallback,
@@ -95,7 +94,10 @@ def case_monitors_and_rows() -> Any:
     def run(size: int) -> Trainer:
         files = callbacks.MetricsFileCallback("rows.jsonl", every_n_updates=1)
         return train(
-            make_trainer([GradientNormCallback(), files, AdviceCallback()]), size=size, epochs=2, gradient_clip_norm=0.3
+            make_trainer([GradientNormCallback(), files, callbacks.AdviceCallback()]),
+            size=size,
+            epochs=2,
+            gradient_clip_norm=0.3,
         )
 
     results = with_waits(run)

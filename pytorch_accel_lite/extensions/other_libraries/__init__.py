@@ -1,6 +1,7 @@
-"""The names in other libraries, for errors that say what to use here."""
+"""What is called or counted otherwise in other libraries, for errors and warnings that say what to write here."""
 
 from pytorch_accel_lite.extending import OTHER_LIBRARIES
+from pytorch_accel_lite.extensions.other_libraries.epoch_zero import warn_of_epoch_zero
 from pytorch_accel_lite.extensions.other_libraries.names import ADVICE, ARGUMENTS, GONE, HOOKS, REPLACED
 
 __all__ = ["HOOKS"]
@@ -10,3 +11,4 @@ OTHER_LIBRARIES.hooks.update(HOOKS)
 OTHER_LIBRARIES.advice.update(ADVICE)
 OTHER_LIBRARIES.replaced.update(REPLACED)
 OTHER_LIBRARIES.gone.update(GONE)
+OTHER_LIBRARIES.habits.append(warn_of_epoch_zero)

@@ -16,7 +16,6 @@ from pytorch_accel_lite.extending_callbacks import (
     Interval,
     Picture,
     StateDict,
-    as_picture,
     derive_seed,
     in_notebook,
     inference,
@@ -29,6 +28,7 @@ from pytorch_accel_lite.extending_callbacks import (
     sync_ddp_buffers,
     write_bytes,
 )
+from pytorch_accel_lite.extensions.reports.pictures import as_picture
 
 _MAX_SHOWN = 100
 

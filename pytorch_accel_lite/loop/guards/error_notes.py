@@ -18,7 +18,7 @@ from pytorch_accel_lite.base.text import add_note, notes_of
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.base.user_code import checked_by
 from pytorch_accel_lite.data import FailedRead
-from pytorch_accel_lite.data.loss_checks import LossFunction
+from pytorch_accel_lite.data.loss_errors import LossFunction
 from pytorch_accel_lite.data.reading import names_sample
 from pytorch_accel_lite.data.sources import Index, Source
 from pytorch_accel_lite.loop.guards.out_of_memory import advise_on_memory, describe_memory

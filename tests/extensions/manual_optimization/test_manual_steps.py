@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer, callbacks
-from pytorch_accel_lite.callbacks import AdviceCallback, GradientNormCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import GradientNormCallback, SaveTrainingStateCallback
 from tests.ranks import check_processes, every_state, shared_folder, world_size
 from tests.small_models import (
     adamw_trainer,
@@ -424,13 +424,14 @@ def test_each_optimizer_has_its_gradient_norms(clip):
     }
 
 
+@pytest.mark.extension("advice")
 def test_an_optimizer_that_is_never_updated_is_named_in_advice(capsys):
     class Forgets(GAN):
         def update(self, loss, optimizer):
             if optimizer == "critic":
                 super().update(loss, optimizer)
 
-    Forgets(callbacks=[AdviceCallback]).train(FULL, 2)
+    Forgets(callbacks=[callbacks.AdviceCallback]).train(FULL, 2)
     assert capsys.readouterr().out.count("train_step has not called update(loss, optimizer='generator')") == 1
 
 

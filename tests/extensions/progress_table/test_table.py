@@ -1,4 +1,4 @@
-"""The table of a run, its summary, and the progress bar below it."""
+"""The table of a run, its summary, and lines where there is no table."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 from torchmetrics import MeanAbsoluteError
 
-from pytorch_accel_lite import StopTrainingError, Trainer, callbacks
-from pytorch_accel_lite.base.text import format_duration
+from pytorch_accel_lite import StopTrainingError, Trainer, callbacks, get_default_callbacks
+from pytorch_accel_lite.base import environment
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     EarlyStoppingCallback,
@@ -27,9 +29,23 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
 )
+from pytorch_accel_lite.extensions.progress_table import progress_table_callback
 from tests.launching import two_are_enough
-from tests.ranks import rank
-from tests.small_models import Stream, listener, make_data, make_model, make_trainer, notes_of_error, raises_at, train
+from tests.ranks import rank, shared_folder
+from tests.small_models import (
+    Stream,
+    equal_weights,
+    float64_data,
+    float64_model,
+    listener,
+    make_data,
+    make_model,
+    make_trainer,
+    notes_of_error,
+    raises_at,
+    train,
+    weights,
+)
 from tests.terminals import Terminal
 
 
@@ -51,12 +67,18 @@ def _eighty_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
 
 
+@pytest.fixture
+def _notebook(monkeypatch):
+    monkeypatch.setattr(environment, "in_notebook", lambda: True)
+    monkeypatch.setattr(progress_table_callback, "in_notebook", lambda: True)
+
+
 # ------------------------------------------------------------------------------------------------ rows
 
 
+@pytest.mark.usefixtures("_notebook")
 def test_a_notebook_shows_the_last_of_many_epochs_and_the_best(capsys, monkeypatch):
-    monkeypatch.setattr("pytorch_accel_lite.callbacks.progress_table.in_notebook", lambda: True)
-    monkeypatch.setattr("pytorch_accel_lite.callbacks.progress_table._NOTEBOOK_ROWS", 3)
+    monkeypatch.setattr(progress_table_callback, "_NOTEBOOK_ROWS", 3)
     worse = listener(on_train_epoch_end=lambda t: t.model[2].bias.data.fill_(10.0 * t.progress.epoch))
     model = make_model()
     frozen = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -69,9 +91,8 @@ def test_a_notebook_shows_the_last_of_many_epochs_and_the_best(capsys, monkeypat
         assert "(the last 3 of 6 rows; all metrics are in trainer.run_history)" in outputs[-1][kind]
 
 
-def test_a_run_that_fails_early_shows_no_empty_table(capsys, monkeypatch):
-    monkeypatch.setattr("pytorch_accel_lite.callbacks.progress_table.in_notebook", lambda: True)
-
+@pytest.mark.usefixtures("_notebook")
+def test_a_run_that_fails_early_shows_no_empty_table(capsys):
     def fail(*_: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no loss")
 
@@ -360,6 +381,17 @@ def test_the_summary_of_a_run_that_ends_early_is_true(error, said, capsys):
     assert printed(capsys)[-1].startswith("Trained 1 epoch, 3 updates,")
 
 
+def test_a_run_that_fails_in_its_sanity_check_has_no_epoch(capsys):
+    with pytest.raises(RuntimeError):
+        train(make_trainer([ProgressTableCallback]), eval_dataset=TensorDataset(torch.ones(4, 3), torch.ones(4, 1)))
+    assert "Failed (RuntimeError) before the first epoch, after 0." in capsys.readouterr().out
+
+
+def test_a_short_run_does_not_report_its_time(capsys):
+    train(make_trainer([ProgressTableCallback]))
+    assert "Time:" not in capsys.readouterr().out
+
+
 def test_the_part_of_an_epoch_that_was_trained_is_a_row(capsys):
     trainer = make_trainer(table(raises_at(5, StopTrainingError("enough"))))
     train(trainer, epochs=3)
@@ -397,6 +429,7 @@ def test_a_resumed_run_continues_its_numbers_and_its_best_epoch(tmp_path, capsys
     said = " ".join(lines)
     assert "Trained epochs 3 to 4, 6 updates, in" in said
     assert "Best: epoch 1, score 0.1000." in said
+    assert re.search(r"Time of all attempts: [a-z]+ [\d.]+%, .*\.", said)
     lines = run(4, resume_from="latest")  # there is nothing left to do
     assert not [line for line in lines if "Trained" in line or "Best:" in line]
 
@@ -448,6 +481,19 @@ def test_without_a_terminal_lines_and_the_summary_are_printed(tmp_path, monkeypa
     ]
     for line, pattern in zip(printed(capsys), expected, strict=True):
         assert re.fullmatch(pattern, line)
+
+
+def test_the_default_output_of_a_run_names_epochs_and_metrics(capsys):
+    train(make_trainer(DEFAULT_CALLBACKS), epochs=2, eval_dataset=True)
+    lines = capsys.readouterr().out.splitlines()
+    shape = [re.sub(r"[-\d.e][-\d.,e]*(?=s?,|$)", "#", line.strip()) for line in lines]
+    epoch = ["train_loss_epoch: #", "eval_loss_epoch: #", "time: #s, samples/s: #, lr: #"]
+    assert lines[0] == "Starting training run"
+    assert lines[1] == "Starting epoch 1/2"
+    assert shape[2:5] == epoch
+    assert lines[5] == "Starting epoch 2/2"
+    assert shape[6:9] == epoch
+    assert [line.split()[0] for line in lines[9:]] == ["Trained", "Best:"]
 
 
 def test_a_stopped_epoch_shows_its_times_and_its_last_rate(capsys):
@@ -512,27 +558,6 @@ def test_printing_in_a_terminal_does_not_break_the_table(monkeypatch):
     assert max(map(len, shown[summary:])) <= 80  # it is wrapped
 
 
-@pytest.mark.extension("wsd")
-@pytest.mark.parametrize("columns", [60, 80, 200])
-def test_numbers_that_fit_beside_the_bar_are_not_cut(columns, monkeypatch):
-    terminal = Terminal(columns, monkeypatch)
-    with terminal.streams():
-        bar = ProgressBarCallback(refresh_seconds=0)
-        train(make_trainer([bar]), epochs=2, eval_dataset=True, create_scheduler_fn="linear")
-    bars = [bar for bar in re.split(r"[\r\n]|\x1b\[\d*\w", terminal.written) if bar.startswith("Epoch 2")]
-    assert bars
-    for shown in bars:
-        drawn, _, numbers = shown.rstrip().partition("|")[2].partition("|")
-        count, *values = numbers.split(", ")
-        assert re.fullmatch(r" \d/3", count)
-        assert len(drawn) >= 10
-        names = [re.fullmatch(r"(.+)=([\d.,:e+-]+)", value)[1] for value in values]
-        assert names == ["loss", "run ETA", "samples/s", "eval_loss", "lr"][: len(names)]
-    assert len(names) == {60: 2, 80: 3, 200: 5}[columns]
-    if columns == 200:
-        assert bars[-1].rstrip().endswith(f"lr={0.1 / 6:.3g}")  # of the last update, not the next
-
-
 @pytest.mark.parametrize("always", [True, False])
 def test_prints_at_the_end_of_an_epoch_are_below_its_row(always, capsys):
     def say(trainer: Trainer, **kwargs: Any) -> None:
@@ -554,8 +579,25 @@ def test_prints_at_the_end_of_an_epoch_are_below_its_row(always, capsys):
         assert re.fullmatch(expected, line), shown
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.416, "0.42s"), (12.34, "12.3s"), (59.96, "1:00"), (245, "4:05"), (7445, "2:04:05")]
-)
-def test_durations_are_formatted_briefly(seconds, text):
-    assert format_duration(seconds) == text
+def default_callbacks() -> Any:
+    """Train with the default callbacks; the test checks the output of the launch."""
+    with shared_folder() as folder:
+        model = float64_model()
+        best = SaveBestModelCallback(folder / "best.pt")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        others = [ProgressTableCallback(show_always=True), best, EarlyStoppingCallback(2, 0.0)]
+        trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=[*get_default_callbacks(), *others])
+        trainer.train(float64_data(20), 3, float64_data(9), per_device_batch_size=2)
+        return {"weights": weights(model), "best": best.best_metric, "history": trainer.run_history.to_dict()}
+
+
+@two_are_enough
+def test_only_the_first_process_prints(ranks):
+    results = ranks(default_callbacks)
+    assert len(results) == ranks.world_size
+    assert results.output.count("Starting training run") == 1
+    assert results.output.count("Loading the best model") == 1
+    assert len(re.findall(r"^1/3 .*s$", results.output, re.MULTILINE)) == 1
+    assert results.output.count("Best: epoch") == 2  # in lines, and of a table
+    assert len({result["best"] for result in results}) == 1
+    assert all(equal_weights(result["weights"], results[0]["weights"]) for result in results)

@@ -14,27 +14,26 @@ from dataclasses import replace
 
 import torch
 
-from pytorch_accel_lite.base.environment import in_notebook, is_terminal
-from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.reprs import html_table
-from pytorch_accel_lite.base.text import (
+from pytorch_accel_lite.extending import RunInterruptedError, RunRequest, TrainerLike, check_positive_int
+from pytorch_accel_lite.extending_callbacks import (
+    LogMetricsCallback,
+    MetricValue,
+    NotebookOutput,
+    current_rates,
+    epoch_of,
     escape_unprintable,
+    find_length,
     format_duration,
-    format_metric,
-    format_value,
+    html_table,
+    in_notebook,
+    rates_change_in_each_update,
+    set_listening,
+    shows_live,
     to_number,
     wrapped,
 )
-from pytorch_accel_lite.base.tqdm_bars import HeldOutput, NotebookOutput
-from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
-from pytorch_accel_lite.callbacks.print_progress import epoch_of
-from pytorch_accel_lite.callbacks.progress_bar import changes_in_each_update, rates_of, shown_rates
-from pytorch_accel_lite.run.callback_handler import set_listening
-from pytorch_accel_lite.run.history import MetricValue
-from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.stops import RunInterruptedError
+from pytorch_accel_lite.extensions.progress_table.held_output import HeldOutput
+from pytorch_accel_lite.utils import format_metric, format_value
 
 _GAP = "  "
 _WIDTH = 9  # minimum of a column, to fit numbers
@@ -89,7 +88,7 @@ class ProgressTableCallback(LogMetricsCallback):
             request.metrics.require(f"{type(self).__name__}(metrics={self.metrics!r})", name)
 
     def _choose_form(self) -> None:
-        self._shows_table = self.show_always or in_notebook() or is_terminal(sys.stdout)
+        self._shows_table = self.show_always or shows_live(sys.stdout)
 
     def _announce(self, trainer: TrainerLike, text: str) -> None:
         if not self._shows_table:
@@ -107,7 +106,7 @@ class ProgressTableCallback(LogMetricsCallback):
         if self._row_every and not trainer.ranks.result_of_first(lambda: self._shows_table):
             self._row_every = None  # set on all processes, which add up their losses for a row
         set_listening(trainer, self, self._row_every is not None, "on_update_end")
-        set_listening(trainer, self, changes_in_each_update(trainer), "on_optimizer_step_start")
+        set_listening(trainer, self, rates_change_in_each_update(trainer), "on_optimizer_step_start")
         trainer.run.end.last_calls.append(lambda: self._end_table(trainer))
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -118,7 +117,7 @@ class ProgressTableCallback(LogMetricsCallback):
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._table is not None:  # now: the schedule sets the next rate before the epoch ends
-            self._table.rates_used = rates_of(trainer)
+            self._table.rates_used = current_rates(trainer)
 
     def on_update_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._table is None or self._row_every is None or trainer.progress.update % self._row_every:
@@ -235,7 +234,7 @@ class _RunTable:
         self._best_row: Row | None = None
         self._rows: list[Row] = []
         self.rates_used: dict[str, float | torch.Tensor] = {}
-        self._rates = shown_rates(trainer)
+        self._rates = _shown_rates(trainer)
         self._scientific = set(self._rates)  # columns with powers of ten
         self._names = dict.fromkeys(self._expected.directions)  # names of expected or recorded metrics
         self._recorded: set[str] = set()
@@ -317,7 +316,7 @@ class _RunTable:
 
     def _current_rates(self, trainer: TrainerLike) -> dict[str, float]:
         """Return the learning rates of the latest update."""
-        return {name: float(rate) for name, rate in self.rates_used.items()} or shown_rates(trainer)
+        return {name: float(rate) for name, rate in self.rates_used.items()} or _shown_rates(trainer)
 
     def is_within_epoch(self, trainer: TrainerLike) -> bool:
         """Return whether the training part of the current epoch is still running."""
@@ -489,6 +488,10 @@ class _RunTable:
 
 def _speed(samples: int, seconds: float) -> str:
     return f"{samples / seconds:,.0f}" if seconds else "0"
+
+
+def _shown_rates(trainer: TrainerLike) -> dict[str, float]:
+    return {name: float(rate) for name, rate in current_rates(trainer).items()}
 
 
 def _default_interval(trainer: TrainerLike) -> int | None:

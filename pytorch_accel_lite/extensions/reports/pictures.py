@@ -5,31 +5,20 @@ from __future__ import annotations
 import io
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pytorch_accel_lite.base.environment import import_extra
+from pytorch_accel_lite.extending_callbacks import Picture
+from pytorch_accel_lite.utils import import_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from PIL.Image import Image
 
 _CHANNELS = (1, 3)
-
-
-class Picture(NamedTuple):
-    """A picture.
-
-    Args:
-        pixels: the colours of the pixels, of shape ``(height, width, 3)``
-        png: the contents of a PNG file
-    """
-
-    pixels: npt.NDArray[np.uint8]
-    png: bytes
 
 
 def as_picture(value: object) -> tuple[Picture | None, str]:

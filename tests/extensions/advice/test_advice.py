@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from pytorch_accel_lite import Trainer
+from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import AdviceCallback, LogMetricsCallback
 from pytorch_accel_lite.schedulers import CosineLrScheduler
 from tests.ranks import rank, world_size
@@ -20,6 +20,7 @@ from tests.small_models import (
     Overflows,
     Rows,
     adamw_trainer,
+    equal_weights,
     fake_clock,
     float64_data,
     float64_model,
@@ -28,6 +29,7 @@ from tests.small_models import (
     make_model,
     make_trainer,
     train,
+    weights,
 )
 
 NAP = 0.01
@@ -180,6 +182,47 @@ def test_a_warm_up_that_has_hardly_begun_is_reported(capsys):
     train(make_trainer([AdviceCallback]), epochs=2, create_scheduler_fn=slow)
     (said,) = advice(capsys.readouterr().out)
     assert "CosineLrScheduler has raised the learning rate to only" in said
+
+
+COSINE = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS)
+
+
+def said_in(trainer: Trainer, capsys: Any, **kwargs: Any) -> str:
+    capsys.readouterr()
+    train(trainer, **kwargs)
+    return capsys.readouterr().out
+
+
+def test_a_rate_of_0_for_a_whole_epoch_is_reported(capsys):
+    trainer = learner(0.1)
+    train(trainer, epochs=2, create_scheduler_fn=COSINE)
+    before = weights(trainer.model)
+    said = said_in(trainer, capsys, epochs=1)
+    assert "The learning rate was 0 throughout this epoch, so no weight has changed. Set 'lr'" in said
+    assert equal_weights(before, weights(trainer.model))
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (lambda epoch: 0.0, "LambdaLR keeps it there"),
+        (lambda epoch: 0.5 * epoch, "The next rate of LambdaLR is 0.05: start"),
+    ],
+)
+def test_a_schedule_that_stays_at_0_is_not_a_warm_up(shape, expected, capsys):
+    trainer = learner(0.1)
+    schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=shape)
+    said = said_in(trainer, capsys, create_scheduler_fn=schedule, scheduler_interval="epoch")
+    assert f"no weight has changed. {expected}" in said
+    assert "warm-up" not in said or "start its warm-up above 0" in said
+
+
+def test_advice_ignores_frozen_groups_if_another_trains(capsys):
+    model = make_model()
+    groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters(), "lr": 0.1}]
+    for schedule in (None, COSINE):
+        trainer = make_trainer([AdviceCallback], model, optimizer=torch.optim.SGD(groups))
+        assert "The learning rate was 0" not in said_in(trainer, capsys, create_scheduler_fn=schedule)
 
 
 def test_a_schedule_that_restarts_each_epoch_gets_no_advice(capsys):

@@ -1,4 +1,4 @@
-"""Warning of comparisons in users' code that are never true, because epochs count from 1."""
+"""Warning of comparisons in users' code that are never true here, because epochs count from 1, not from 0."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from types import FunctionType
 
-from pytorch_accel_lite.base.user_code import is_from_this_package
-from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.extending import is_from_this_package, warn_outside
 
 _IN_EPOCHS = re.compile("epoch|step|loss|update|backward")  # in the names of methods that are called in epochs
 _looked_at: set[type] = set()

@@ -1,4 +1,4 @@
-"""Advice after the first epoch of a run."""
+"""What stands out in the first epoch of a run, and what to do about it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pytorch_accel_lite.base.environment import is_terminal
-from pytorch_accel_lite.base.text import wrapped
-from pytorch_accel_lite.base.user_code import is_overridden
-from pytorch_accel_lite.base.validation import check_range
-from pytorch_accel_lite.callbacks.metrics import default_transform
-from pytorch_accel_lite.callbacks.monitoring import GradientNorms
-from pytorch_accel_lite.data.batches import BatchOutput
-from pytorch_accel_lite.data.sources import BatchData
-from pytorch_accel_lite.loop.clipping import total_norm
-from pytorch_accel_lite.run.callback_handler import set_listening
-from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.tools.speed_advice import faster_data
+from pytorch_accel_lite.extending import TrainerCallback, TrainerLike, check_range, faster_data, is_overridden
+from pytorch_accel_lite.extending_callbacks import (
+    BatchData,
+    BatchOutput,
+    GradientNorms,
+    default_transform,
+    is_terminal,
+    set_listening,
+    total_norm,
+    wrapped,
+)
 
 _FIRST_STEPS = 16  # the mean loss of these steps is compared with the epoch's
 _LEAST_UPDATES = 48

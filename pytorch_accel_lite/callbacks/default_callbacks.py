@@ -1,0 +1,41 @@
+"""The callbacks that a trainer has by default."""
+
+from __future__ import annotations
+
+from pytorch_accel_lite.base.validation import check_bool
+from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback
+from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
+from pytorch_accel_lite.callbacks.terminate_on_nan import TerminateOnNaNCallback
+from pytorch_accel_lite.run.events import TrainerCallback
+
+#: In the order in which they run. Extensions insert theirs.
+DEFAULTS: list[type[TrainerCallback]] = [MoveModulesToDeviceCallback, TerminateOnNaNCallback, ProgressBarCallback]
+
+
+def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallback], ...]:
+    """Return the callbacks that a trainer uses by default.
+
+    Args:
+        progress_bar: include ``ProgressBarCallback``
+    """
+    is_shown = check_bool("progress_bar", progress_bar)
+    return CallbackClasses(callback for callback in DEFAULTS if is_shown or callback is not ProgressBarCallback)
+
+
+class CallbackClasses(tuple[type[TrainerCallback], ...]):
+    """A tuple that shows the names of its classes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"({', '.join(callback.__name__ for callback in self)})"
+
+
+class DefaultCallbacks(CallbackClasses):
+    """The default value of the callbacks of a trainer, which is one word in a signature."""
+
+    __slots__ = ()
+    __str__ = CallbackClasses.__repr__
+
+    def __repr__(self) -> str:
+        return "DEFAULT_CALLBACKS"

@@ -1,0 +1,26 @@
+"""The learning rates that bars and tables show."""
+
+from __future__ import annotations
+
+import torch
+
+from pytorch_accel_lite.optimizers.operations import parts_of_optimizer
+from pytorch_accel_lite.run.run import TrainerLike
+
+
+def current_rates(trainer: TrainerLike) -> dict[str, float | torch.Tensor]:
+    """Return the rate of the first parameter group: ``lr``, or ``lr_<name>`` for each of several optimizers.
+
+    Rates that are tensors are copied, not read from the device.
+    """
+    parts = {f"lr_{name}": part for name, part in parts_of_optimizer(trainer.optimizer).items()} or {
+        "lr": trainer.optimizer
+    }
+    first = {name: group for name, part in parts.items() for group in part.param_groups[:1]}
+    rates = {name: group["lr"] for name, group in first.items() if group.get("lr") is not None}
+    return {name: rate.clone() if isinstance(rate, torch.Tensor) else rate for name, rate in rates.items()}
+
+
+def rates_change_in_each_update(trainer: TrainerLike) -> bool:
+    """Return whether a schedule sets the next rate in each update, so that the rate in use must be noted before it."""
+    return trainer.scheduler is not None and trainer.run.request.scheduler_interval == "update"
