@@ -27,7 +27,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.report import footnote, in_rounds
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
+from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 
 WIDTH = 3200
 

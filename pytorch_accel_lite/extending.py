@@ -20,12 +20,12 @@ from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_in_this_package, is_overridden
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
-from pytorch_accel_lite.checkpoint.checksums import verify as verify_tensors
-from pytorch_accel_lite.checkpoint.companion_files import COMPANION_WRITERS, CompanionWriter, SavedModel
-from pytorch_accel_lite.checkpoint.files import FENCES, check_is_shared, load_verified, write_tensors
-from pytorch_accel_lite.checkpoint.locks import lock_path
-from pytorch_accel_lite.checkpoint.manifest import catch_damage, manifest_text, read_manifest
-from pytorch_accel_lite.checkpoint.model_forms import (
+from pytorch_accel_lite.checkpoint.disk.checksums import verify as verify_tensors
+from pytorch_accel_lite.checkpoint.disk.files import FENCES, check_is_shared, load_verified, write_tensors
+from pytorch_accel_lite.checkpoint.disk.locks import lock_path
+from pytorch_accel_lite.checkpoint.disk.shards import every_part_is_held
+from pytorch_accel_lite.checkpoint.models.companion_files import COMPANION_WRITERS, CompanionWriter, SavedModel
+from pytorch_accel_lite.checkpoint.models.model_forms import (
     ADAPTERS,
     MODEL_FORMS,
     ModelForm,
@@ -33,13 +33,17 @@ from pytorch_accel_lite.checkpoint.model_forms import (
     is_of_peft,
     is_of_timm,
 )
-from pytorch_accel_lite.checkpoint.recorded_settings import may_differ
-from pytorch_accel_lite.checkpoint.shards import every_part_is_held
-from pytorch_accel_lite.checkpoint.state_directory import CapturedState, read_model, read_verified, write_files
-from pytorch_accel_lite.checkpoint.state_store import StateStore
+from pytorch_accel_lite.checkpoint.models.trained_object_states import buffers_beside_model
+from pytorch_accel_lite.checkpoint.models.trained_objects import (
+    loose_parameters,
+    trained_objects,
+    unsaved_attribute_names,
+)
+from pytorch_accel_lite.checkpoint.states.directory import CapturedState, read_model, read_verified, write_files
+from pytorch_accel_lite.checkpoint.states.manifest import catch_damage, manifest_text, read_manifest
+from pytorch_accel_lite.checkpoint.states.recorded_settings import may_differ
+from pytorch_accel_lite.checkpoint.states.store import StateStore
 from pytorch_accel_lite.checkpoint.stores import STORES, Store, read_state
-from pytorch_accel_lite.checkpoint.trained_object_states import buffers_beside_model
-from pytorch_accel_lite.checkpoint.trained_objects import loose_parameters, trained_objects, unsaved_attribute_names
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import (
     TARGET_KEYS,

@@ -50,13 +50,14 @@ from pytorch_accel_lite.callbacks.metrics import default_transform
 from pytorch_accel_lite.callbacks.monitoring import GradientNorms
 from pytorch_accel_lite.callbacks.print_progress import epoch_of
 from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
-from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
-from pytorch_accel_lite.checkpoint.files import FROZEN, load_plain, write_bytes
-from pytorch_accel_lite.checkpoint.state_rotation import remove_old_states
-from pytorch_accel_lite.checkpoint.state_store import state_name
-from pytorch_accel_lite.checkpoint.stores import open_store
-from pytorch_accel_lite.checkpoint.supported_engines import check_states_are_possible, refuse_engines, refuse_fsdp1
-from pytorch_accel_lite.checkpoint.weights import (
+from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
+from pytorch_accel_lite.checkpoint.disk.files import FROZEN, load_plain, write_bytes
+from pytorch_accel_lite.checkpoint.models.supported_engines import (
+    check_states_are_possible,
+    refuse_engines,
+    refuse_fsdp1,
+)
+from pytorch_accel_lite.checkpoint.models.weights import (
     check_has_trainable,
     full_state_dict,
     leave_out_frozen,
@@ -65,6 +66,9 @@ from pytorch_accel_lite.checkpoint.weights import (
     weight_checksums,
     without_compile,
 )
+from pytorch_accel_lite.checkpoint.states.rotation import remove_old_states
+from pytorch_accel_lite.checkpoint.states.store import state_name
+from pytorch_accel_lite.checkpoint.stores import open_store
 from pytorch_accel_lite.data.batches import BatchOutput, is_number
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.data.sources import BatchData, Index

@@ -36,7 +36,7 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.callbacks.batch_limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import loading, saving
-from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
+from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, total_loss
 from pytorch_accel_lite.data.defaults import dataloader_for, default_loader_kwargs

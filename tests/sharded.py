@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
-from pytorch_accel_lite.checkpoint.weights import full_state_dict
+from pytorch_accel_lite.checkpoint.models.weights import full_state_dict
 from tests.ranks import world_size
 from tests.small_models import float64_data, listener
 

@@ -14,9 +14,9 @@ from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.base.validation import check_positive_int
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
-from pytorch_accel_lite.checkpoint.files import load_plain, read_checkpoint
-from pytorch_accel_lite.checkpoint.supported_engines import refuse_engines, refuse_fsdp1
-from pytorch_accel_lite.checkpoint.weights import check_has_trainable
+from pytorch_accel_lite.checkpoint.disk.files import load_plain, read_checkpoint
+from pytorch_accel_lite.checkpoint.models.supported_engines import refuse_engines, refuse_fsdp1
+from pytorch_accel_lite.checkpoint.models.weights import check_has_trainable
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 

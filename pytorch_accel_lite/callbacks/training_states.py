@@ -16,12 +16,12 @@ from pytorch_accel_lite.base.text import add_note, wrapped
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.validation import check_positive_int, check_positive_number, check_range, optional
-from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
-from pytorch_accel_lite.checkpoint.state_rotation import remove_old_states
-from pytorch_accel_lite.checkpoint.state_store import state_name
+from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
+from pytorch_accel_lite.checkpoint.models.supported_engines import check_states_are_possible
+from pytorch_accel_lite.checkpoint.models.weights import model_checksums
+from pytorch_accel_lite.checkpoint.states.rotation import remove_old_states
+from pytorch_accel_lite.checkpoint.states.store import state_name
 from pytorch_accel_lite.checkpoint.stores import open_store
-from pytorch_accel_lite.checkpoint.supported_engines import check_states_are_possible
-from pytorch_accel_lite.checkpoint.weights import model_checksums
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.events import TrainerCallback

@@ -1,7 +1,7 @@
 """Writing, verifying, finding and loading portable checkpoints of weights and training states."""
 
 from pytorch_accel_lite.base.paths import as_file_name, file_path, folder_path, local_path
-from pytorch_accel_lite.checkpoint.files import (
+from pytorch_accel_lite.checkpoint.disk.files import (
     no_link,
     read_checkpoint,
     replacing,
@@ -9,10 +9,10 @@ from pytorch_accel_lite.checkpoint.files import (
     write_checkpoint,
     write_text,
 )
-from pytorch_accel_lite.checkpoint.manifest import DamagedStateError, verify_state
+from pytorch_accel_lite.checkpoint.models.weights import fit_model_state, model_state
 from pytorch_accel_lite.checkpoint.printed_states import print_contents
-from pytorch_accel_lite.checkpoint.state_directory import read_learned
-from pytorch_accel_lite.checkpoint.weights import fit_model_state, model_state
+from pytorch_accel_lite.checkpoint.states.directory import read_learned
+from pytorch_accel_lite.checkpoint.states.manifest import DamagedStateError, verify_state
 
 __all__ = [
     "as_file_name", "file_path", "folder_path", "local_path", "no_link",

@@ -11,15 +11,15 @@ import torch
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.text import format_metric
 from pytorch_accel_lite.base.types import JsonObject
-from pytorch_accel_lite.checkpoint.files import FROZEN
-from pytorch_accel_lite.checkpoint.manifest import (
+from pytorch_accel_lite.checkpoint.disk.files import FROZEN
+from pytorch_accel_lite.checkpoint.states.directory import MODEL, open_state, read_weights
+from pytorch_accel_lite.checkpoint.states.manifest import (
     MANIFEST,
     DamagedStateError,
     read_manifest,
     stored_checksum,
     verify_state,
 )
-from pytorch_accel_lite.checkpoint.state_directory import MODEL, open_state, read_weights
 from pytorch_accel_lite.checkpoint.stores import local_copy
 from pytorch_accel_lite.run.division import DIVISIONS
 

@@ -15,10 +15,9 @@ from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, 
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.checkpoint.background_writer import BackgroundWriter
-from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal
-from pytorch_accel_lite.checkpoint.companion_files import COMPANION_WRITERS, SavedModel
-from pytorch_accel_lite.checkpoint.files import (
+from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
+from pytorch_accel_lite.checkpoint.disk.checksums import UNSEALED, seal
+from pytorch_accel_lite.checkpoint.disk.files import (
     FROZEN,
     check_on_all_ranks,
     replacing,
@@ -26,19 +25,28 @@ from pytorch_accel_lite.checkpoint.files import (
     write_sealed,
     write_tensors,
 )
-from pytorch_accel_lite.checkpoint.model_forms import MODEL_FORMS, WriteModel, find_writer, write_in_form
-from pytorch_accel_lite.checkpoint.state_contents import capture
-from pytorch_accel_lite.checkpoint.state_directory import CapturedState
-from pytorch_accel_lite.checkpoint.stores import open_folder, write_state
-from pytorch_accel_lite.checkpoint.supported_engines import check_states_are_possible, refuse_engines, refuse_fsdp1
-from pytorch_accel_lite.checkpoint.trained_object_states import loss_state, names_beside_model, trained_object_states
-from pytorch_accel_lite.checkpoint.weights import (
+from pytorch_accel_lite.checkpoint.models.companion_files import COMPANION_WRITERS, SavedModel
+from pytorch_accel_lite.checkpoint.models.model_forms import MODEL_FORMS, WriteModel, find_writer, write_in_form
+from pytorch_accel_lite.checkpoint.models.supported_engines import (
+    check_states_are_possible,
+    refuse_engines,
+    refuse_fsdp1,
+)
+from pytorch_accel_lite.checkpoint.models.trained_object_states import (
+    loss_state,
+    names_beside_model,
+    trained_object_states,
+)
+from pytorch_accel_lite.checkpoint.models.weights import (
     WEIGHTS,
     check_has_trainable,
     full_state_dict,
     leave_out_frozen,
     model_state,
 )
+from pytorch_accel_lite.checkpoint.states.contents import capture
+from pytorch_accel_lite.checkpoint.states.directory import CapturedState
+from pytorch_accel_lite.checkpoint.stores import open_folder, write_state
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.extension_names import missing_extension_text

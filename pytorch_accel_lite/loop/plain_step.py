@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.checkpoint.trained_object_states import buffers_beside_model
+from pytorch_accel_lite.checkpoint.models.trained_object_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput, as_scalars, complete_output, total_loss
 from pytorch_accel_lite.data.loss_errors import check_loss

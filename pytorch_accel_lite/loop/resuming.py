@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.base.user_code import is_from_this_package
-from pytorch_accel_lite.checkpoint.settings_comparison import compare_settings
-from pytorch_accel_lite.checkpoint.state_contents import restore_after_start, restore_before_start
-from pytorch_accel_lite.checkpoint.trainability import note_trainability
-from pytorch_accel_lite.checkpoint.trained_object_states import describe_attributes
+from pytorch_accel_lite.checkpoint.models.trainability import note_trainability
+from pytorch_accel_lite.checkpoint.models.trained_object_states import describe_attributes
+from pytorch_accel_lite.checkpoint.states.contents import restore_after_start, restore_before_start
+from pytorch_accel_lite.checkpoint.states.settings_comparison import compare_settings
 from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length, warn_of_other_schedule
 from pytorch_accel_lite.loop.resumed_schedule import must_recreate_schedule, resume_schedule
 from pytorch_accel_lite.run.run import Run, TrainerLike

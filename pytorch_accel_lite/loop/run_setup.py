@@ -16,10 +16,10 @@ from pytorch_accel_lite.base.seeding import seed_run
 from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.checkpoint.locks import lock_path
-from pytorch_accel_lite.checkpoint.recorded_settings import record_settings
-from pytorch_accel_lite.checkpoint.state_contents import check_history
+from pytorch_accel_lite.checkpoint.disk.locks import lock_path
 from pytorch_accel_lite.checkpoint.state_to_resume import find_state
+from pytorch_accel_lite.checkpoint.states.contents import check_history
+from pytorch_accel_lite.checkpoint.states.recorded_settings import record_settings
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.loop.deepspeed import configure_deepspeed, uses_deepspeed

@@ -18,8 +18,8 @@ from pytorch_accel_lite.base.generator_states import preserving_generators
 from pytorch_accel_lite.base.modules import local_shard
 from pytorch_accel_lite.base.seeding import seed_generators
 from pytorch_accel_lite.base.text import listed
-from pytorch_accel_lite.checkpoint.shards import find_tensors
-from pytorch_accel_lite.checkpoint.weights import sharded_like, verify_weights
+from pytorch_accel_lite.checkpoint.disk.shards import find_tensors
+from pytorch_accel_lite.checkpoint.models.weights import sharded_like, verify_weights
 from pytorch_accel_lite.distributed.data_ranks import find_data_ranks, tensor_parallel_size
 from pytorch_accel_lite.optimizers.operations import is_created
 from pytorch_accel_lite.run.run import Run, TrainerLike

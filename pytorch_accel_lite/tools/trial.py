@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.modules import preserving_modes
 from pytorch_accel_lite.base.user_code import is_overridden
-from pytorch_accel_lite.checkpoint.trained_objects import trained_objects
+from pytorch_accel_lite.checkpoint.models.trained_objects import trained_objects
 from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedDatasets, Source
 from pytorch_accel_lite.data.batches import BatchOutput, complete_output
 from pytorch_accel_lite.data.loader_choice import with_batch_size

@@ -24,7 +24,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
 )
 from pytorch_accel_lite.checkpoint import DamagedStateError
-from pytorch_accel_lite.checkpoint.checksums import checksum
+from pytorch_accel_lite.checkpoint.disk.checksums import checksum
 from tests.launching import CAN_SHARD, SOAK, some_of
 from tests.ranks import world_size
 from tests.scripts.resumable import CopyStates, OrderCallback, make_model, run, saved_states

@@ -19,7 +19,7 @@ from torch import nn
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents, verify_state
-from pytorch_accel_lite.checkpoint.shards import find_tensors
+from pytorch_accel_lite.checkpoint.disk.shards import find_tensors
 from tests.launching import CAN_SHARD, SOAK, die_at_file_operation, in_forks, some_of
 from tests.ranks import world_size
 from tests.sharded import (

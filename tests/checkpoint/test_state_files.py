@@ -196,7 +196,7 @@ def test_a_run_that_fails_early_releases_its_directory(tmp_path, resume_from):
 def test_a_run_locks_a_removed_directory_again(tmp_path, is_other_first):
     """Otherwise two runs could save in one directory."""
     code = (
-        "import sys; from pathlib import Path; from pytorch_accel_lite.checkpoint.state_store import DirectoryStore\n"
+        "import sys; from pathlib import Path; from pytorch_accel_lite.checkpoint.states.store import DirectoryStore\n"
         "store = DirectoryStore(sys.argv[1]); store.lock(); print('locked', flush=True); sys.stdin.readline()"
     )
     command, pipe = [sys.executable, "-c", code, str(tmp_path / "states")], subprocess.PIPE
@@ -585,7 +585,7 @@ def test_the_table_of_the_keys_of_a_state_is_complete(tmp_path):
         state = read_state(tmp_path / str(number) / "update-000000002", trainer.ranks)
         for keys, part in zip(found, (state.shared, state.local), strict=True):
             keys.update(part)
-    text = (ROOT / "pytorch_accel_lite/checkpoint/state_contents.py").read_text()
+    text = (ROOT / "pytorch_accel_lite/checkpoint/states/contents.py").read_text()
     tables = [re.findall(r"^# \| (\w+) +\|", table, re.MULTILINE) for table in re.split("# .*\n# .-----", text)[1:]]
     assert [set(keys) for keys in tables] == [*found]
     assert all(len(set(keys)) == len(keys) for keys in tables)

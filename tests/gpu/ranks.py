@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
-from pytorch_accel_lite.checkpoint.weights import full_state_dict
+from pytorch_accel_lite.checkpoint.models.weights import full_state_dict
 from tests.gpu.parts import IN_ORDER, ON_GPU, LanguageModel, Task, forget_accelerators, sgd, sized
 
 BATCHES = sized(8, 3)

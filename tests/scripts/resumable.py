@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveBestModelCallback, SaveTrainingStateCallback
-from pytorch_accel_lite.checkpoint.weights import full_state_dict
+from pytorch_accel_lite.checkpoint.models.weights import full_state_dict
 from tests.small_models import Rows, float64_data
 
 EPOCHS, SIZE, GLOBAL_BATCH = 3, 22, 6

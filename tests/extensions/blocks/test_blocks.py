@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.checkpoint.weights import full_state_dict
+from pytorch_accel_lite.checkpoint.models.weights import full_state_dict
 from pytorch_accel_lite.utils import format_bytes
 from tests.launching import CAN_SHARD, SOAK
 from tests.ranks import world_size

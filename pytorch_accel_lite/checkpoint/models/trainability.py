@@ -12,7 +12,7 @@ from torch import nn
 from pytorch_accel_lite.base.modules import keep_in_eval, release_from_eval, stays_in_eval
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.checkpoint.weights import without_compile
+from pytorch_accel_lite.checkpoint.models.weights import without_compile
 from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, is_created, parts_of_optimizer
 from pytorch_accel_lite.run.modules_and_optimizers import other_modules, other_optimizers
 from pytorch_accel_lite.run.run import TrainerLike

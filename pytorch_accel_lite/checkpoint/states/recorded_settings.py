@@ -31,7 +31,7 @@ from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.text import to_number
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.base.user_code import is_overridden
-from pytorch_accel_lite.checkpoint.trained_objects import trained_objects
+from pytorch_accel_lite.checkpoint.models.trained_objects import trained_objects
 from pytorch_accel_lite.data.fingerprint import fingerprint_of
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.data.sources import Source

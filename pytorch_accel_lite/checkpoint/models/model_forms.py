@@ -16,8 +16,8 @@ from torch import nn
 
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.checkpoint.checksums import UNSEALED, seal
-from pytorch_accel_lite.checkpoint.files import naming_file, open_tensors, replacing, write_tensors
+from pytorch_accel_lite.checkpoint.disk.checksums import UNSEALED, seal
+from pytorch_accel_lite.checkpoint.disk.files import naming_file, open_tensors, replacing, write_tensors
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.run import TrainerLike
 

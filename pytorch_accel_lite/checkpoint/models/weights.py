@@ -28,10 +28,10 @@ from pytorch_accel_lite.base.quantised import plain_parts, quantised_entries
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import Keys, StateDict, Tree
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.checkpoint.checksums import verify
-from pytorch_accel_lite.checkpoint.files import FROZEN, map_nested, open_tensors
-from pytorch_accel_lite.checkpoint.model_forms import read_in_form
-from pytorch_accel_lite.checkpoint.shards import find_tensors, gather_tensor, is_sharded_tensor
+from pytorch_accel_lite.checkpoint.disk.checksums import verify
+from pytorch_accel_lite.checkpoint.disk.files import FROZEN, map_nested, open_tensors
+from pytorch_accel_lite.checkpoint.disk.shards import find_tensors, gather_tensor, is_sharded_tensor
+from pytorch_accel_lite.checkpoint.models.model_forms import read_in_form
 from pytorch_accel_lite.optimizers.operations import TrainerOptimizer
 from pytorch_accel_lite.run.run import TrainerLike
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
-from pytorch_accel_lite.checkpoint.files import check_is_shared, remove
-from pytorch_accel_lite.checkpoint.locks import FileLock, LockedError
-from pytorch_accel_lite.checkpoint.manifest import DamagedStateError, read_manifest, recover
-from pytorch_accel_lite.checkpoint.state_directory import read_directory
+from pytorch_accel_lite.checkpoint.disk.files import check_is_shared, remove
+from pytorch_accel_lite.checkpoint.disk.locks import FileLock, LockedError
+from pytorch_accel_lite.checkpoint.states.directory import read_directory
+from pytorch_accel_lite.checkpoint.states.manifest import DamagedStateError, read_manifest, recover
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.training_state import TrainingState
 

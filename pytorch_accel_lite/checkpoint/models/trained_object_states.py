@@ -14,9 +14,9 @@ from torch.nn.parameter import UninitializedParameter, is_lazy
 from pytorch_accel_lite.base.paths import StrPath
 from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.checkpoint.trainability import lacks_groups
-from pytorch_accel_lite.checkpoint.trained_objects import loose_parameters, trained_objects
-from pytorch_accel_lite.checkpoint.weights import (
+from pytorch_accel_lite.checkpoint.models.trainability import lacks_groups
+from pytorch_accel_lite.checkpoint.models.trained_objects import loose_parameters, trained_objects
+from pytorch_accel_lite.checkpoint.models.weights import (
     fit_model_state,
     full_state_dict,
     load_optimizer_state,

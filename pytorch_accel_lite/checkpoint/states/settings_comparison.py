@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR
 
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import JsonObject
-from pytorch_accel_lite.checkpoint.recorded_settings import (
+from pytorch_accel_lite.checkpoint.states.recorded_settings import (
     CODE,
     DATA,
     datasets_of_run,

@@ -15,25 +15,16 @@ from pytorch_accel_lite.base.generator_states import capture_generators, restore
 from pytorch_accel_lite.base.seeding import derive_seed, seed_generators
 from pytorch_accel_lite.base.types import HasStateDict, Keys, StateDict, Tree
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.checkpoint.files import FROZEN, storable, untie
-from pytorch_accel_lite.checkpoint.machine import machine_facts
-from pytorch_accel_lite.checkpoint.model_forms import base_of
-from pytorch_accel_lite.checkpoint.recorded_settings import saved_optimizers, settings_text
-from pytorch_accel_lite.checkpoint.shards import extract_tensors, fits_safetensors, is_sharded_tensor, local_parts
-from pytorch_accel_lite.checkpoint.state_directory import (
-    SHARD_OF_MODEL,
-    CapturedState,
-    pack_numbers,
-    read_tensors,
-    read_weights,
-)
-from pytorch_accel_lite.checkpoint.trainability import (
+from pytorch_accel_lite.checkpoint.disk.files import FROZEN, storable, untie
+from pytorch_accel_lite.checkpoint.disk.shards import extract_tensors, fits_safetensors, is_sharded_tensor, local_parts
+from pytorch_accel_lite.checkpoint.models.model_forms import base_of
+from pytorch_accel_lite.checkpoint.models.trainability import (
     add_missing_groups,
     capture_trainability,
     lacks_groups,
     restore_trainability,
 )
-from pytorch_accel_lite.checkpoint.trained_object_states import (
+from pytorch_accel_lite.checkpoint.models.trained_object_states import (
     load_each,
     load_loss_state,
     load_state,
@@ -41,7 +32,7 @@ from pytorch_accel_lite.checkpoint.trained_object_states import (
     loss_state,
     trained_object_states,
 )
-from pytorch_accel_lite.checkpoint.weights import (
+from pytorch_accel_lite.checkpoint.models.weights import (
     describe_other_weights,
     fit_model_state,
     full_state_dict,
@@ -49,6 +40,15 @@ from pytorch_accel_lite.checkpoint.weights import (
     model_state,
     without_compile,
 )
+from pytorch_accel_lite.checkpoint.states.directory import (
+    SHARD_OF_MODEL,
+    CapturedState,
+    pack_numbers,
+    read_tensors,
+    read_weights,
+)
+from pytorch_accel_lite.checkpoint.states.machine import machine_facts
+from pytorch_accel_lite.checkpoint.states.recorded_settings import saved_optimizers, settings_text
 from pytorch_accel_lite.optimizers.operations import group_names, state_class_names
 from pytorch_accel_lite.run.callback_handler import callbacks_with
 from pytorch_accel_lite.run.division import numbers_of_shares
@@ -84,7 +84,7 @@ from pytorch_accel_lite.run.training_state import TrainingState
 # | source_batch_size    | 0.3   | restore_after_start, by the loader                                     |
 # | base                 | 0.3   | read for an error: the name of the pretrained model                    |
 # | optimizer_classes    | 0.3   | read for an error, in both                                             |
-# | settings             | 0.3   | compared by checkpoint/settings_comparison.py                          |
+# | settings             | 0.3   | compared by checkpoint/states/settings_comparison.py                          |
 # | own_items_per_batch  | 0.3   | restore_before_start, by ManualStep                                    |
 # | set_apart            | 0.3   | restore_before_start, as recorded_by_evaluate, with the history        |
 # | evaluations          | 0.3   | loop/evaluation.py, when they begin                                    |

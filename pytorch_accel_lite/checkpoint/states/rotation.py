@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytorch_accel_lite.checkpoint.state_store import StateStore
+from pytorch_accel_lite.checkpoint.states.store import StateStore
 
 
 def remove_old_states(store: StateStore, keep: int | None, protected: set[str]) -> None:

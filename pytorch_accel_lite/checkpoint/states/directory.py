@@ -22,9 +22,9 @@ from pytorch_accel_lite.base.paths import StrPath
 from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import JsonObject, Keys, StateDict, Tree
-from pytorch_accel_lite.checkpoint.background_writer import HostMemory
-from pytorch_accel_lite.checkpoint.checksums import CHECKSUM, hash_files
-from pytorch_accel_lite.checkpoint.files import (
+from pytorch_accel_lite.checkpoint.disk.background_writer import HostMemory
+from pytorch_accel_lite.checkpoint.disk.checksums import CHECKSUM, hash_files
+from pytorch_accel_lite.checkpoint.disk.files import (
     FROZEN,
     check_fences,
     hidden_name,
@@ -37,7 +37,8 @@ from pytorch_accel_lite.checkpoint.files import (
     write_plain,
     write_tensors,
 )
-from pytorch_accel_lite.checkpoint.manifest import (
+from pytorch_accel_lite.checkpoint.disk.shards import Parts, find_tensors, restore_tensors, write_parts
+from pytorch_accel_lite.checkpoint.states.manifest import (
     MANIFEST,
     DamagedStateError,
     catch_damage,
@@ -45,7 +46,6 @@ from pytorch_accel_lite.checkpoint.manifest import (
     previous_path,
     verify_state,
 )
-from pytorch_accel_lite.checkpoint.shards import Parts, find_tensors, restore_tensors, write_parts
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.training_state import TrainingState
 

@@ -28,7 +28,7 @@ import torch
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, local_path, name_of
 from pytorch_accel_lite.base.types import Keys, StateDict, Tree
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.checkpoint.checksums import UNSEALED, sealed, verify, verify_content
+from pytorch_accel_lite.checkpoint.disk.checksums import UNSEALED, sealed, verify, verify_content
 from pytorch_accel_lite.distributed import Ranks
 
 _LONGEST_NAME = 230  # bytes; file systems allow 255, and hidden names are longer

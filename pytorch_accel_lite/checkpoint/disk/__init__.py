@@ -1,0 +1,1 @@
+"""Files that are written durably and verified when they are read: their checksums, locks and shards."""

@@ -1,0 +1,1 @@
+"""Training states: what they contain, their directories, and the settings that they record."""
