@@ -1,5 +1,13 @@
 """Public path of averages of weights."""
 
-from pytorch_accel_lite.optimizers.moving_averages import ModelEma
+from typing import TYPE_CHECKING
+
+from pytorch_accel_lite.extension_names import missing_name_error
+from pytorch_accel_lite.extensions.model_ema import ModelEma
 
 __all__ = ["ModelEma"]
+
+if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
+
+    def __getattr__(name: str) -> object:
+        raise missing_name_error(name, "ema")

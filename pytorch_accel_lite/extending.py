@@ -33,6 +33,7 @@ from pytorch_accel_lite.checkpoint.models.model_forms import (
     is_of_peft,
     is_of_timm,
 )
+from pytorch_accel_lite.checkpoint.models.trained_object_states import buffers_beside_model
 from pytorch_accel_lite.checkpoint.models.trained_objects import (
     loose_parameters,
     trained_objects,
@@ -49,6 +50,7 @@ from pytorch_accel_lite.data.batches import (
     BatchAdapter,
     BatchOutput,
     Share,
+    complete_output,
     infer_batch_size,
     is_as_long,
     is_packed,
@@ -62,9 +64,11 @@ from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, concat
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.control_group import ControlGroup, OtherCallError
 from pytorch_accel_lite.distributed.data_ranks import mesh_infos, shard_dim
+from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.distributed.launch import die_with_parent
 from pytorch_accel_lite.distributed.lost_processes import ProcessLostError, names_connection
 from pytorch_accel_lite.distributed.meshes import Holders, use_holders
+from pytorch_accel_lite.distributed.no_sync import no_sync_within_window
 from pytorch_accel_lite.distributed.observers import OBSERVERS, JobObserver
 from pytorch_accel_lite.distributed.ranks import set_timeout, timeout_of, use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
@@ -88,10 +92,10 @@ from pytorch_accel_lite.loop.plain_step import PlainStep, backward
 from pytorch_accel_lite.loop.run_setup import inference_run
 from pytorch_accel_lite.loop.sharded_models import shard_model
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
-from pytorch_accel_lite.optimizers.operations import CreateScheduler, optimized_parameters
+from pytorch_accel_lite.optimizers.operations import CreateScheduler, needs_closure, optimized_parameters
 from pytorch_accel_lite.optimizers.rates import layer_scales
 from pytorch_accel_lite.run.accumulation import GradientWindow, as_weight
-from pytorch_accel_lite.run.callback_handler import named_callbacks
+from pytorch_accel_lite.run.callback_handler import CallbackHandler, named_callbacks
 from pytorch_accel_lite.run.division import DIVISIONS, Division, create_division
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.history import count_values
@@ -105,7 +109,12 @@ from pytorch_accel_lite.run.metric_panels import (
     is_monitor,
     panels_by_metric,
 )
-from pytorch_accel_lite.run.modules_and_optimizers import other_modules, other_optimizers, registered_objects
+from pytorch_accel_lite.run.modules_and_optimizers import (
+    buffers_in,
+    other_modules,
+    other_optimizers,
+    registered_objects,
+)
 from pytorch_accel_lite.run.parts import LoadedWeights
 from pytorch_accel_lite.run.plots import PLOTS, Plots
 from pytorch_accel_lite.run.run import USER_ATTRIBUTES, InferenceStep, Run, Step, TrainerLike, UserAttributes
@@ -116,10 +125,19 @@ from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
 from pytorch_accel_lite.steps.choice import replace_step
-from pytorch_accel_lite.steps.closures import CLOSURE, RECOMPUTED
 from pytorch_accel_lite.steps.compilation import COMPILED, STEP_COMPILER, StepCompiler
-from pytorch_accel_lite.steps.features import FP16, MICROBATCHES, SKIPPED_BATCHES, STEP_KINDS, Conflict, Feature
-from pytorch_accel_lite.steps.manual import MANUAL
+from pytorch_accel_lite.steps.features import (
+    CLOSURE,
+    FP16,
+    MANUAL,
+    MICROBATCHES,
+    RECOMPUTED,
+    SHARDED,
+    SKIPPED_BATCHES,
+    STEP_KINDS,
+    Conflict,
+    Feature,
+)
 from pytorch_accel_lite.steps.sharded import ShardedStep
 from pytorch_accel_lite.tools.batch_parts import as_returned, merge_outputs, split_into_parts
 from pytorch_accel_lite.tools.speed_advice import faster_data
@@ -128,8 +146,8 @@ from pytorch_accel_lite.tools.user_callbacks import UserCallbacks
 
 __all__ = [
     # The run.
-    "NonFiniteLossError", "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step", "StopTrainingError",
-    "TrainerCallback", "TrainerLike", "TrainingState", "WatchedMetric",
+    "CallbackHandler", "NonFiniteLossError", "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step",
+    "StopTrainingError", "TrainerCallback", "TrainerLike", "TrainingState", "WatchedMetric",
     # Seams.
     "COMPANION_WRITERS", "CompanionWriter", "DIVISIONS", "Division", "FENCES", "INFERENCE_STEP", "InferenceStep",
     "JOB_QUEUES", "JobObserver", "JobQueue", "MEMORY_ADVICE", "MODEL_CHANGES", "MODEL_FORMS", "ModelForm",
@@ -137,7 +155,9 @@ __all__ = [
     "StepCompiler", "Store", "USER_ATTRIBUTES", "UserAttributes", "create_division", "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
-    "RECOMPUTED", "SKIPPED_BATCHES", "ShardedStep", "as_returned", "as_weight", "backward", "merge_outputs",
+    "RECOMPUTED", "SHARDED", "SKIPPED_BATCHES", "ShardedStep", "as_returned", "as_weight", "average_gradients",
+    "backward", "buffers_beside_model", "buffers_in", "complete_output", "merge_outputs", "needs_closure",
+    "no_sync_within_window",
     # Batches that fail.
     "OtherCallError", "ProcessLostError", "SKIPPED", "SkippedBatches", "SkippedStep", "explain", "list_samples",
     # Steps that are divided into a fixed number of shares.

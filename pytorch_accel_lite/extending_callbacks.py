@@ -21,11 +21,12 @@ from pytorch_accel_lite.base.modules import (
     keep_in_eval,
     preserving_modes,
     release_from_eval,
+    reshard,
     unwrap,
 )
 from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.paths import StrPath, parse_location
-from pytorch_accel_lite.base.quantised import is_quantised_by, plain_parts, quantised_entries
+from pytorch_accel_lite.base.quantised import is_frozen_and_quantised, is_quantised_by, plain_parts, quantised_entries
 from pytorch_accel_lite.base.reprs import html_table, short_repr
 from pytorch_accel_lite.base.seeding import derive_seed, seed_all
 from pytorch_accel_lite.base.text import (
@@ -44,8 +45,8 @@ from pytorch_accel_lite.base.unknown_names import did_you_mean, suggest_argument
 from pytorch_accel_lite.base.validation import check_bool, check_choice, check_positive_number, optional
 from pytorch_accel_lite.callbacks.default_callbacks import DEFAULTS
 from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
+from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.callbacks.metrics import default_transform
-from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
 from pytorch_accel_lite.callbacks.monitoring import GradientNorms
 from pytorch_accel_lite.callbacks.print_progress import epoch_of
 from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
@@ -77,7 +78,6 @@ from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.loop.clipping import total_norm
 from pytorch_accel_lite.loop.inference import inference
-from pytorch_accel_lite.optimizers.moving_averages import ShardedEma
 from pytorch_accel_lite.optimizers.operations import (
     TrainerOptimizer,
     group_names,
@@ -101,7 +101,7 @@ __all__ = [
     "BatchData", "BatchOutput", "Count", "Failure", "Index", "JsonObject", "MetricValue", "Phase", "Picture",
     "StateDict", "Tree",
     # The default callbacks, a seam; callbacks of which others are kinds.
-    "DEFAULTS", "LogMetricsCallback", "ModelEmaCallback", "ProgressBarCallback",
+    "DEFAULTS", "LogMetricsCallback", "MetricWatcher", "ProgressBarCallback",
     # Runs: what is due, recorded, listened to, shown.
     "CountedRun", "ExpectedMetrics", "Interval", "NewMetrics", "Ranks", "current_rates", "describe_fractions",
     "epoch_of", "parse_interval", "rates_change_in_each_update", "set_listening", "sync_ddp_buffers",
@@ -109,11 +109,11 @@ __all__ = [
     "add_note", "check_bool", "check_choice", "check_positive_number", "did_you_mean", "missing_extension_text",
     "optional", "suggest_arguments",
     # Models, their outputs and gradients.
-    "Classification", "GradientNorms", "NamedMetric", "ParamGroup", "ShardedEma", "TrainerOptimizer", "are_sharded",
-    "class_of", "dataset_of", "default_transform", "evaluating_optimizers", "find_length", "group_names", "inference",
-    "is_created", "is_list_of_samples", "is_number", "keep_in_eval", "derive_seed", "parts_of_optimizer",
-    "preserving_generators", "preserving_modes", "release_from_eval", "schedulers_in", "seed_all", "slice_batch",
-    "to_cpu", "total_norm", "unwrap",
+    "Classification", "GradientNorms", "NamedMetric", "ParamGroup", "TrainerOptimizer", "are_sharded", "class_of",
+    "dataset_of", "default_transform", "evaluating_optimizers", "find_length", "group_names", "inference",
+    "is_created", "is_frozen_and_quantised", "is_list_of_samples", "is_number", "keep_in_eval", "derive_seed",
+    "parts_of_optimizer", "preserving_generators", "preserving_modes", "release_from_eval", "reshard",
+    "schedulers_in", "seed_all", "slice_batch", "to_cpu", "total_norm", "unwrap",
     # Devices without waiting.
     "AsyncCopy", "DeviceTimer", "Moment", "accumulation_dtype", "is_asynchronous", "mixed_precision", "to_float",
     # Files.

@@ -13,6 +13,7 @@ OFFERED = {
     "advice": ("callbacks.AdviceCallback",),
     "blocks": (),  # Trainer(activation_checkpointing=...), Trainer(compile_model="blocks")
     "checking": ("Trainer.check",),
+    "closures": ("Trainer.recompute_gradients",),  # and optimizers that need a closure
     "compiled_step": (),  # Trainer(compile_step=True)
     "energy": ("callbacks.EnergyCallback",),
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
@@ -30,9 +31,11 @@ OFFERED = {
     "hang_watch": ("callbacks.HangWatchCallback",),
     "idle_gpus": ("utils.use_idle_gpus",),
     "logical": ("Trainer.logical",),
+    "manual_optimization": (),  # a trainer that overrides train_step
     "memory_estimate": ("Trainer.estimate_memory",),
     "metrics_file": ("callbacks.MetricsFileCallback",),
     "mixtures": ("callbacks.MixtureScheduleCallback", "data.Mixture", "data.MixtureSampler", "data.MixtureStream"),
+    "model_ema": ("callbacks.ModelEma", "callbacks.ModelEmaCallback", "ema.ModelEma", "utils.ModelEma"),
     "model_summary": ("Trainer.summary", "callbacks.ModelSummaryCallback"),
     "momentum_teacher": ("callbacks.MomentumTeacherCallback",),
     "muon": ("optimizers.ParameterKinds", "optimizers.muon_with_adamw", "optimizers.split_parameters"),
@@ -84,15 +87,22 @@ OFFERED = {
     "unfreezing": ("callbacks.GradualUnfreezingCallback",),
     "user_attributes": (),  # attributes of users in training states
     "worst_samples": ("callbacks.WorstSample", "callbacks.WorstSamplesCallback"),
-    "wsd_checkpoints": ("callbacks.WSDCheckpointCallback",),
+    "wsd": (  # and schedules by name: train(create_scheduler_fn="cosine")
+        "callbacks.WSDCheckpointCallback",
+        "schedulers.WSDLrScheduler",
+        "schedulers.wsd_scheduler.DECAYS",
+        "schedulers.wsd_scheduler.WSDLrScheduler",
+        "schedulers.wsd_scheduler.estimate_checkpoint_steps",
+    ),
 }
 #: The extensions that have arguments of a trainer.
 ARGUMENTS = {"logical_processes": "logical"}
 #: The extensions that another one needs: it uses their public names, and is deleted with them.
 NEEDED = {
     "experiment": ("metrics_file", "plots", "predictions", "worst_samples"),
-    "memory_estimate": ("finetuning",),
+    "memory_estimate": ("finetuning", "model_ema"),
     "metrics_file": ("step_logging",),
+    "momentum_teacher": ("model_ema",),
     "reports": ("plots",),
     "takeover": ("hang_watch", "logical"),
     "trackers": ("step_logging",),

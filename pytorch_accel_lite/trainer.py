@@ -48,8 +48,10 @@ from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extension_names import add_missing_method_errors
 from pytorch_accel_lite.extensions import blocks as blocks  # adds to MODEL_CHANGES
 from pytorch_accel_lite.extensions import compiled_step as compiled_step  # fills STEP_COMPILER
+from pytorch_accel_lite.extensions import manual_optimization as manual_optimization  # adds to STEP_KINDS
 from pytorch_accel_lite.extensions import user_attributes as user_attributes  # fills USER_ATTRIBUTES
 from pytorch_accel_lite.extensions.checking import program_check
+from pytorch_accel_lite.extensions.closures import replaying_step
 from pytorch_accel_lite.extensions.logical import logical_of_trainer
 from pytorch_accel_lite.extensions.memory_estimate import estimate
 from pytorch_accel_lite.extensions.model_summary import layer_summary
@@ -79,6 +81,7 @@ from pytorch_accel_lite.optimizers.operations import (
     is_created,
     take_step,
 )
+from pytorch_accel_lite.run.accumulation import Count
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.division import create_division
 from pytorch_accel_lite.run.events import EVENTS, TrainerCallback
@@ -98,7 +101,6 @@ from pytorch_accel_lite.schedulers.placeholders import (
     TrainerPlaceholderValues,
     replace_trainer_placeholder_values,
 )
-from pytorch_accel_lite.steps import closures, manual
 from pytorch_accel_lite.steps.choice import create_step
 from pytorch_accel_lite.steps.compilation import create_compiled_forward
 
@@ -878,14 +880,42 @@ class Trainer:
 
     # Bound directly, not wrapped: a wrapper would cost a call in every step, and hide the call in reports of hangs.
     log = logged_values.log
-    update = manual.update
-    recompute_gradients = closures.recompute_gradients
+    recompute_gradients = replaying_step.recompute_gradients
     gather = collectives.gather
     barrier = collectives.barrier
     broadcast_object = collectives.broadcast_object
     all_gather_object = collectives.all_gather_object
     tensor_to_numeric = collectives.tensor_to_numeric
     sync_buffers = collectives.sync_buffers
+
+    def update(
+        self,
+        loss: torch.Tensor,
+        optimizer: str | None = None,
+        *,
+        num_items: Count | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Update the parameters of one optimizer with the gradients of a loss, in an overridden ``train_step``.
+
+        Runs the backward pass for the parameters of that optimizer only, then clips the gradients, steps the optimizer
+        and its scheduler, and clears the gradients. With ``gradient_accumulation_steps``, gradients accumulate, and
+        everything after the backward pass happens in the last step of the window. With several processes, gradients are
+        averaged here without ``DistributedDataParallel``, so any part of the model may be called any number of times.
+        Call it on every process.
+
+        Args:
+            loss: a scalar tensor, the mean over the samples of the batch
+            optimizer: name of the optimizer to update; may be omitted if there is only one
+            num_items: number of items averaged in the loss, if these are not samples but tokens, for example. The mean
+                recorded for the epoch is then over items, too. The sum of several losses is recorded as a mean over
+                samples, unless the same number is passed for all losses.
+            retain_graph: keep the graph for another loss over the same outputs
+
+        Raises:
+            ValueError: if the optimizer is unknown, or the loss does not depend on its parameters
+        """
+        self.current_run.stepper.update_optimizer(self, loss, optimizer, num_items, retain_graph)
 
     def get_model(self, keep_torch_compile: bool = True) -> nn.Module:
         """Return the model without its wrappers for distributed training.

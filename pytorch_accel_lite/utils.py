@@ -15,8 +15,8 @@ from pytorch_accel_lite.distributed.process_zero import (
 )
 from pytorch_accel_lite.extension_names import missing_name_error
 from pytorch_accel_lite.extensions.idle_gpus import use_idle_gpus
+from pytorch_accel_lite.extensions.model_ema import ModelEma
 from pytorch_accel_lite.loop.collectives import remove_padding, result_of_first
-from pytorch_accel_lite.optimizers.moving_averages import ModelEma
 
 __all__ = [
     "LIMIT_BATCHES_ENV_VAR",

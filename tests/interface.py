@@ -25,6 +25,7 @@ MODULES = (
     ".extending",
     ".extending_callbacks",
     ".extending_data",
+    ".extending_schedulers",
     ".integrations",
     ".plotting",
 )

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint.models.weights import full_state_dict
 from tests.ranks import world_size
 from tests.small_models import float64_data, listener
@@ -107,6 +107,8 @@ def result_of(trainer: Trainer) -> dict[str, Any]:
 
 def train_and_resume(how: str, folder: Path, **options: Any) -> list[Any]:
     """The result of a run, and of runs that resume each of its states, with dropout."""
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
     saving = SaveTrainingStateCallback(folder / how, 1, 2, **options)
     average = ModelEmaCallback(0.8, save_path=None) if options else None
     found = [result_of(fit(sharded_trainer(how, [saving, *filter(None, [average])], 0.3), how))]
@@ -118,6 +120,8 @@ def train_and_resume(how: str, folder: Path, **options: Any) -> list[Any]:
 
 def resume(how: str, state: Path, dropout: float = 0.0, averages: bool = True, update: int = 12) -> dict[str, Any]:
     """The result of a run that is resumed, and the states of its optimizer and its average as they were restored."""
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
     restored: list[Any] = []
     average = ModelEmaCallback(0.8, save_path=None)
 

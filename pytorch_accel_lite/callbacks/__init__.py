@@ -10,7 +10,6 @@ from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
 from pytorch_accel_lite.callbacks.default_callbacks import DefaultCallbacks, get_default_callbacks
 from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback
-from pytorch_accel_lite.callbacks.model_ema import ModelEmaCallback
 from pytorch_accel_lite.callbacks.monitoring import (
     DeviceMemoryCallback,
     GradientNormCallback,
@@ -33,6 +32,8 @@ from pytorch_accel_lite.extensions.gradient_spikes import GradientSpikeCallback
 from pytorch_accel_lite.extensions.hang_watch import HangWatchCallback
 from pytorch_accel_lite.extensions.metrics_file import MetricsFileCallback
 from pytorch_accel_lite.extensions.mixtures.mixture_schedule_callback import MixtureScheduleCallback
+from pytorch_accel_lite.extensions.model_ema import ModelEma as ModelEma  # as in pytorch-accelerated
+from pytorch_accel_lite.extensions.model_ema import ModelEmaCallback
 from pytorch_accel_lite.extensions.model_summary import ModelSummaryCallback
 from pytorch_accel_lite.extensions.momentum_teacher import MomentumTeacherCallback
 from pytorch_accel_lite.extensions.nan_report import NaNReportCallback
@@ -45,8 +46,7 @@ from pytorch_accel_lite.extensions.throughput import ThroughputCallback
 from pytorch_accel_lite.extensions.trackers import TrackerCallback
 from pytorch_accel_lite.extensions.unfreezing import GradualUnfreezingCallback
 from pytorch_accel_lite.extensions.worst_samples import WorstSample, WorstSamplesCallback
-from pytorch_accel_lite.extensions.wsd_checkpoints import WSDCheckpointCallback
-from pytorch_accel_lite.optimizers.moving_averages import ModelEma as ModelEma  # as in pytorch-accelerated
+from pytorch_accel_lite.extensions.wsd.wsd_checkpoint_callback import WSDCheckpointCallback
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.stops import NonFiniteLossError, RunInterruptedError, RunPausedError, StopTrainingError

@@ -22,7 +22,7 @@ from pytorch_accel_lite.run.trainer_parameters import parameters_not_in_model
 
 
 class PlainStep(Step):
-    """The plain training step: one loss, one backward pass, one update. The steps in ``steps/`` replace parts of it.
+    """The plain training step: one loss, one backward pass, one update. Other kinds of steps replace parts of it.
 
     Args:
         trainer: the trainer

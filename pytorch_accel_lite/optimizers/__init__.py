@@ -1,4 +1,4 @@
-"""Optimizers (one, or several as one), their learning rates, averages of weights."""
+"""Optimizers (one, or several as one), and their learning rates."""
 
 from typing import TYPE_CHECKING
 

@@ -66,7 +66,7 @@ class CompiledForwardLike(Protocol):
 
 
 class Step:
-    """How a run trains on a batch. A run has exactly one step: the plain step, or one of the steps in ``steps/``.
+    """How a run trains on a batch. A run has exactly one step: the plain step, or one that replaces parts of it.
 
     This class has defaults for everything that other code asks of a step. What only one kind of step needs is in its
     class.
@@ -121,6 +121,12 @@ class Step:
     def apply_update(self, trainer: TrainerLike, run: Run) -> None:
         """Update the weights with the gradients of an accumulation window."""
         raise NotImplementedError
+
+    def update_optimizer(
+        self, trainer: TrainerLike, loss: torch.Tensor, optimizer: str | None, items: Count | None, retain_graph: bool
+    ) -> None:
+        """Update one optimizer with the gradients of a loss, in an overridden ``train_step``."""
+        raise RuntimeError("update() is only for an overridden train_step: the default step updates by itself.")
 
     def set_accumulation(self, run: Run, steps: int) -> None:
         """Set the number of micro-batches in the next accumulation windows."""
@@ -609,7 +615,6 @@ class TrainerLike(Protocol):
     def rewrap_model(self) -> None: ...
     def skip_update(self) -> None: ...
     def compare_replicas(self) -> None: ...
-    def recompute_gradients(self) -> torch.Tensor: ...
     def log(self, name: str, value: torch.Tensor | float, weight: Count | None = None) -> None: ...
     def gather(self, tensor: Tree, padding_value: float | None = None, *, with_gradients: bool = False) -> Tree: ...
     def barrier(self) -> None: ...

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from pytorch_accel_lite.extension_names import missing_name_error
+from pytorch_accel_lite.extensions.wsd import WSDLrScheduler
 from pytorch_accel_lite.schedulers.cosine_scheduler import CosineLrScheduler
 from pytorch_accel_lite.schedulers.named_schedules import ScheduleName, resolve_names
 from pytorch_accel_lite.schedulers.preview import schedule_values
 from pytorch_accel_lite.schedulers.scheduler_base import SchedulerBase, StatefulSchedulerBase
-from pytorch_accel_lite.schedulers.wsd_scheduler import WSDLrScheduler
 
 __all__ = [
     "CosineLrScheduler",
@@ -17,3 +20,8 @@ __all__ = [
     "resolve_names",
     "schedule_values",
 ]
+
+if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
+
+    def __getattr__(name: str) -> object:
+        raise missing_name_error(name, "schedulers")

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from pytorch_accel_lite.base.unknown_names import did_you_mean
-from pytorch_accel_lite.base.validation import check_positive_int, check_range
+from pytorch_accel_lite.extension_names import Slot
 from pytorch_accel_lite.optimizers.operations import CreateScheduler, SchedulerFactory
-from pytorch_accel_lite.schedulers.placeholders import TrainerPlaceholderValues, Unresolved
-from pytorch_accel_lite.schedulers.wsd_scheduler import WSDLrScheduler
 
 #: The names that ``train(create_scheduler_fn=...)`` takes: ``"constant"``, ``"linear"``, ``"cosine"``, ``"wsd"``.
 ScheduleName = Literal["constant", "linear", "cosine", "wsd"]
 #: The values that ``train`` takes as ``create_scheduler_fn``.
 ScheduleArgument = ScheduleName | SchedulerFactory | Mapping[str, ScheduleName | CreateScheduler]
+#: Returns the factory that a name stands for, with a number of warm-up steps and the interval of a schedule's steps.
+NAMED_SCHEDULES: Slot[Callable[[ScheduleName, float, str], CreateScheduler]] = Slot("wsd")
 
 
 def resolve_names(
@@ -41,7 +41,9 @@ def resolve_names(
             for key, value in create_scheduler_fn.items()
         }
     if isinstance(create_scheduler_fn, str):
-        return _factory(argument, create_scheduler_fn, warmup_steps, interval)
+        _check_name(argument, create_scheduler_fn)
+        by_name = NAMED_SCHEDULES.get(f"{argument}={create_scheduler_fn!r}")
+        return by_name(cast(ScheduleName, create_scheduler_fn), warmup_steps, interval)
     if create_scheduler_fn is not None and not callable(create_scheduler_fn):
         kind = type(create_scheduler_fn).__name__
         example = f"{kind}, ..." if hasattr(create_scheduler_fn, "step") else "StepLR, step_size=10"
@@ -79,26 +81,12 @@ def check_factory(create: CreateScheduler, argument: str = "create_scheduler_fn"
         )
 
 
-def _factory(argument: str, name: str, warmup_steps: float, interval: str) -> partial[WSDLrScheduler]:
+def _check_name(argument: str, name: str) -> None:
     if name not in get_args(ScheduleName):
         raise ValueError(
             f"{argument}={name!r} is not the name of a schedule.{did_you_mean(name, get_args(ScheduleName), 0.5)} "
             f"Choose from {_schedule_names()}, or pass a function such as functools.partial(StepLR, step_size=10)."
         )
-    values = TrainerPlaceholderValues
-    total: Unresolved = values.NUM_EPOCHS if interval == "epoch" else values.MAX_NUM_TRAIN_STEPS
-    is_fraction = isinstance(warmup_steps, float) and warmup_steps < 1
-    if is_fraction:
-        check_range("warmup_steps", warmup_steps)
-    elif warmup_steps:
-        check_positive_int("warmup_steps", warmup_steps)
-    warmup: Unresolved = round(warmup_steps * total) if is_fraction and warmup_steps else warmup_steps
-    schedule = partial(WSDLrScheduler, total_steps=total, num_warmup_steps=warmup, lr_min=0.0)
-    if name == "wsd":
-        return partial(schedule, decay="sqrt", decay_phase_ratio=0.1)
-    if name == "constant":
-        return partial(schedule, decay_phase_ratio=0.0)
-    return partial(schedule, decay=name, decay_phase_ratio=1 - values.min(warmup, total) / total)
 
 
 def _schedule_names() -> str:

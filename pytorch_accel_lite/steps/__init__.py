@@ -1,1 +1,1 @@
-"""The kinds of training steps that replace the plain step, or parts of it."""
+"""The choice between kinds of training steps, their conflicts, and the step of sharded weights."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pytorch_accel_lite.base.modules import are_sharded
+from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.loop.plain_step import PlainStep
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
-from pytorch_accel_lite.steps.closures import ReplayingStep
 from pytorch_accel_lite.steps.compilation import CHECKPOINTED, COMPILED
-from pytorch_accel_lite.steps.features import STEP_KINDS, Feature, StepKind
-from pytorch_accel_lite.steps.manual import ManualStep
+from pytorch_accel_lite.steps.features import OF_EXTENSIONS, STEP_KINDS, Feature, StepKind
 from pytorch_accel_lite.steps.sharded import ShardedStep
 
-STEP_KINDS.extend((ManualStep, ReplayingStep))
 _replacements: dict[StepKind, StepKind] = {}
 
 
@@ -24,7 +22,7 @@ def create_step(trainer: TrainerLike, run: Run) -> Step:
     """Create the training step of a run.
 
     Raises:
-        ValueError: if the run uses features that do not work together
+        ValueError: if the run uses features that do not work together, or of an extension that is missing
     """
     features = find_features(trainer, run)
     if trainer.compiled_forward is not None:
@@ -32,6 +30,9 @@ def create_step(trainer: TrainerLike, run: Run) -> Step:
     for kind in STEP_KINDS:
         if any(feature in features for feature in kind.features):
             return _replacements.get(kind, kind)(trainer, run)
+    for feature in features:
+        if feature.extension:
+            raise ValueError(f"{feature.name} {missing_extension_text(feature.extension)}")
     # Sharded weights are not a requested feature, so they choose a step only if no feature does.
     if are_sharded(trainer.model.parameters()) and run.ranks.world_size > 1:
         return ShardedStep(trainer, run)
@@ -39,8 +40,10 @@ def create_step(trainer: TrainerLike, run: Run) -> Step:
 
 
 def all_features() -> list[Feature]:
-    """Return all features that conflict with some others."""
-    return [*(feature for kind in STEP_KINDS for feature in kind.features), COMPILED, CHECKPOINTED]
+    """Return all features that conflict with some others, in the order of their definitions."""
+    found = {feature.name: feature for feature in OF_EXTENSIONS}
+    found |= {feature.name: feature for kind in STEP_KINDS for feature in kind.features}
+    return [*found.values(), COMPILED, CHECKPOINTED]
 
 
 def find_features(trainer: TrainerLike, run: Run) -> list[Feature]:

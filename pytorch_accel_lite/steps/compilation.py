@@ -9,8 +9,7 @@ from torch import nn
 from pytorch_accel_lite.data.batches import BatchAdapter
 from pytorch_accel_lite.extension_names import Slot
 from pytorch_accel_lite.run.run import CompiledForwardLike, TrainerLike
-from pytorch_accel_lite.steps.features import SHARDED, Conflict, Feature
-from pytorch_accel_lite.steps.manual import MANUAL
+from pytorch_accel_lite.steps.features import MANUAL, SHARDED, Conflict, Feature
 
 
 class StepCompiler(Protocol):

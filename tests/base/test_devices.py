@@ -160,6 +160,7 @@ def test_an_out_of_memory_error_says_what_held_the_memory():
     assert snapshots == ["snapshot"]
 
 
+@pytest.mark.extension("model_ema")
 def test_evaluation_average_and_predictions_equal_those_of_a_cpu():
     assert_same(on_device("evaluated_and_predicted"), on_cpu("evaluated_and_predicted"))
     predictions = on_device("evaluated_and_predicted")["predictions"]

@@ -13,7 +13,7 @@ import pytest
 
 from pytorch_accel_lite import Trainer, callbacks
 from pytorch_accel_lite.base.paths import as_file_name, is_place
-from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import verify_state
 from tests.small_models import listener, make_trainer, train
 
@@ -23,7 +23,7 @@ WRITERS: dict[str, tuple[Callable[[Any], Any], str, bool]] = {
     "plot": (lambda path: callbacks.PlotMetricsCallback(path), "path", True),
     "log": (lambda path: callbacks.RunLogCallback(path), "directory", False),
     "best": (lambda path: SaveBestModelCallback(path, "train_loss_epoch"), "save_path", True),
-    "ema": (lambda path: ModelEmaCallback(save_path=path), "save_path", True),
+    "ema": (lambda path: callbacks.ModelEmaCallback(save_path=path), "save_path", True),
     "states": (SaveTrainingStateCallback, "save_dir", False),
     "predictions": (lambda path: callbacks.PredictionWriterCallback(path), "directory", False),
     "profile": (lambda path: callbacks.ProfilerCallback(path), "output_dir", False),
@@ -45,8 +45,9 @@ def some(*names: str) -> Any:
         "reports": "nan_report",
         "tracker": "trackers",
         "metrics": "metrics_file",
+        "ema": "model_ema",
     }
-    owners |= {"wsd": "wsd_checkpoints", "profile": "profiling", "predictions": "predictions", "read": "predictions"}
+    owners |= {"wsd": "wsd", "profile": "profiling", "predictions": "predictions", "read": "predictions"}
     marks = {name: pytest.mark.extension(owner) for name, owner in owners.items()}
     return pytest.mark.parametrize("name", [pytest.param(name, marks=marks.get(name, ())) for name in names])
 
@@ -79,13 +80,14 @@ def test_a_path_below_a_file_is_refused(tmp_path, name):
         write(tmp_path / f"{'x' * 260}.jsonl")
 
 
+@pytest.mark.extension("model_ema")
 def test_the_home_directory_may_be_written_as_in_a_shell(tmp_path, monkeypatch):
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     best = SaveBestModelCallback("~/best.pt", "train_loss_epoch")
     states = SaveTrainingStateCallback("~/states")
-    average = ModelEmaCallback(save_path=Path("~/average.pt"), evaluate_during_training=False)
+    average = callbacks.ModelEmaCallback(save_path=Path("~/average.pt"), evaluate_during_training=False)
     train(make_trainer([best, states, average]))
     assert sorted(os.listdir("home")) == ["average.pt", "best.pt", "states"]
     assert os.listdir() == ["home"]

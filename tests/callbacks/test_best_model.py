@@ -11,12 +11,7 @@ import pytest
 import torch
 
 from pytorch_accel_lite import TrainerCallback, callbacks
-from pytorch_accel_lite.callbacks import (
-    EarlyStoppingCallback,
-    ModelEmaCallback,
-    SaveBestModelCallback,
-    SaveTrainingStateCallback,
-)
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from tests.shared_trainings import Scripted, scripted
 from tests.small_models import equal_weights, listener, make_model, make_trainer, train, weights
 
@@ -118,8 +113,18 @@ def test_an_infinite_loss_is_worse_than_a_finite_one_after_it(tmp_path):
     ("make", "other", "argument"),
     [
         (SaveBestModelCallback, SaveBestModelCallback, "save_path"),
-        (lambda path: ModelEmaCallback(save_path=path), SaveBestModelCallback, "save_path"),
-        (lambda path: ModelEmaCallback(save_path=path), lambda path: ModelEmaCallback(save_path=path), "save_path"),
+        pytest.param(
+            lambda path: callbacks.ModelEmaCallback(save_path=path),
+            SaveBestModelCallback,
+            "save_path",
+            marks=pytest.mark.extension("model_ema"),
+        ),
+        pytest.param(
+            lambda path: callbacks.ModelEmaCallback(save_path=path),
+            lambda path: callbacks.ModelEmaCallback(save_path=path),
+            "save_path",
+            marks=pytest.mark.extension("model_ema"),
+        ),
         (SaveTrainingStateCallback, SaveTrainingStateCallback, "save_dir"),
         pytest.param(
             lambda path: callbacks.MetricsFileCallback(path),
@@ -279,11 +284,15 @@ def resumed(folder: Path, *stages: TrainerCallback) -> None:
 WATCHING: dict[str, Any] = {
     "SaveBestModelCallback": lambda **kwargs: SaveBestModelCallback("best.pt", **kwargs),
     "EarlyStoppingCallback": lambda **kwargs: EarlyStoppingCallback(9, **kwargs),
-    "ModelEmaCallback": lambda **kwargs: ModelEmaCallback(save_path="ema.pt", **kwargs),
+    "ModelEmaCallback": lambda **kwargs: callbacks.ModelEmaCallback(save_path="ema.pt", **kwargs),
 }
+BY_NAME = [
+    pytest.param(name, marks=pytest.mark.extension("model_ema")) if name == "ModelEmaCallback" else name
+    for name in WATCHING
+]
 
 
-@pytest.mark.parametrize("name", WATCHING)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_another_metrics_best_value_does_not_count_on_resuming(name, here):
     first, again = WATCHING[name](), WATCHING[name](watch_metric="accuracy", greater_is_better=True)
     before = r"starts over: it watches 'accuracy' \(greater is better\), but its training state is for '\w*eval_loss"
@@ -294,7 +303,7 @@ def test_another_metrics_best_value_does_not_count_on_resuming(name, here):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", WATCHING)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_a_best_value_of_an_older_version_counts_on_resuming(name, here):
     first, again = (WATCHING[name](watch_metric="accuracy", greater_is_better=False) for _ in range(2))
     resumed(here, first, again)

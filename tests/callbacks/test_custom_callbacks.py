@@ -13,9 +13,8 @@ from pytorch_accel_lite import CallbackHandler, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import LimitEvalStepsCallback, LogMetricsCallback
 from pytorch_accel_lite.extending_callbacks import set_listening
 from pytorch_accel_lite.run.events import EVENTS, keywords_of
-from pytorch_accel_lite.schedulers import WSDLrScheduler
 from tests import typed_callbacks
-from tests.shipped_callbacks import SHIPPED, build
+from tests.shipped_callbacks import RUN, SHIPPED, build
 from tests.small_models import Broken, listener, make_data, make_trainer, train
 
 # ----------------------------------------------------------------------------------- how methods may look
@@ -176,8 +175,7 @@ def test_a_subclass_may_pass_batch_and_output_on_by_position(base, tmp_path, mon
             super().on_eval_step_end(trainer, batch, batch_output, **kwargs)
             reached.append("eval")
 
-    schedule = partial(WSDLrScheduler, total_steps=6, decay_phase_ratio=0.5)
-    train(make_trainer([Own]), 2, eval_dataset=True, create_scheduler_fn=schedule)
+    train(make_trainer([Own]), 2, eval_dataset=True, **RUN.get(base.__name__, {}))
     assert reached.count("train") >= 2
     assert base is LimitEvalStepsCallback or reached.count("eval") >= 2
 

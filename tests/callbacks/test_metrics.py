@@ -33,7 +33,6 @@ from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     EarlyStoppingCallback,
     MetricsCallback,
-    ModelEmaCallback,
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
 )
@@ -138,7 +137,10 @@ def test_metrics_are_recorded_under_their_names(metrics, names):
     assert set(trainer.run_history.get_metric_names()) == names | {"train_loss_epoch", "eval_loss_epoch"}
 
 
+@pytest.mark.extension("model_ema")
 def test_metrics_of_special_evaluations_have_prefixes():
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
     ema = ModelEmaCallback(0.5, save_path=None, callbacks=[MetricsCallback({"mae": MeanAbsoluteError()})],
                            watch_metric="ema_model_a_eval_loss_epoch")  # fmt: skip
     callbacks = [StepBasedEvaluationCallback(2), MetricsCallback({"mae": MeanAbsoluteError()}), ema]

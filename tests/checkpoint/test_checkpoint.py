@@ -26,8 +26,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback
+from pytorch_accel_lite import Trainer, callbacks
+from pytorch_accel_lite.callbacks import SaveBestModelCallback
 from pytorch_accel_lite.checkpoint import read_checkpoint, write_checkpoint
 from tests import ancestor
 from tests.launching import run_code
@@ -455,7 +455,15 @@ def test_a_full_disk_at_any_point_keeps_the_old_file(tmp_path, file_size, name):
     assert os.listdir(tmp_path) == [name]
 
 
-@pytest.mark.parametrize("callback", [SaveBestModelCallback, partial(ModelEmaCallback, save_path="best_model.pt")])
+@pytest.mark.parametrize(
+    "callback",
+    [
+        SaveBestModelCallback,
+        pytest.param(
+            lambda: callbacks.ModelEmaCallback(save_path="best_model.pt"), marks=pytest.mark.extension("model_ema")
+        ),
+    ],
+)
 def test_a_full_disk_is_named_if_the_best_model_does_not_fit(tmp_path, monkeypatch, file_size, callback):
     monkeypatch.chdir(tmp_path)
     train(make_trainer([callback()]), eval_dataset=True)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import NonFiniteLossError, Trainer
-from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents, verify_state
 from tests.small_models import adamw_trainer, changed_manifest, equal_weights, float64_data
 
@@ -35,8 +35,11 @@ def train(trainer: Trainer, **kwargs: Any) -> Trainer:
     return trainer
 
 
+@pytest.mark.extension("model_ema")
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_momentum_and_averages_resume_to_the_same_bits(tmp_path, asynchronous):
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
     def callbacks(folder: Path) -> list[Any]:
         saving = SaveTrainingStateCallback(folder, save_every_n_steps=1, asynchronous=asynchronous)
         ema = ModelEmaCallback(decay=0.9, evaluate_during_training=False, save_path=tmp_path / "ema.pt")

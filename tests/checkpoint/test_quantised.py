@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import print_contents
 from tests.ranks import run_and_resume, world_size
 from tests.small_models import equal_weights, largest_difference, weights
@@ -140,7 +140,10 @@ def test_files_lack_the_quantised_weights(kind, tmp_path, trainable_only):
         Trainer(with_lora(kind, save_base(tmp_path / "other", 1)), None, None).load_checkpoint(path)
 
 
+@pytest.mark.extension("model_ema")
 def test_averages_share_the_frozen_base(kind, tmp_path):
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
     base = save_base(tmp_path / "base")
 
     def run(folder: Path | None, resume_from: Path | None = None) -> dict[str, torch.Tensor]:

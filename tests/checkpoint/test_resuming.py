@@ -19,7 +19,6 @@ from torch.utils.data import IterableDataset
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, callbacks
 from pytorch_accel_lite.callbacks import (
     LimitBatchesCallback,
-    ModelEmaCallback,
     RunPausedError,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
@@ -533,6 +532,7 @@ def test_a_state_that_does_not_fit_is_explained(tmp_path):
         trainer.load_training_state(tmp_path / "state")
 
 
+@pytest.mark.extension("model_ema")
 @pytest.mark.slow
 @pytest.mark.parametrize("event", ["on_training_run_start", "on_train_epoch_start"])
 @pytest.mark.parametrize("update", [4, 6])
@@ -541,7 +541,7 @@ def test_a_run_stopped_by_a_starting_event_resumes_its_bits(tmp_path, capsys, ev
         raise StopTrainingError("no time left")
 
     def average():
-        return ModelEmaCallback(0.9, save_path=None)
+        return callbacks.ModelEmaCallback(0.9, save_path=None)
 
     kept, whole = average(), average()
     uninterrupted = run(tmp_path / "whole", extra=(whole,))

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents, verify_state
 from pytorch_accel_lite.checkpoint.disk.shards import find_tensors
 from tests.launching import CAN_SHARD, SOAK, die_at_file_operation, in_forks, some_of
@@ -39,11 +39,13 @@ from tests.small_models import adamw_trainer, equal_weights, largest_difference,
 
 def saved(how: str, folder: Path, **options: Any) -> dict[str, Any]:
     """The result of a run that saves its states."""
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
     callbacks = [SaveTrainingStateCallback(folder / how, 1, 2, **options), ModelEmaCallback(0.8, save_path=None)]
     return result_of(fit(sharded_trainer(how, callbacks), how, update=12))
 
 
-pytestmark = [pytest.mark.processes, CAN_SHARD]
+pytestmark = [pytest.mark.processes, CAN_SHARD, pytest.mark.extension("model_ema")]
 
 
 @pytest.mark.soak
@@ -93,6 +95,8 @@ def test_sharded_and_plain_states_resume_on_any_process_count(tmp_path, job):
 
 
 def resume_latest(folder: Path) -> None:
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
     saving = SaveTrainingStateCallback(folder, sharded=True)
     callbacks = [saving, ModelEmaCallback(0.8, save_path=None)]
     fit(sharded_trainer("fsdp", callbacks), "fsdp", update=12, resume_from="latest")

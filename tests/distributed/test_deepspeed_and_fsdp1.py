@@ -98,6 +98,7 @@ def compared_on_cpus(engine: str, folder: Path) -> dict[str, float]:
         return compared(engine, folder)
 
 
+@pytest.mark.extension("wsd")
 @NEEDS_DEEPSPEED
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.processes
@@ -141,6 +142,7 @@ def test_features_unsupported_by_deepspeed_are_refused(two_ranks, tmp_path):
         assert said["load"].startswith("load_checkpoint() does not work with DeepSpeed")
 
 
+@pytest.mark.extension("wsd")
 @pytest.mark.processes
 def test_fsdp1_trains_like_ddp(tmp_path, two_ranks):
     for differences in two_ranks.run(compared, "fsdp1", tmp_path / "unsaved"):

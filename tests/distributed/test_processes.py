@@ -24,7 +24,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import verify_state
 from pytorch_accel_lite.distributed.ranks import timeout_of
 from pytorch_accel_lite.utils import local_process_zero_first, local_process_zero_only, world_process_zero_only
@@ -391,6 +391,8 @@ def test_the_signal_that_killed_a_rank_is_the_root_cause():
 
 def unlike_calls() -> dict[str, str]:
     """The errors if the last rank has other datasets or callbacks, or makes another call."""
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
     data = float64_data(12)
     is_last = own_rank() == world_size() - 1
 
@@ -419,6 +421,7 @@ def unlike_calls() -> dict[str, str]:
         }
 
 
+@pytest.mark.extension("model_ema")
 def test_calls_that_differ_between_ranks_are_refused_on_all(ranks):
     last = ranks.world_size - 1
     differences = {

@@ -20,7 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torchmetrics import MeanSquaredError
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import MetricsCallback, ModelEmaCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import MetricsCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import read_checkpoint
 from tests.launching import CAN_SHARD, some_of
 from tests.ranks import rank as own_rank
@@ -219,6 +219,8 @@ def test_gradients_are_reduced_once_in_an_update(job):
 
 def averaged(how: str, folder: Path) -> dict[str, Any]:
     """The average of weights, and what is recorded of it; of a run that is resumed, too."""
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
     found = []
     for resume_from in (None, folder / how / "update-000000004"):
         saving = SaveTrainingStateCallback(folder / (how if resume_from is None else "again"), save_every_n_steps=4)
@@ -230,6 +232,7 @@ def averaged(how: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.extension("model_ema")
 @pytest.mark.parametrize(("how", "processes"), [("fsdp", 2), ("tp_fsdp", 4)])
 def test_weights_are_averaged_and_evaluated_in_shards(tmp_path, job, how, processes):
     expected = averaged("whole", tmp_path)[0]
@@ -245,6 +248,8 @@ def test_weights_are_averaged_and_evaluated_in_shards(tmp_path, job, how, proces
 
 def averaged_statistics() -> dict[str, Any]:
     """The average of a sharded model with batch norm, the states that it is made of, and its evaluations."""
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).double()
     fresh = copy.deepcopy(model)
@@ -268,6 +273,7 @@ def averaged_statistics() -> dict[str, Any]:
     return result_of(trainer) | {"average": mean, "states": states, "loss_of_average": loss}
 
 
+@pytest.mark.extension("model_ema")
 def test_statistics_of_a_sharded_model_are_averaged_as_weights(two_ranks):
     first, second = two_ranks(averaged_statistics)
     assert equal_weights(first["average"], second["average"])

@@ -20,7 +20,6 @@ from pytorch_accel_lite.callbacks import (
     GradientNormCallback,
     LearningRateMonitorCallback,
     MetricsCallback,
-    ModelEmaCallback,
     ProgressBarCallback,
     SaveTrainingStateCallback,
 )
@@ -86,7 +85,7 @@ def all_callbacks(folder: Path) -> list[Any]:
     accuracy = MulticlassAccuracy(10, average="micro", validate_args=False)  # by class, it waits: torch.bincount does
     return [
         *default_callbacks(folder),
-        ModelEmaCallback(0.99, evaluate_during_training=False, save_path=None),
+        callbacks.ModelEmaCallback(0.99, evaluate_during_training=False, save_path=None),
         MetricsCallback(accuracy, train=True),
         callbacks.MetricsFileCallback(folder / "rows.jsonl", every_n_updates=5),
         LearningRateMonitorCallback(),

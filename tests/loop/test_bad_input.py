@@ -870,7 +870,9 @@ class OwnTrainStep(OwnTraining):
         self.update(self.calculate_train_batch_loss(batch)["loss"])
 
 
-@pytest.mark.parametrize("trainer_class", [OwnTraining, OwnTrainStep])
+@pytest.mark.parametrize(
+    "trainer_class", [OwnTraining, pytest.param(OwnTrainStep, marks=pytest.mark.extension("manual_optimization"))]
+)
 def test_a_training_loss_without_one_to_evaluate_is_refused(trainer_class):
     trainer = make_trainer(trainer_class=trainer_class, loss_func=None)
     for sanity_check, where in ((True, "In evaluation, step 0:"), (False, "In evaluation, epoch 1, step 0:")):

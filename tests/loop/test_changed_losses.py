@@ -94,7 +94,8 @@ STEPS: dict[str, Steps] = {
     "replaying": (Trainer, Penalised, make_model, lbfgs, []),
     "logical": (Trainer, Penalised, make_model, logical, []),
 }
-OWNERS = {"guarded": ["failed_batches"], "logical": ["logical"]}
+OWNERS = {"guarded": ["failed_batches"], "logical": ["logical"], "manual": ["manual_optimization"]}
+OWNERS["replaying"] = ["closures"]
 each_kind = pytest.mark.parametrize(
     "kind", [pytest.param(name, marks=pytest.mark.extension(*OWNERS.get(name, ()))) for name in STEPS]
 )

@@ -23,7 +23,6 @@ from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     LogMetricsCallback,
     MetricsCallback,
-    ModelEmaCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
@@ -314,7 +313,10 @@ def test_a_schedule_may_follow_evaluations_within_epochs():
     assert trainer.optimizer.param_groups[0]["lr"] < 0.01
 
 
+@pytest.mark.extension("model_ema")
 def test_an_averaged_model_is_evaluated_whenever_the_model_is(tmp_path):
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
     def train(resume_from: Path | None = None) -> dict[str, Any]:
         states = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)
         ema = ModelEmaCallback(0.5, save_path=tmp_path / "ema.pt")
@@ -348,7 +350,7 @@ def test_evaluations_refuse_bad_intervals_and_missing_data():
 
 
 @pytest.mark.processes
-@pytest.mark.extension("failed_batches", "gradient_spikes", "nan_report", "unfreezing")
+@pytest.mark.extension("failed_batches", "gradient_spikes", "model_ema", "nan_report", "unfreezing")
 def test_all_callbacks_resume_the_same_bits_on_two_processes(tmp_path, job):
     for folder in ("whole", "killed"):
         (tmp_path / folder).mkdir()

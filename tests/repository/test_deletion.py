@@ -32,12 +32,15 @@ OF_THE_PACKAGE = [
 PROGRAM = """
 import sys
 import pytorch_accel_lite
-from pytorch_accel_lite import Trainer, callbacks, data, finetuning, integrations, optimizers, plotting, utils
+from pytorch_accel_lite import Trainer, callbacks, data, ema, finetuning, integrations, optimizers, plotting
+from pytorch_accel_lite import schedulers, utils
+from pytorch_accel_lite.schedulers import wsd_scheduler
 import torch
 
 trainer = Trainer(torch.nn.Linear(1, 1), None, None)
-modules = {"callbacks": callbacks, "data": data, "integrations": integrations, "plotting": plotting}
+modules = {"callbacks": callbacks, "data": data, "ema": ema, "integrations": integrations, "plotting": plotting}
 modules |= {"finetuning": finetuning, "optimizers": optimizers, "utils": utils}
+modules |= {"schedulers": schedulers, "schedulers.wsd_scheduler": wsd_scheduler}
 owners = {"": pytorch_accel_lite, "Trainer": trainer, **modules}
 for qualified in sys.argv[1:]:
     owner, _, name = qualified.rpartition(".")
@@ -57,7 +60,9 @@ pytestmark = [pytest.mark.programs, pytest.mark.soak]
 
 def facade(package: Path, extension: str) -> list[Path]:
     """The files of the facade that import an extension."""
-    files = [*package.glob("*.py"), *(package / room / "__init__.py" for room in ("callbacks", "data", "optimizers"))]
+    rooms = ("callbacks", "data", "optimizers", "schedulers")
+    files = [*package.glob("*.py"), *(package / room / "__init__.py" for room in rooms)]
+    files.append(package / "schedulers" / "wsd_scheduler.py")  # a path of pytorch-accelerated
     return [path for path in files if re.search(rf"extensions(\.| import ){extension}\b", path.read_text())]
 
 

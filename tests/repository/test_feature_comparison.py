@@ -1334,6 +1334,7 @@ def test_an_endless_stream_is_trained_on_by_updates():
 
 
 @row("`run_step` of your own", "a dict of losses is summed, each is recorded")
+@pytest.mark.extension("manual_optimization")
 def test_an_overridden_step_records_each_of_its_losses():
     class Twice(Trainer):
         def train_step(self, batch):

@@ -29,6 +29,8 @@ FACADE = {
     "pytorch_accel_lite.callbacks",
     "pytorch_accel_lite.data",
     "pytorch_accel_lite.optimizers",
+    "pytorch_accel_lite.schedulers",
+    "pytorch_accel_lite.schedulers.wsd_scheduler",
 }
 #: From the bottom up: each imports only those before it. Other files of the package only re-export.
 LAYERS = (
@@ -45,6 +47,7 @@ PUBLIC_PATHS = {
     "extending",
     "extending_callbacks",
     "extending_data",
+    "extending_schedulers",
     "finetuning",
     "integrations",
     "placeholders",

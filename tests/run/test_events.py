@@ -28,8 +28,6 @@ from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveBestModelCallbac
 from pytorch_accel_lite.loop.plain_step import PlainStep
 from pytorch_accel_lite.run.events import EVENTS, STEP_EVENTS, keywords_of
 from pytorch_accel_lite.run.run import Step
-from pytorch_accel_lite.steps.closures import ReplayingStep
-from pytorch_accel_lite.steps.manual import ManualStep
 from pytorch_accel_lite.steps.sharded import ShardedStep
 from tests.documented_events import Line, documented_blocks, pattern, with_step
 from tests.launching import CAN_SHARD, two_are_enough
@@ -836,15 +834,16 @@ KINDS = {
     "microbatches": Kind("GuardedStep", PARTS, fitting_one, {"auto_microbatch": True, **TWO_STEPS}),
     "skipped batches": Kind("GuardedStep", PARTS, skipping, UNREADABLE),
     "skipped batches in windows": Kind("GuardedStep", PARTS, skipping, UNREADABLE | TWO_STEPS),
-    "LBFGS": Kind(ReplayingStep, AGAIN, with_lbfgs),
-    "recomputed gradients": Kind(ReplayingStep, AGAIN, partial(make_trainer, trainer_class=Recomputes), TWO_STEPS),
-    "manual": Kind(ManualStep, MANUAL, partial(make_trainer, trainer_class=UpdatesOne)),
-    "manual, two optimizers": Kind(ManualStep, MANUAL, updating_each),
-    "manual, accumulation": Kind(ManualStep, MANUAL, updating_each, TWO_STEPS),
+    "LBFGS": Kind("ReplayingStep", AGAIN, with_lbfgs),
+    "recomputed gradients": Kind("ReplayingStep", AGAIN, partial(make_trainer, trainer_class=Recomputes), TWO_STEPS),
+    "manual": Kind("ManualStep", MANUAL, partial(make_trainer, trainer_class=UpdatesOne)),
+    "manual, two optimizers": Kind("ManualStep", MANUAL, updating_each),
+    "manual, accumulation": Kind("ManualStep", MANUAL, updating_each, TWO_STEPS),
     "sharded": Kind(ShardedStep, make=sharded, how={"train_dataset": float64_data(8), **TWO_STEPS}),
 }
-GUARDED = {name: ["failed_batches"] for name, kind in KINDS.items() if kind.step == "GuardedStep"}
-OWNERS = GUARDED | {"compiled": ["compiled_step"]}
+EXTENSION_OF = {"GuardedStep": "failed_batches", "ManualStep": "manual_optimization", "ReplayingStep": "closures"}
+OWNERS = {name: [EXTENSION_OF[kind.step]] for name, kind in KINDS.items() if isinstance(kind.step, str)}
+OWNERS["compiled"] = ["compiled_step"]
 BLOCKS = documented_blocks()
 OF_ALL_RUNS = BLOCKS["whenever processes are lost or join, see takeover"]
 OF_A_RUN = {name: BLOCKS[name] for name in ("Trainer(...)", "train(...)", "evaluate(...)", "predict(...)")}
@@ -900,7 +899,7 @@ def check_kinds(*names: str) -> None:
         check_kind(KINDS[name])
 
 
-@pytest.mark.extension("failed_batches")
+@pytest.mark.extension("closures", "failed_batches", "manual_optimization")
 @two_are_enough
 def test_kinds_of_steps_fire_every_event_on_each_process(ranks):
     ranks.run(check_kinds, "plain", "microbatches", "recomputed gradients", "manual, two optimizers")
@@ -918,7 +917,7 @@ def test_no_kind_of_step_of_the_core_is_left_out():
 
     rooms = tuple(f"pytorch_accel_lite.{room}." for room in ("loop", "run", "steps"))
     shipped = {step for step in kinds_of(Step) if step.__module__.startswith(rooms)}
-    assert shipped - {Step} == {kind.step for name, kind in KINDS.items() if name not in GUARDED}
+    assert shipped - {Step} == {kind.step for kind in KINDS.values() if not isinstance(kind.step, str)}
 
 
 @pytest.mark.extension("failed_batches")

@@ -78,7 +78,7 @@ def batches_in_updates(epochs: int) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("kind", [Trainer, Own])
+@pytest.mark.parametrize("kind", [Trainer, pytest.param(Own, marks=pytest.mark.extension("manual_optimization"))])
 def test_gradients_are_those_of_a_window_of_any_size(kind):
     result = run(kind=kind)
     data, model = float64_data(SIZE), float64_model()
@@ -125,7 +125,7 @@ def resumed(**kwargs: Any) -> Any:
     "kwargs",
     [
         pytest.param({}, id="plain"),
-        pytest.param({"kind": Own}, id="own step"),
+        pytest.param({"kind": Own}, id="own step", marks=pytest.mark.extension("manual_optimization")),
         pytest.param({"logical": 2}, id="logical", marks=pytest.mark.extension("logical")),
     ],
 )

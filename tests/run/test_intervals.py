@@ -15,12 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite import Interval, StopTrainingError, TrainerCallback, callbacks
-from pytorch_accel_lite.callbacks import (
-    EarlyStoppingCallback,
-    ModelEmaCallback,
-    SaveBestModelCallback,
-    SaveTrainingStateCallback,
-)
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from tests.launching import some_of
 from tests.ranks import global_batch, world_size
 from tests.small_models import adamw_trainer, equal_weights, float64_data, float64_model, listener, weights
@@ -178,6 +173,7 @@ def test_the_best_of_several_evaluations_in_an_epoch_is_kept(tmp_path):
     assert kept == set(sorted(losses, key=lambda update: losses[update])[:3])
 
 
+@pytest.mark.extension("model_ema")
 @pytest.mark.soak
 @pytest.mark.parametrize("update", some_of(range(1, 18)))
 def test_a_run_resumed_within_an_epoch_has_the_same_best_models(update, tmp_path):
@@ -185,7 +181,7 @@ def test_a_run_resumed_within_an_epoch_has_the_same_best_models(update, tmp_path
 
     def train(folder: str, **kwargs: Any) -> Any:
         states = SaveTrainingStateCallback(tmp_path / folder, save_every_n_steps=1)
-        average = ModelEmaCallback(0.5, save_path=tmp_path / f"{folder}-average.pt")
+        average = callbacks.ModelEmaCallback(0.5, save_path=tmp_path / f"{folder}-average.pt")
         best = SaveBestModelCallback(tmp_path / f"{folder}-best.pt", load_saved_checkpoint=False)
         trainer, evaluated = run("2 updates", [states, average, best], **kwargs)
         return trainer.run_history.to_dict(), average.best_metric, best.best_metric, evaluated

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, ExponentialLR, LambdaLR, LinearLR, OneCycleLR
 
-from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, TrainerPlaceholderValues
+from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, TrainerPlaceholderValues, schedulers
 from pytorch_accel_lite.callbacks import RunPausedError, SaveTrainingStateCallback
-from pytorch_accel_lite.schedulers import CosineLrScheduler, WSDLrScheduler
+from pytorch_accel_lite.schedulers import CosineLrScheduler
 from tests.launching import two_are_enough
 from tests.ranks import IN_ORDER, world_size
 from tests.small_models import (
@@ -62,8 +62,9 @@ SCHEDULES = [
     partial(ExponentialLR, gamma=0.1),
     partial(LambdaLR, lr_lambda=lambda update: 0.5**update),
     CosineLrScheduler.create_scheduler_fn(num_warmup_epochs=0.5),
-    WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0.5, decay_phase_ratio=0.5),
 ]
+if "WSDLrScheduler" in schedulers.__all__:  # otherwise its extension has been deleted
+    SCHEDULES.append(schedulers.WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0.5, decay_phase_ratio=0.5))
 
 
 @pytest.mark.slow

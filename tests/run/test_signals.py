@@ -197,7 +197,9 @@ class StepsItself(Trainer):
         return super().train_step(batch)
 
 
-@pytest.mark.parametrize("trainer_class", [Trainer, StepsItself])
+@pytest.mark.parametrize(
+    "trainer_class", [Trainer, pytest.param(StepsItself, marks=pytest.mark.extension("manual_optimization"))]
+)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_an_interrupted_run_is_saved_only_between_its_steps(tmp_path, trainer_class, accumulation):
     class Interrupted(torch.optim.SGD):

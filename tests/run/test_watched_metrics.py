@@ -20,12 +20,11 @@ from torchmetrics import MeanAbsoluteError, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.wrappers import ClasswiseWrapper
 
-from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
+from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, callbacks
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     EarlyStoppingCallback,
     MetricsCallback,
-    ModelEmaCallback,
     PrintProgressCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
@@ -76,8 +75,13 @@ def scores(values: list[float], higher: bool | None = True) -> MetricsCallback:
 WATCHERS: dict[str, Any] = {
     "SaveBestModelCallback(watch_metric=": lambda name, *greater: SaveBestModelCallback("best.pt", name, *greater),
     "EarlyStoppingCallback(watch_metric=": lambda name, *greater: EarlyStoppingCallback(9, 0.0, name, *greater),
-    "ModelEmaCallback(watch_metric=": lambda name, *greater: ModelEmaCallback(0.5, True, "ema.pt", name, *greater),
+    "ModelEmaCallback(watch_metric=": lambda name, *greater: callbacks.ModelEmaCallback(
+        0.5, True, "ema.pt", name, *greater
+    ),
 }
+BY_NAME = [
+    pytest.param(where, marks=pytest.mark.extension("model_ema")) if "Ema" in where else where for where in WATCHERS
+]
 
 
 def steps_of(trainer: Trainer, error: type[Exception], match: str, **kwargs: Any) -> int:
@@ -107,8 +111,9 @@ def test_a_run_whose_accuracy_rises_is_not_stopped(here):
     assert stopping.best_metric == pytest.approx(0.9)
 
 
+@pytest.mark.extension("model_ema")
 def test_the_kept_averages_are_the_best_by_their_metric(here):
-    ema = ModelEmaCallback(0.5, watch_metric="ema_model_score", callbacks=[scores([1.0, 3.0, 2.0])])
+    ema = callbacks.ModelEmaCallback(0.5, watch_metric="ema_model_score", callbacks=[scores([1.0, 3.0, 2.0])])
     train(make_trainer([scores([1.0, 3.0, 2.0]), ema], seed=0), epochs=3, eval_dataset=True)
     assert ema.best_metric == 3.0
 
@@ -167,9 +172,10 @@ def test_a_metric_that_only_nested_evaluations_record_is_watched(here):
     assert best.best_metric == min(trainer.run_history["evaluation_loss"])
 
 
-@pytest.mark.parametrize("where", WATCHERS)
+@pytest.mark.extension("model_ema")
+@pytest.mark.parametrize("where", BY_NAME)
 def test_an_argument_that_contradicts_the_metric_is_an_error(where, here):
-    average = ModelEmaCallback(save_path="other.pt", prefix="other_", callbacks=[scores([1.0])])
+    average = callbacks.ModelEmaCallback(save_path="other.pt", prefix="other_", callbacks=[scores([1.0])])
     name = "other_score" if "Ema" in where else "score"
     trainer = make_trainer([average, scores([1.0]), WATCHERS[where](name, False)])
     with pytest.raises(ValueError, match="but according to the metric itself greater is better") as caught:
@@ -183,7 +189,7 @@ def test_greater_losses_are_never_better(here):
     assert steps_of(make_trainer([callback]), ValueError, "the metric itself smaller is better", eval_dataset=True) == 0
 
 
-@pytest.mark.parametrize("where", WATCHERS)
+@pytest.mark.parametrize("where", BY_NAME)
 def test_an_unknown_direction_means_smaller_with_a_warning(where, here):
     record = listener(on_eval_epoch_end=lambda t, **_: t.run_history.update_metric("mine", float(t.progress.epoch)))
     watcher = WATCHERS[where]("mine")
@@ -326,7 +332,7 @@ def test_one_process_warns_of_watched_metrics_on_behalf_of_all(ranks):
 # ------------------------------------------------------------------------- what is known before training
 
 
-@pytest.mark.parametrize("where", WATCHERS)
+@pytest.mark.parametrize("where", BY_NAME)
 def test_an_unrecorded_metric_is_named_before_training(where, here):
     trainer = make_trainer([scores([1.0]), WATCHERS[where]("scroe", True)])
     expected = f"{where}'scroe'): the run will not record it. Did you mean 'score'? It records: train_loss_epoch, score"
@@ -436,6 +442,7 @@ def test_all_that_shipped_callbacks_record_is_known_to_the_run(here):
 # ---------------------------------------------------------------------- a metric that did not come after all
 
 
+@pytest.mark.extension("model_ema")
 def test_a_metric_that_was_not_recorded_is_an_error(here):
     own = listener(on_train_step_end=lambda t, **_: None)
     for where, make in WATCHERS.items():
@@ -446,7 +453,10 @@ def test_a_metric_that_was_not_recorded_is_an_error(here):
         assert trainer.progress.epoch == 2
 
 
+@pytest.mark.extension("model_ema")
 def test_a_metric_recorded_after_its_watcher_names_the_order(here):
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
     callbacks = SaveBestModelCallback("best.pt", "ema_model_eval_loss_epoch"), ModelEmaCallback(0.5, save_path=None)
     match = r"has not recorded it yet\. The callback that records it must come before the one that watches it\."
     with pytest.raises(ValueError, match=match):
@@ -454,7 +464,7 @@ def test_a_metric_recorded_after_its_watcher_names_the_order(here):
     train(make_trainer(callbacks[::-1]), eval_dataset=True)
 
 
-@pytest.mark.parametrize("where", WATCHERS)
+@pytest.mark.parametrize("where", BY_NAME)
 def test_a_metric_of_several_numbers_is_named(where, here):
     trainer = make_trainer([scores([[0.5, 1.0]]), WATCHERS[where]("score")])
     match = rf"{re.escape(where)}'score'\): its value is \[0.5, 1.0\], but only a single number.*ClasswiseWrapper"

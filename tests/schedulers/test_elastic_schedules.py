@@ -20,9 +20,9 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues, TrainerWithTimmScheduler
+from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues, TrainerWithTimmScheduler, schedulers
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
-from pytorch_accel_lite.schedulers import CosineLrScheduler, StatefulSchedulerBase, WSDLrScheduler
+from pytorch_accel_lite.schedulers import CosineLrScheduler, StatefulSchedulerBase
 from tests.launching import SOAK
 from tests.ranks import world_size
 from tests.small_models import float64_data
@@ -135,9 +135,11 @@ TORCH = {
 }
 OURS = {
     "our cosine": CosineLrScheduler.create_scheduler_fn(num_warmup_epochs=1, num_cooldown_epochs=0.5),
-    "wsd": WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=1, decay_phase_ratio=0.5, num_checkpoints=2),
     "own": partial(OwnCosine, total=TOTAL),
 }
+if "WSDLrScheduler" in schedulers.__all__:  # otherwise its extension has been deleted
+    options = {"num_warmup_epochs": 1, "decay_phase_ratio": 0.5, "num_checkpoints": 2}
+    OURS["wsd"] = schedulers.WSDLrScheduler.create_scheduler_fn(**options)
 UPDATES = {"t_in_epochs": False, "warmup_t": PER_EPOCH, "warmup_lr_init": 1e-3, "warmup_prefix": True}
 TIMMS = {
     "timm's cosine": timms("CosineLRScheduler", t_initial=TOTAL - PER_EPOCH, **UPDATES),

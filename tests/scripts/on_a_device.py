@@ -30,7 +30,6 @@ from pytorch_accel_lite.callbacks import (
     DeviceMemoryCallback,
     GradientNormCallback,
     MetricsCallback,
-    ModelEmaCallback,
     MoveModulesToDeviceCallback,
     ProgressBarCallback,
     SaveBestModelCallback,
@@ -319,6 +318,8 @@ def case_peaks() -> Any:
 
 
 def case_evaluated_and_predicted() -> Any:
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
     callbacks = [
         MetricsCallback(MeanSquaredError(), train=True),
         ModelEmaCallback(decay=0.9, evaluate_during_training=True),

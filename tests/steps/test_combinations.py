@@ -12,6 +12,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.run.run import Step
+from pytorch_accel_lite.steps import choice
 from pytorch_accel_lite.steps.choice import as_markdown
 from pytorch_accel_lite.steps.features import STEP_KINDS
 from tests.launching import CAN_SHARD, ROOT
@@ -47,11 +48,12 @@ class Skips(TrainerCallback):
 
 SKIPS = {"callbacks": [Skips]}
 LOGICAL = {"seed": 1, "logical_processes": 3}
-NEEDS_LOGICAL = pytest.mark.extension("logical")
+NEEDS_CLOSURES, NEEDS_LOGICAL = pytest.mark.extension("closures"), pytest.mark.extension("logical")
+NEEDS_MANUAL = pytest.mark.extension("manual_optimization")
 
 
-def of_failed_batches(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.extension("failed_batches"))
+def of_failed_batches(*values: Any, needs: Any) -> Any:
+    return pytest.param(*values, marks=[needs, pytest.mark.extension("failed_batches")])
 
 
 def with_closure(**kwargs: Any) -> dict[str, Any]:
@@ -62,11 +64,22 @@ def with_closure(**kwargs: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("settings", "arguments", "message"),
     [
-        of_failed_batches({"trainer_class": OwnStep}, SPLITS, "an overridden train_step .* with auto_microbatch=True"),
-        of_failed_batches({"trainer_class": OwnStep, **SKIPS}, {}, "train_step .* SkipFailedBatchesCallback"),
-        of_failed_batches(with_closure(), SPLITS, r"a closure \(LBFGS\) does not work with auto_microbatch=True"),
-        of_failed_batches(with_closure(**SKIPS), {}, "a closure .* SkipFailedBatchesCallback"),
-        (with_closure(trainer_class=OwnStep), {}, "a closure .* an overridden train_step"),
+        of_failed_batches(
+            {"trainer_class": OwnStep},
+            SPLITS,
+            "an overridden train_step .* with auto_microbatch=True",
+            needs=NEEDS_MANUAL,
+        ),
+        of_failed_batches(
+            {"trainer_class": OwnStep, **SKIPS}, {}, "train_step .* SkipFailedBatchesCallback", needs=NEEDS_MANUAL
+        ),
+        of_failed_batches(
+            with_closure(), SPLITS, r"a closure \(LBFGS\) does not work with auto_microbatch=True", needs=NEEDS_CLOSURES
+        ),
+        of_failed_batches(with_closure(**SKIPS), {}, "a closure .* SkipFailedBatchesCallback", needs=NEEDS_CLOSURES),
+        pytest.param(
+            with_closure(trainer_class=OwnStep), {}, "a closure .* an overridden train_step", marks=NEEDS_CLOSURES
+        ),
     ],
 )
 def test_conflicting_features_are_refused_before_training(settings, arguments, message):
@@ -90,7 +103,9 @@ def test_features_unsupported_by_logical_processes_are_refused(settings, message
     test_conflicting_features_are_refused_before_training({**LOGICAL, **settings}, {}, message)
 
 
-@pytest.mark.parametrize("settings", [with_closure(), pytest.param(LOGICAL, marks=NEEDS_LOGICAL)])
+@pytest.mark.parametrize(
+    "settings", [pytest.param(with_closure(), marks=NEEDS_CLOSURES), pytest.param(LOGICAL, marks=NEEDS_LOGICAL)]
+)
 def test_features_unsupported_by_a_scaler_are_refused(settings, scaled_accelerator):
     with pytest.raises(ValueError, match=r"does not work with mixed_precision='fp16': .* Use bf16\."):
         train(make_trainer(accelerator=scaled_accelerator, **settings))
@@ -117,6 +132,7 @@ def logical_with_shards() -> str:
 
 
 @CAN_SHARD
+@NEEDS_CLOSURES
 @pytest.mark.processes
 def test_closures_with_sharded_weights_are_refused(two_ranks):
     for message in two_ranks(closure_with_shards):
@@ -136,15 +152,31 @@ def test_logical_processes_in_tensor_parallelism_are_refused(two_ranks):
 @pytest.mark.parametrize(
     ("settings", "arguments", "other"),
     [
-        of_failed_batches({}, SPLITS, "auto_microbatch=True"),
-        of_failed_batches(SKIPS, {}, "SkipFailedBatchesCallback"),
-        pytest.param(LOGICAL, {}, "logical_processes", marks=NEEDS_LOGICAL),
+        of_failed_batches({}, SPLITS, "auto_microbatch=True", needs=NEEDS_CLOSURES),
+        of_failed_batches(SKIPS, {}, "SkipFailedBatchesCallback", needs=NEEDS_CLOSURES),
+        pytest.param(LOGICAL, {}, "logical_processes", marks=[NEEDS_CLOSURES, NEEDS_LOGICAL]),
     ],
 )
 def test_gradients_are_not_recomputed_where_it_does_not_work(settings, arguments, other):
     trainer = make_trainer(trainer_class=Recomputes, **settings)
     with pytest.raises(RuntimeError, match=rf"optimizer_step, .*: it does not work with {other}"):
         train(trainer, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"trainer_class": OwnStep}, "an overridden train_step belongs to the extension 'manual_optimization'"),
+        (with_closure(), r"a closure \(LBFGS\) belongs to the extension 'closures'"),
+        ({"trainer_class": Recomputes}, r"recompute_gradients\(\) belongs to the extension 'closures'"),
+    ],
+)
+def test_without_any_kind_of_step_the_error_names_the_extension(monkeypatch, settings, message):
+    monkeypatch.setattr(choice, "STEP_KINDS", [])
+    trainer = make_trainer(**settings)
+    with pytest.raises(ValueError, match=message):
+        train(trainer)
+    assert trainer.progress.step == 0
 
 
 def kinds_of_steps(kind: type[Step] = Step) -> set[Any]:
@@ -156,7 +188,7 @@ def test_the_kinds_of_steps_that_have_features_are_listed():
     assert {kind for kind in kinds_of_steps() if "features" in vars(kind)} == {*STEP_KINDS}
 
 
-@NEEDS_LOGICAL
+@pytest.mark.extension("closures", "failed_batches", "logical", "manual_optimization")
 def test_the_documentation_has_the_table_of_all_combinations():
     assert as_markdown() in PAGE.read_text(encoding="utf-8")
 

@@ -12,9 +12,11 @@ from accelerate.utils.memory import clear_device_cache
 from pytorch_accel_lite.data import FailedRead
 from pytorch_accel_lite.extending import (
     MICROBATCHES,
+    SHARDED,
     SKIPPED_BATCHES,
     Batch,
     BatchOutput,
+    Conflict,
     PlainStep,
     Run,
     StepSnapshot,
@@ -31,6 +33,7 @@ from pytorch_accel_lite.extending_callbacks import StateDict, sync_ddp_buffers
 from pytorch_accel_lite.extensions.failed_batches.failures import NEVER_SKIPPED, describe_failure
 
 DONE, OUT_OF_MEMORY, FAILED = range(3)
+_NOT_UNDONE = Conflict(SHARDED, "a step that fails on one process cannot be undone")
 
 
 class GuardedStep(PlainStep):
@@ -40,7 +43,7 @@ class GuardedStep(PlainStep):
     module inside ``DistributedDataParallel``, and gradients are averaged at the end of the window.
     """
 
-    features = (MICROBATCHES, SKIPPED_BATCHES)
+    features = (MICROBATCHES.with_conflicts(_NOT_UNDONE), SKIPPED_BATCHES.with_conflicts(_NOT_UNDONE))
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__(trainer, run)

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from pytorch_accel_lite.callbacks import CallbackHandler, ModelEmaCallback
+from pytorch_accel_lite.callbacks import CallbackHandler
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.extending import (
     MODEL_CHANGES,
@@ -36,6 +36,7 @@ from pytorch_accel_lite.extending import (
 )
 from pytorch_accel_lite.extensions.finetuning import find_blocks
 from pytorch_accel_lite.extensions.memory_estimate.live_bytes import LiveBytes
+from pytorch_accel_lite.extensions.model_ema import ModelEmaCallback
 from pytorch_accel_lite.optimizers import CombinedOptimizer
 from pytorch_accel_lite.tracking import LossTrackers
 

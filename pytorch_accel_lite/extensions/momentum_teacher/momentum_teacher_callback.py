@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.extending import RunRequest, TrainerLike, check_positive_int, check_range
-from pytorch_accel_lite.extending_callbacks import ModelEmaCallback, ShardedEma, suggest_arguments
+from pytorch_accel_lite.extending_callbacks import suggest_arguments
 from pytorch_accel_lite.extending_data import evaluation_mode
+from pytorch_accel_lite.extensions.model_ema import ModelEmaCallback, ShardedEma
 
 #: A momentum as a function of the number of updates so far, and in the whole run.
 Schedule = Callable[[int, int], float]

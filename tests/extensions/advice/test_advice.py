@@ -93,7 +93,13 @@ FALLING = {
 }
 
 
-@pytest.mark.parametrize(("rate", "kind", "arguments"), FALLING.values(), ids=FALLING)
+@pytest.mark.parametrize(
+    ("rate", "kind", "arguments"),
+    [
+        pytest.param(*values, id=name, marks=pytest.mark.extension("manual_optimization") if OwnStep in values else ())
+        for name, values in FALLING.items()
+    ],
+)
 def test_a_falling_or_low_loss_is_not_mentioned(capsys, rate, kind, arguments):
     train(learner(rate, kind), train_dataset=learnable(), **arguments)
     assert capsys.readouterr().out == ""

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import ModelEmaCallback
 from pytorch_accel_lite.checkpoint.models.weights import full_state_dict
 from pytorch_accel_lite.utils import format_bytes
 from tests.launching import CAN_SHARD, SOAK
@@ -148,7 +147,10 @@ def test_several_processes_give_the_same_bits_with_it(how, two_ranks):
         assert all(equal_weights(each, kept) or largest_difference(each, kept) < 1e-12 for each in compiled)
 
 
+@pytest.mark.extension("model_ema")
 def test_copies_of_the_model_are_independent_of_it():
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
     averages = [ModelEmaCallback(0.5), ModelEmaCallback(0.5)]
     for average, checkpointing in zip(averages, (False, True), strict=True):
         trainer = adamw_trainer(Repeats().double(), seed=1, activation_checkpointing=checkpointing, callbacks=[average])

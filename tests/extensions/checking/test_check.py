@@ -23,9 +23,13 @@ from tests.small_models import adamw_trainer, float64_data, float64_model, same_
 pytestmark = pytest.mark.usefixtures("no_accelerator")  # some programs compute in bfloat16
 
 
-def needing_logical(names: Iterable[str], *few: str) -> list[Any]:
+OWNERS = {"gradients depend on the processes": "logical", "logical processes": "logical", "LBFGS": "closures"}
+OWNERS |= dict.fromkeys(["generative adversarial", "two updates in a step"], "manual_optimization")
+
+
+def marked(names: Iterable[str]) -> list[Any]:
     """Names of programs, of which a few need an extension."""
-    return [pytest.param(name, marks=pytest.mark.extension("logical")) if name in few else name for name in names]
+    return [pytest.param(n, marks=pytest.mark.extension(OWNERS[n])) if n in OWNERS else n for n in names]
 
 
 def check(program: Program, **arguments: Any) -> Any:
@@ -33,7 +37,7 @@ def check(program: Program, **arguments: Any) -> Any:
     return trainer.check(data, **{**own_arguments, **arguments})
 
 
-@pytest.mark.parametrize("name", needing_logical(WRONG, "gradients depend on the processes"))
+@pytest.mark.parametrize("name", marked(WRONG))
 def test_a_mistake_is_found_by_the_check_that_should_find_it(name):
     torch.manual_seed(0)
     expected, make = WRONG[name]
@@ -44,7 +48,7 @@ def test_a_mistake_is_found_by_the_check_that_should_find_it(name):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", some_of(needing_logical(RIGHT, "logical processes")))
+@pytest.mark.parametrize("name", some_of(marked(RIGHT)))
 def test_correct_programs_pass_and_are_left_unchanged(name):
     torch.manual_seed(0)
     program = RIGHT[name]()
@@ -64,7 +68,7 @@ def test_correct_programs_pass_and_are_left_unchanged(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["images, batch norm, dropout, one cycle", "generative adversarial", "callback of one's own"]
+    "name", marked(["images, batch norm, dropout, one cycle", "generative adversarial", "callback of one's own"])
 )
 def test_training_after_a_check_is_unchanged(name):
     def train(checks: bool) -> dict[str, torch.Tensor]:

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics import MeanMetric
 
-from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveTrainingStateCallback
+from pytorch_accel_lite import Trainer, callbacks
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.launching import only_with_soak, run_code
 from tests.ranks import shared_folder, world_size
 from tests.small_models import (
@@ -152,20 +152,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "parts of batches": {"auto_microbatch": True},
     "a compiled model": {"given": {"compile_model": AS_PLAIN}},
     "an averaged model": {
-        "given": {"callbacks": [partial(ModelEmaCallback, 0.5, save_path=None)]},
+        "given": {"callbacks": [lambda: callbacks.ModelEmaCallback(0.5, save_path=None)]},
         "eval_dataset": DATA,
     },
     "an optimizer with a closure": {"optimizer": partial(torch.optim.LBFGS, max_iter=2)},
+}
+OWNERS = {
+    "parts of batches": "failed_batches",
+    "an averaged model": "model_ema",
+    "an optimizer with a closure": "closures",
+    "logical processes": "logical",
+    "train_step": "manual_optimization",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.extension("failed_batches") if name == "parts of batches" else ())
-        for name in SETTINGS
-    ],
+    [pytest.param(name, marks=pytest.mark.extension(OWNERS[name]) if name in OWNERS else ()) for name in SETTINGS],
 )
 def test_other_features_work_with_a_compiled_step(name, no_accelerator):
     settings = dict(SETTINGS[name])
@@ -299,7 +303,7 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.extension("logical")) if n == "logical processes" else n for n in REASONS],
+    [pytest.param(name, marks=pytest.mark.extension(OWNERS[name]) if name in OWNERS else ()) for name in REASONS],
 )
 def test_a_graph_break_is_reported_once_with_its_reason(name):
     settings, reason = REASONS[name]

@@ -34,7 +34,6 @@ from pytorch_accel_lite import data as sources
 from pytorch_accel_lite.callbacks import (
     GradientNormCallback,
     MetricsCallback,
-    ModelEmaCallback,
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
     TerminateOnNaNCallback,
@@ -132,7 +131,7 @@ def images(
 ) -> dict[str, Any]:
     """Batch norm, dropout, augmentation, windows and batches that are not full, clipping, a schedule, an average."""
     model = convolution()
-    ema = ModelEmaCallback(0.9, save_path=None)
+    ema = callbacks.ModelEmaCallback(0.9, save_path=None)
     squares = MetricsCallback(
         MeanSquaredError(), lambda batch, output: (output["model_outputs"][:, 0], batch[1]), train=True
     )
@@ -305,7 +304,11 @@ def unfreezing() -> dict[str, Any]:
 
 
 ALL: list[Callable[[], Any]] = [images, with_workers, few_samples, tokens, metrics, combined, unfreezing]
-NEEDED: dict[Callable[[], Any], tuple[str, ...]] = {combined: ("mixtures",), unfreezing: ("mixtures", "unfreezing")}
+NEEDED: dict[Callable[[], Any], tuple[str, ...]] = {
+    **dict.fromkeys([images, with_workers, few_samples], ("model_ema",)),
+    combined: ("mixtures",),
+    unfreezing: ("mixtures", "unfreezing"),
+}
 
 
 @functools.cache
@@ -370,6 +373,7 @@ def test_any_number_of_processes_gives_the_same_bits(ranks, case):
 
 
 @only_with_soak
+@pytest.mark.extension("model_ema")
 @pytest.mark.processes
 @pytest.mark.parametrize("processes", [4, 8])
 def test_eight_logical_processes_have_the_same_bits_on_4_and_8(job, processes):
@@ -485,6 +489,7 @@ def resumed(state: Path, options: dict[str, Any] | None = None) -> dict[str, Any
         return images(resume_from=state, **(options or {}))
 
 
+@pytest.mark.extension("model_ema")
 def test_a_run_resumes_the_same_bits_on_any_number_of_processes(uninterrupted, job):
     """Resumes within an epoch and at its end."""
     whole, states = uninterrupted
@@ -496,6 +501,7 @@ def test_a_run_resumes_the_same_bits_on_any_number_of_processes(uninterrupted, j
             assert [differences(whole, found) for found in job(processes).run(resumed, state)] == [[]] * processes
 
 
+@pytest.mark.extension("model_ema")
 def test_states_of_several_processes_resume_on_others(uninterrupted, job, tmp_path):
     whole, states = uninterrupted
     for found in job(3).run(save, tmp_path):
@@ -548,6 +554,7 @@ def test_any_run_resumes_from_any_update_on_any_process_count(job, tmp_path):
         assert [differences(whole, other) for other in others] == [[]] * len(others), options
 
 
+@pytest.mark.extension("model_ema")
 def test_resuming_with_other_logical_processes_loses_no_sample(uninterrupted, capsys):
     whole, states = uninterrupted
     for count in (4, None):
@@ -560,6 +567,7 @@ def test_resuming_with_other_logical_processes_loses_no_sample(uninterrupted, ca
         assert found["progress"]["samples"] == whole["progress"]["samples"]
 
 
+@pytest.mark.extension("model_ema")
 def test_a_state_records_its_environment(uninterrupted, capsys):
     _, states = uninterrupted
     print_contents(states[0])
@@ -568,6 +576,7 @@ def test_a_state_records_its_environment(uninterrupted, capsys):
     assert re.search(r"machine: device cpu, torch .*threads 1", shown)
 
 
+@pytest.mark.extension("model_ema")
 def test_a_machine_that_computes_other_bits_is_reported(uninterrupted, capsys):
     _, states = uninterrupted
     torch.set_float32_matmul_precision("high")

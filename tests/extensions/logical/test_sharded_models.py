@@ -18,7 +18,6 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import (
     GradientNormCallback,
     MetricsCallback,
-    ModelEmaCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
 )
@@ -27,7 +26,7 @@ from tests.ranks import rank, world_size
 from tests.sharded import gathered, mesh_of, shard, sharding_accelerator
 from tests.small_models import adamw_trainer, equal_weights, float64_data
 
-pytestmark = [CAN_SHARD, pytest.mark.processes]
+pytestmark = [CAN_SHARD, pytest.mark.processes, pytest.mark.extension("model_ema")]
 
 
 def create_model() -> nn.Module:
@@ -45,6 +44,8 @@ def train(how: str, folder: Path | None = None, resume_from: Path | None = None,
     Args:
         how: how its model is sharded, if at all
     """
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
     model = shard(create_model(), how)
     average = ModelEmaCallback(0.9, save_path=None)
     callbacks: list[Any] = [average, MetricsCallback(MetricCollection({"mae": MeanAbsoluteError()}))]
@@ -140,6 +141,8 @@ def test_mixed_precision_of_fsdp_has_one_result(job):
 
 
 def by_accelerate() -> dict[str, Any]:
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
     accelerator = sharding_accelerator(auto_wrap_policy="size_based_wrap", min_num_params=20)
     model = create_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)

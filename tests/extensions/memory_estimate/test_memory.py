@@ -309,6 +309,7 @@ class OwnStep(Trainer):
         return {}
 
 
+@pytest.mark.extension("manual_optimization")
 def test_overridden_steps_are_estimated():
     model, critic = float64_model(), float64_model()
     optimizers = [torch.optim.AdamW(part.parameters()) for part in (model, critic)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pytorch_accel_lite import Trainer
+from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.optimizers import muon_with_adamw, split_parameters
 from tests.launching import HAS_MUON
@@ -105,11 +105,14 @@ def test_frozen_parameters_are_left_out_and_heads_can_be_named():
     assert "matrices          1              8  5.weight" in str(kinds)
 
 
+COSINE = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS)
+
+
 def trained(optimizer: Any, folder: Any = None, model: nn.Module | None = None, **kwargs: Any) -> Trainer:
     states = [] if folder is None else [SaveTrainingStateCallback(folder, save_every_n_steps=1, max_checkpoints=None)]
     model = deep_model() if model is None else model
     trainer = Trainer(model, nn.MSELoss(), optimizer or muon_with_adamw(model, lr=0.02), states, seed=0)
-    trainer.train(DATA, 2, per_device_batch_size=8 // world_size(), create_scheduler_fn="cosine", **kwargs)
+    trainer.train(DATA, 2, per_device_batch_size=8 // world_size(), create_scheduler_fn=COSINE, **kwargs)
     return trainer
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import EarlyStoppingCallback, ModelEmaCallback, SaveBestModelCallback
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveBestModelCallback
 from pytorch_accel_lite.extensions.other_libraries import HOOKS
 from pytorch_accel_lite.run.events import EVENTS
 from tests.small_models import make_data, make_trainer
@@ -83,7 +83,6 @@ CALLBACKS: list[tuple[Any, str, str]] = [
     (SaveBestModelCallback, "monitor", "it is called watch_metric."),
     (SaveBestModelCallback, "filepath", "it is called save_path."),
     (SaveBestModelCallback, "save_top_k", "it is called keep."),
-    (ModelEmaCallback, "monitor", "it is called watch_metric."),
 ]
 
 

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import ModelEmaCallback, SaveBestModelCallback
+from pytorch_accel_lite.callbacks import SaveBestModelCallback
 from tests.adapters import bert, rows, with_lora
 from tests.launching import CAN_SHARD
 from tests.ranks import world_size
@@ -50,7 +50,10 @@ def make_tokenizer(word: str = "a") -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
 
 
+@pytest.mark.extension("model_ema")
 def test_transformers_loads_the_best_model_and_the_best_average(tmp_path):
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
     pytest.importorskip("transformers")
     paths = best, average = tmp_path / "best.pt", tmp_path / "average.pt"
     trainer = trained(SaveBestModelCallback(best), ModelEmaCallback(0.5, save_path=average), lr=10.0)

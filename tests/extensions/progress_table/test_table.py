@@ -23,7 +23,6 @@ from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     GradientNormCallback,
     MetricsCallback,
-    ModelEmaCallback,
     ProgressBarCallback,
     ProgressTableCallback,
     SaveBestModelCallback,
@@ -144,8 +143,9 @@ def test_without_a_watched_metric_the_loss_of_the_evaluation_is(capsys):
     assert "Best" not in "".join(printed(capsys))
 
 
+@pytest.mark.extension("model_ema")
 def test_the_marked_best_is_the_models_beside_a_saved_average(tmp_path, capsys):
-    average = ModelEmaCallback(decay=0.5, save_path=tmp_path / "ema.pt")
+    average = callbacks.ModelEmaCallback(decay=0.5, save_path=tmp_path / "ema.pt")
     best = SaveBestModelCallback(tmp_path / "best.pt")
     train(make_trainer(table(average, best)), 2, eval_dataset=True)
     said = " ".join(printed(capsys))

@@ -16,13 +16,7 @@ from torch import nn
 from torchmetrics import MeanSquaredError, R2Score
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import (
-    EarlyStoppingCallback,
-    MetricsCallback,
-    ModelEmaCallback,
-    RunLogCallback,
-    SaveBestModelCallback,
-)
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback, MetricsCallback, RunLogCallback, SaveBestModelCallback
 from tests.adapters import bert, with_lora
 from tests.launching import CAN_SHARD
 from tests.saved_models import DATA, OTHER_DATA, ModelMixin, make_timm, saved_sharded, trained
@@ -133,7 +127,10 @@ def test_the_library_of_the_hub_reads_the_metadata(tmp_path):
     assert row(tmp_path / "waves", "mse") == [f"{value:.4f}" for value in history["mse"][-2:]]
 
 
+@pytest.mark.extension("model_ema")
 def test_each_evaluation_dataset_has_its_own_results(tmp_path):
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
     average = ModelEmaCallback(decay=0.5, watch_metric="ema_model_easy_eval_loss_epoch")
     trained(average, eval_dataset={"easy": DATA, "hard_ones": OTHER_DATA}).save_model(tmp_path)
     assert [(it.dataset_config, it.metric_type) for it in results(tmp_path)] == [

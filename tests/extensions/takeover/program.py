@@ -21,12 +21,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 import pytorch_accel_lite.callbacks as shipped
 from pytorch_accel_lite import Trainer, TrainerCallback, get_default_callbacks
-from pytorch_accel_lite.callbacks import (
-    MetricsCallback,
-    ModelEmaCallback,
-    SaveBestModelCallback,
-    SaveTrainingStateCallback,
-)
+from pytorch_accel_lite.callbacks import MetricsCallback, SaveBestModelCallback, SaveTrainingStateCallback
 
 CONFIG: dict[str, Any] = json.loads(sys.argv[1])
 FOLDER = Path(CONFIG["folder"])
@@ -199,11 +194,10 @@ def main() -> None:
     victim = Victim()
     callbacks: list[Any] = [victim]
     if CONFIG.get("saves"):
-        callbacks += [
-            SaveBestModelCallback(str(FOLDER / "best.pt"), "eval_loss_epoch"),
-            ModelEmaCallback(save_path=str(FOLDER / "average.pt")),
-        ]
-        if "MetricsFileCallback" in shipped.__all__:  # otherwise its extension has been deleted
+        callbacks += [SaveBestModelCallback(str(FOLDER / "best.pt"), "eval_loss_epoch")]
+        if "ModelEmaCallback" in shipped.__all__:  # otherwise its extension has been deleted
+            callbacks.append(shipped.ModelEmaCallback(save_path=str(FOLDER / "average.pt")))
+        if "MetricsFileCallback" in shipped.__all__:
             callbacks.append(shipped.MetricsFileCallback(str(FOLDER / "metrics.jsonl"), every="2 updates"))
         callbacks += [
             SaveTrainingStateCallback(str(FOLDER / "states"), save_every_n_steps=5, max_checkpoints=2),

@@ -148,7 +148,11 @@ class OwnStep(Trainer):
             {"model": CannotBeCounted()},
             "torch's counter has failed with NotImplementedError: no formula. Pass flops_per",
         ),
-        ({"trainer_class": OwnStep}, "OwnStep overrides train_step"),
+        pytest.param(
+            {"trainer_class": OwnStep},
+            "OwnStep overrides train_step",
+            marks=pytest.mark.extension("manual_optimization"),
+        ),
         pytest.param(
             {"logical_processes": 2, "seed": 0},
             "a step has several logical processes",

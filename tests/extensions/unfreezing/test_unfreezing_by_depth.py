@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, ModelEmaCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, SaveTrainingStateCallback
 from tests.adapters import bert, rows
 from tests.extensions.finetuning.test_layer_groups import in_groups
 from tests.small_models import adamw_trainer, equal_weights, largest_difference, listener, weights
@@ -37,6 +37,8 @@ def test_a_transformer_is_unfrozen_block_by_block(capsys):
 
 def unfreezing(folder: Path | None = None, resume_from: Path | None = None) -> Any:
     """Weights and their average after unfreezing all groups, one more in each epoch, and the learning rates."""
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
     model = bert(dropout=0)
     ema = ModelEmaCallback(decay=0.5, evaluate_during_training=False, save_path=None)
     saving = [] if folder is None else [SaveTrainingStateCallback(folder, save_every_n_epochs=1)]
@@ -53,6 +55,7 @@ def unfreezing(folder: Path | None = None, resume_from: Path | None = None) -> A
     return weights(trainer.get_model()), weights(ema.ema.module), rates
 
 
+@pytest.mark.extension("model_ema")
 @pytest.mark.slow
 def test_unfreezing_by_depth_resumes_to_the_same_bits(tmp_path):
     whole = unfreezing(tmp_path / "whole")
@@ -62,6 +65,7 @@ def test_unfreezing_by_depth_resumes_to_the_same_bits(tmp_path):
     assert all(equal_weights(found, expected) for found, expected in zip(resumed[:2], whole[:2], strict=True))
 
 
+@pytest.mark.extension("model_ema")
 def test_several_processes_unfreeze_by_depth_as_one(two_ranks):
     alone = unfreezing()
     results = two_ranks(unfreezing)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import ModelEmaCallback, WorstSamplesCallback
+from pytorch_accel_lite.callbacks import WorstSamplesCallback
 from tests.launching import CAN_SHARD
 from tests.sharded import fit, gathered, large_model, sharded_trainer, sharding_accelerator
 from tests.small_models import Stream, adamw_trainer, float64_data, float64_model, make_data, make_trainer, train
@@ -150,9 +150,11 @@ def test_images_are_drawn_as_a_sheet(tmp_path):
         WorstSamplesCallback().plot(data)
 
 
-@pytest.mark.extension("plots")
+@pytest.mark.extension("plots", "model_ema")
 @pytest.mark.parametrize("averaged", [False, True])
 def test_images_of_several_datasets_are_drawn_by_their_names(averaged):
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
     model, worst = nn.Sequential(nn.Flatten(), nn.Linear(16, 1)), WorstSamplesCallback(4)
     named = {name: TensorDataset(torch.full((2, 1, 4, 4), level), torch.ones(2, 1)) for name, level in LEVELS.items()}
     watched = "ema_model_left_eval_loss_epoch"
@@ -186,7 +188,10 @@ def test_the_worst_samples_of_all_processes_are_found(ranks):
         assert result["found"] == result["expected"]
 
 
+@pytest.mark.extension("model_ema")
 def test_the_model_ema_callback_learns_of_the_dataloaders():
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
     worst = WorstSamplesCallback(3)
     ema = ModelEmaCallback(0.5, save_path=None, callbacks=[worst])
     data = float64_data(9)

@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-import inspect
+from typing import Protocol, cast
 
 import torch
 
-from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
-from pytorch_accel_lite.base.reachable import codes_in
-from pytorch_accel_lite.base.user_code import is_from_this_package, is_overridden
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.batches import BatchOutput
-from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
-from pytorch_accel_lite.distributed.no_sync import no_sync_within_window
-from pytorch_accel_lite.loop.plain_step import PlainStep, backward
-from pytorch_accel_lite.loop.snapshot import Snapshot, replaced
-from pytorch_accel_lite.optimizers.operations import needs_closure, parts_of_optimizer
-from pytorch_accel_lite.run.losses import LossTrackers
-from pytorch_accel_lite.run.modules_and_optimizers import other_modules
-from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.steps.features import FP16, MICROBATCHES, SHARDED, SKIPPED_BATCHES, Conflict, Feature
-from pytorch_accel_lite.steps.manual import MANUAL
-
-
-def _recomputes_gradients(trainer: TrainerLike, run: Run) -> bool:
-    """Whether the trainer's class declares or seems to recompute gradients. Only then are batches kept."""
-    declared = trainer.recomputes_gradients
-    return _mentions_recompute_gradients(trainer) if declared is None else declared
-
-
-def _mentions_recompute_gradients(trainer: TrainerLike) -> bool:
-    """Whether ``optimizer_step`` is overridden, and a method of the user's classes mentions ``recompute_gradients``."""
-    if not is_overridden(trainer, "optimizer_step"):
-        return False
-    values = [
-        value for base in type(trainer).__mro__ if not is_from_this_package(base) for value in vars(base).values()
-    ]
-    methods = [inspect.unwrap(getattr(value, "__func__", value)) for value in values]  # methods may be decorated
-    codes = [method.__code__ for method in methods if hasattr(method, "__code__")]
-    return any("recompute_gradients" in inner.co_names for code in codes for inner in codes_in(code))
-
+from pytorch_accel_lite.extending import (
+    CLOSURE,
+    FP16,
+    MANUAL,
+    MICROBATCHES,
+    RECOMPUTED,
+    SHARDED,
+    SKIPPED_BATCHES,
+    BatchOutput,
+    Conflict,
+    Feature,
+    LossTrackers,
+    PlainStep,
+    Run,
+    Snapshot,
+    TrainerLike,
+    average_gradients,
+    backward,
+    capture_generators,
+    needs_closure,
+    no_sync_within_window,
+    other_modules,
+    replaced,
+    restore_generators,
+)
+from pytorch_accel_lite.extending_callbacks import parts_of_optimizer
 
 _NOT_KEPT = "the batches of an update are kept whole"
 _CONFLICTS = (
@@ -58,24 +51,24 @@ _ONLY_ALONE = Conflict(
     "it computes the gradients of an update several times. Give it alone, or step each part of trainer.optimizer in "
     "optimizer_step",
 )
-CLOSURE = Feature(
-    "an optimizer that needs a closure (LBFGS)",
-    lambda trainer, run: bool(needs_closure(trainer.optimizer)),
-    (*_CONFLICTS, _ONLY_ALONE),
-)
-#: A conflict is an error only when ``recompute_gradients()`` is called.
-RECOMPUTED = Feature("recompute_gradients()", _recomputes_gradients, _CONFLICTS, is_refused=False)
+_RECOMPUTED = RECOMPUTED.with_conflicts(*_CONFLICTS)  # an error only when recompute_gradients() is called
+
+
+class _RecomputesGradients(Protocol):
+    """A trainer with the method of this extension."""
+
+    def recompute_gradients(self) -> torch.Tensor: ...
 
 
 class ReplayingStep(PlainStep):
     """Keeps the batches of an accumulation window, to repeat their forward and backward passes."""
 
-    features = (CLOSURE, RECOMPUTED)
+    features = (CLOSURE.with_conflicts(*_CONFLICTS, _ONLY_ALONE), _RECOMPUTED)
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
         super().__init__(trainer, run)
         if needs_closure(trainer.optimizer) and not parts_of_optimizer(trainer.optimizer):
-            self.closure = (trainer.recompute_gradients,)
+            self.closure = (cast(_RecomputesGradients, trainer).recompute_gradients,)
         self._steps: list[tuple[Batch, dict[str, object]]] = []
         self._update = -1  # number of updates before the window
 
@@ -139,7 +132,7 @@ def recompute_gradients(self: TrainerLike) -> torch.Tensor:
     run = self.current_run
     if isinstance(run.stepper, ReplayingStep):
         return run.stepper.recompute(self, run)
-    if run.config is not None and self.is_running and (conflict := RECOMPUTED.find_conflict(self, run)):
+    if run.config is not None and self.is_running and (conflict := _RECOMPUTED.find_conflict(self, run)):
         raise _recompute_error(f"it does not work with {conflict.other.name}")
     raise _recompute_error(
         "only then the batches of an update are kept, and if a method of the trainer names it, or its class has "

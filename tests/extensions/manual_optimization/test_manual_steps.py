@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer, callbacks
-from pytorch_accel_lite.callbacks import GradientNormCallback, ModelEmaCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import GradientNormCallback, SaveTrainingStateCallback
 from tests.ranks import check_processes, every_state, shared_folder, world_size
 from tests.small_models import (
     adamw_trainer,
@@ -348,7 +348,10 @@ def test_the_output_of_a_manual_step_is_recorded():
     assert trainer.run_history.get_metric_values("train_loss_epoch") == [3.0]
 
 
+@pytest.mark.extension("model_ema")
 def test_an_average_follows_the_model_once_a_step():
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
     trainer = GAN(callbacks=[average := ModelEmaCallback(decay=0.5, evaluate_during_training=False, save_path=None)])
     trainer.train(FULL, 1, per_device_batch_size=13)
     assert average.ema.num_updates == 2

@@ -10,37 +10,39 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.checkpoint.models.trained_object_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.batches import BatchOutput, complete_output, infer_batch_size
-from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
-from pytorch_accel_lite.loop.plain_step import backward
-from pytorch_accel_lite.loop.snapshot import replaced
-from pytorch_accel_lite.optimizers.operations import (
-    TrainerOptimizer,
+from pytorch_accel_lite.extending import (
+    MANUAL,
+    MICROBATCHES,
+    SHARDED,
+    SKIPPED_BATCHES,
+    BatchOutput,
+    Conflict,
+    GradientWindow,
+    Run,
+    Step,
+    TrainerLike,
+    all_optimized_parameters,
+    average_gradients,
+    backward,
+    buffers_beside_model,
+    buffers_in,
+    complete_output,
+    infer_batch_size,
     optimized_parameters,
+    replaced,
+    warn_outside,
+)
+from pytorch_accel_lite.extending_callbacks import (
+    Count,
+    StateDict,
+    TrainerOptimizer,
+    mixed_precision,
     parts_of_optimizer,
     schedulers_in,
 )
-from pytorch_accel_lite.run.accumulation import Count, GradientWindow
-from pytorch_accel_lite.run.modules_and_optimizers import buffers_in
-from pytorch_accel_lite.run.run import Run, Step, TrainerLike
-from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters
-from pytorch_accel_lite.steps.features import MICROBATCHES, SHARDED, SKIPPED_BATCHES, Conflict, Feature
 
 _UPDATES = "the updates of a failed step cannot be undone"
-MANUAL = Feature(
-    "an overridden train_step",
-    lambda trainer, run: "train_step" in run.overridden,
-    (
-        Conflict(MICROBATCHES, _UPDATES),
-        Conflict(SKIPPED_BATCHES, _UPDATES),
-        Conflict(SHARDED, "it averages gradients itself, for whole weights"),
-    ),
-)
 
 
 class ManualStep(Step):
@@ -59,7 +61,13 @@ class ManualStep(Step):
         items: number of items averaged in each loss, unless the items are samples
     """
 
-    features = (MANUAL,)
+    features = (
+        MANUAL.with_conflicts(
+            Conflict(MICROBATCHES, _UPDATES),
+            Conflict(SKIPPED_BATCHES, _UPDATES),
+            Conflict(SHARDED, "it averages gradients itself, for whole weights"),
+        ),
+    )
     updates_one_by_one = True
 
     def __init__(self, trainer: TrainerLike, run: Run) -> None:
@@ -136,10 +144,20 @@ class ManualStep(Step):
             completed.setdefault("num_items_in_batch", counts[0])
         return completed
 
-    def update_one(
-        self, trainer: TrainerLike, name: str, loss: torch.Tensor, items: Count | None, retain_graph: bool
+    def update_optimizer(
+        self, trainer: TrainerLike, loss: torch.Tensor, optimizer: str | None, items: Count | None, retain_graph: bool
     ) -> None:
         """Accumulate the gradients of an optimizer's parameters; at the end of a window, update them."""
+        if optimizer is None and len(self.optimizers) > 1:
+            raise ValueError(f"update() needs optimizer=, one of {', '.join(map(repr, self.optimizers))}.")
+        name = next(iter(self.optimizers)) if optimizer is None else optimizer
+        if name not in self.optimizers:
+            has_names = bool(parts_of_optimizer(trainer.optimizer))
+            existing = ", ".join(map(repr, self.optimizers)) if has_names else "one without a name"
+            raise ValueError(f"update(optimizer={optimizer!r}): there is no such optimizer, only {existing}.")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise _loss_error(loss)
+        loss = loss.reshape(())
         run = trainer.current_run
         batch = run.batch
         assert batch is not None
@@ -250,6 +268,17 @@ class ManualStep(Step):
             window.items_per_batch = state.get("own_items_per_batch", {}).get(name)
 
 
+def _loss_error(loss: object) -> ValueError:
+    """Return the error about a loss that is not a scalar tensor with gradients."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        return ValueError(f"update(loss): the loss must be a scalar tensor that requires gradients, not {shape}.")
+    return ValueError(
+        "update(loss): the loss does not require gradients. Was it detached, or computed under torch.no_grad() or "
+        "with frozen networks?"
+    )
+
+
 def _refuse_gradients(name: str, optimizer: TrainerOptimizer) -> None:
     """Raise an error if there are gradients before the first backward pass of an update, which would use them, too."""
     gradients = (p.grad for p in optimized_parameters(optimizer) if p.grad is not None)
@@ -301,50 +330,3 @@ def _only_optimizer(trainer: TrainerLike, optimizer: TrainerOptimizer) -> Iterat
     """
     with replaced(trainer, optimizer=optimizer), replaced(trainer.accelerator, _optimizers=[]):
         yield
-
-
-def update(
-    self: TrainerLike,
-    loss: torch.Tensor,
-    optimizer: str | None = None,
-    *,
-    num_items: Count | None = None,
-    retain_graph: bool = False,
-) -> None:
-    """Update the parameters of one optimizer with the gradients of a loss, in an overridden ``train_step``.
-
-    Runs the backward pass for the parameters of that optimizer only, then clips the gradients, steps the optimizer and
-    its scheduler, and clears the gradients. With ``gradient_accumulation_steps``, gradients accumulate, and everything
-    after the backward pass happens in the last step of the window. With several processes, gradients are averaged here
-    without ``DistributedDataParallel``, so any part of the model may be called any number of times. Call it on every
-    process.
-
-    Args:
-        loss: a scalar tensor, the mean over the samples of the batch
-        optimizer: name of the optimizer to update; may be omitted if there is only one
-        num_items: number of items averaged in the loss, if these are not samples but tokens, for example. The mean
-            recorded for the epoch is then over items, too. The sum of several losses is recorded as a mean over
-            samples, unless the same number is passed for all losses.
-        retain_graph: keep the graph for another loss over the same outputs
-
-    Raises:
-        ValueError: if the optimizer is unknown, or the loss does not depend on its parameters
-    """
-    step = self.current_run.stepper
-    if not isinstance(step, ManualStep):
-        raise RuntimeError("update() is only for an overridden train_step: the default step updates by itself.")
-    if optimizer is None and len(step.optimizers) > 1:
-        raise ValueError(f"update() needs optimizer=, one of {', '.join(map(repr, step.optimizers))}.")
-    name = next(iter(step.optimizers)) if optimizer is None else optimizer
-    if name not in step.optimizers:
-        existing = ", ".join(map(repr, step.optimizers)) if parts_of_optimizer(self.optimizer) else "one without a name"
-        raise ValueError(f"update(optimizer={optimizer!r}): there is no such optimizer, only {existing}.")
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ValueError(f"update(loss): the loss must be a scalar tensor that requires gradients, not {shape}.")
-    if not loss.requires_grad:
-        raise ValueError(
-            "update(loss): the loss does not require gradients. Was it detached, or computed under torch.no_grad() or "
-            "with frozen networks?"
-        )
-    step.update_one(self, name, loss.reshape(()), num_items, retain_graph)

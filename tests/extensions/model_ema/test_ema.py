@@ -453,3 +453,9 @@ def test_the_best_average_of_an_earlier_run_stays_in_its_file(tmp_path):
     trainer.train(data, 1, data)
     assert averaging.best_metric == best < trainer.run_history.get_latest_metric("ema_model_eval_loss_epoch")
     assert (tmp_path / "ema.pt").read_bytes() == saved
+
+
+@pytest.mark.extension("other_libraries")
+def test_a_name_of_another_library_for_the_metric_is_suggested():
+    with pytest.raises(TypeError, match="it is called watch_metric"):
+        ModelEmaCallback(monitor="loss")

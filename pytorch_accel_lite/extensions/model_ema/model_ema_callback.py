@@ -11,23 +11,29 @@ from typing import Literal
 
 from torch.nn.parameter import is_lazy
 
-from pytorch_accel_lite.base.modules import are_sharded
-from pytorch_accel_lite.base.paths import file_path
-from pytorch_accel_lite.base.quantised import quantised_entries
-from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.unknown_names import suggest_arguments
-from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.base.validation import check_choice, check_range
-from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
-from pytorch_accel_lite.checkpoint import model_state, write_checkpoint
-from pytorch_accel_lite.checkpoint.disk.files import FROZEN
-from pytorch_accel_lite.checkpoint.models.weights import leave_out_frozen, sharded_like
-from pytorch_accel_lite.optimizers.moving_averages import ModelEma, ShardedEma
-from pytorch_accel_lite.run.callback_handler import CallbackHandler, set_listening
-from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.metric_checks import ExpectedMetrics
-from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.checkpoint import file_path, model_state, write_checkpoint
+from pytorch_accel_lite.extending import (
+    CallbackHandler,
+    RunRequest,
+    TrainerCallback,
+    TrainerLike,
+    check_range,
+    warn_outside,
+)
+from pytorch_accel_lite.extending_callbacks import (
+    FROZEN,
+    ExpectedMetrics,
+    MetricWatcher,
+    StateDict,
+    are_sharded,
+    check_choice,
+    leave_out_frozen,
+    quantised_entries,
+    set_listening,
+    sharded_like,
+    suggest_arguments,
+)
+from pytorch_accel_lite.extensions.model_ema.moving_averages import ModelEma, ShardedEma
 
 
 @suggest_arguments

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.modules import local_shard, reshard
-from pytorch_accel_lite.base.quantised import is_frozen_and_quantised
-from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.extending import local_shard, warn_outside
+from pytorch_accel_lite.extending_callbacks import is_frozen_and_quantised, reshard
 
 _kind_of = attrgetter("dtype", "device", "requires_grad")
 #: An averaged tensor, the tensor of the model, and whether that is trained.
