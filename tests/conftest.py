@@ -94,6 +94,7 @@ def pytest_collection_finish() -> None:
     """
     torch.zeros((), requires_grad=True).backward()
     gc.enable()
+    gc.set_threshold(20_000, 10, 10)  # collect less often than by default
     gc.collect()
     gc.freeze()  # later collections skip what exists now
     EarlyFork.copy = EarlyCopy()
