@@ -175,7 +175,7 @@ def test_sigkill_at_any_file_operation_leads_to_the_same_bits(tmp_path, asynchro
 @pytest.mark.processes
 @pytest.mark.timeout(7200 if SOAK else 1800)
 def test_sigkill_of_rank_0_at_any_file_operation_changes_no_bits(tmp_path):
-    """Kills at every nineteenth operation; ``make soak`` at each."""
+    """Kills at every twenty-fifth operation; ``make soak`` at each."""
     kwargs: dict[str, Any] = {"max_checkpoints": 1, "save_every_n_steps": 3, "epochs": 2}
 
     def complete(folder: Path) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def test_sigkill_of_rank_0_at_any_file_operation_changes_no_bits(tmp_path):
     whole = complete(tmp_path / "whole")
     assert whole["processes"] == 2
     kills = 0
-    for number in range(1, 300, 1 if SOAK else 19):
+    for number in range(1, 300, 1 if SOAK else 25):
         folder = tmp_path / f"killed{number}"
 
         def killed(rank, folder=folder, number=number):
