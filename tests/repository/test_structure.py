@@ -48,6 +48,7 @@ PUBLIC_PATHS = {
     "extending_callbacks",
     "extending_data",
     "extending_schedulers",
+    "extending_tools",
     "finetuning",
     "integrations",
     "placeholders",

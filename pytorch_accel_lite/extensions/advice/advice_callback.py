@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pytorch_accel_lite.extending import TrainerCallback, TrainerLike, check_range, faster_data, is_overridden
+from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
 from pytorch_accel_lite.extending_callbacks import (
     BatchData,
     BatchOutput,
@@ -23,6 +23,7 @@ from pytorch_accel_lite.extending_callbacks import (
     total_norm,
     wrapped,
 )
+from pytorch_accel_lite.extending_tools import check_range, faster_data, is_overridden
 
 _FIRST_STEPS = 16  # the mean loss of these steps is compared with the epoch's
 _LEAST_UPDATES = 48

@@ -10,7 +10,8 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from pytorch_accel_lite.extending import TrainerLike, replaced, tensors_in
+from pytorch_accel_lite.extending import TrainerLike
+from pytorch_accel_lite.extending_tools import replaced, tensors_in
 from pytorch_accel_lite.extensions.blocks.block_forward import BlockForward
 from pytorch_accel_lite.extensions.blocks.repeated_blocks import repeated_blocks
 from pytorch_accel_lite.utils import format_bytes

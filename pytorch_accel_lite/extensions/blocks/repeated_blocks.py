@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from pytorch_accel_lite.extending import ChosenModules, listed
 from pytorch_accel_lite.extending_callbacks import did_you_mean
+from pytorch_accel_lite.extending_tools import ChosenModules, listed
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:

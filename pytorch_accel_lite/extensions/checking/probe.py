@@ -19,15 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from pytorch_accel_lite.callbacks import TrainerCallback
 from pytorch_accel_lite.data import Batch, BatchData
-from pytorch_accel_lite.extending import (
-    DIVISIONS,
+from pytorch_accel_lite.extending import DIVISIONS, Share, TrainerLike, Trial, UserCallbacks, create_division
+from pytorch_accel_lite.extending_tools import (
     TARGET_KEYS,
-    Share,
-    TrainerLike,
-    Trial,
-    UserCallbacks,
     all_optimized_parameters,
-    create_division,
     infer_batch_size,
     is_as_long,
     is_overridden,

@@ -11,18 +11,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pytorch_accel_lite.data import NamedData
-from pytorch_accel_lite.extending import (
-    Division,
-    Report,
-    RunRequest,
-    Snapshot,
-    TrainerLike,
-    Trial,
-    check_range,
-    describe_error,
-    render,
-    replaced,
-)
+from pytorch_accel_lite.extending import Division, RunRequest, Snapshot, TrainerLike, Trial
+from pytorch_accel_lite.extending_tools import Report, check_range, describe_error, render, replaced
 from pytorch_accel_lite.extensions.checking import (
     batch_checks,
     data_checks,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from pytorch_accel_lite.extending import TARGET_KEYS, tensors_in
+from pytorch_accel_lite.extending_tools import TARGET_KEYS, tensors_in
 from pytorch_accel_lite.extensions.checking.probe import (
     TOLERANCE,
     Finding,

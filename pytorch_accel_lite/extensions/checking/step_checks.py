@@ -9,7 +9,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from pytorch_accel_lite.extending import (
+from pytorch_accel_lite.extending_tools import (
     describe_error,
     infer_batch_size,
     is_single_sample,

@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.extending import is_overridden, tensors_in
+from pytorch_accel_lite.extending_tools import is_overridden, tensors_in
 from pytorch_accel_lite.extensions.checking.probe import (
     Finding,
     LossCall,

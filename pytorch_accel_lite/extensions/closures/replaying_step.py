@@ -23,8 +23,11 @@ from pytorch_accel_lite.extending import (
     Run,
     Snapshot,
     TrainerLike,
-    average_gradients,
     backward,
+)
+from pytorch_accel_lite.extending_callbacks import parts_of_optimizer
+from pytorch_accel_lite.extending_tools import (
+    average_gradients,
     capture_generators,
     needs_closure,
     no_sync_within_window,
@@ -32,7 +35,6 @@ from pytorch_accel_lite.extending import (
     replaced,
     restore_generators,
 )
-from pytorch_accel_lite.extending_callbacks import parts_of_optimizer
 
 _NOT_KEPT = "the batches of an update are kept whole"
 _CONFLICTS = (

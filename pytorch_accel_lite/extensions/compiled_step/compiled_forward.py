@@ -13,21 +13,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.extending import (
-    COMPILED,
-    Batch,
-    BatchAdapter,
-    BatchOutput,
-    LossFunction,
-    Run,
-    TrainerLike,
+from pytorch_accel_lite.extending import COMPILED, Batch, BatchAdapter, BatchOutput, LossFunction, Run, TrainerLike
+from pytorch_accel_lite.extending_callbacks import BatchData, Count, Tree
+from pytorch_accel_lite.extending_tools import (
     infer_batch_size,
     is_overridden,
     optimized_parameters,
     shapes_are_known,
     warn_outside,
 )
-from pytorch_accel_lite.extending_callbacks import BatchData, Count, Tree
 
 _REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # modes of torch.compile with CUDA graphs
 

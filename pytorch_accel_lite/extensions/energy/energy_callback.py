@@ -7,8 +7,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from pytorch_accel_lite.extending import TrainerCallback, TrainerLike, check_range
+from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
 from pytorch_accel_lite.extending_callbacks import BatchData, BatchOutput, StateDict
+from pytorch_accel_lite.extending_tools import check_range
 from pytorch_accel_lite.extensions.energy.meters import Meter, find_meters
 
 _JOULES = 3.6e6  # in a kilowatt-hour

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pytorch_accel_lite.checkpoint import file_path, write_text
-from pytorch_accel_lite.extending import Column, is_monitor, render
+from pytorch_accel_lite.extending_tools import Column, is_monitor, render
 from pytorch_accel_lite.extensions.experiment.results import Results, text_table
 from pytorch_accel_lite.extensions.experiment.run_folders import RecordedRun, find_runs
 from pytorch_accel_lite.extensions.experiment.yaml_files import ClassPath

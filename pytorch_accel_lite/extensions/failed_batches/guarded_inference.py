@@ -22,6 +22,9 @@ from pytorch_accel_lite.extending import (
     SkippedStep,
     Snapshot,
     TrainerLike,
+)
+from pytorch_accel_lite.extending_callbacks import Tree
+from pytorch_accel_lite.extending_tools import (
     explain,
     infer_batch_size,
     is_out_of_memory,
@@ -30,7 +33,6 @@ from pytorch_accel_lite.extending import (
     replaced,
     split_into_parts,
 )
-from pytorch_accel_lite.extending_callbacks import Tree
 from pytorch_accel_lite.extensions.failed_batches.failures import NEVER_SKIPPED, describe_failure
 
 #: Returns the output of a batch, or of a part of it.

@@ -21,15 +21,17 @@ from pytorch_accel_lite.extending import (
     Run,
     StepSnapshot,
     TrainerLike,
-    as_returned,
     backward,
+)
+from pytorch_accel_lite.extending_callbacks import StateDict, sync_ddp_buffers
+from pytorch_accel_lite.extending_tools import (
+    as_returned,
     infer_batch_size,
     is_out_of_memory,
     merge_outputs,
     split_into_parts,
     unwrapped_model,
 )
-from pytorch_accel_lite.extending_callbacks import StateDict, sync_ddp_buffers
 from pytorch_accel_lite.extensions.failed_batches.failures import NEVER_SKIPPED, describe_failure
 
 DONE, OUT_OF_MEMORY, FAILED = range(3)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NotRequired
 
-from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike, check_positive_int
+from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
 from pytorch_accel_lite.extending_callbacks import Failure, Phase, StateDict
+from pytorch_accel_lite.extending_tools import check_positive_int
 
 _PHASES = {"training", "evaluation", "prediction"}
 

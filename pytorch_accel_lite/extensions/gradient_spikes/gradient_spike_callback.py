@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import math
 
-from pytorch_accel_lite.extending import (
-    StopTrainingError,
-    TrainerCallback,
-    TrainerLike,
-    check_positive_int,
-    check_range,
-)
+from pytorch_accel_lite.extending import StopTrainingError, TrainerCallback, TrainerLike
 from pytorch_accel_lite.extending_callbacks import StateDict, to_float, total_norm
+from pytorch_accel_lite.extending_tools import check_positive_int, check_range
 
 
 class GradientSpikeCallback(TrainerCallback):

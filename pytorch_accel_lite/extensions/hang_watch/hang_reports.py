@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
-from pytorch_accel_lite.extending import Ranks, innermost_function
+from pytorch_accel_lite.extending import Ranks
+from pytorch_accel_lite.extending_tools import innermost_function
 from pytorch_accel_lite.extensions.hang_watch.job_watch import EXIT_CODE, end_process
 from pytorch_accel_lite.extensions.hang_watch.process_groups import GroupTimeouts, connect_to_store
 from pytorch_accel_lite.extensions.hang_watch.waiting_threads import stack_of, waits_for_others

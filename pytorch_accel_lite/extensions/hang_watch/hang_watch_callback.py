@@ -5,8 +5,9 @@ from __future__ import annotations
 import uuid
 from functools import partial
 
-from pytorch_accel_lite.extending import TrainerCallback, TrainerLike, check_range
+from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
 from pytorch_accel_lite.extending_callbacks import set_listening
+from pytorch_accel_lite.extending_tools import check_range
 from pytorch_accel_lite.extensions.hang_watch.hang_reports import HangWatch, Progressed
 
 

@@ -8,20 +8,14 @@ from itertools import chain
 
 import torch
 
-from pytorch_accel_lite.extending import (
-    Batch,
-    Division,
-    LossTrackers,
-    Ranks,
-    Shares,
-    TrainerLike,
-    TrainingState,
+from pytorch_accel_lite.extending import Batch, Division, LossTrackers, Ranks, Shares, TrainerLike, TrainingState
+from pytorch_accel_lite.extending_callbacks import MetricValue, StateDict, derive_seed, is_number, seed_all
+from pytorch_accel_lite.extending_tools import (
     capture_generators,
     check_positive_int,
     deterministic_kernels,
     restore_generators,
 )
-from pytorch_accel_lite.extending_callbacks import MetricValue, StateDict, derive_seed, is_number, seed_all
 from pytorch_accel_lite.extensions.logical.shared_losses import SharedLossTrackers
 
 

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pytorch_accel_lite.extending import Ranks, mesh_infos, shard_dim, share_bounds
+from pytorch_accel_lite.extending import Ranks
 from pytorch_accel_lite.extending_callbacks import are_sharded
+from pytorch_accel_lite.extending_tools import mesh_infos, shard_dim, share_bounds
 from pytorch_accel_lite.extensions.logical.gradient_sum import Node, TreeSum, view_as_bytes
 
 if TYPE_CHECKING:

@@ -22,16 +22,7 @@ from pytorch_accel_lite.extending import (
     Run,
     Step,
     TrainerLike,
-    all_optimized_parameters,
-    average_gradients,
     backward,
-    buffers_beside_model,
-    buffers_in,
-    complete_output,
-    infer_batch_size,
-    optimized_parameters,
-    replaced,
-    warn_outside,
 )
 from pytorch_accel_lite.extending_callbacks import (
     Count,
@@ -40,6 +31,17 @@ from pytorch_accel_lite.extending_callbacks import (
     mixed_precision,
     parts_of_optimizer,
     schedulers_in,
+)
+from pytorch_accel_lite.extending_tools import (
+    all_optimized_parameters,
+    average_gradients,
+    buffers_beside_model,
+    buffers_in,
+    complete_output,
+    infer_batch_size,
+    optimized_parameters,
+    replaced,
+    warn_outside,
 )
 
 _UPDATES = "the updates of a failed step cannot be undone"

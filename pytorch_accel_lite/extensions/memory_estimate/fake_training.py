@@ -20,11 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from pytorch_accel_lite.callbacks import CallbackHandler
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.extending import (
-    MODEL_CHANGES,
-    ShardedStep,
-    TrainerLike,
-    Trial,
+from pytorch_accel_lite.extending import MODEL_CHANGES, ShardedStep, TrainerLike, Trial
+from pytorch_accel_lite.extending_tools import (
     infer_batch_size,
     is_overridden,
     local_shard,

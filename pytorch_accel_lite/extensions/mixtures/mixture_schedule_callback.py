@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 from pytorch_accel_lite.data import Mixture, MixtureStream
-from pytorch_accel_lite.extending import TrainerCallback, TrainerLike, check_positive_int
+from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
 from pytorch_accel_lite.extending_callbacks import StateDict, check_choice, is_number, set_listening
+from pytorch_accel_lite.extending_tools import check_positive_int
 
 #: Shares of datasets by name, relative to each other.
 Weights: TypeAlias = Mapping[str, float]

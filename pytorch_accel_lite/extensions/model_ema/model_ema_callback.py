@@ -12,14 +12,7 @@ from typing import Literal
 from torch.nn.parameter import is_lazy
 
 from pytorch_accel_lite.checkpoint import file_path, model_state, write_checkpoint
-from pytorch_accel_lite.extending import (
-    CallbackHandler,
-    RunRequest,
-    TrainerCallback,
-    TrainerLike,
-    check_range,
-    warn_outside,
-)
+from pytorch_accel_lite.extending import CallbackHandler, RunRequest, TrainerCallback, TrainerLike
 from pytorch_accel_lite.extending_callbacks import (
     FROZEN,
     ExpectedMetrics,
@@ -33,6 +26,7 @@ from pytorch_accel_lite.extending_callbacks import (
     sharded_like,
     suggest_arguments,
 )
+from pytorch_accel_lite.extending_tools import check_range, warn_outside
 from pytorch_accel_lite.extensions.model_ema.moving_averages import ModelEma, ShardedEma
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytorch_accel_lite.data import BatchData, CollateFunction, Data, LoaderKwargs
-from pytorch_accel_lite.extending import RunRequest, TrainerLike, check_dataset, check_positive_int, inference_run
+from pytorch_accel_lite.extending import RunRequest, TrainerLike
 from pytorch_accel_lite.extending_callbacks import (
     Tree,
     inference,
@@ -16,6 +16,7 @@ from pytorch_accel_lite.extending_callbacks import (
     preserving_generators,
     preserving_modes,
 )
+from pytorch_accel_lite.extending_tools import check_dataset, check_positive_int, inference_run
 from pytorch_accel_lite.utils import import_extra
 
 if TYPE_CHECKING:

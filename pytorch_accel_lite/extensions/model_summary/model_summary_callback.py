@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pytorch_accel_lite.extending import TrainerCallback, TrainerLike, check_positive_int
+from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
 from pytorch_accel_lite.extending_callbacks import inference, preserving_generators, set_listening
+from pytorch_accel_lite.extending_tools import check_positive_int
 from pytorch_accel_lite.extensions.model_summary.layer_summary import summarise
 from pytorch_accel_lite.utils import import_extra
 

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pytorch_accel_lite.extending import MONITORS, best_of, panels_by_metric
+from pytorch_accel_lite.extending import MONITORS
 from pytorch_accel_lite.extending_callbacks import MetricValue
+from pytorch_accel_lite.extending_tools import best_of, panels_by_metric
 
 
 class NothingToPlotError(ValueError):

@@ -7,14 +7,7 @@ import json
 import os
 
 from pytorch_accel_lite.checkpoint import folder_path
-from pytorch_accel_lite.extending import (
-    RunRequest,
-    TrainerCallback,
-    TrainerLike,
-    check_positive_int,
-    is_overridden,
-    other_modules,
-)
+from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
 from pytorch_accel_lite.extending_callbacks import (
     Tree,
     dataset_of,
@@ -24,6 +17,7 @@ from pytorch_accel_lite.extending_callbacks import (
     weight_checksums,
     without_compile,
 )
+from pytorch_accel_lite.extending_tools import check_positive_int, is_overridden, other_modules
 from pytorch_accel_lite.extensions.predictions.prediction_shards import PredictionFolder
 
 

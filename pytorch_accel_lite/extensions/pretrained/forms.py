@@ -11,15 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pytorch_accel_lite.extending import (
-    ModelForm,
-    TrainerLike,
-    WriteModel,
-    is_of_peft,
-    is_of_timm,
-    warn_outside,
-    write_tensors,
-)
+from pytorch_accel_lite.extending import ModelForm, TrainerLike, WriteModel, write_tensors
+from pytorch_accel_lite.extending_tools import is_of_peft, is_of_timm, warn_outside
 from pytorch_accel_lite.extensions.pretrained.preprocessors import save_preprocessors
 
 _CONFIG = "config.json"

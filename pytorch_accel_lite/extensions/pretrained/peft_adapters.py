@@ -15,17 +15,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from pytorch_accel_lite.extending import (
-    ADAPTERS,
-    ModelForm,
-    TrainerLike,
-    WriteModel,
-    is_of_peft,
-    listed,
-    verify_tensors,
-    warn_outside,
-)
+from pytorch_accel_lite.extending import ADAPTERS, ModelForm, TrainerLike, WriteModel, verify_tensors
 from pytorch_accel_lite.extending_callbacks import FROZEN, StateDict, without_compile
+from pytorch_accel_lite.extending_tools import is_of_peft, listed, warn_outside
 from pytorch_accel_lite.extensions.pretrained.preprocessors import save_preprocessors
 
 _CONFIG = "adapter_config.json"

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pytorch_accel_lite.extending import TrainerLike, reachable_from, warn_outside
+from pytorch_accel_lite.extending import TrainerLike
+from pytorch_accel_lite.extending_tools import reachable_from, warn_outside
 
 #: Preprocessors of a model's inputs, by their base class in transformers. A processor contains other preprocessors.
 _KINDS = {

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from pytorch_accel_lite.checkpoint import folder_path
-from pytorch_accel_lite.extending import TrainerCallback, TrainerLike, check_positive_int, check_range
+from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
+from pytorch_accel_lite.extending_tools import check_positive_int, check_range
 
 
 class ProfilerCallback(TrainerCallback):

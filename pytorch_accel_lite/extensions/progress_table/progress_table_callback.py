@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from pytorch_accel_lite.extending import RunInterruptedError, RunRequest, TrainerLike, check_positive_int
+from pytorch_accel_lite.extending import RunInterruptedError, RunRequest, TrainerLike
 from pytorch_accel_lite.extending_callbacks import (
     LogMetricsCallback,
     MetricValue,
@@ -32,6 +32,7 @@ from pytorch_accel_lite.extending_callbacks import (
     to_number,
     wrapped,
 )
+from pytorch_accel_lite.extending_tools import check_positive_int
 from pytorch_accel_lite.extensions.progress_table.held_output import HeldOutput
 from pytorch_accel_lite.utils import format_metric, format_value
 

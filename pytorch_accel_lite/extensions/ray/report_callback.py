@@ -10,14 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_accel_lite.checkpoint import folder_path
-from pytorch_accel_lite.extending import (
-    RunRequest,
-    TrainerCallback,
-    TrainerLike,
-    TrainingState,
-    check_positive_int,
-    read_state,
-)
+from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike, TrainingState, read_state
+from pytorch_accel_lite.extending_tools import check_positive_int
 from pytorch_accel_lite.utils import import_extra
 
 

@@ -12,14 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_accel_lite.checkpoint import replacing, write_text
-from pytorch_accel_lite.extending import (
-    ADAPTERS,
+from pytorch_accel_lite.extending import ADAPTERS, CompanionWriter, LoadedWeights, Run, SavedModel, TrainerLike
+from pytorch_accel_lite.extending_callbacks import class_of, find_length, to_number
+from pytorch_accel_lite.extending_tools import (
     Column,
-    CompanionWriter,
-    LoadedWeights,
-    Run,
-    SavedModel,
-    TrainerLike,
     is_monitor,
     is_of_peft,
     is_of_timm,
@@ -27,7 +23,6 @@ from pytorch_accel_lite.extending import (
     render,
     warn_outside,
 )
-from pytorch_accel_lite.extending_callbacks import class_of, find_length, to_number
 from pytorch_accel_lite.extensions.plots import NothingToPlotError
 from pytorch_accel_lite.extensions.reports.run_log_callback import RunLogCallback, describe_model, setup_of
 from pytorch_accel_lite.extensions.reports.run_page import TEMPLATES, environment_facts, training_facts

@@ -26,7 +26,7 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.checkpoint import folder_path, write_text
-from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike, warn_outside
+from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
 from pytorch_accel_lite.extending_callbacks import (
     TrainerOptimizer,
     class_of,
@@ -34,6 +34,7 @@ from pytorch_accel_lite.extending_callbacks import (
     parts_of_optimizer,
     schedulers_in,
 )
+from pytorch_accel_lite.extending_tools import warn_outside
 from pytorch_accel_lite.extensions.plots import NothingToPlotError, svg_panels
 from pytorch_accel_lite.extensions.reports.run_page import ShownPicture, pages, shown_outputs
 from pytorch_accel_lite.extensions.reports.show_outputs_callback import ShowOutputsCallback

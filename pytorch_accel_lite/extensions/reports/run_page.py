@@ -8,16 +8,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pytorch_accel_lite.extending import (
-    Column,
-    MetricPanel,
-    best_of,
-    direction_of,
-    install_command,
-    panels_by_metric,
-    render,
-)
+from pytorch_accel_lite.extending import MetricPanel
 from pytorch_accel_lite.extending_callbacks import describe_fractions, escape_unprintable, format_duration
+from pytorch_accel_lite.extending_tools import Column, best_of, direction_of, install_command, panels_by_metric, render
 from pytorch_accel_lite.utils import format_metric, format_value
 
 TEMPLATES = Path(__file__).with_name("templates")

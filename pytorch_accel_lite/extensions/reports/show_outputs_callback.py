@@ -11,7 +11,7 @@ from typing import NotRequired, TypedDict
 from torch import nn
 
 from pytorch_accel_lite.checkpoint import as_file_name, folder_path
-from pytorch_accel_lite.extending import TrainerCallback, TrainerLike, warn_outside
+from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
 from pytorch_accel_lite.extending_callbacks import (
     Interval,
     Picture,
@@ -28,6 +28,7 @@ from pytorch_accel_lite.extending_callbacks import (
     sync_ddp_buffers,
     write_bytes,
 )
+from pytorch_accel_lite.extending_tools import warn_outside
 from pytorch_accel_lite.extensions.reports.pictures import as_picture
 
 _MAX_SHOWN = 100

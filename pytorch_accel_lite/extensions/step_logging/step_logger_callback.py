@@ -12,13 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from pytorch_accel_lite.extending import (
-    LossTracker,
-    NonFiniteLossError,
-    TrainerCallback,
-    TrainerLike,
-    check_positive_int,
-)
+from pytorch_accel_lite.extending import LossTracker, NonFiniteLossError, TrainerCallback, TrainerLike
 from pytorch_accel_lite.extending_callbacks import (
     AsyncCopy,
     Interval,
@@ -29,6 +23,7 @@ from pytorch_accel_lite.extending_callbacks import (
     optional,
     parse_interval,
 )
+from pytorch_accel_lite.extending_tools import check_positive_int
 
 # Number of rows kept pending while their numbers are copied from a device.
 _ROWS_BEHIND = 4

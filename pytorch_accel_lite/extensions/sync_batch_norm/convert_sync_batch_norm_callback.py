@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pytorch_accel_lite.extending import TrainerCallback, TrainerLike, warn_outside
+from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
+from pytorch_accel_lite.extending_tools import warn_outside
 
 
 class ConvertSyncBatchNormCallback(TrainerCallback):

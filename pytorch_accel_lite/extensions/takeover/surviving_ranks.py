@@ -11,15 +11,8 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from accelerate import Accelerator
 
-from pytorch_accel_lite.extending import (
-    MACHINERY,
-    Ranks,
-    Snapshot,
-    TrainerLike,
-    count_values,
-    is_overridden,
-    open_trainers,
-)
+from pytorch_accel_lite.extending import Ranks, Snapshot, TrainerLike
+from pytorch_accel_lite.extending_tools import MACHINERY, count_values, is_overridden, open_trainers
 from pytorch_accel_lite.extensions.logical import LogicalProcesses, SharedLossTrackers
 from pytorch_accel_lite.extensions.takeover.joining_processes import wait_for_state
 from pytorch_accel_lite.extensions.takeover.membership import Change, Membership

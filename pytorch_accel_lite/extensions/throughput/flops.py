@@ -9,10 +9,8 @@ from typing import NamedTuple
 import torch
 
 from pytorch_accel_lite.data import FailedRead
-from pytorch_accel_lite.extending import (
-    Batch,
-    StepSnapshot,
-    TrainerLike,
+from pytorch_accel_lite.extending import Batch, StepSnapshot, TrainerLike
+from pytorch_accel_lite.extending_tools import (
     infer_batch_size,
     is_out_of_memory,
     loss_of,

@@ -10,7 +10,8 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedData, NamedDatasets, OwnShard, Source
-from pytorch_accel_lite.extending import RunRequest, TrainerLike, Trial, check_positive_int
+from pytorch_accel_lite.extending import RunRequest, TrainerLike, Trial
+from pytorch_accel_lite.extending_tools import check_positive_int
 
 if TYPE_CHECKING:
     pass

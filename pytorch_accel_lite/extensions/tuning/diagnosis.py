@@ -12,16 +12,8 @@ import torch
 
 from pytorch_accel_lite.callbacks import TrainerCallback
 from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedData
-from pytorch_accel_lite.extending import (
-    Report,
-    RunRequest,
-    TrainerLike,
-    Trial,
-    UserCallbacks,
-    check_positive_int,
-    faster_data,
-    infer_batch_size,
-)
+from pytorch_accel_lite.extending import RunRequest, TrainerLike, Trial, UserCallbacks
+from pytorch_accel_lite.extending_tools import Report, check_positive_int, faster_data, infer_batch_size
 from pytorch_accel_lite.extensions.tuning.batch_size_finder import update_from
 from pytorch_accel_lite.extensions.tuning.fused_optimizers import unfused_class
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pytorch_accel_lite.extending import optimized_parameters
 from pytorch_accel_lite.extending_callbacks import TrainerOptimizer, are_sharded, parts_of_optimizer
+from pytorch_accel_lite.extending_tools import optimized_parameters
 
 _VARIANTS = ("fused", "foreach", "capturable", "differentiable")
 _FUSING_DEVICES = ("cpu", "cuda", "mps", "xpu")

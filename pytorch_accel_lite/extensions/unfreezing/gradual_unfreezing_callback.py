@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike, check_positive_int
+from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
 from pytorch_accel_lite.extending_callbacks import TrainerOptimizer, check_positive_number, is_created, wrapped
+from pytorch_accel_lite.extending_tools import check_positive_int
 from pytorch_accel_lite.extensions.finetuning import ModelFreezer, ModuleGroup, find_groups, parameters_by_group
 
 

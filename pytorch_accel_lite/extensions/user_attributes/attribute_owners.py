@@ -8,9 +8,8 @@ from itertools import chain
 
 from torch import nn
 
-from pytorch_accel_lite.extending import (
-    TrainerCallback,
-    TrainerLike,
+from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
+from pytorch_accel_lite.extending_tools import (
     is_from_this_package,
     library_attributes,
     loose_parameters,

@@ -14,8 +14,9 @@ from typing import TypeVar
 
 from torch import nn
 
-from pytorch_accel_lite.extending import TrainerLike, UserAttributes, listed, unsaved_attribute_names, warn_outside
+from pytorch_accel_lite.extending import TrainerLike, UserAttributes
 from pytorch_accel_lite.extending_callbacks import StateDict
+from pytorch_accel_lite.extending_tools import listed, unsaved_attribute_names, warn_outside
 from pytorch_accel_lite.extensions.user_attributes.attribute_owners import (
     Key,
     attributes_of_users,

@@ -15,8 +15,9 @@ import torch
 from accelerate.utils import recursively_apply, send_to_device
 from torch import nn
 
-from pytorch_accel_lite.extending import PLOTS, TrainerCallback, TrainerLike, check_positive_int
+from pytorch_accel_lite.extending import PLOTS, TrainerCallback, TrainerLike
 from pytorch_accel_lite.extending_callbacks import align, default_transform, is_list_of_samples, is_number, slice_batch
+from pytorch_accel_lite.extending_tools import check_positive_int
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
