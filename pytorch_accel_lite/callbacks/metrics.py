@@ -20,6 +20,7 @@ from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.batches import TARGET_KEYS, BatchOutput
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
@@ -124,7 +125,7 @@ class MetricsCallback(TrainerCallback):
         if self.train_metrics is not None:
             request.metrics.record(self, {f"train_{name}": higher for name, higher in directions.items()})
         has_shares = self.train_metrics is not None and trainer.division.has_fixed_shares
-        trainer.callback_handler.set_listening(self, has_shares, "on_backward_end")
+        set_listening(trainer, self, has_shares, "on_backward_end")
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._ranks = trainer.data_ranks

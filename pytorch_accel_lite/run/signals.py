@@ -18,9 +18,10 @@ _HANDLED = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT
 def ending_at_signals(request: Callable[[Exception], None]) -> Iterator[None]:
     """In a block, make SIGTERM, SIGUSR1, SIGUSR2 and SIGINT request the end of the run.
 
-    If the same signal comes again, it ends the program immediately. Another signal does not, because schedulers may
-    send several in a row. Does nothing in threads other than the main one, which receive no signals. Handlers are
-    restored afterwards.
+    Signals that the program ignores stay ignored, such as SIGINT in what a shell script has started with ``&``. If the
+    same signal comes again, it ends the program immediately. Another signal does not, because schedulers may send
+    several in a row. Does nothing in threads other than the main one, which receive no signals. Handlers are restored
+    afterwards.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -32,7 +33,8 @@ def ending_at_signals(request: Callable[[Exception], None]) -> Iterator[None]:
         request(RunInterruptedError(signum))
 
     for number in _HANDLED:
-        before[number] = signal.signal(number, handle)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, handle)
     try:
         yield
     finally:

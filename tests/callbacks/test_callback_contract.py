@@ -17,6 +17,7 @@ import torch
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveTrainingStateCallback
+from pytorch_accel_lite.run.events import EVENTS
 from tests.launching import some_of, two_are_enough
 from tests.ranks import rank, shared_folder
 from tests.shared_trainings import StopsAt
@@ -73,6 +74,32 @@ def test_a_shipped_callback_serves_a_run_without_length(callback_class, here):
     data = {"train_dataset": Stream(6), "eval_dataset": Stream(3), "train_dataloader_kwargs": {}}
     train(trainer, epochs=2, **data, **RUN.get(callback_class.__name__, {}))
     assert trainer.progress.epochs_completed == 2 or "has not improved" in trainer.stop_reason
+
+
+@pytest.mark.parametrize("callback_class", SHIPPED)
+def test_events_that_a_subclass_overrides_are_fired(callback_class, here):
+    """A callback may stop listening to an event that it does not need, but not on behalf of a user's subclass."""
+    fired, heard = set[str](), set[str]()
+
+    def noting(event: str, names: set[str]) -> Any:
+        def note(self: TrainerCallback, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+            names.add(event)
+            return getattr(super(type(self), self), event)(trainer, *args, **kwargs)
+
+        return note
+
+    events = [event for event in EVENTS if getattr(callback_class, event) is not getattr(TrainerCallback, event)]
+    callback = build(callback_class)
+    callback.__class__ = type("Mine", (callback_class,), {event: noting(event, heard) for event in events})
+    everything = type("Everything", (TrainerCallback,), {event: noting(event, fired) for event in EVENTS})
+    trainers = [make_trainer([everything, callback]), make_trainer([build(callback_class)])]
+    for trainer in trainers:
+        train(trainer, epochs=2, eval_dataset=make_data(), **RUN.get(callback_class.__name__, {}))
+    assert heard == fired & {*events}
+    mine, plain = trainers
+    assert equal_weights(weights(mine.model), weights(plain.model))
+    if callback_class.__name__ not in NOT_REPEATABLE:
+        assert same_bits(mine.run_history.to_dict(), plain.run_history.to_dict())
 
 
 @pytest.mark.slow

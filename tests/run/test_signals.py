@@ -157,6 +157,21 @@ def test_workers_of_streams_leave_signals_to_the_run_too(tmp_path):
     assert trainer.progress.samples == 6
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_that_the_program_ignores_stays_ignored(number, tmp_path):
+    def send(trainer: Trainer, **kwargs: Any) -> None:
+        signal.raise_signal(number)
+
+    before = signal.signal(number, signal.SIG_IGN)  # as a shell does with SIGINT for what a script starts with "&"
+    try:
+        trainer = make_trainer([SaveTrainingStateCallback(tmp_path), listener(on_train_step_end=send)])
+        train(trainer, epochs=2)
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+    assert trainer.progress.epochs_completed == 2
+
+
 @pytest.mark.programs
 def test_a_second_signal_ends_the_program_immediately(tmp_path):
     code = (

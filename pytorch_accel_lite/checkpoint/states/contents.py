@@ -84,7 +84,7 @@ from pytorch_accel_lite.run.training_state import TrainingState
 # | source_batch_size    | 0.3   | restore_after_start, by the loader                                     |
 # | base                 | 0.3   | read for an error: the name of the pretrained model                    |
 # | optimizer_classes    | 0.3   | read for an error, in both                                             |
-# | settings             | 0.3   | compared by checkpoint/states/settings_comparison.py                          |
+# | settings             | 0.3   | compared by settings_comparison.py                                     |
 # | own_items_per_batch  | 0.3   | restore_before_start, by ManualStep                                    |
 # | set_apart            | 0.3   | restore_before_start, as recorded_by_evaluate, with the history        |
 # | evaluations          | 0.3   | loop/evaluation.py, when they begin                                    |

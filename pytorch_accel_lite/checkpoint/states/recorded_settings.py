@@ -37,6 +37,7 @@ from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.optimizers.operations import is_created, parts_of_optimizer
 from pytorch_accel_lite.optimizers.rates import Options, initial_options
+from pytorch_accel_lite.run.callback_handler import named_callbacks
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import TrainerLike
 
@@ -159,12 +160,9 @@ def _modules(name: str, value: object) -> dict[str, str]:
 
 def _callbacks(trainer: TrainerLike) -> dict[str, str]:
     result: dict[str, str] = {}
-    for callback in trainer.callback_handler:
+    for name, callback in named_callbacks(trainer.callback_handler).items():
         if not callback.affects_training:
             continue
-        kind = type(callback).__name__
-        count = sum(key.partition("#")[0] == f"callbacks.{kind}" for key in result)
-        name = f"{kind}#{count + 1}" if count else kind
         result[f"callbacks.{name}"] = "stateful" if hasattr(callback, "state_dict") else "used"
         result |= {
             f"callbacks.{name}.{key}": describe_setting(value, key)

@@ -75,7 +75,7 @@ class MixtureScheduleCallback(TrainerCallback):
         self._mixture = mixture = data if isinstance(data, (Mixture, MixtureStream)) else None
         self._epoch, self._is_in_epoch = 0, False
         self._counted, self._recorded, self._due = 0, 0, {}
-        set_listening(trainer, self, self._by_updates and mixture is not None, "on_update_end", "on_eval_epoch_end")
+        set_listening(trainer, self, self._changes_within_epochs, "on_update_end", "on_eval_epoch_end")
         if self.weights is None:
             return
         if mixture is None:
@@ -88,6 +88,10 @@ class MixtureScheduleCallback(TrainerCallback):
         if not callable(self.weights):
             for number in sorted(self.weights, reverse=True):  # a mistake in a later stage shows before training
                 _set_weights(mixture, self.weights[number], 1)
+
+    @property
+    def _changes_within_epochs(self) -> bool:
+        return self._by_updates and self._mixture is not None
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         """Change the weights."""
@@ -102,6 +106,8 @@ class MixtureScheduleCallback(TrainerCallback):
 
     def on_update_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         """By updates, change the weights if it is time."""
+        if not self._changes_within_epochs:
+            return
         update = trainer.progress.update
         if not callable(self.weights):
             self._change(trainer, self._weights_at(trainer, update))
@@ -111,6 +117,8 @@ class MixtureScheduleCallback(TrainerCallback):
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         """By updates, record the shares after an evaluation within an epoch, and ask the function."""
+        if not self._changes_within_epochs:
+            return
         if not self._is_in_epoch or not trainer.run.epoch_is_trained:  # the last dataset of an evaluation of the run
             return
         history, prefix = trainer.run_history, trainer.run_history.metric_name_prefix

@@ -89,6 +89,7 @@ class ModelEmaCallback(MetricWatcher):
         self.prefix = prefix
         self.ema: ModelEma | None = None
         self._handler = CallbackHandler(callbacks)
+        self._follows = False  # whether it evaluates whenever the run does
         self._loaded: StateDict = {}
 
     @property
@@ -121,8 +122,8 @@ class ModelEmaCallback(MetricWatcher):
         if self.evaluate_during_training and trainer.eval_dataloaders:
             self._watched.start(trainer)
         self._is_due = False
-        follows = self.evaluate_during_training and trainer.run.evaluates_within_epochs
-        set_listening(trainer, self, follows, "on_train_step_start", "on_train_step_checkpoint")
+        self._follows = self.evaluate_during_training and trainer.run.evaluates_within_epochs
+        set_listening(trainer, self, self._follows, "on_train_step_start", "on_train_step_checkpoint")
         self._average.to(trainer.device)
         # By now, rank 0's weights have been broadcast to all ranks. A resumed run restores the average later, if its
         # state has one.
@@ -180,7 +181,7 @@ class ModelEmaCallback(MetricWatcher):
             self._handle_new(trainer, mid_epoch=False)
 
     def on_eval_epoch_end(self, trainer: TrainerLike, *, is_intermediate: bool = False, **kwargs: object) -> None:
-        self._is_due |= not is_intermediate and trainer.run.kind == "training"
+        self._is_due |= self._follows and not is_intermediate and trainer.run.kind == "training"
 
     def _handle_new(self, trainer: TrainerLike, mid_epoch: bool) -> None:
         """Evaluate the average after an evaluation of the run, and save it if it is the best."""

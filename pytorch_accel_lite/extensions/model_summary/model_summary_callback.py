@@ -20,17 +20,19 @@ class ModelSummaryCallback(TrainerCallback):
     """
 
     affects_training = False
+    _is_due = False
 
     def __init__(self, depth: int = 3) -> None:
         self.depth = check_positive_int("depth", depth)
         import_extra("torchinfo", "summary", "ModelSummaryCallback")
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        set_listening(trainer, self, not trainer.progress.update, "on_train_step_start")
+        self._is_due = not trainer.progress.update
+        set_listening(trainer, self, self._is_due, "on_train_step_start")
 
     def on_train_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         set_listening(trainer, self, False, "on_train_step_start")
-        batch = trainer.run.batch
-        if batch is not None:
+        batch, is_due, self._is_due = trainer.run.batch, self._is_due, False
+        if is_due and batch is not None:
             with preserving_generators(), inference(trainer):
                 trainer.print(summarise(trainer, batch.data, self.depth))

@@ -1,0 +1,218 @@
+"""Methods of ``Trainer`` that a user overrides: which are called, how often, and what their results do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from pytorch_accel_lite import Trainer
+from tests.small_models import equal_weights, listener, make_data, make_model, make_trainer, train, weights
+
+
+def noting(name: str, result: Any = None) -> tuple[type[Trainer], list[Any]]:
+    """A trainer whose method also records its arguments."""
+    calls: list[Any] = []
+
+    def method(self: Trainer, *args: Any) -> Any:
+        calls.append(args)
+        return getattr(super(noting_class, self), name)(*args)
+
+    noting_class = type("NotingTrainer", (Trainer,), {name: method})
+    return noting_class, calls
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    {
+        "create_train_dataloader": 1,
+        "create_eval_dataloader": 2,
+        "create_scheduler": 1,
+        "get_default_train_dl_kwargs": 1,
+        "get_default_eval_dl_kwargs": 2,
+        "training_run_start": 1,
+        "train_epoch_start": 2,
+        "calculate_train_batch_loss": 6,
+        "backward_step": 6,
+        "optimizer_step": 4,
+        "scheduler_step": 4,
+        "optimizer_zero_grad": 4,
+        "train_epoch_end": 2,
+        "eval_epoch_start": 3,
+        "calculate_eval_batch_loss": 6,
+        "eval_epoch_end": 3,
+        "training_run_epoch_end": 2,
+        "training_run_end": 1,
+        "evaluation_run_start": 1,
+        "evaluation_run_end": 1,
+    }.items(),
+)
+def test_each_overridable_method_has_its_number_of_calls(name, count):
+    trainer_class, calls = noting(name)
+    trainer = make_trainer(trainer_class=trainer_class)
+    train(
+        trainer,
+        epochs=2,
+        size=6,
+        batch_size=2,
+        gradient_accumulation_steps=2,
+        eval_dataset=make_data(4),
+        create_scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1),
+    )
+    trainer.evaluate(make_data(4), per_device_batch_size=2)
+    assert len(calls) == count
+
+
+@pytest.mark.parametrize("phase", ["train", "eval"])
+def test_an_overridden_dataloader_is_used(phase):
+    def create(trainer, batch_size, kwargs=None):
+        return DataLoader(getattr(trainer, f"{phase}_dataset"), batch_size=3, sampler=[5, 4, 3])
+
+    seen, data = [], make_data(6)
+    keep = listener(**{f"on_{phase}_step_end": lambda t, batch, **_: seen.append(batch[0])})
+    trainer_class = type("Custom", (Trainer,), {f"create_{phase}_dataloader": create})
+    train(make_trainer([keep], trainer_class=trainer_class), train_dataset=data, eval_dataset=data)
+    assert len(seen) == 1
+    assert torch.equal(seen[0], data.tensors[0][[5, 4, 3]])
+
+
+@pytest.mark.parametrize("part", ["train", "eval"])
+def test_overridden_default_dataloader_arguments_take_effect(part):
+    def defaults(self: Trainer, batch_size: int) -> dict[str, Any]:
+        return {"batch_size": 3, "shuffle": False, "num_workers": 0}
+
+    trainer_class = type("Own", (Trainer,), {f"get_default_{part}_dl_kwargs": defaults})
+    sizes: list[int] = []
+    callback = listener(**{f"on_{part}_step_end": lambda t, batch, **_: sizes.append(len(batch[0]))})
+    data = make_data(6)
+    trainer = make_trainer([callback], trainer_class=trainer_class)
+    trainer.train(data, 1, eval_dataset=data, per_device_batch_size=2)
+    assert sizes == [3, 3]
+    sizes.clear()
+    trainer.train(data, 1, eval_dataset=data, **{f"{part}_dataloader_kwargs": {"batch_size": 5}})
+    assert sizes == [5, 1]
+
+
+def test_an_overridden_create_scheduler_replaces_the_factory():
+    class Own(Trainer):
+        def create_scheduler(self):
+            return torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.5)
+
+    trainer = train(make_trainer(trainer_class=Own), size=6)
+    assert isinstance(trainer.scheduler, torch.optim.lr_scheduler.StepLR)
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
+
+
+def test_an_overridden_train_loss_is_minimised_and_recorded():
+    class Doubled(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            output = super().calculate_train_batch_loss(batch)
+            return output | {"loss": output["loss"] * 2, "extra": 1}
+
+    doubled = train(make_trainer(trainer_class=Doubled), size=2)
+    model = make_model()
+    plain = train(make_trainer(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.2)), size=2)
+    torch.testing.assert_close(weights(doubled.model), weights(plain.model), rtol=1e-6, atol=1e-7)
+    losses = [t.run_history.get_latest_metric("train_loss_epoch") for t in (doubled, plain)]
+    assert losses[0] == pytest.approx(2 * losses[1], rel=1e-6)
+
+
+def test_an_overridden_eval_loss_is_recorded():
+    class Constant(Trainer):
+        def calculate_eval_batch_loss(self, batch):
+            return {"loss": torch.tensor(4.0), "model_outputs": None, "batch_size": len(batch[0])}
+
+    trainer = train(make_trainer(trainer_class=Constant), eval_dataset=True)
+    assert trainer.run_history.get_latest_metric("eval_loss_epoch") == 4.0
+    assert trainer.evaluate(make_data())["evaluation_loss"] == 4.0
+
+
+def test_an_overridden_backward_step_computes_the_gradients():
+    class Nothing(Trainer):
+        def backward_step(self, loss):
+            (loss * 0).backward()
+
+    trainer = make_trainer(trainer_class=Nothing)
+    start = weights(trainer.model)
+    train(trainer)
+    assert equal_weights(weights(trainer.model), start)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+@pytest.mark.parametrize("name", ["optimizer_step", "scheduler_step"])
+def test_a_step_method_overridden_with_a_no_op_is_skipped(name):
+    trainer_class = type("Without", (Trainer,), {name: lambda self: None})
+    trainer = make_trainer(trainer_class=trainer_class)
+    start = weights(trainer.model)
+    train(trainer, create_scheduler_fn=lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (step + 1)))
+    assert equal_weights(weights(trainer.model), start) == (name == "optimizer_step")
+    assert (trainer.optimizer.param_groups[0]["lr"] == 0.1) == (name == "scheduler_step")
+
+
+def test_an_empty_optimizer_zero_grad_keeps_gradients():
+    trainer_class = type("Keeping", (Trainer,), {"optimizer_zero_grad": lambda self: None})
+    trainer = train(make_trainer(trainer_class=trainer_class), size=4)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = make_data(4).tensors
+    for rows in (slice(0, 2), slice(2, 4)):
+        nn.functional.mse_loss(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+    assert equal_weights(weights(trainer.model), weights(model))
+
+
+@pytest.mark.parametrize(("name", "during"), [("train_epoch_start", "train"), ("eval_epoch_start", "eval")])
+def test_an_overridden_epoch_start_sets_the_mode_itself(name, during):
+    modes: dict[str, bool] = {}
+    callback = listener(
+        on_train_step_end=lambda t, **_: modes.update(train=t.model.training),
+        on_eval_step_end=lambda t, **_: modes.update(eval=t.model.training),
+    )
+
+    def opposite(self: Trainer) -> None:
+        self.model.train(during == "eval")
+
+    train(make_trainer([callback], trainer_class=type("Own", (Trainer,), {name: opposite})), eval_dataset=True)
+    assert modes == ({"train": False, "eval": False} if during == "train" else {"train": True, "eval": True})
+
+
+def test_metrics_recorded_in_end_methods_precede_callbacks():
+    class Recording(Trainer):
+        def train_epoch_end(self):
+            self.run_history.update_metric("in_train_epoch_end", 1)
+
+        def eval_epoch_end(self):
+            self.run_history.update_metric("in_eval_epoch_end", 2)
+
+        def training_run_epoch_end(self):
+            self.run_history.update_metric("in_training_run_epoch_end", 3)
+
+        def evaluation_run_end(self):
+            self.run_history.update_metric("in_evaluation_run_end", 4)
+
+    seen: dict[str, Any] = {}
+    events = ["on_train_epoch_end", "on_eval_epoch_end", "on_training_run_epoch_end"]
+    callback = listener(
+        **{e: lambda t, _e=e, **_: seen.update({_e: t.run_history.get_latest_metric(f"in{_e[2:]}")}) for e in events}
+    )
+    trainer = train(make_trainer([callback], trainer_class=Recording), eval_dataset=True)
+    assert list(seen.values()) == [1, 2, 3]
+    metrics = trainer.evaluate(make_data())
+    assert metrics.keys() == {"in_eval_epoch_end", "evaluation_loss", "in_evaluation_run_end"}
+
+
+def test_predict_returns_the_result_of_an_overridden_step():
+    class Signs(Trainer):
+        def calculate_predict_batch_output(self, batch):
+            return {"sign": super().calculate_predict_batch_output(batch).sign()}
+
+    trainer = make_trainer(trainer_class=Signs)
+    data = make_data(5)
+    with torch.no_grad():
+        expected = trainer.model(data.tensors[0]).sign()
+    predicted = trainer.predict(data, per_device_batch_size=2)
+    assert predicted.keys() == {"sign"}
+    assert torch.equal(predicted["sign"], expected)
