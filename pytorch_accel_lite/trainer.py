@@ -961,7 +961,10 @@ class Trainer:
 
     @property
     def update_was_skipped(self) -> bool:
-        """Whether the last update was skipped, by ``skip_update()`` or by a gradient scaler due to infinities."""
+        """Whether the last update was skipped, by ``skip_update()`` or by a gradient scaler due to infinities.
+
+        After a ``train_step`` that updates several optimizers, whether any of them was skipped.
+        """
         is_plain = self.prepared_model is None or self.prepared_model.is_plain
         return self.current_run.stepper.skips_update or (not is_plain and self.accelerator.optimizer_step_was_skipped)
 

@@ -162,17 +162,16 @@ class LossScaleCallback(TrainerCallback):
     affects_training = False
 
     def __init__(self) -> None:
-        self._skipped = 0
+        self._skipped_before = 0  # updates of the run, before this epoch
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         if trainer.accelerator.scaler is not None and request.kind == "training":
             request.metrics.record(self, ("loss_scale", "skipped_updates"))
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        self._skipped = 0
+        self._skipped_before = trainer.run.stepper.skipped_updates
 
     def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: object) -> None:
-        self._skipped += trainer.update_was_skipped
         if trainer.accelerator.scaler is not None:
             trainer.step_metrics["loss_scale"] = trainer.accelerator.scaler.get_scale()
 
@@ -180,15 +179,17 @@ class LossScaleCallback(TrainerCallback):
         scaler = trainer.accelerator.scaler
         if scaler is not None:
             trainer.run_history.update_metric("loss_scale", scaler.get_scale())
-            trainer.run_history.update_metric("skipped_updates", self._skipped)
+            skipped = trainer.run.stepper.skipped_updates - self._skipped_before
+            trainer.run_history.update_metric("skipped_updates", skipped)
 
     def state_dict(self) -> StateDict:
-        """Return the count of the epoch so far."""
-        return {"skipped": self._skipped}
+        """Return the number of skipped updates before the epoch."""
+        return {"skipped_before": self._skipped_before}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Load the state returned by ``state_dict()``."""
-        self._skipped = state["skipped"]
+        # States of 0.2 have the count of the epoch so far, but none of the run, which therefore begins at 0.
+        self._skipped_before = state["skipped_before"] if "skipped_before" in state else -state["skipped"]
 
 
 class DeviceMemoryCallback(TrainerCallback):

@@ -15,7 +15,6 @@ from pytorch_accel_lite.data.loss_errors import check_loss
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.loop.guards.first_batch import examine_first_batch
-from pytorch_accel_lite.loop.scheduling import step_after_update
 from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
 from pytorch_accel_lite.run.trainer_parameters import parameters_not_in_model
@@ -92,13 +91,14 @@ class PlainStep(Step):
         trainer.clip_gradients()
         if listeners["on_optimizer_step_start"]:
             trainer.call_event("on_optimizer_step_start")
-        if self.skips_update:
-            self.skipped_updates += 1
-        else:
+        if not self.skips_update:
             trainer.optimizer_step()
         run.progress.update += 1
-        if trainer.scheduler is not None:
-            step_after_update(trainer, run)
+        prepared = trainer.prepared_model
+        may_overflow = prepared is not None and not prepared.is_plain  # otherwise, not asking saves calls in each step
+        was_skipped = (self.skips_update or may_overflow) and self.count_if_skipped(trainer)
+        if trainer.scheduler is not None and not was_skipped and run.request.scheduler_interval == "update":
+            trainer.scheduler_step()
         trainer.optimizer_zero_grad()
         if listeners["on_optimizer_step_end"]:
             trainer.call_event("on_optimizer_step_end")

@@ -98,12 +98,6 @@ def create_scheduler_from(trainer: TrainerLike, create: SchedulerFactory) -> Tra
     return create_schedulers(create, trainer.optimizer)
 
 
-def step_after_update(trainer: TrainerLike, run: Run) -> None:
-    """Step a per-update scheduler, unless the update was skipped, by ``skip_update()`` or by the gradient scaler."""
-    if run.request.scheduler_interval == "update" and not trainer.update_was_skipped:
-        trainer.scheduler_step()
-
-
 def step_after_epoch(trainer: TrainerLike) -> None:
     """Step a per-epoch scheduler. A scheduler that follows a metric is stepped only after an evaluation."""
     run = trainer.current_run

@@ -77,8 +77,9 @@ class Step:
         updating: name of the optimizer being updated, or updated last, if they are updated one by one
         num_microbatches: number of parts that each batch is split into
         gradient_norm: the total norm of the gradients of the current update, if it has been computed
-        skips_update: whether the current update is skipped
-        skipped_updates: number of updates skipped in the run
+        skips_update: whether the current update is skipped by ``skip_update()``; after a step that updates optimizers
+            one by one, whether any of them was skipped
+        skipped_updates: number of updates of the run for which ``trainer.update_was_skipped`` was true
     """
 
     closure: tuple[Callable[[], torch.Tensor]] | tuple[()] = ()
@@ -122,6 +123,12 @@ class Step:
         """Update the weights with the gradients of an accumulation window."""
         raise NotImplementedError
 
+    def count_if_skipped(self, trainer: TrainerLike) -> bool:
+        """Count an update, after its optimizer step, if it was skipped; return whether it was."""
+        was_skipped = trainer.update_was_skipped
+        self.skipped_updates += was_skipped
+        return was_skipped
+
     def update_optimizer(
         self, trainer: TrainerLike, loss: torch.Tensor, optimizer: str | None, items: Count | None, retain_graph: bool
     ) -> None:
@@ -135,10 +142,11 @@ class Step:
 
     def state_dict(self) -> StateDict:
         """Return the state of the step for a training state, the same on every process."""
-        return {}
+        return {"skipped_updates": self.skipped_updates}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Restore the result of ``state_dict()``. States of earlier versions and of other kinds may lack a key."""
+        self.skipped_updates = state.get("skipped_updates", 0)
 
 
 class InferenceStep(Protocol):

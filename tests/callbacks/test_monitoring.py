@@ -18,6 +18,7 @@ from pytorch_accel_lite.callbacks import (
     ProgressBarCallback,
     SaveTrainingStateCallback,
 )
+from pytorch_accel_lite.run.run import Step
 from tests.small_models import Overflows, listener, make_model, make_trainer, train
 
 
@@ -89,18 +90,26 @@ def test_memory_is_recorded_in_mebibytes():
     assert 50 < used[0] <= used[1] < 100_000
 
 
-def test_skipped_updates_are_counted_over_a_resume(tmp_path):
+@pytest.mark.parametrize("older", [False, True])
+def test_skipped_updates_are_counted_over_a_resume(older, tmp_path, monkeypatch, scaled_accelerator):
+    """Also from a state of 0.2, which has no count of the run."""
+    if older:
+        monkeypatch.setattr(Step, "state_dict", lambda self: {})
+        monkeypatch.setattr(LossScaleCallback, "state_dict", lambda self: {"skipped": 2})
+
     def save(trainer: Any, **kwargs: Any) -> None:
-        if trainer.progress.update == 2:
+        if trainer.progress.update == 6:
             trainer.save_training_state(tmp_path / "state")
 
-    def run(**kwargs: Any) -> LossScaleCallback:
-        counts = LossScaleCallback()
-        skip = listener(on_optimizer_step_start=lambda t: t.skip_update() if t.progress.update != 2 else None)
-        train(make_trainer([skip, counts, listener(on_train_step_checkpoint=save)], seed=1), size=8, **kwargs)
-        return counts
+    def run(**kwargs: Any) -> list[int]:
+        skip = listener(on_optimizer_step_start=lambda t: t.skip_update() if t.progress.update not in (2, 6) else None)
+        callbacks = [skip, LossScaleCallback, listener(on_train_step_checkpoint=save)]
+        trainer = make_trainer(callbacks, seed=1, accelerator=scaled_accelerator)
+        train(trainer, epochs=2, size=8, **kwargs)
+        assert older or trainer.run.stepper.skipped_updates == 6
+        return trainer.run_history.get_metric_values("skipped_updates")
 
-    assert run().state_dict() == run(resume_from=tmp_path / "state").state_dict() == {"skipped": 3}
+    assert run() == run(resume_from=tmp_path / "state") == [3, 3]
 
 
 def test_the_loss_scale_and_its_skipped_updates_are_recorded(scaled_accelerator):

@@ -86,6 +86,7 @@ from pytorch_accel_lite.run.training_state import TrainingState
 # | optimizer_classes    | 0.3   | read for an error, in both                                             |
 # | settings             | 0.3   | compared by settings_comparison.py                                     |
 # | own_items_per_batch  | 0.3   | restore_before_start, by ManualStep                                    |
+# | skipped_updates      | 0.3   | restore_before_start, by Step                                          |
 # | set_apart            | 0.3   | restore_before_start, as recorded_by_evaluate, with the history        |
 # | evaluations          | 0.3   | loop/evaluation.py, when they begin                                    |
 # | trainability         | 0.3   | restore_after_start: which parameters are trained                      |

@@ -27,7 +27,7 @@ from pytorch_accel_lite.extending_tools import check_range, faster_data, is_over
 
 _FIRST_STEPS = 16  # the mean loss of these steps is compared with the epoch's
 _LEAST_UPDATES = 48
-_STEP_EVENTS = ("on_train_step_end", "on_optimizer_step_start", "on_optimizer_step_end")
+_STEP_EVENTS = ("on_train_step_end", "on_optimizer_step_start")
 
 
 class AdviceCallback(TrainerCallback):
@@ -72,13 +72,12 @@ class AdviceCallback(TrainerCallback):
             return
         self._start = time.perf_counter()
         self._updates_before = trainer.progress.update
-        self._skipped = -trainer.run.stepper.skipped_updates
+        self._skipped_before = trainer.run.stepper.skipped_updates
         self._norms = GradientNorms()
         self._rate = self._highest = _learning_rate(trainer)
         self._limit = None if trainer.run_config is None else trainer.run_config.gradient_clip_norm
         measures_updates = self._limit is not None or trainer.scheduler is not None
         set_listening(trainer, self, measures_updates, "on_optimizer_step_start")
-        set_listening(trainer, self, trainer.accelerator.scaler is not None, "on_optimizer_step_end")
         self._first_losses: list[torch.Tensor] = []
         self._by_chance: list[float | torch.Tensor] = []  # the losses that a model without knowledge would have
         begins = not self._has_trained_before and not trainer.progress.update
@@ -100,15 +99,11 @@ class AdviceCallback(TrainerCallback):
             self._rate = _learning_rate(trainer)
             self._highest = max(self._highest, self._rate)
 
-    def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: object) -> None:
-        self._skipped += trainer.update_was_skipped and not trainer.run.stepper.skips_update
-
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._updates = trainer.progress.update - self._updates_before if self._watches else 0
         if self._updates:
             self._watches = False
             self._has_trained_before = True
-            self._skipped += trainer.run.stepper.skipped_updates
             set_listening(trainer, self, False, *_STEP_EVENTS)
             self._advice = [
                 *self._on_data(trainer),
@@ -162,14 +157,15 @@ class AdviceCallback(TrainerCallback):
 
     def _on_skipped_updates(self, trainer: TrainerLike) -> Iterator[str]:
         """Advise if many updates were skipped, or an optimizer made none."""
-        if self._skipped > 0.05 * self._updates:
+        skipped = trainer.run.stepper.skipped_updates - self._skipped_before
+        if skipped > 0.05 * self._updates:
             reason = " by callbacks."
             if trainer.accelerator.scaler is not None:
                 reason = (
                     ": their gradients overflowed in fp16. If the device supports bf16, use "
                     "Accelerator(mixed_precision='bf16'); otherwise lower the learning rate."
                 )
-            yield f"{self._skipped} of {self._updates} updates were skipped{reason}"
+            yield f"{skipped} of {self._updates} updates were skipped{reason}"
         for name in trainer.run.stepper.optimizers_never_updated:
             yield f"train_step has not called update(loss, optimizer={name!r}), so its parameters are not trained."
 

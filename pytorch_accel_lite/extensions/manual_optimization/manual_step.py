@@ -226,9 +226,8 @@ class ManualStep(Step):
             self._update_scaler()
         was_made = not self.skips_update and not getattr(stepped, "was_skipped", False)
         self._updates_made.append(was_made)
-        self.skipped_updates += not was_made
         scheduler = schedulers_in(trainer.scheduler).get(name)
-        if was_made and scheduler is not None and run.request.scheduler_interval == "update":
+        if scheduler is not None and _steps_schedule(run, [was_made]):
             with _only_optimizer(trainer, stepped):
                 scheduler.step()
 
@@ -247,14 +246,14 @@ class ManualStep(Step):
                     "would have used the gradients. Call it in every step of a window, or train without accumulation."
                 )
         self._update_scaler()
-        self.skips_update = not all(self._updates_made)
+        self.skips_update = not all(self._updates_made)  # one optimizer that is not updated is enough
         if self._synced_buffers:
             run.ranks.copy_from_first(getattr(part, name) for part, name in self._synced_buffers)
         run.progress.update += 1
+        self.count_if_skipped(trainer)
         if trainer.scheduler is not None and "" in schedulers_in(trainer.scheduler):
             trainer.optimizer._opt_called = True  # else torch warns that the scheduler steps too early
-            is_skipped = bool(self._updates_made) and not any(self._updates_made)
-            if run.request.scheduler_interval == "update" and not is_skipped:
+            if _steps_schedule(run, self._updates_made):
                 trainer.scheduler_step()
         trainer.call_event("on_optimizer_step_end")
 
@@ -268,6 +267,11 @@ class ManualStep(Step):
         super().load_state_dict(state)
         for name, window in self.windows.items():
             window.items_per_batch = state.get("own_items_per_batch", {}).get(name)
+
+
+def _steps_schedule(run: Run, updates_made: list[bool]) -> bool:
+    """Whether a schedule of updates is stepped: it waits if every update of its optimizers was skipped."""
+    return run.request.scheduler_interval == "update" and (any(updates_made) or not updates_made)
 
 
 def _loss_error(loss: object) -> ValueError:

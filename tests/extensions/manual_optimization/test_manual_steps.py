@@ -507,6 +507,7 @@ def test_an_update_that_overflows_is_skipped_alone(scaled_accelerator):
     schedules = {name: partial(ExponentialLR, gamma=0.5) for name in ("generator", "critic")}
     trainer.train(FULL, 1, per_device_batch_size=9, create_scheduler_fn=schedules)
     assert skipped == [False, True, False]
+    assert trainer.run.stepper.skipped_updates == 1
     assert trainer.optimizer["critic"].param_groups[0]["lr"] == 0.05 / 4
     assert trainer.optimizer["generator"].param_groups[0]["lr"] == 0.02 / 8
     assert scaled_accelerator.scaler.get_scale() == 2.0**9
