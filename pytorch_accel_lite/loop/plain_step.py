@@ -39,19 +39,19 @@ class PlainStep(Step):
         self.averaged: list[nn.Parameter] = []
         self.synced_buffers: list[tuple[nn.Module, str]] = []
         self.must_examine_batch = False
-        if run.ranks.world_size > 1:
-            self.begin_replicas(trainer, run)
-
-    def begin(self, trainer: TrainerLike) -> None:
-        """Have the first batch examined when it comes, on one process."""
-        self.must_examine_batch = trainer.ranks.rank == 0
 
     def begin_replicas(self, trainer: TrainerLike, run: Run) -> None:
         """Start with the same values on all processes, and note what each update must equalise."""
+        if run.ranks.world_size == 1:
+            return
         self.synced_buffers = buffers_beside_model(trainer)
         if not trainer.is_sharded:
             self.averaged = parameters_not_in_model(trainer.model, trainer.optimizer)
             run.ranks.copy_from_first(self.averaged)
+
+    def begin(self, trainer: TrainerLike) -> None:
+        """Have the first batch examined when it comes, on one process."""
+        self.must_examine_batch = trainer.ranks.rank == 0
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the forward and backward pass on a batch and track its losses."""

@@ -71,6 +71,9 @@ class Step:
     This class has defaults for everything that other code asks of a step. What only one kind of step needs is in its
     class.
 
+    ``create_step()`` constructs a step on each process alone, and then calls ``begin_replicas()``. In a training run,
+    but not in a trial, ``begin()`` precedes the first batch, and ``end()`` follows the last one.
+
     Attributes:
         closure: argument of the optimizer's ``step``: nothing, or a function that recomputes the gradients
         updates_one_by_one: whether the step updates each optimizer separately
@@ -96,6 +99,12 @@ class Step:
     def optimizers_never_updated(self) -> list[str]:
         """The names of the optimizers that the run has never updated, if they are updated one by one."""
         return []
+
+    def begin_replicas(self, trainer: TrainerLike, run: Run) -> None:
+        """Start with the same values on all processes, and note what each update must equalise.
+
+        A collective, called once on every process, even a single one, when the step has been constructed.
+        """
 
     def begin(self, trainer: TrainerLike) -> None:
         """Prepare for the first batch of a training run. Not called in a trial."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.loop.plain_step import PlainStep
@@ -19,7 +21,7 @@ def replace_step(kind: StepKind, by: StepKind) -> None:
 
 
 def create_step(trainer: TrainerLike, run: Run) -> Step:
-    """Create the training step of a run.
+    """Create the training step of a run, and let it start with the same values on all processes.
 
     Raises:
         ValueError: if the run uses features that do not work together, or of an extension that is missing
@@ -27,16 +29,23 @@ def create_step(trainer: TrainerLike, run: Run) -> Step:
     features = find_features(trainer, run)
     if trainer.compiled_forward is not None:
         trainer.compiled_forward.begin_run(run)
+    step = _choose_kind(trainer, run, features)(trainer, run)
+    step.begin_replicas(trainer, run)
+    return step
+
+
+def _choose_kind(trainer: TrainerLike, run: Run, features: Sequence[Feature]) -> Callable[[TrainerLike, Run], Step]:
+    """Return the kind of step for the features that a run uses."""
     for kind in STEP_KINDS:
         if any(feature in features for feature in kind.features):
-            return _replacements.get(kind, kind)(trainer, run)
+            return _replacements.get(kind, kind)
     for feature in features:
         if feature.extension:
             raise ValueError(f"{feature.name} {missing_extension_text(feature.extension)}")
     # Sharded weights are not a requested feature, so they choose a step only if no feature does.
     if are_sharded(trainer.model.parameters()) and run.ranks.world_size > 1:
-        return ShardedStep(trainer, run)
-    return PlainStep(trainer, run)
+        return ShardedStep
+    return PlainStep
 
 
 def all_features() -> list[Feature]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import traceback
 from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from accelerate.utils import recursively_apply
@@ -17,13 +19,16 @@ from pytorch_accel_lite.extending import (
     Batch,
     BatchOutput,
     Conflict,
+    OtherCallError,
     PlainStep,
+    ProcessLostError,
     Run,
     StepSnapshot,
+    StopTrainingError,
     TrainerLike,
     backward,
 )
-from pytorch_accel_lite.extending_callbacks import StateDict, sync_ddp_buffers
+from pytorch_accel_lite.extending_callbacks import Count, Failure, StateDict, sync_ddp_buffers
 from pytorch_accel_lite.extending_tools import (
     as_returned,
     infer_batch_size,
@@ -34,15 +39,40 @@ from pytorch_accel_lite.extending_tools import (
 )
 from pytorch_accel_lite.extensions.failed_batches.failures import NEVER_SKIPPED, describe_failure
 
-DONE, OUT_OF_MEMORY, FAILED = range(3)
+#: How a step ends on a process, from good to bad. The worst counts: a fatal error is raised on all processes.
+DONE, OUT_OF_MEMORY, FAILED, FATAL = range(4)
+#: Errors raised at once: the other processes raise them, too, or find that this one has gone on to another call.
+_RAISED_AT_ONCE = (StopTrainingError, OtherCallError, ProcessLostError)
 _NOT_UNDONE = Conflict(SHARDED, "a step that fails on one process cannot be undone")
+
+
+@dataclass(eq=False, repr=False)
+class _Attempt:
+    """A forward and backward pass on a batch.
+
+    Attributes:
+        counted: what the window had counted before it
+        size: the number of samples in the batch, if it may be split
+        before: the state from before it, once that is known
+        error: the error of this process
+        output: the output, if there is no error
+        recorded: the output as it was returned, for recording
+    """
+
+    counted: tuple[bool, float, Count, float | None]
+    size: int = 0
+    before: StepSnapshot | None = None
+    error: Exception | None = None
+    output: BatchOutput = field(init=False)
+    recorded: BatchOutput = field(init=False)
 
 
 class GuardedStep(PlainStep):
     """A step that, if it fails on any process, is undone on all, and then skipped or repeated in smaller parts.
 
     With several processes, nothing is communicated until each process has reported its outcome: the step calls the
-    module inside ``DistributedDataParallel``, and gradients are averaged at the end of the window.
+    module inside ``DistributedDataParallel``, and gradients are averaged at the end of the window. A process reports an
+    error that ends the run, too: it raises this error, and the others raise one that names the process.
     """
 
     features = (MICROBATCHES.with_conflicts(_NOT_UNDONE), SKIPPED_BATCHES.with_conflicts(_NOT_UNDONE))
@@ -53,47 +83,59 @@ class GuardedStep(PlainStep):
         run.window.is_guarded = run.ranks.world_size > 1
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
-        """Run the forward and backward pass on a batch, or undo it."""
+        """Run the forward and backward pass on a batch, or undo it.
+
+        Raises:
+            RuntimeError: if another process has failed, and the step is neither skipped nor repeated
+        """
         while True:
-            before = StepSnapshot(trainer)
-            counted = run.window.counted
-            self.averaged = list(before.gradients)
-            outputs: list[BatchOutput] = []
-            returned: list[BatchOutput] = []
-            error = None
-            try:
-                sync_ddp_buffers(trainer.model, run.ranks)
-                with unwrapped_model(trainer) if run.ranks.world_size > 1 else nullcontext():
-                    outputs = self._attempt(trainer, run, batch, returned)
-            except NEVER_SKIPPED:
-                raise
-            except Exception as failure:
-                error = failure
-            outcome, largest = self._agree(trainer, run, batch, error)
+            attempt = self._attempt(trainer, run, batch)
+            outcome, largest = self._agree(run, attempt)
+            assert attempt.before is not None
             if outcome == DONE:
-                before.add_gradients()
-                output = merge_outputs(outputs)
+                attempt.before.add_gradients()
+                output = attempt.output
                 run.loss_trackers.note_batch_size(batch, output["batch_size"])
-                run.count_step(output if returned[0] is outputs[0] else merge_outputs(returned), batch)
+                run.count_step(attempt.recorded, batch)
                 return output
-            before.close()
-            run.window.counted = counted
-            if outcome == FAILED:
-                skip_batch(trainer, run, batch, error)
+            error, skipped = attempt.error, batch if outcome == FAILED else None
+            failures = run.ranks.run_together(partial(_undo, run, attempt, skipped))
+            if skipped is not None:
+                failed = [failure for failure in failures if failure is not None]
+                trainer.call_event("on_train_batch_skipped", failures=failed, error=error, step=run.progress.step)
                 return None
             if error is not None:
                 traceback.clear_frames(error.__traceback__)  # the frames hold tensors of the attempt
+            del attempt, error  # another process may have failed: frees the outputs of this one
             self._split_further(trainer, largest)
 
-    def _attempt(self, trainer: TrainerLike, run: Run, batch: Batch, returned: list[BatchOutput]) -> list[BatchOutput]:
+    def _attempt(self, trainer: TrainerLike, run: Run, batch: Batch) -> _Attempt:
+        """Run the forward and backward pass on a batch, and note its error, if any."""
+        attempt = _Attempt(run.window.counted)
+        try:
+            sync_ddp_buffers(trainer.model, run.ranks)  # first: no process may fail before this collective
+            if run.request.auto_microbatch and not isinstance(batch.data, FailedRead):
+                attempt.size = infer_batch_size(batch.data, batch.num_samples or None)
+            attempt.before = StepSnapshot(trainer)
+            self.averaged = list(attempt.before.gradients)
+            with unwrapped_model(trainer) if run.ranks.world_size > 1 else nullcontext():
+                attempt.output, attempt.recorded = self._compute(trainer, run, batch)
+        except _RAISED_AT_ONCE:
+            raise
+        except Exception as error:
+            attempt.error = error
+        return attempt
+
+    def _compute(self, trainer: TrainerLike, run: Run, batch: Batch) -> tuple[BatchOutput, BatchOutput]:
         """Run the forward and backward pass on each part of a batch, freeing each part's memory before the next.
 
-        Args:
-            returned: a list to which the recorded output of each part is added
+        Returns:
+            the merged output of the parts, and the same as it was returned, for recording
         """
         if isinstance(batch.data, FailedRead):
             raise batch.data.error
         outputs: list[BatchOutput] = []
+        returned: list[BatchOutput] = []
         run.window.is_split = self.num_microbatches > 1
         parts = split_into_parts(batch, self.num_microbatches)
         try:
@@ -106,24 +148,27 @@ class GuardedStep(PlainStep):
                 returned.append(outputs[-1] if kept is output else kept)
         finally:
             run.batch = batch
-        return outputs
+        merged = merge_outputs(outputs)
+        return merged, merged if returned[0] is outputs[0] else merge_outputs(returned)
 
-    def _agree(self, trainer: TrainerLike, run: Run, batch: Batch, error: Exception | None) -> tuple[int, int]:
-        """Return the outcome of the step, the same on every process, and the number of samples in the largest batch."""
-        splits = run.request.auto_microbatch
+    def _agree(self, run: Run, attempt: _Attempt) -> tuple[int, int]:
+        """Return the outcome of the step, the same on every process, and the number of samples in the largest batch.
+
+        Raises:
+            RuntimeError: if the error of another process is fatal; it names that process, which raises its own error
+        """
         skips = run.request.skips_failed_batches
-        outcome = DONE
-        size = 0
-        if splits and not isinstance(batch.data, FailedRead):
-            size = infer_batch_size(batch.data, batch.num_samples or None)
+        outcome, error = DONE, attempt.error
         if error is not None:
-            if splits and is_out_of_memory(error):
+            if attempt.before is None or isinstance(error, NEVER_SKIPPED):
+                outcome = FATAL
+            elif run.request.auto_microbatch and is_out_of_memory(error):
                 outcome = OUT_OF_MEMORY
-            elif skips:
-                outcome = FAILED
             else:
-                raise error
-        worst, largest = map(int, run.ranks.max([outcome, size]))
+                outcome = FAILED if skips else FATAL
+        worst, largest = map(int, run.ranks.max([outcome, attempt.size]))
+        if worst == FATAL:
+            run.ranks.run_together(partial(_raise, error if outcome == FATAL else None))
         if worst == OUT_OF_MEMORY and self.num_microbatches >= largest:
             if not skips:
                 raise error or RuntimeError("Another process ran out of memory with a single sample.")
@@ -150,10 +195,21 @@ class GuardedStep(PlainStep):
         self.num_microbatches = state.get("microbatches", 1)
 
 
-def skip_batch(trainer: TrainerLike, run: Run, batch: Batch, error: Exception | None) -> None:
-    """Count the samples of a skipped batch, and report the failures of all processes."""
-    own = None if error is None else describe_failure(run, error)
-    failures = [failure for failure in run.ranks.all_gather_object(own) if failure is not None]
-    total = batch.total_samples
-    run.progress.add_samples(infer_batch_size(batch.data) if total is None else total)
-    trainer.call_event("on_train_batch_skipped", failures=failures, error=error, step=run.progress.step)
+def _undo(run: Run, attempt: _Attempt, skipped: Batch | None) -> Failure | None:
+    """Restore the state from before an attempt, count the samples of a skipped batch, and return the failure, if any.
+
+    Args:
+        skipped: the batch, if it is skipped
+    """
+    assert attempt.before is not None
+    attempt.before.close()
+    run.window.counted = attempt.counted
+    if skipped is not None:
+        total = skipped.total_samples
+        run.progress.add_samples(infer_batch_size(skipped.data) if total is None else total)
+    return None if attempt.error is None else describe_failure(run, attempt.error)
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error

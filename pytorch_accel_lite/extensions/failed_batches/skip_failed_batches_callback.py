@@ -35,7 +35,8 @@ class SkipFailedBatchesCallback(TrainerCallback):
     Errors while reading a stream or your own loader still end the run.
 
     Args:
-        max_failures: number of batches that may fail in a run; the next failure ends the run with its error
+        max_failures: number of batches that may fail in a run; the next failure ends the run with its error. In an
+            evaluation or a prediction, several processes count their failures at its end.
         phases: where batches are skipped: any of ``"training"``, ``"evaluation"`` and ``"prediction"``. Tests evaluate
             and predict.
 
@@ -89,7 +90,8 @@ class SkipFailedBatchesCallback(TrainerCallback):
 
     def _skip_in_inference(self, trainer: TrainerLike, *, error: Exception, **kwargs: object) -> None:
         self._skipped_here += 1
-        self._check_number(trainer, len(self.failures) + self._skipped_here, error)
+        if trainer.ranks.world_size == 1:  # otherwise all count together in the end, so that none waits for this one
+            self._check_number(trainer, len(self.failures) + self._skipped_here, error)
 
     on_eval_batch_skipped = on_predict_batch_skipped = _skip_in_inference
 

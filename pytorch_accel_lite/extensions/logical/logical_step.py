@@ -196,12 +196,12 @@ class LogicalStep(PlainStep):
         self._sharded = ShardedGradients(trainer.model, run.ranks, self._logical.count)
         self._sharded.take_over(run.cleanup)
         self._find_buffers()
+
+    def begin_replicas(self, trainer: TrainerLike, run: Run) -> None:
+        """Start with the same weights and buffers; updates keep them so, as the gradients are the same on all."""
         parameters = self._sharded.without([*trainer.model.parameters(), *all_optimized_parameters(trainer)])
         plain = [part for parameter in dict.fromkeys(parameters) for part in plain_parts(parameter)]
         run.ranks.copy_from_first(list(dict.fromkeys([*plain, *self._buffers()])))
-
-    def begin_replicas(self, trainer: TrainerLike, run: Run) -> None:
-        """Do nothing: the gradients and buffers of logical processes are the same on all."""
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the forward and backward pass of each logical process, and add up their gradients.

@@ -90,10 +90,14 @@ class ManualStep(Step):
         self._must_update_scaler = False
         self._updates_made: list[bool] = []  # for each update of the step, whether it was made or skipped
         self._synced_buffers: list[tuple[torch.nn.Module, str]] = []
-        if run.ranks.world_size > 1:
-            shared = [*trainer.model.parameters(), *all_optimized_parameters(trainer), *trainer.model.buffers()]
-            run.ranks.copy_from_first(list(dict.fromkeys(shared)))
-            self._synced_buffers = [*buffers_beside_model(trainer), *buffers_in([trainer.model])]
+
+    def begin_replicas(self, trainer: TrainerLike, run: Run) -> None:
+        """Start with the same weights and buffers, and note the buffers that each update must equalise."""
+        if run.ranks.world_size == 1:
+            return
+        shared = [*trainer.model.parameters(), *all_optimized_parameters(trainer), *trainer.model.buffers()]
+        run.ranks.copy_from_first(list(dict.fromkeys(shared)))
+        self._synced_buffers = [*buffers_beside_model(trainer), *buffers_in([trainer.model])]
 
     @property
     def optimizers_never_updated(self) -> list[str]:

@@ -188,6 +188,10 @@ class SurvivingStep(LogicalStep):
         if SurvivingRanks.membership.bypasses_meshes:
             SurvivingRanks.membership.check_is_first_training()
         super().__init__(trainer, run)
+
+    def begin_replicas(self, trainer: TrainerLike, run: Run) -> None:
+        """Start with the same values on all processes, of which some may be lost meanwhile."""
+        super().begin_replicas(trainer, run)
         self._generation = SurvivingRanks.membership.generation
 
     def begin(self, trainer: TrainerLike) -> None:

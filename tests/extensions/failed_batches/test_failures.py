@@ -1059,3 +1059,88 @@ def test_all_ranks_split_their_batches_when_one_is_out_of_memory(ranks):
         assert largest_difference(split["weights"], whole["weights"]) < 1e-12
         for name, values in whole["history"].items():
             assert split["history"][name] == pytest.approx(values)
+
+
+class FailsToRestore:
+    """A registered object whose state cannot be read, or not be restored, on the last rank."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def _fail(self, place: str) -> None:
+        if place == self.place and rank() == world_size() - 1:
+            raise KeyError(place)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._fail("snapshot")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._fail("undo")
+
+
+class UnlikeParts(Trainer):
+    """Its outputs cannot be merged on the last rank: the first part of a batch has an entry that the others lack."""
+
+    has_entry = True
+
+    def calculate_train_batch_loss(self, batch):
+        output = super().calculate_train_batch_loss(batch)
+        if rank() == world_size() - 1 and self.num_microbatches == 3 and not self.has_entry:
+            self.has_entry = True
+            output["merge"] = torch.zeros(3)
+        return output
+
+
+def fatal_on_the_last_process(place: str) -> list[str]:
+    """The last process has an error that ends the run. Both catch it, and the program goes on."""
+    model = FussyOnLastRank(7.0 if place in ("step", "undo") else None, alone=place == "merge")
+    model.inner[1] = nn.Identity()
+    skips = [SkipFailedBatchesCallback()] if place == "undo" else []
+    trainer = UnlikeParts(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=skips)
+    trainer.has_entry = place != "merge"
+    trainer.accelerator.register_for_checkpointing(FailsToRestore(place))
+    options = {"per_device_batch_size": 3, "train_dataloader_kwargs": IN_ORDER, "auto_microbatch": True}
+    with pytest.raises((ValueError, KeyError, RuntimeError)) as caught:
+        trainer.train(poisoned(24), 1, **options)
+    error = caught.value
+    others = adamw_trainer(float64_model())
+    others.train(float64_data(12), 1, **options)
+    assert others.progress.update == 2
+    return [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("step", "ValueError: cannot digest this"),
+        ("snapshot", "KeyError: 'snapshot'"),
+        ("merge", "KeyError: 'merge'"),
+        ("undo", "KeyError: 'undo'"),
+    ],
+)
+def test_all_processes_learn_of_an_error_that_ends_the_run(two_ranks, place, message):
+    (other, *_), (own, *notes) = two_ranks.run(fatal_on_the_last_process, place)
+    assert own == message
+    assert other == f"RuntimeError: Rank 1 failed: {message}"
+    assert any(note.startswith("In training, epoch 1, step ") and "process 1 of 2" in note for note in notes)
+
+
+def too_many_fail_on_the_last_process() -> str:
+    """The last process skips more than it may. Both learn of it, and the program goes on."""
+    model = FussyOnLastRank(7.0)
+    model.train_only = False
+    data = float64_data(16)
+    data.tensors[0][8:, 0] = 7.0
+    trainer = adamw_trainer(model, callbacks=[SkipFailedBatchesCallback(1, phases=["evaluation"])])
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        trainer.evaluate(data, 2)
+    trainer.evaluate(float64_data(8), 2)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_all_processes_learn_that_one_has_skipped_too_many(two_ranks):
+    other, own = two_ranks(too_many_fail_on_the_last_process)
+    assert own == "ValueError: cannot digest this"
+    assert other.startswith("RuntimeError: More than max_failures=1 batches have failed. Last failure: ")
+    assert "'rank': 1" in other
