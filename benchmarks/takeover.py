@@ -296,7 +296,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256, help="of the layers; 1700 makes a model of 13 MB")
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--every", type=float, default=0.0, help="seconds between two kills; 0 for as soon as possible")
-    parser.add_argument("--pairs", type=int, default=0, help="also compare so many pairs of jobs with torchrun")
+    parser.add_argument("--pairs", type=int, default=0, help="number of pairs of jobs to compare with torchrun")
     parser.add_argument("--turns", type=int, default=8, help="how often the jobs of a pair take turns")
     options = parser.parse_args()
     if options.pairs:

@@ -253,7 +253,10 @@ class HasCallbackHandler(Protocol):
 
 
 def set_listening(trainer: HasCallbackHandler, callback: TrainerCallback, listens: bool, *events: str) -> None:
-    """Set whether a callback is called at events, except events that a user's subclass of the callback overrides."""
+    """Set whether a callback is called at events, except events that a user's subclass of the callback overrides.
+
+    Such a subclass may call the callback's own method then, which must do nothing that the user would notice.
+    """
     built_in = [
         vars(kind) for kind in type(callback).__mro__ if is_from_this_package(kind) and kind is not TrainerCallback
     ]

@@ -81,12 +81,13 @@ class AdviceCallback(TrainerCallback):
         self._first_losses: list[torch.Tensor] = []
         self._by_chance: list[float | torch.Tensor] = []  # the losses that a model without knowledge would have
         begins = not self._has_trained_before and not trainer.progress.update
-        set_listening(trainer, self, begins and _is_supervised(trainer), "on_train_step_end")
+        self._compares_losses = begins and _is_supervised(trainer)
+        set_listening(trainer, self, self._compares_losses, "on_train_step_end")
 
     def on_train_step_end(
         self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
     ) -> None:
-        if len(self._first_losses) < _FIRST_STEPS:
+        if self._compares_losses and len(self._first_losses) < _FIRST_STEPS:
             self._first_losses.append(batch_output["loss"].detach().clone())
             self._by_chance.extend(_loss_by_chance(trainer.loss_func, batch, batch_output))
         else:

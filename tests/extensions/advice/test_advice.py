@@ -105,6 +105,18 @@ def test_a_falling_or_low_loss_is_not_mentioned(capsys, rate, kind, arguments):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.extension("manual_optimization")
+def test_a_subclass_that_hears_each_step_compares_no_more_losses(capsys):
+    class Hears(AdviceCallback):
+        def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
+            super().on_train_step_end(trainer, batch, batch_output, **kwargs)
+
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-9)
+    train(make_trainer([Hears], model, OwnStep, optimizer=optimizer), train_dataset=learnable(128))
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize("options", [{"rate": 1e-9}, {"rate": 1e-3, "maximize": True}], ids=["stays", "rises"])
 def test_a_loss_that_does_not_fall_suggests_check(capsys, options):
     trainer = learner(**options)

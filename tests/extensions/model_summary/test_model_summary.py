@@ -86,6 +86,17 @@ def test_a_model_summary_is_printed_once_and_changes_nothing(arguments, capsys, 
     assert "Total params" not in capsys.readouterr().out
 
 
+def test_a_subclass_that_hears_each_step_prints_one_summary(capsys):
+    class Hears(ModelSummaryCallback):
+        def on_train_step_start(self, trainer: Trainer, **kwargs: Any) -> None:
+            super().on_train_step_start(trainer, **kwargs)
+
+    trainer = make_trainer([Hears()], image_model())
+    trainer.loss_func = nn.CrossEntropyLoss()
+    trainer.train(image_data(), 2, per_device_batch_size=4)
+    assert capsys.readouterr().out.count("Total params") == 1
+
+
 def summaries_of_ranks() -> Any:
     trainer = adamw_trainer(image_model(), callbacks=[ModelSummaryCallback()])
     found = trainer.summary(image_data(), per_device_batch_size=5)
