@@ -42,7 +42,7 @@ from pytorch_accel_lite.distributed.control_group import ControlGroup
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.distributed.launch import die_with_parent
 from pytorch_accel_lite.distributed.lost_processes import names_connection
-from pytorch_accel_lite.distributed.meshes import Holders, use_holders
+from pytorch_accel_lite.distributed.meshes import Holders, current_holders, use_holders
 from pytorch_accel_lite.distributed.no_sync import no_sync_within_window
 from pytorch_accel_lite.distributed.ranks import chosen_timeout, set_timeout, timeout_of, use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
@@ -88,7 +88,7 @@ __all__ = [
     # Models with sharded weights.
     "chosen_timeout", "find_tensors", "parameters_not_in_model", "tensor_parallel_size", "verify_weights",
     # The processes of a job.
-    "ControlGroup", "Holders", "MACHINERY", "describe_call", "describe_frame", "die_with_parent",
+    "ControlGroup", "Holders", "MACHINERY", "current_holders", "describe_call", "describe_frame", "die_with_parent",
     "every_part_is_held", "innermost_function", "is_in_backward", "is_library_frame", "names_connection",
     "open_trainers", "set_timeout", "timeout_of", "use_holders", "use_ranks",
     # What a run has drawn and recorded, which is restored after a step or an evaluation that does not count.
