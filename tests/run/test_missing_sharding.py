@@ -60,7 +60,7 @@ def test_a_model_with_sharded_parameters_is_refused(no_accelerator):
     check_refused(make_trainer(model=model, accelerator=accelerator))
 
 
-def test_tensor_parallelism_that_the_accelerator_wants_is_refused(no_accelerator):
+def test_tensor_parallelism_of_the_accelerator_is_refused(no_accelerator):
     config = pytest.importorskip("accelerate.parallelism_config", reason="ParallelismConfig needs accelerate 1.10")
     accelerator = Accelerator(cpu=True)
     accelerator.state.parallelism_config = config.ParallelismConfig(tp_size=2)
