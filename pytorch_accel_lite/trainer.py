@@ -952,12 +952,7 @@ class Trainer:
 
         Call it in ``on_optimizer_step_start``, on every process. ``progress.update`` still counts the update.
         """
-        run = self.current_run
-        run.stepper.skips_update = True
-        scaler = self.accelerator.scaler
-        updates_all = not run.stepper.updates_one_by_one
-        if scaler is not None and updates_all:  # otherwise it would refuse to unscale gradients twice
-            scaler.update(scaler.get_scale())
+        self.current_run.stepper.skips_update = True
 
     @property
     def update_was_skipped(self) -> bool:
