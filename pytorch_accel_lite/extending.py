@@ -28,7 +28,6 @@ from pytorch_accel_lite.distributed.trainer_protocol import OpenTrainer
 from pytorch_accel_lite.loop.guards.out_of_memory import MEMORY_ADVICE
 from pytorch_accel_lite.loop.inference import INFERENCE_STEP
 from pytorch_accel_lite.loop.model_preparation import MODEL_CHANGES
-from pytorch_accel_lite.loop.plain_step import PlainStep, backward
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot
 from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
@@ -59,6 +58,7 @@ from pytorch_accel_lite.steps.features import (
     Conflict,
     Feature,
 )
+from pytorch_accel_lite.steps.plain_step import PlainStep, backward
 from pytorch_accel_lite.steps.sharded import ShardedStep
 from pytorch_accel_lite.tools.trial import Trial
 from pytorch_accel_lite.tools.user_callbacks import UserCallbacks

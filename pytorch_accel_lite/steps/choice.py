@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.extension_names import missing_extension_text
-from pytorch_accel_lite.loop.plain_step import PlainStep
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
 from pytorch_accel_lite.steps.compilation import CHECKPOINTED, COMPILED
 from pytorch_accel_lite.steps.features import OF_EXTENSIONS, STEP_KINDS, Feature, StepKind
+from pytorch_accel_lite.steps.plain_step import PlainStep
 from pytorch_accel_lite.steps.sharded import ShardedStep
 
 _replacements: dict[StepKind, StepKind] = {}

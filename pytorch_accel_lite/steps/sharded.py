@@ -9,9 +9,9 @@ from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.distributed.data_ranks import covers, is_hybrid, mesh_infos
 from pytorch_accel_lite.loop.deepspeed import check_whole_window, uses_deepspeed
-from pytorch_accel_lite.loop.plain_step import PlainStep
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.trainer_parameters import parameters_not_in_model
+from pytorch_accel_lite.steps.plain_step import PlainStep
 
 
 class ShardedStep(PlainStep):

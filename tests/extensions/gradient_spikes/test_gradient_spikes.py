@@ -92,7 +92,7 @@ def test_gradient_spikes_refuse_bad_factors_and_counts(arguments, error, message
         GradientSpikeCallback(**arguments)
 
 
-def test_overflows_by_which_a_scaler_finds_its_scale_are_no_spikes(scaled_accelerator):
+def test_overflows_of_a_scaler_are_no_spikes(scaled_accelerator):
     class Halves(Trainer):
         def backward_step(self, loss):
             super().backward_step(loss if scaled_accelerator.scaler.get_scale() < 2.0**6 else loss * math.inf)
