@@ -256,7 +256,6 @@ class Trainer:
         self.current_run.data.seed = self.seed
         self.division = create_division("logical_processes", logical_processes, self.ranks, self.seed)
         self._batch_adapter = BatchAdapter(model)
-        self._latest_eval_dataset: NamedData | None = None
         self.compiled_forward: CompiledForwardLike | None = create_compiled_forward(
             self, compile_step, self._batch_adapter
         )
@@ -366,7 +365,6 @@ class Trainer:
         optimizer_checks.check_optimizers(self)
         if eval_dataset is not None:
             arguments.check_dataset(self, "eval_dataset", eval_dataset, size, eval_kwargs, collate_fn, train_dataset)
-        self._latest_eval_dataset = eval_dataset
         self.create_scheduler_fn = schedule
         run = Run.create(self, request, train_dataset, eval_dataset, collate_fn)
         loaders = LoaderArguments(int(size), train_kwargs, eval_kwargs)  # the size may be an integer of numpy
@@ -400,7 +398,9 @@ class Trainer:
             the run history, except, within a run, for metrics that the run's own evaluations record. After a run, its
             curves and rows do not contain them.
         """
-        dataset = self._latest_eval_dataset if dataset is None else dataset
+        latest = self.current_run.latest.training
+        if dataset is None and latest is not None:
+            dataset = latest.eval_dataset
         return evaluation.evaluate(
             self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, auto_microbatch=auto_microbatch
         )
