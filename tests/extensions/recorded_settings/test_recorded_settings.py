@@ -204,9 +204,9 @@ def test_states_without_settings_are_resumed_silently(tmp_path, capsys, monkeypa
     monkeypatch.setattr(SETTINGS_RECORDER, "content", None)
     run(folder)
     monkeypatch.setattr(SETTINGS_RECORDER, "content", recorder)
-    run(folder, 2, resume=True, lr=0.5)
+    run(folder, 2, resume=True, weight_decay=0.5)
     assert DIFFERS not in capsys.readouterr().out
-    run(folder, 3, resume=True, lr=0.2)
+    run(folder, 3, resume=True, weight_decay=0.5, lr=0.2)
     assert "Kept as in the state: optimizer.lr=0.01 (not 0.2)" in capsys.readouterr().out
 
 
