@@ -29,7 +29,7 @@ class SettingsRecorder:
 
         Args:
             now: the settings that the run has recorded; afterwards, those that hold
-            attributes: is told which of them have been compared
+            attributes: the users' attributes in states; afterwards, its ``compared`` has the arguments that differ
         """
         return ""
 
