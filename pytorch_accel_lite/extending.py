@@ -13,6 +13,7 @@ from pytorch_accel_lite.checkpoint.models.companion_files import COMPANION_WRITE
 from pytorch_accel_lite.checkpoint.models.model_forms import ADAPTERS, MODEL_FORMS, ModelForm, WriteModel
 from pytorch_accel_lite.checkpoint.states.directory import CapturedState, read_model, read_verified, write_files
 from pytorch_accel_lite.checkpoint.states.manifest import catch_damage, manifest_text, read_manifest
+from pytorch_accel_lite.checkpoint.states.recorded_settings import SETTINGS_RECORDER, SettingsRecorder
 from pytorch_accel_lite.checkpoint.states.store import StateStore
 from pytorch_accel_lite.checkpoint.stores import STORES, Store, read_state
 from pytorch_accel_lite.data import Batch
@@ -70,8 +71,9 @@ __all__ = [
     # Seams.
     "COMPANION_WRITERS", "CompanionWriter", "DIVISIONS", "Division", "FENCES", "INFERENCE_STEP", "InferenceStep",
     "JOB_QUEUES", "JobObserver", "JobQueue", "MEMORY_ADVICE", "MODEL_CHANGES", "MODEL_FORMS", "ModelForm",
-    "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "STEP_COMPILER", "STEP_KINDS", "STORES", "StateStore",
-    "StepCompiler", "Store", "USER_ATTRIBUTES", "UserAttributes", "create_division", "replace_step",
+    "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "SETTINGS_RECORDER", "STEP_COMPILER", "STEP_KINDS", "STORES",
+    "SettingsRecorder", "StateStore", "StepCompiler", "Store", "USER_ATTRIBUTES", "UserAttributes", "create_division",
+    "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
     "RECOMPUTED", "SHARDED", "SKIPPED_BATCHES", "ShardedStep", "backward",

@@ -1,12 +1,13 @@
 """Functions that the package's own extensions use, besides ``extending.py``. They may change in any version."""
 
 from pytorch_accel_lite.base.backends import deterministic_kernels
-from pytorch_accel_lite.base.constructor_calls import library_attributes
+from pytorch_accel_lite.base.constructor_calls import arguments_of, library_attributes
 from pytorch_accel_lite.base.devices import capacity_of, is_out_of_memory
 from pytorch_accel_lite.base.environment import install_command
 from pytorch_accel_lite.base.generator_states import capture_generators, restore_generator, restore_generators
 from pytorch_accel_lite.base.inspection import nested_in
-from pytorch_accel_lite.base.modules import local_shard
+from pytorch_accel_lite.base.modules import local_shard, unsharded_class
+from pytorch_accel_lite.base.paths import may_differ
 from pytorch_accel_lite.base.reachable import RandomGenerator, reachable_from
 from pytorch_accel_lite.base.templates import Column, render
 from pytorch_accel_lite.base.text import describe_error, listed
@@ -20,10 +21,10 @@ from pytorch_accel_lite.checkpoint.models.model_forms import is_of_peft, is_of_t
 from pytorch_accel_lite.checkpoint.models.trained_object_states import buffers_beside_model
 from pytorch_accel_lite.checkpoint.models.trained_objects import (
     loose_parameters,
+    saved_optimizers,
     trained_objects,
     unsaved_attribute_names,
 )
-from pytorch_accel_lite.checkpoint.states.recorded_settings import may_differ
 from pytorch_accel_lite.data.batches import (
     TARGET_KEYS,
     complete_output,
@@ -34,6 +35,7 @@ from pytorch_accel_lite.data.batches import (
     parts_in,
     tensors_in,
 )
+from pytorch_accel_lite.data.fingerprint import compare_fingerprints, fingerprint_of
 from pytorch_accel_lite.data.loss_errors import LossShapeError, shapes_are_known
 from pytorch_accel_lite.data.shares import share_bounds
 from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, concatenate_if_possible, select_samples
@@ -62,7 +64,7 @@ from pytorch_accel_lite.loop.run_setup import inference_run
 from pytorch_accel_lite.loop.sharded_models import shard_model
 from pytorch_accel_lite.loop.snapshot import preserving_attributes, replaced
 from pytorch_accel_lite.optimizers.operations import CreateScheduler, needs_closure, optimized_parameters
-from pytorch_accel_lite.optimizers.rates import layer_scales
+from pytorch_accel_lite.optimizers.rates import Options, initial_options, layer_scales
 from pytorch_accel_lite.run.accumulation import as_weight
 from pytorch_accel_lite.run.callback_handler import named_callbacks
 from pytorch_accel_lite.run.history import count_values
@@ -94,6 +96,9 @@ __all__ = [
     # For attributes of users in training states.
     "RandomGenerator", "is_from_this_package", "is_in_this_package", "library_attributes", "loose_parameters",
     "may_differ", "named_callbacks", "restore_generator", "trained_objects", "unsaved_attribute_names",
+    # For the settings of runs in training states.
+    "Options", "arguments_of", "compare_fingerprints", "fingerprint_of", "initial_options", "saved_optimizers",
+    "unsharded_class",
     # For saved models, and their companion files.
     "is_of_peft", "is_of_timm", "reachable_from",
     # Trials.

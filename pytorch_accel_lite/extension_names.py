@@ -70,6 +70,7 @@ OFFERED = {
     "profiling": ("callbacks.ProfilerCallback", "callbacks.TimingCallback"),
     "progress_table": ("callbacks.ProgressTableCallback",),
     "ray": ("integrations.RayReportCallback",),
+    "recorded_settings": (),  # compared by a run that resumes another one
     "remote": (),  # states and models at URLs
     "reports": (  # and the card of save_model()
         "callbacks.PlotMetricsCallback",
