@@ -2,14 +2,14 @@
 
 from pytorch_accel_lite.base.backends import deterministic_kernels
 from pytorch_accel_lite.base.constructor_calls import library_attributes
-from pytorch_accel_lite.base.devices import capacity_of, is_out_of_memory
+from pytorch_accel_lite.base.devices import capacity_of, is_out_of_memory, module_of
 from pytorch_accel_lite.base.environment import install_command
 from pytorch_accel_lite.base.generator_states import capture_generators, restore_generator, restore_generators
 from pytorch_accel_lite.base.inspection import nested_in
 from pytorch_accel_lite.base.modules import local_shard
 from pytorch_accel_lite.base.reachable import RandomGenerator, reachable_from
 from pytorch_accel_lite.base.templates import Column, render
-from pytorch_accel_lite.base.text import describe_error, listed
+from pytorch_accel_lite.base.text import describe_error, listed, notes_of
 from pytorch_accel_lite.base.tool_reports import Report
 from pytorch_accel_lite.base.types import ChosenModules
 from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_in_this_package, is_overridden
@@ -35,6 +35,7 @@ from pytorch_accel_lite.data.batches import (
     tensors_in,
 )
 from pytorch_accel_lite.data.loss_errors import LossShapeError, shapes_are_known
+from pytorch_accel_lite.data.reading import list_samples, names_sample
 from pytorch_accel_lite.data.shares import share_bounds
 from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, concatenate_if_possible, select_samples
 from pytorch_accel_lite.distributed.control_group import ControlGroup
@@ -56,7 +57,6 @@ from pytorch_accel_lite.distributed.stack_frames import (
 )
 from pytorch_accel_lite.loop.extra_passes import loss_of
 from pytorch_accel_lite.loop.guards.arguments import check_dataset
-from pytorch_accel_lite.loop.guards.error_notes import explain, list_samples
 from pytorch_accel_lite.loop.inference import unwrapped_model
 from pytorch_accel_lite.loop.run_setup import inference_run
 from pytorch_accel_lite.loop.sharded_models import shard_model
@@ -65,6 +65,7 @@ from pytorch_accel_lite.optimizers.operations import CreateScheduler, needs_clos
 from pytorch_accel_lite.optimizers.rates import layer_scales
 from pytorch_accel_lite.run.accumulation import as_weight
 from pytorch_accel_lite.run.callback_handler import named_callbacks
+from pytorch_accel_lite.run.error_notes import explain
 from pytorch_accel_lite.run.history import count_values
 from pytorch_accel_lite.run.metric_panels import best_of, direction_of, is_monitor, panels_by_metric
 from pytorch_accel_lite.run.modules_and_optimizers import (
@@ -82,7 +83,7 @@ __all__ = [
     "as_returned", "as_weight", "average_gradients", "buffers_beside_model", "buffers_in", "complete_output",
     "merge_outputs", "needs_closure", "no_sync_within_window",
     # Batches that fail.
-    "explain", "list_samples",
+    "explain", "list_samples", "names_sample", "notes_of",
     # Steps that are divided into a fixed number of shares.
     "concatenate_if_possible", "deterministic_kernels", "mesh_infos", "shard_dim", "share_bounds",
     # The processes of a job.
@@ -97,8 +98,8 @@ __all__ = [
     # For saved models, and their companion files.
     "is_of_peft", "is_of_timm", "reachable_from",
     # Trials.
-    "capacity_of", "check_dataset", "faster_data", "inference_run", "is_out_of_memory", "loss_of", "replaced",
-    "shard_model", "split_into_parts", "unwrapped_model",
+    "capacity_of", "check_dataset", "faster_data", "inference_run", "is_out_of_memory", "loss_of", "module_of",
+    "replaced", "shard_model", "split_into_parts", "unwrapped_model",
     # The parts of trainers and batches.
     "ListOfSamples", "LossShapeError", "TARGET_KEYS", "all_optimized_parameters", "concatenate", "infer_batch_size",
     "is_as_long", "is_overridden", "is_packed", "is_single_sample", "layer_scales", "local_shard", "nested_in",

@@ -16,6 +16,7 @@ OFFERED = {
     "closures": ("Trainer.recompute_gradients",),  # and optimizers that need a closure
     "compiled_step": (),  # Trainer(compile_step=True)
     "energy": ("callbacks.EnergyCallback",),
+    "error_notes": (),  # notes on the errors of runs
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
     "failed_batches": ("callbacks.SkipFailedBatchesCallback",),  # and train(auto_microbatch=True)
     "finetuning": (

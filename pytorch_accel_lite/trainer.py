@@ -48,6 +48,7 @@ from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extension_names import add_missing_method_errors
 from pytorch_accel_lite.extensions import blocks as blocks  # adds to MODEL_CHANGES
 from pytorch_accel_lite.extensions import compiled_step as compiled_step  # fills STEP_COMPILER
+from pytorch_accel_lite.extensions import error_notes as error_notes  # adds to ERROR_NOTES
 from pytorch_accel_lite.extensions import manual_optimization as manual_optimization  # adds to STEP_KINDS
 from pytorch_accel_lite.extensions import user_attributes as user_attributes  # fills USER_ATTRIBUTES
 from pytorch_accel_lite.extensions.checking import program_check

@@ -22,9 +22,9 @@ from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, complete_
 from pytorch_accel_lite.data.loader import FailedRead, ShardedLoader
 from pytorch_accel_lite.data.single_batches import can_read_single_batch, datasets_in, read_single_batch
 from pytorch_accel_lite.data.sources import BatchData
-from pytorch_accel_lite.loop.guards.error_notes import explaining
 from pytorch_accel_lite.loop.inference import unwrapped_model
 from pytorch_accel_lite.loop.snapshot import Snapshot, preserving_attributes, replaced
+from pytorch_accel_lite.run.error_notes import explaining
 from pytorch_accel_lite.run.modules_and_optimizers import other_modules
 from pytorch_accel_lite.run.run import Run, TrainerLike
 

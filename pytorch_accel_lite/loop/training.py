@@ -17,13 +17,13 @@ from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, 
 from pytorch_accel_lite.loop.extra_passes import warm_up_ddp
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, warn_of_nonfinite_weights
-from pytorch_accel_lite.loop.guards.error_notes import explaining
 from pytorch_accel_lite.loop.guards.modes import check_global_modes, fire_start_event, restoring_mode_between_batches
 from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.loaders import loader_of_run
 from pytorch_accel_lite.loop.resuming import end_if_complete, end_resuming, ending_resumption, print_state_contents
 from pytorch_accel_lite.loop.sanity_check import check_evaluation
+from pytorch_accel_lite.run.error_notes import explaining
 from pytorch_accel_lite.run.modules_and_optimizers import set_optimizer_modes
 from pytorch_accel_lite.run.parts import GlobalModes
 from pytorch_accel_lite.run.progress import EpochPhase

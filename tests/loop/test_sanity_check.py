@@ -110,6 +110,7 @@ def refused(error: type[Exception], data: Any, *callbacks: Any, model: Any = Non
     return notes
 
 
+@pytest.mark.extension("error_notes")
 def test_mistakes_are_found_before_training():
     inputs, targets = float64_data(9).tensors
     (note, _) = refused(RuntimeError, {"valid": TensorDataset(inputs[:, :4], targets)})
