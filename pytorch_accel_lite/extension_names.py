@@ -16,6 +16,7 @@ OFFERED = {
     "closures": ("Trainer.recompute_gradients",),  # and optimizers that need a closure
     "compiled_step": (),  # Trainer(compile_step=True)
     "energy": ("callbacks.EnergyCallback",),
+    "error_notes": (),  # notes on the errors of runs
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
     "failed_batches": ("callbacks.SkipFailedBatchesCallback",),  # and train(auto_microbatch=True)
     "finetuning": (
@@ -77,6 +78,7 @@ OFFERED = {
         "callbacks.RunLogCallback",
         "callbacks.ShowOutputsCallback",
     ),
+    "sanity_check": (),  # train(sanity_check=True)
     "shuffled_streams": ("data.ShuffledStream",),
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
     "step_logging": (),  # rows of loggers
