@@ -42,6 +42,7 @@ from pytorch_accel_lite.run.parts import LoadedWeights
 from pytorch_accel_lite.run.plots import PLOTS, Plots
 from pytorch_accel_lite.run.run import USER_ATTRIBUTES, InferenceStep, Run, Step, TrainerLike, UserAttributes
 from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.sharding import SHARDING, Sharding
 from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches, SkippedStep
 from pytorch_accel_lite.run.stops import NonFiniteLossError, RunInterruptedError, StopTrainingError
 from pytorch_accel_lite.run.training_state import TrainingState
@@ -61,7 +62,6 @@ from pytorch_accel_lite.steps.features import (
     Feature,
 )
 from pytorch_accel_lite.steps.plain_step import PlainStep, backward
-from pytorch_accel_lite.steps.sharded import ShardedStep
 from pytorch_accel_lite.tools.trial import Trial
 from pytorch_accel_lite.tools.user_callbacks import UserCallbacks
 
@@ -72,13 +72,13 @@ __all__ = [
     # Seams.
     "COMPANION_WRITERS", "CompanionWriter", "DIVISIONS", "Division", "ERROR_NOTES", "FENCES", "INFERENCE_STEP",
     "InferenceStep", "JOB_QUEUES", "JobObserver", "JobQueue", "MEMORY_ADVICE", "MODEL_CHANGES", "MODEL_FORMS",
-    "ModelForm", "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "SETTINGS_RECORDER", "STEP_COMPILER", "STEP_KINDS",
-    "STORES", "SettingsRecorder", "StateStore", "StepCompiler", "Store", "TRAINING_CHECKS", "USER_ATTRIBUTES",
-    "UserAttributes", "create_division",
+    "ModelForm", "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "SETTINGS_RECORDER", "SHARDING", "STEP_COMPILER",
+    "STEP_KINDS", "STORES", "SettingsRecorder", "Sharding", "StateStore", "StepCompiler", "Store", "TRAINING_CHECKS",
+    "USER_ATTRIBUTES", "UserAttributes", "create_division",
     "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
-    "RECOMPUTED", "SHARDED", "SKIPPED_BATCHES", "ShardedStep", "backward",
+    "RECOMPUTED", "SHARDED", "SKIPPED_BATCHES", "backward",
     # Batches that fail.
     "OtherCallError", "ProcessLostError", "SKIPPED", "SkippedBatches", "SkippedStep",
     # Steps that are divided into a fixed number of shares.

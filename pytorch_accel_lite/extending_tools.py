@@ -22,7 +22,7 @@ from pytorch_accel_lite.base.types import ChosenModules
 from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_in_this_package, is_overridden
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
-from pytorch_accel_lite.checkpoint.disk.shards import every_part_is_held
+from pytorch_accel_lite.checkpoint.disk.shards import every_part_is_held, find_tensors
 from pytorch_accel_lite.checkpoint.models.model_forms import is_of_peft, is_of_timm
 from pytorch_accel_lite.checkpoint.models.trained_object_states import buffers_beside_model
 from pytorch_accel_lite.checkpoint.models.trained_objects import (
@@ -31,6 +31,7 @@ from pytorch_accel_lite.checkpoint.models.trained_objects import (
     trained_objects,
     unsaved_attribute_names,
 )
+from pytorch_accel_lite.checkpoint.models.weights import verify_weights
 from pytorch_accel_lite.data.batches import (
     TARGET_KEYS,
     complete_output,
@@ -49,13 +50,12 @@ from pytorch_accel_lite.data.reading import add_missing_note, list_samples, name
 from pytorch_accel_lite.data.shares import share_bounds
 from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, concatenate_if_possible, select_samples
 from pytorch_accel_lite.distributed.control_group import ControlGroup
-from pytorch_accel_lite.distributed.data_ranks import mesh_infos, shard_dim
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.distributed.launch import die_with_parent
 from pytorch_accel_lite.distributed.lost_processes import names_connection
-from pytorch_accel_lite.distributed.meshes import Holders, use_holders
+from pytorch_accel_lite.distributed.meshes import Holders, current_holders, use_holders
 from pytorch_accel_lite.distributed.no_sync import no_sync_within_window
-from pytorch_accel_lite.distributed.ranks import set_timeout, timeout_of, use_ranks
+from pytorch_accel_lite.distributed.ranks import chosen_timeout, set_timeout, timeout_of, use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
 from pytorch_accel_lite.distributed.stack_frames import (
     MACHINERY,
@@ -69,7 +69,6 @@ from pytorch_accel_lite.loop.extra_passes import loss_of
 from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.inference import unwrapped_model
 from pytorch_accel_lite.loop.run_setup import inference_run
-from pytorch_accel_lite.loop.sharded_models import shard_model
 from pytorch_accel_lite.loop.snapshot import preserving_attributes, replaced
 from pytorch_accel_lite.optimizers.operations import CreateScheduler, needs_closure, optimized_parameters
 from pytorch_accel_lite.optimizers.rates import Options, initial_options, layer_scales
@@ -84,7 +83,8 @@ from pytorch_accel_lite.run.modules_and_optimizers import (
     other_optimizers,
     registered_objects,
 )
-from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters
+from pytorch_accel_lite.run.sharding import tensor_parallel_size
+from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters, parameters_not_in_model
 from pytorch_accel_lite.tools.batch_parts import as_returned, merge_outputs, split_into_parts
 from pytorch_accel_lite.tools.speed_advice import faster_data
 
@@ -95,9 +95,11 @@ __all__ = [
     # Batches that fail.
     "explain", "explaining", "list_samples", "names_sample", "notes_of",
     # Steps that are divided into a fixed number of shares.
-    "concatenate_if_possible", "deterministic_kernels", "mesh_infos", "shard_dim", "share_bounds",
+    "concatenate_if_possible", "deterministic_kernels", "share_bounds",
+    # Models with sharded weights.
+    "chosen_timeout", "find_tensors", "parameters_not_in_model", "tensor_parallel_size", "verify_weights",
     # The processes of a job.
-    "ControlGroup", "Holders", "MACHINERY", "describe_call", "describe_frame", "die_with_parent",
+    "ControlGroup", "Holders", "MACHINERY", "current_holders", "describe_call", "describe_frame", "die_with_parent",
     "every_part_is_held", "innermost_function", "is_in_backward", "is_library_frame", "names_connection",
     "open_trainers", "set_timeout", "timeout_of", "use_holders", "use_ranks",
     # What a run has drawn and recorded, which is restored after a step or an evaluation that does not count.
@@ -113,7 +115,7 @@ __all__ = [
     "is_of_peft", "is_of_timm", "reachable_from",
     # Trials.
     "capacity_of", "check_dataset", "faster_data", "inference_run", "is_out_of_memory", "loss_of", "module_of",
-    "replaced", "shard_model", "split_into_parts", "unwrapped_model",
+    "replaced", "split_into_parts", "unwrapped_model",
     # The parts of trainers and batches.
     "ListOfSamples", "LossShapeError", "MapLoader", "TARGET_KEYS", "add_missing_note", "all_optimized_parameters",
     "concatenate", "infer_batch_size", "is_as_long", "is_overridden", "is_packed", "is_single_sample", "layer_scales",

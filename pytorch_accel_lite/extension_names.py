@@ -79,6 +79,7 @@ OFFERED = {
         "callbacks.ShowOutputsCallback",
     ),
     "sanity_check": (),  # train(sanity_check=True)
+    "sharding": (),  # models with sharded weights
     "shuffled_streams": ("data.ShuffledStream",),
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
     "step_logging": (),  # rows of loggers
@@ -103,11 +104,12 @@ ARGUMENTS = {"logical_processes": "logical"}
 #: The extensions that another one needs: it uses their public names, and is deleted with them.
 NEEDED = {
     "experiment": ("metrics_file", "plots", "predictions", "worst_samples"),
-    "memory_estimate": ("finetuning", "model_ema"),
+    "logical": ("sharding",),
+    "memory_estimate": ("finetuning", "model_ema", "sharding"),
     "metrics_file": ("step_logging",),
     "momentum_teacher": ("model_ema",),
     "reports": ("plots",),
-    "takeover": ("hang_watch", "logical"),
+    "takeover": ("hang_watch", "logical", "sharding"),
     "trackers": ("step_logging",),
     "unfreezing": ("finetuning",),
 }

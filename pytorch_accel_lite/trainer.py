@@ -52,6 +52,7 @@ from pytorch_accel_lite.extensions import error_notes as error_notes  # adds to 
 from pytorch_accel_lite.extensions import manual_optimization as manual_optimization  # adds to STEP_KINDS
 from pytorch_accel_lite.extensions import recorded_settings as recorded_settings  # fills SETTINGS_RECORDER
 from pytorch_accel_lite.extensions import sanity_check as sanity_check  # adds to TRAINING_CHECKS
+from pytorch_accel_lite.extensions import sharding as sharding  # fills SHARDING
 from pytorch_accel_lite.extensions import user_attributes as user_attributes  # fills USER_ATTRIBUTES
 from pytorch_accel_lite.extensions.checking import program_check
 from pytorch_accel_lite.extensions.closures import replaying_step
