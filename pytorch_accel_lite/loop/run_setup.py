@@ -20,7 +20,7 @@ from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.locks import lock_path
 from pytorch_accel_lite.checkpoint.state_to_resume import find_state
 from pytorch_accel_lite.checkpoint.states.contents import check_history
-from pytorch_accel_lite.checkpoint.states.recorded_settings import record_settings
+from pytorch_accel_lite.checkpoint.states.recorded_settings import settings_recorder
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.loop.guards.arguments import check_training
@@ -247,7 +247,7 @@ def _begin_history(trainer: TrainerLike, run: Run, reset: bool) -> None:
 def _record_settings(trainer: TrainerLike, run: Run) -> None:
     """Record the settings for training states, before a state changes them."""
     if trainer.accelerator.is_main_process and (run.resumed is not None or run.request.saves_training_states):
-        run.recorded_settings = record_settings(trainer)
+        run.recorded_settings = settings_recorder().record(trainer)
 
 
 def _plan_first_update(trainer: TrainerLike, run: Run) -> None:

@@ -24,9 +24,9 @@ from pytorch_accel_lite import (
     callbacks,
 )
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveBestModelCallback
-from pytorch_accel_lite.loop.plain_step import PlainStep
 from pytorch_accel_lite.run.events import EVENTS, STEP_EVENTS, keywords_of
 from pytorch_accel_lite.run.run import Step
+from pytorch_accel_lite.steps.plain_step import PlainStep
 from tests.documented_events import Line, documented_blocks, pattern, with_step
 from tests.launching import CAN_SHARD, two_are_enough
 from tests.sharded import sharded_trainer

@@ -268,6 +268,7 @@ class TooLarge(nn.Module):
         return (outputs - targets).square().mean()
 
 
+@pytest.mark.extension("error_notes")
 def test_an_out_of_memory_error_says_what_it_would_save():
     model = nn.Sequential(
         nn.Linear(5, 6), *(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)), nn.Linear(6, 1)
