@@ -21,7 +21,7 @@ from pytorch_accel_lite.run.error_notes import explain
 from pytorch_accel_lite.run.modules_and_optimizers import set_optimizer_modes
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.sharding import find_sharding
-from pytorch_accel_lite.run.stops import NonFiniteLossError, StopTrainingError
+from pytorch_accel_lite.run.stop_errors import NonFiniteLossError, StopTrainingError
 
 
 @contextmanager
