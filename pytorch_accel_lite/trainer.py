@@ -48,7 +48,11 @@ from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extension_names import add_missing_method_errors
 from pytorch_accel_lite.extensions import blocks as blocks  # adds to MODEL_CHANGES
 from pytorch_accel_lite.extensions import compiled_step as compiled_step  # fills STEP_COMPILER
+from pytorch_accel_lite.extensions import error_notes as error_notes  # adds to ERROR_NOTES
 from pytorch_accel_lite.extensions import manual_optimization as manual_optimization  # adds to STEP_KINDS
+from pytorch_accel_lite.extensions import recorded_settings as recorded_settings  # fills SETTINGS_RECORDER
+from pytorch_accel_lite.extensions import sanity_check as sanity_check  # adds to TRAINING_CHECKS
+from pytorch_accel_lite.extensions import sharding as sharding  # fills SHARDING
 from pytorch_accel_lite.extensions import user_attributes as user_attributes  # fills USER_ATTRIBUTES
 from pytorch_accel_lite.extensions.checking import program_check
 from pytorch_accel_lite.extensions.closures import replaying_step
@@ -256,7 +260,6 @@ class Trainer:
         self.current_run.data.seed = self.seed
         self.division = create_division("logical_processes", logical_processes, self.ranks, self.seed)
         self._batch_adapter = BatchAdapter(model)
-        self._latest_eval_dataset: NamedData | None = None
         self.compiled_forward: CompiledForwardLike | None = create_compiled_forward(
             self, compile_step, self._batch_adapter
         )
@@ -366,7 +369,6 @@ class Trainer:
         optimizer_checks.check_optimizers(self)
         if eval_dataset is not None:
             arguments.check_dataset(self, "eval_dataset", eval_dataset, size, eval_kwargs, collate_fn, train_dataset)
-        self._latest_eval_dataset = eval_dataset
         self.create_scheduler_fn = schedule
         run = Run.create(self, request, train_dataset, eval_dataset, collate_fn)
         loaders = LoaderArguments(int(size), train_kwargs, eval_kwargs)  # the size may be an integer of numpy
@@ -400,7 +402,9 @@ class Trainer:
             the run history, except, within a run, for metrics that the run's own evaluations record. After a run, its
             curves and rows do not contain them.
         """
-        dataset = self._latest_eval_dataset if dataset is None else dataset
+        latest = self.current_run.latest.training
+        if dataset is None and latest is not None:
+            dataset = latest.eval_dataset
         return evaluation.evaluate(
             self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, auto_microbatch=auto_microbatch
         )
@@ -952,12 +956,7 @@ class Trainer:
 
         Call it in ``on_optimizer_step_start``, on every process. ``progress.update`` still counts the update.
         """
-        run = self.current_run
-        run.stepper.skips_update = True
-        scaler = self.accelerator.scaler
-        updates_all = not run.stepper.updates_one_by_one
-        if scaler is not None and updates_all:  # otherwise it would refuse to unscale gradients twice
-            scaler.update(scaler.get_scale())
+        self.current_run.stepper.skips_update = True
 
     @property
     def update_was_skipped(self) -> bool:

@@ -74,7 +74,8 @@ class GradientNormCallback(TrainerCallback):
     Recorded per epoch: the mean over all updates as ``gradient_norm_mean``, the maximum as ``gradient_norm_max`` and,
     if the run clips by norm, the fraction of clipped updates as ``clipped_updates``. An overridden ``train_step``
     updates several optimizers one by one: each has its own ``gradient_norm_<name>_mean``, ``gradient_norm_<name>_max``
-    and ``clipped_updates_<name>``. Optimizers that step together are clipped together, so they have one norm.
+    and ``clipped_updates_<name>``. Optimizers that step together are clipped together, so they have one norm. Left out
+    are updates whose gradients overflow under a gradient scaler (fp16), which skips them.
     """
 
     affects_training = False
@@ -99,16 +100,18 @@ class GradientNormCallback(TrainerCallback):
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         limit = trainer.run_config.gradient_clip_norm if trainer.run_config is not None else None
         name = trainer.run.stepper.updating if parts_of_optimizer(trainer.optimizer) else ""
-        norm = self._norms.setdefault(name, GradientNorms()).add(total_norm(trainer), limit)
+        norms = self._norms.setdefault(name, GradientNorms())
+        norm = norms.add(total_norm(trainer), limit, only_finite=trainer.accelerator.scaler is not None)
         trainer.step_metrics[_join("gradient_norm", name)] = norm
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         for name, norms in self._norms.items():
-            metric = _join("gradient_norm", name)
-            trainer.run_history.update_metric(f"{metric}_mean", float(norms.sum) / norms.count)
-            trainer.run_history.update_metric(f"{metric}_max", float(norms.max))
+            metric, count = _join("gradient_norm", name), int(norms.count)
+            trainer.run_history.update_metric(f"{metric}_mean", float(norms.sum) / count if count else math.nan)
+            trainer.run_history.update_metric(f"{metric}_max", float(norms.max) if count else math.nan)
             if norms.clipped is not None:
-                trainer.run_history.update_metric(_join("clipped_updates", name), float(norms.clipped) / norms.count)
+                clipped = float(norms.clipped) / count if count else math.nan
+                trainer.run_history.update_metric(_join("clipped_updates", name), clipped)
 
     def state_dict(self) -> StateDict:
         """Return the sums of the epoch so far, by optimizer."""
@@ -134,22 +137,36 @@ class GradientNorms:
     sum: float | torch.Tensor = 0.0
     max: float | torch.Tensor = 0.0
     clipped: float | torch.Tensor | None = None
-    count: int = 0
+    count: int | torch.Tensor = 0
 
-    def add(self, total: torch.Tensor, limit: float | None) -> float | torch.Tensor:
-        """Add a norm, and return it: as a number, or on a GPU as an unread tensor."""
+    def add(self, total: torch.Tensor, limit: float | None, only_finite: bool = False) -> float | torch.Tensor:
+        """Add a norm, and return it: as a number, or on a GPU as an unread tensor.
+
+        Args:
+            limit: the norm to which gradients are clipped, if they are
+            only_finite: leave out a norm that is infinite or NaN
+        """
         norm: float | torch.Tensor = to_float(total.detach()) if total.is_cpu else total.detach()
-        if isinstance(norm, torch.Tensor):
-            largest = self.max.to(norm.device) if isinstance(self.max, torch.Tensor) else self.max  # loaded on the CPU
-            self.max = torch.clamp(norm, min=largest) if self.count else norm
-            self.sum = norm.to(accumulation_dtype(norm.device)) + self.sum
+        added, counted = _finite_only(norm) if only_finite else (norm, 1)
+        if isinstance(added, torch.Tensor):
+            largest = self.max.to(added.device) if isinstance(self.max, torch.Tensor) else self.max  # loaded on the CPU
+            self.max = torch.clamp(added, min=largest)
+            self.sum = added.to(accumulation_dtype(added.device)) + self.sum
         else:
-            self.max = norm if norm > self.max or math.isnan(norm) else self.max
-            self.sum = norm + self.sum
-        self.count += 1
+            self.max = added if added > self.max or math.isnan(added) else self.max
+            self.sum = added + self.sum
+        self.count = counted + self.count
         if limit is not None:
-            self.clipped = (norm > limit) + (0.0 if self.clipped is None else self.clipped)
+            self.clipped = (added > limit) + (0.0 if self.clipped is None else self.clipped)
         return norm
+
+
+def _finite_only(norm: float | torch.Tensor) -> tuple[float | torch.Tensor, int | torch.Tensor]:
+    """Return a norm and 1, or zeros in place of both if it is not finite."""
+    if isinstance(norm, torch.Tensor):
+        is_finite = norm.isfinite()
+        return torch.where(is_finite, norm, 0.0), is_finite
+    return (norm, 1) if math.isfinite(norm) else (0.0, 0)
 
 
 class LossScaleCallback(TrainerCallback):

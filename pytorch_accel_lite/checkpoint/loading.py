@@ -25,8 +25,7 @@ from pytorch_accel_lite.checkpoint.models.weights import (
 from pytorch_accel_lite.checkpoint.states.contents import restore_after_start, restore_before_start
 from pytorch_accel_lite.checkpoint.states.directory import read_learned
 from pytorch_accel_lite.checkpoint.states.manifest import MANIFEST
-from pytorch_accel_lite.checkpoint.states.recorded_settings import describe_optimizers
-from pytorch_accel_lite.checkpoint.states.settings_comparison import describe_loaded
+from pytorch_accel_lite.checkpoint.states.recorded_settings import settings_recorder
 from pytorch_accel_lite.checkpoint.stores import read_state, store_of
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.run.modules_and_optimizers import evaluating_optimizers, set_optimizer_modes
@@ -48,7 +47,7 @@ def load_checkpoint(
     weights = fit_model_state(model, checkpoint["model_state_dict"], source, strict, frozen_left_out)
     if frozen_left_out and (others := describe_other_weights(model, frozen_left_out, source)):
         warn_outside(f"{others} Create the model from the same pretrained weights.")
-    options = describe_optimizers(trainer)
+    options = settings_recorder().optimizer_options(trainer)
     with evaluating_optimizers(trainer):
         if load_optimizer and "optimizer_state_dict" in checkpoint:
             if trainer.optimizer is None:
@@ -80,7 +79,7 @@ def _say_what_was_loaded(trainer: TrainerLike, source: str, options: Mapping[str
     Args:
         options: the options before loading
     """
-    if changes := describe_loaded(trainer, options, source):
+    if changes := settings_recorder().describe_loaded(trainer, options, source):
         trainer.print(f"{changes} To keep this program's options, pass load_optimizer=False, or set them again.")
     if wants_scheduler and trainer.scheduler is None and trainer.optimizer is not None:
         trainer.print(
@@ -139,10 +138,10 @@ def load_training_state(trainer: TrainerLike, input_dir: StrPath) -> StateDict:
         restore_before_start(trainer, state, with_scheduler=not trainer.current_run.schedule.is_recreated)
     else:
         state = read_state(location, trainer.ranks)
-        options = describe_optimizers(trainer)
+        options = settings_recorder().optimizer_options(trainer)
         restore_before_start(trainer, state)
         restore_after_start(trainer, state)
-        if changes := describe_loaded(trainer, options, os.fspath(input_dir)):
+        if changes := settings_recorder().describe_loaded(trainer, options, os.fspath(input_dir)):
             trainer.print(f"{changes} To train with this program's options, set them again.")
         prepared = trainer.prepared_model
         set_optimizer_modes(trainer, training=prepared is not None and prepared.trains)

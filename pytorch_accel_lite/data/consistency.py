@@ -14,7 +14,7 @@ from pytorch_accel_lite.base.inspection import find_length, nested_in
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.batches import tensors_in
-from pytorch_accel_lite.data.fingerprint import difference, fingerprint_of, is_table
+from pytorch_accel_lite.data.fingerprint import compare_fingerprints, fingerprint_of, is_table
 from pytorch_accel_lite.data.shares import WrongLengthError
 from pytorch_accel_lite.data.sources import BatchData, Index, SamplerLike, Source
 from pytorch_accel_lite.distributed import Ranks
@@ -53,7 +53,7 @@ def check_same_data(dataset: Source, ranks: Ranks) -> None:
             "split by rank, as split_dataset_by_node and shard() do: the trainer shards the data. "
             f"{PASS_OWN_SHARD}"
         )
-    differences = (difference(gathered[0][2], other[2]) for other in gathered)
+    differences = (compare_fingerprints(gathered[0][2], other[2]) for other in gathered)
     if ranks.rank == 0 and (differs := next(filter(None, differences), "")):
         warn_outside(
             f"The datasets ({type(dataset).__name__}) of the processes differ: one has {differs}. Each process reads "

@@ -51,7 +51,7 @@ def fingerprint_of(data: Source) -> Fingerprint:
     return {"kind": type(data).__qualname__, "length": length, "rows": rows, "samples": samples}
 
 
-def difference(before: Fingerprint, now: Fingerprint, data: Source = None) -> str:
+def compare_fingerprints(before: Fingerprint, now: Fingerprint, data: Source = None) -> str:
     """Return what differs between two fingerprints, as part of a sentence; an empty text if no difference is known.
 
     Args:

@@ -14,7 +14,7 @@ from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.checkpoint.models.trainability import note_trainability
 from pytorch_accel_lite.checkpoint.models.trained_object_states import describe_attributes
 from pytorch_accel_lite.checkpoint.states.contents import restore_after_start, restore_before_start
-from pytorch_accel_lite.checkpoint.states.settings_comparison import compare_settings
+from pytorch_accel_lite.checkpoint.states.recorded_settings import settings_recorder
 from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length, warn_of_other_schedule
 from pytorch_accel_lite.loop.resumed_schedule import must_recreate_schedule, resume_schedule
 from pytorch_accel_lite.run.run import Run, TrainerLike
@@ -38,8 +38,10 @@ def begin_resuming(trainer: TrainerLike, run: Run, state: TrainingState) -> None
     check_schedule_length(trainer, run)
     if run.schedule.is_recreated:
         resume_schedule(trainer, run, state)
-    if trainer.accelerator.is_main_process and (changes := compare_settings(trainer, state)):
-        trainer.print(changes)
+    if run.recorded_settings is not None:
+        changes = settings_recorder().compare(trainer, state, run.recorded_settings, run.user_attributes)
+        if changes:
+            trainer.print(changes)
 
 
 def end_resuming(trainer: TrainerLike, run: Run) -> None:

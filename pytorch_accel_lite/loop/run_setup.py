@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
@@ -19,10 +20,9 @@ from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.locks import lock_path
 from pytorch_accel_lite.checkpoint.state_to_resume import find_state
 from pytorch_accel_lite.checkpoint.states.contents import check_history
-from pytorch_accel_lite.checkpoint.states.recorded_settings import record_settings
+from pytorch_accel_lite.checkpoint.states.recorded_settings import settings_recorder
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Source
-from pytorch_accel_lite.loop.deepspeed import configure_deepspeed, uses_deepspeed
 from pytorch_accel_lite.loop.guards.arguments import check_training
 from pytorch_accel_lite.loop.guards.optimizer_checks import check_optimizers
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_ranks, settings_of_optimizer
@@ -38,6 +38,7 @@ from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.parts import Training
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import LoaderArguments, RunRequest, TrainerRunConfig
+from pytorch_accel_lite.run.sharding import find_sharding
 
 
 def configure(trainer: TrainerLike, run: Run) -> None:
@@ -121,9 +122,11 @@ def _set_seeds(trainer: TrainerLike, run: Run) -> None:
 def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     """Prepare the model and the optimizer, and make the config of the run, its accumulation window and its step."""
     had_optimizer = is_created(trainer.optimizer)
-    configure_deepspeed(trainer, run, batch_size)
+    if sharding := find_sharding(trainer, run):
+        sharding.prepare_training(trainer, run, batch_size)
     prepare_model(trainer, training=True)
-    if not had_optimizer and not uses_deepspeed(trainer.accelerator):  # DeepSpeed's optimizer has copies of the weights
+    has_copies = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED  # of the weights, in its optimizer
+    if not had_optimizer and not has_copies:
         check_optimizers(trainer)
     run.config = create_config(trainer, run, batch_size)
     run.latest.training = Training(run.config, run.end, run.data.eval_dataset)
@@ -244,7 +247,7 @@ def _begin_history(trainer: TrainerLike, run: Run, reset: bool) -> None:
 def _record_settings(trainer: TrainerLike, run: Run) -> None:
     """Record the settings for training states, before a state changes them."""
     if trainer.accelerator.is_main_process and (run.resumed is not None or run.request.saves_training_states):
-        run.recorded_settings = record_settings(trainer)
+        run.recorded_settings = settings_recorder().record(trainer)
 
 
 def _plan_first_update(trainer: TrainerLike, run: Run) -> None:

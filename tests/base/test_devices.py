@@ -150,6 +150,7 @@ def test_a_devices_peak_follows_from_its_name_and_the_precision():
     }
 
 
+@pytest.mark.extension("error_notes")
 def test_an_out_of_memory_error_says_what_held_the_memory():
     (note,), snapshots = on_device("out_of_memory")
     text = note.replace("\n    ", " ")

@@ -656,3 +656,26 @@ def test_outputs_not_of_a_classifier_are_an_error_with_advice():
     )
     with pytest.raises(ValueError, match=r"cannot be told from outputs .* and targets .*task='binary'"):
         trainer.evaluate(make_data())
+
+
+def test_an_error_in_a_metric_names_it_and_its_inputs():
+    metrics = MetricsCallback({"accuracy": MulticlassAccuracy(3), "error": MeanSquaredError()})
+    with pytest.raises(RuntimeError) as caught:
+        make_trainer([metrics]).evaluate(make_data(), per_device_batch_size=2)
+    assert caught.value.__notes__[0] == (
+        "In the metric 'accuracy', a MulticlassAccuracy(num_classes=3), updated with\n"
+        "Tensor(shape=(2, 1), float32 on cpu) and Tensor(shape=(2, 1), float32 on cpu)."
+    )
+    assert caught.value.__notes__[1] == "In MetricsCallback.on_eval_step_end."
+
+
+def test_checks_of_shipped_callbacks_have_complete_messages():
+    class WithoutOutputs(Trainer):
+        def calculate_eval_batch_loss(self, batch):
+            output = super().calculate_eval_batch_loss(batch)
+            return {"loss": output["loss"], "batch_size": output["batch_size"]}
+
+    trainer = make_trainer([MetricsCallback(MeanSquaredError())], trainer_class=WithoutOutputs)
+    with pytest.raises(ValueError, match="Cannot find predictions and targets") as caught:
+        trainer.evaluate(make_data())
+    assert not hasattr(caught.value, "__notes__")

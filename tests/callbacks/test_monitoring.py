@@ -122,6 +122,18 @@ def test_the_loss_scale_and_its_skipped_updates_are_recorded(scaled_accelerator)
     assert (scales[0], scales[-1]) == (2.0**10, 2.0**8)
 
 
+def test_norms_that_overflow_under_a_scaler_are_left_out(scaled_accelerator):
+    norms: list[float] = []
+    see = listener(on_update_end=lambda t, **_: norms.append(float(t.step_metrics["gradient_norm"])))
+    trainer = make_trainer([GradientNormCallback, see], trainer_class=Overflows, accelerator=scaled_accelerator)
+    train(trainer, gradient_clip_norm=1e-3)
+    values = trainer.run_history.get_metric_values
+    assert [math.isfinite(norm) for norm in norms] == [True, False, True]
+    assert values("gradient_norm_mean") == [pytest.approx((norms[0] + norms[2]) / 2)]
+    assert values("gradient_norm_max") == [pytest.approx(max(norms[0], norms[2]))]
+    assert values("clipped_updates") == [1.0]
+
+
 def test_without_a_scaler_there_is_no_loss_scale():
     trainer = train(make_trainer([LossScaleCallback]))
     assert list(trainer.run_history.get_metric_names()) == ["train_loss_epoch"]

@@ -93,6 +93,15 @@ def test_a_checkpoint_loads_after_the_scheduler_was_created(tmp_path):
     assert equal_weights(seen[0][1], weights(saved.model))
 
 
+def test_a_schedule_without_a_place_for_it_is_reported(tmp_path, capsys):
+    trained().save_checkpoint(path := tmp_path / "model.pt")
+    trainer = make_trainer(model=(model := make_model(1)), optimizer=torch.optim.Adam(model.parameters(), lr=0.01))
+    trainer.load_checkpoint(path)
+    assert f"The schedule in '{path}' was not loaded: train() creates its own" in capsys.readouterr().out
+    trainer.load_checkpoint(path, load_scheduler=False)
+    assert capsys.readouterr().out == ""
+
+
 def test_a_file_is_plain_torch_and_loads_without_this_package(tmp_path):
     trainer = trained()
     trainer.save_checkpoint(tmp_path / "model.pt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.checkpoint import DamagedStateError
 from pytorch_accel_lite.checkpoint.disk.checksums import checksum
+from pytorch_accel_lite.extending import SETTINGS_RECORDER, SettingsRecorder
 from tests.launching import CAN_SHARD, SOAK, some_of
 from tests.ranks import world_size
 from tests.scripts.resumable import CopyStates, OrderCallback, make_model, run, saved_states
@@ -237,6 +239,47 @@ def test_resuming_a_finished_run_says_that_nothing_is_left(tmp_path, capsys):
     whole = run(tmp_path)
     assert_same(run(tmp_path), whole)
     assert "Nothing left to do: the run had finished" in capsys.readouterr().out
+
+
+class SeedRecorder(SettingsRecorder):
+    """Records and compares the seed, and the rates before and after loading."""
+
+    def record(self, trainer: Any, reads_data: bool = True) -> dict[str, Any]:
+        return {"seed": trainer.seed}
+
+    def compare(self, trainer: Any, state: Any, now: dict[str, Any], attributes: Any) -> str:
+        before = json.loads(state.shared["settings"] or "{}").get("seed", "not recorded")
+        return f"The seed was {before}, and is {now['seed']}."
+
+    def optimizer_options(self, trainer: Any) -> dict[str, str]:
+        return {"lr": f"{trainer.optimizer.param_groups[0]['lr']}"}
+
+    def describe_loaded(self, trainer: Any, before: Any, source: str) -> str:
+        return f"The rate was {before['lr']}, and {source} has {self.optimizer_options(trainer)['lr']}."
+
+
+def test_a_recorder_of_settings_is_asked_what_has_changed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(SETTINGS_RECORDER, "content", SeedRecorder())
+    train(make_trainer([SaveTrainingStateCallback(tmp_path / "run")], seed=1)).save_training_state(tmp_path / "state")
+    assert torch.load(tmp_path / "state/trainer.pt", weights_only=True)["settings"] == '{"seed": 1}'
+    train(make_trainer(seed=2), 2, resume_from=tmp_path / "run/update-000000003")
+    assert "The seed was 1, and is 2." in capsys.readouterr().out.splitlines()
+    model = float64_model(1, 4, torch.float32)
+    other = make_trainer(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5))
+    other.load_training_state(tmp_path / "state")
+    assert f"The rate was 0.5, and {tmp_path / 'state'} has 0.1." in capsys.readouterr().out
+
+
+def test_states_resume_with_and_without_a_recorder(tmp_path, capsys, monkeypatch):
+    for number, (first, then) in enumerate([(None, None), (None, SeedRecorder()), (SeedRecorder(), None)]):
+        monkeypatch.setattr(SETTINGS_RECORDER, "content", first)
+        train(make_trainer([SaveTrainingStateCallback(tmp_path / f"{number}")], seed=1))
+        capsys.readouterr()
+        monkeypatch.setattr(SETTINGS_RECORDER, "content", then)
+        resumed = train(make_trainer(seed=2), 2, resume_from=tmp_path / f"{number}/update-000000003")
+        assert resumed.progress.epochs_completed == 2
+        said = "The seed was not recorded, and is 2." if then else ""
+        assert [line for line in capsys.readouterr().out.splitlines() if "seed" in line] == [said] * bool(said)
 
 
 def test_a_long_history_is_resumed_unchanged(tmp_path):

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pytorch_accel_lite.loop.plain_step import PlainStep
 from pytorch_accel_lite.steps import choice
+from pytorch_accel_lite.steps.plain_step import PlainStep
 from tests.small_models import make_trainer, train
 
 

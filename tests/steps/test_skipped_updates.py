@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from pytorch_accel_lite import Trainer
 from tests.run.test_events import KINDS, OWNERS
-from tests.small_models import listener, make_data, train
+from tests.small_models import Overflows, listener, make_data, make_trainer, train
 
 WITHOUT_SCALER = ("LBFGS", "recomputed gradients")
 
@@ -52,3 +53,18 @@ def test_each_kind_of_step_counts_each_skipped_update_once(kind, request, monkey
     monkeypatch.setattr(Trainer, "_create_accelerator", lambda self: accelerator)
     first, *rest = counts(kind, listener(on_backward_end=overflow), skip)
     assert (first, set(rest)) == (1, {2})
+
+
+@pytest.mark.parametrize("reads_norm", [True, False])
+def test_a_skipped_update_that_overflows_lowers_the_scale(reads_norm, scaled_accelerator):
+    """As one that the scaler skips by itself; whether or not the gradients were unscaled to compute their norm."""
+
+    def skip(trainer: Trainer) -> None:
+        if trainer.progress.update == 1:
+            assert not reads_norm or not math.isfinite(trainer.gradient_norm)
+            trainer.skip_update()
+
+    callbacks = [listener(on_optimizer_step_start=skip)]
+    trainer = train(make_trainer(callbacks, trainer_class=Overflows, accelerator=scaled_accelerator))
+    assert trainer.run.stepper.skipped_updates == 1
+    assert scaled_accelerator.scaler.get_scale() == 2.0**9

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.optimizers.operations import is_created
@@ -50,6 +51,12 @@ def trained_objects(trainer: TrainerLike) -> dict[str, HasStateDict]:
     objects.
     """
     return _without_unsaved(trainer, _saved_or_unsaved(trainer))
+
+
+def saved_optimizers(trainer: TrainerLike) -> dict[str, Optimizer]:
+    """Return the optimizers in training states by name: the trainer's ``optimizer``, and optimizers in attributes."""
+    named = {"optimizer": trainer.optimizer, **trained_objects(trainer)}
+    return {name: owner for name, owner in named.items() if isinstance(owner, Optimizer)}
 
 
 def _without_unsaved(trainer: TrainerLike, values: dict[str, T]) -> dict[str, T]:

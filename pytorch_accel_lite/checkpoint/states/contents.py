@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ from pytorch_accel_lite.checkpoint.models.trained_object_states import (
     loss_state,
     trained_object_states,
 )
+from pytorch_accel_lite.checkpoint.models.trained_objects import saved_optimizers
 from pytorch_accel_lite.checkpoint.models.weights import (
     describe_other_weights,
     fit_model_state,
@@ -48,7 +50,7 @@ from pytorch_accel_lite.checkpoint.states.directory import (
     read_weights,
 )
 from pytorch_accel_lite.checkpoint.states.machine import machine_facts
-from pytorch_accel_lite.checkpoint.states.recorded_settings import saved_optimizers, settings_text
+from pytorch_accel_lite.checkpoint.states.recorded_settings import settings_recorder
 from pytorch_accel_lite.optimizers.operations import group_names, state_class_names
 from pytorch_accel_lite.run.callback_handler import callbacks_with
 from pytorch_accel_lite.run.division import numbers_of_shares
@@ -84,7 +86,7 @@ from pytorch_accel_lite.run.training_state import TrainingState
 # | source_batch_size    | 0.3   | restore_after_start, by the loader                                     |
 # | base                 | 0.3   | read for an error: the name of the pretrained model                    |
 # | optimizer_classes    | 0.3   | read for an error, in both                                             |
-# | settings             | 0.3   | compared by settings_comparison.py                                     |
+# | settings             | 0.3   | compared, by SettingsRecorder                                          |
 # | own_items_per_batch  | 0.3   | restore_before_start, by ManualStep                                    |
 # | skipped_updates      | 0.3   | restore_before_start, by Step                                          |
 # | set_apart            | 0.3   | restore_before_start, as recorded_by_evaluate, with the history        |
@@ -158,7 +160,7 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
         "optimizer_classes": {
             name: state_class_names(optimizer) for name, optimizer in saved_optimizers(trainer).items()
         },
-        "settings": settings_text(trainer),
+        "settings": _settings_text(trainer) if is_first else "",
         "loss_func": loss_state(trainer),
         "attributes": trained_object_states(trainer, is_first),
         "callbacks": {name: gather(callback.state_dict()) for name, callback in callbacks.items()},
@@ -172,6 +174,12 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
         "set_apart": {name: sorted(numbers) for name, numbers in run.latest.recorded_by_evaluate.items()},
         **_position(trainer, is_local=False),
     }
+
+
+def _settings_text(trainer: TrainerLike) -> str:
+    """Return the settings of the current run as JSON. A run that saves states has recorded them."""
+    recorded = trainer.current_run.recorded_settings
+    return json.dumps(settings_recorder().record(trainer, reads_data=False) if recorded is None else recorded)
 
 
 def _collect_local(trainer: TrainerLike) -> StateDict:

@@ -95,7 +95,7 @@ class AdviceCallback(TrainerCallback):
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._limit is not None:
-            self._norms.add(total_norm(trainer), self._limit)
+            self._norms.add(total_norm(trainer), self._limit, only_finite=trainer.accelerator.scaler is not None)
         if trainer.scheduler is not None:
             self._rate = _learning_rate(trainer)
             self._highest = max(self._highest, self._rate)
@@ -147,7 +147,7 @@ class AdviceCallback(TrainerCallback):
 
     def _on_clipping(self) -> Iterator[str]:
         """Advise if most updates were clipped."""
-        count = max(self._norms.count, 1)  # one for each optimizer that train_step updates
+        count = max(int(self._norms.count), 1)  # one for each optimizer that train_step updates
         clipped = float(self._norms.clipped or 0.0) / count
         if clipped >= 0.5:
             yield (

@@ -16,6 +16,9 @@ class GradientSpikeCallback(TrainerCallback):
     total gradient norm (before any clipping by norm) over the updates that were not skipped. In an overridden
     ``train_step``, each optimizer has its own. Reads one number from the device per update.
 
+    With a gradient scaler (fp16), infinite gradients are how it finds its scale: it skips these updates anyway, and
+    they do not count as spikes.
+
     Args:
         factor: a norm larger than ``factor`` times the usual norm is a spike
         warm_up_updates: number of updates at the start of a run during which only non-finite ones are skipped
@@ -60,6 +63,8 @@ class GradientSpikeCallback(TrainerCallback):
             self._averages[name] = average + (norm - average) * (1 - self.decay)
             return
         trainer.skip_update()
+        if trainer.accelerator.scaler is not None and not math.isfinite(norm):
+            return
         self._in_a_row += 1
         self.skipped.append(trainer.progress.update + 1)
         optimizer = f" of {name!r}" if name else ""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import lru_cache
+from itertools import accumulate, chain
 from typing import Generic, TypeVar
 
 import torch
@@ -222,12 +223,15 @@ def _give_gradients(parameters: Sequence[nn.Parameter], rows: torch.Tensor) -> l
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for gradient, parts in zip(gradients, pieces, strict=True):
-        if len(parts) != 1 and gradient.is_contiguous():
-            targets += gradient.view(-1).split([len(part) for part in parts])  # type: ignore[no-untyped-call]
+        if len(parts) == 1:
+            targets.append(gradient)
+            sources.append(parts[0].view(gradient.shape))
+        elif gradient.is_contiguous():
+            targets += torch.split_with_sizes(gradient.view(-1), [part.numel() for part in parts])
             sources += parts
         else:
             targets.append(gradient)
-            sources.append((parts[0] if len(parts) == 1 else torch.cat(parts)).view(gradient.shape))
+            sources.append(torch.cat(parts).view(gradient.shape))
     torch._foreach_copy_(targets, sources)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
@@ -237,22 +241,31 @@ def _give_gradients(parameters: Sequence[nn.Parameter], rows: torch.Tensor) -> l
 def _cut(rows: torch.Tensor, sizes: Sequence[int]) -> list[list[torch.Tensor]]:
     """Split consecutive rows into pieces. Each piece is a list of parts, as it may span several rows."""
     if rows.is_contiguous():
-        return [[piece] for piece in rows.view(-1).split(sizes)]  # type: ignore[no-untyped-call]
+        return [[piece] for piece in torch.split_with_sizes(rows.view(-1), sizes)]
     pieces: list[list[torch.Tensor]] = [[] for _ in sizes]
-    number, missing = 0, sizes[0]
-    for row in rows:
-        free, cuts, of_pieces = len(row), [], []
-        while free and number < len(sizes):
-            taken = min(missing, free)
-            cuts.append(taken)
-            of_pieces.append(number)
-            free, missing = free - taken, missing - taken
-            if not missing:
-                number += 1
-                missing = sizes[number] if number < len(sizes) else 0
-        for index, part in zip(of_pieces, row.split(cuts), strict=True):
-            pieces[index].append(part)
+    for row, cuts in zip(rows.unbind(), _cuts(*rows.shape, tuple(sizes)), strict=True):
+        numbers, lengths = cuts
+        for number, part in zip(numbers, torch.split_with_sizes(row, lengths), strict=True):
+            pieces[number].append(part)
     return pieces
+
+
+@lru_cache(maxsize=100)
+def _cuts(num_rows: int, length: int, sizes: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+    """Return how rows are cut into pieces of these sizes: for each row, the numbers of pieces, and the lengths there.
+
+    The same in each update, and counting takes as long as the cuts themselves.
+    """
+    ends = [*accumulate(sizes)]
+    cuts = []
+    for start in range(0, num_rows * length, length):
+        parts = [
+            (number, min(end, start + length) - max(end - size, start))
+            for number, (size, end) in enumerate(zip(sizes, ends, strict=True))
+        ]
+        present = [(number, part) for number, part in parts if part > 0]
+        cuts.append(([number for number, _ in present], [part for _, part in present]))
+    return cuts
 
 
 def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from pytorch_accel_lite.extensions.takeover.stuck_processes import Liveness, fin
 from pytorch_accel_lite.extensions.takeover.worker import Order
 
 _TICK_MS = 20  # while work is pending
-_LONG_TICK_MS = 100
+_LONG_TICK_MS = 250
 _SECONDS_TO_DIE = 1.0  # between a connection error and the exit of the process that caused it
 _SECONDS_TO_END = 30.0  # for processes to exit after a signal
 _SECONDS_BETWEEN_CHECKS = 0.5

@@ -12,7 +12,7 @@ from torch import nn
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import GradientSpikeCallback, SaveTrainingStateCallback
 from tests.ranks import IN_ORDER
-from tests.small_models import equal_weights, float64_data, listener, weights
+from tests.small_models import equal_weights, float64_data, listener, make_trainer, train, weights
 
 
 def fit(callbacks: Any, data: Any, epochs: int = 1, seed: int | None = None, **kwargs: Any) -> Trainer:
@@ -90,3 +90,14 @@ def test_the_spike_guard_resumes_its_statistics(tmp_path):
 def test_gradient_spikes_refuse_bad_factors_and_counts(arguments, error, message):
     with pytest.raises(error, match=message):
         GradientSpikeCallback(**arguments)
+
+
+def test_overflows_of_a_scaler_are_no_spikes(scaled_accelerator):
+    class Halves(Trainer):
+        def backward_step(self, loss):
+            super().backward_step(loss if scaled_accelerator.scaler.get_scale() < 2.0**6 else loss * math.inf)
+
+    guard = GradientSpikeCallback(max_skips_in_a_row=2)
+    train(make_trainer([guard], trainer_class=Halves, accelerator=scaled_accelerator), epochs=3, size=9)
+    assert scaled_accelerator.scaler.get_scale() == 2.0**5
+    assert guard.skipped == []

@@ -402,6 +402,7 @@ class Warming(TrainerCallback):
         self.heat += 1
 
 
+@pytest.mark.extension("recorded_settings")
 def test_differences_are_reported_once_and_moved_folders_never(tmp_path, capsys):
     def train(epochs: int, *arguments: Any, **held: Any) -> Warming:
         warming = Warming(*arguments)

@@ -25,6 +25,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     TerminateOnNaNCallback,
 )
+from pytorch_accel_lite.extending import SETTINGS_RECORDER
 from tests.launching import SOAK
 from tests.ranks import rank, shared_folder
 from tests.small_models import equal_weights, make_data
@@ -182,7 +183,6 @@ def test_loading_a_checkpoint_prints_what_it_restores(tmp_path, capsys):
     trainer.load_checkpoint(path)
     shown = capsys.readouterr().out
     assert f"'{path}' has set options of the optimizer: optimizer.lr=0.01 (not 0.5). To keep" in shown
-    assert f"The schedule in '{path}' was not loaded" in shown
     trainer.load_checkpoint(path, load_scheduler=False)  # it has the rate by now
     another(tmp_path)
     capsys.readouterr()
@@ -197,6 +197,17 @@ def test_loading_a_state_prints_changed_options(tmp_path, capsys):
     assert (
         f"'{tmp_path}/state' has set options of the optimizer: optimizer.lr=0.01 (not 0.5)." in capsys.readouterr().out
     )
+
+
+def test_states_without_settings_are_resumed_silently(tmp_path, capsys, monkeypatch):
+    folder, recorder = tmp_path / "states", SETTINGS_RECORDER.content
+    monkeypatch.setattr(SETTINGS_RECORDER, "content", None)
+    run(folder)
+    monkeypatch.setattr(SETTINGS_RECORDER, "content", recorder)
+    run(folder, 2, resume=True, weight_decay=0.5)
+    assert DIFFERS not in capsys.readouterr().out
+    run(folder, 3, resume=True, weight_decay=0.5, lr=0.2)
+    assert "Kept as in the state: optimizer.lr=0.01 (not 0.2)" in capsys.readouterr().out
 
 
 class Augmented(Dataset):

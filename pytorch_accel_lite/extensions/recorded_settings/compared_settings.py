@@ -10,20 +10,17 @@ from itertools import takewhile
 
 from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR
 
-from pytorch_accel_lite.base.text import listed
-from pytorch_accel_lite.base.types import JsonObject
-from pytorch_accel_lite.checkpoint.states.recorded_settings import (
-    CODE,
+from pytorch_accel_lite.extending import JsonObject, SettingsRecorder, TrainerLike, TrainingState, UserAttributes
+from pytorch_accel_lite.extending_callbacks import schedulers_in
+from pytorch_accel_lite.extending_schedulers import PlannedLrScheduler
+from pytorch_accel_lite.extending_tools import compare_fingerprints, listed, saved_optimizers
+from pytorch_accel_lite.extensions.recorded_settings.described_values import CODE
+from pytorch_accel_lite.extensions.recorded_settings.run_settings import (
     DATA,
     datasets_of_run,
     describe_optimizers,
-    saved_optimizers,
+    record_settings,
 )
-from pytorch_accel_lite.data.fingerprint import difference
-from pytorch_accel_lite.optimizers.operations import TrainerScheduler, schedulers_in
-from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.training_state import TrainingState
-from pytorch_accel_lite.schedulers.scheduler_base import PlannedLrScheduler
 
 _OF_SIZE = ("train_per_device_batch_size", "gradient_accumulation_steps")
 #: Settings that may be absent. Other settings are missing only in states of other versions of torch or this package.
@@ -33,49 +30,49 @@ _LONGEST = 100  # maximum characters of a value in a message
 _ABSENT = ""
 
 
-def compare_settings(trainer: TrainerLike, state: TrainingState) -> str:
-    """Return how the settings of a state differ from those of the run that has loaded it, and which of both hold.
+class ComparedSettings(SettingsRecorder):
+    """Records the settings of runs in training states, and describes which of them a resumed run has changed."""
 
-    The run then records the settings that hold. The text is empty if nothing differs, or if the state is from an
-    earlier version.
+    def record(self, trainer: TrainerLike, reads_data: bool = True) -> JsonObject:
+        """Return the settings of the current run by name, as texts, and the fingerprints of its data."""
+        return record_settings(trainer, reads_data)
 
-    Args:
-        state: the state that the run has loaded
-    """
-    run = trainer.current_run
-    now: JsonObject = run.recorded_settings or {}
-    before: JsonObject = json.loads(state.shared.get("settings") or "{}")
-    if not before or not now:
-        return ""
-    changed = _changed(before, now, is_elastic=state.metadata["world_size"] != trainer.ranks.world_size)
-    run.user_attributes.compared |= {argument for key in changed if (argument := _argument_of_callback(key))}
-    held = run.user_attributes.names_in(state.shared.get("user_attributes", {}))
-    loaded = describe_optimizers(trainer)
-    restored: list[str] = []
-    new: list[str] = []
-    for key in changed:
-        was, this = before.get(key, _ABSENT), now.get(key, _ABSENT)
-        if _argument_of_callback(key) not in held and not _is_restored(trainer, key):
-            new.append(_describe_change(key, was, this))
-        elif this != loaded.get(key):
-            now[key] = was
-            restored.append(_describe_change(key, this, was, "not"))
-    new += _changed_data(trainer, before[DATA], now[DATA])
-    return _message(_merge_groups(restored), _merge_groups(new), os.fspath(state.directory))
+    def compare(self, trainer: TrainerLike, state: TrainingState, now: JsonObject, attributes: UserAttributes) -> str:
+        """Return how the settings in a state differ from those of the run that has loaded it, and which of both hold.
 
+        The text is empty if nothing differs, or if the state has no settings.
+        """
+        before: JsonObject = json.loads(state.shared.get("settings") or "{}")
+        if not before or not now:
+            return ""
+        changed = _changed(before, now, is_elastic=state.metadata["world_size"] != trainer.ranks.world_size)
+        attributes.compared |= {argument for key in changed if (argument := _argument_of_callback(key))}
+        held = attributes.names_in(state.shared.get("user_attributes", {}))
+        loaded = describe_optimizers(trainer)
+        restored: list[str] = []
+        new: list[str] = []
+        for key in changed:
+            was, this = before.get(key, _ABSENT), now.get(key, _ABSENT)
+            if _argument_of_callback(key) not in held and not _is_restored(trainer, key):
+                new.append(_describe_change(key, was, this))
+            elif this != loaded.get(key):
+                now[key] = was
+                restored.append(_describe_change(key, this, was, "not"))
+        new += _changed_data(trainer, before[DATA], now[DATA])
+        return _message(_merge_groups(restored), _merge_groups(new), os.fspath(state.directory))
 
-def describe_loaded(trainer: TrainerLike, before: Mapping[str, str], source: str) -> str:
-    """Return the options of optimizers that a file or a state has changed; an empty text if there are none.
+    def optimizer_options(self, trainer: TrainerLike) -> dict[str, str]:
+        """Return the options of all parameter groups by name, with the rates before any schedule."""
+        return describe_optimizers(trainer)
 
-    Args:
-        before: the result of ``describe_optimizers()`` before loading
-    """
-    now = describe_optimizers(trainer)
-    changes = [
-        _describe_change(key, before[key], now[key], "not") for key in now if before.get(key, now[key]) != now[key]
-    ]
-    shown = listed(_merge_groups(changes), _MOST_SHOWN)
-    return f"{source!r} has set options of the optimizer: {shown}." if changes else ""
+    def describe_loaded(self, trainer: TrainerLike, before: Mapping[str, str], source: str) -> str:
+        """Return which options of the optimizers a file or a state has changed; an empty text if none."""
+        now = describe_optimizers(trainer)
+        changes = [
+            _describe_change(key, before[key], now[key], "not") for key in now if before.get(key, now[key]) != now[key]
+        ]
+        shown = listed(_merge_groups(changes), _MOST_SHOWN)
+        return f"{source!r} has set options of the optimizer: {shown}." if changes else ""
 
 
 def _changed(before: JsonObject, now: JsonObject, is_elastic: bool) -> list[str]:
@@ -110,14 +107,14 @@ def _argument_of_callback(key: str) -> tuple[str, str] | None:
 def _is_restored(trainer: TrainerLike, key: str) -> bool:
     """Whether a state restores a setting even if the program has another value."""
     if key == "create_scheduler_fn":
-        return not trainer.current_run.schedule.is_recreated and _restores_arguments(trainer.scheduler)
+        return not trainer.current_run.schedule.is_recreated and _restores_arguments(trainer)
     return key == "seed" or key.startswith(tuple(f"{name}." for name in saved_optimizers(trainer)))
 
 
-def _restores_arguments(scheduler: TrainerScheduler) -> bool:
-    """Whether the state of a scheduler has its arguments, as with torch's, rather than only its position."""
+def _restores_arguments(trainer: TrainerLike) -> bool:
+    """Whether the state of the scheduler has its arguments, as with torch's, rather than only its position."""
     kinds = (PlannedLrScheduler, LambdaLR, MultiplicativeLR)  # the last two without their functions
-    return not all(isinstance(part, kinds) for part in schedulers_in(scheduler).values())
+    return not all(isinstance(part, kinds) for part in schedulers_in(trainer.scheduler).values())
 
 
 def _shorten_value(this: str, other: str) -> str:
@@ -140,7 +137,7 @@ def _describe_change(key: str, other: str, holds: str, word: str = "was") -> str
 def _changed_data(trainer: TrainerLike, before: JsonObject, now: JsonObject) -> list[str]:
     datasets = datasets_of_run(trainer)
     names = [name for name in now if name in before] if before else []
-    changes = {name: difference(before[name], now[name], datasets[name]) for name in names}
+    changes = {name: compare_fingerprints(before[name], now[name], datasets[name]) for name in names}
     others = [name for name in {**before, **now} if (name in before) != (name in now)] if before and now else []
     found = [f"{name}: {change}" for name, change in changes.items() if change]
     return found + [f"{name} is {'new' if name in now else 'missing'}" for name in others]

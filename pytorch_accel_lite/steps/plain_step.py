@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -93,6 +94,8 @@ class PlainStep(Step):
             trainer.call_event("on_optimizer_step_start")
         if not self.skips_update:
             trainer.optimizer_step()
+        elif trainer.accelerator.scaler is not None:
+            _tell_scaler(trainer)
         run.progress.update += 1
         prepared = trainer.prepared_model
         may_overflow = prepared is not None and not prepared.is_plain  # otherwise, not asking saves calls in each step
@@ -102,6 +105,13 @@ class PlainStep(Step):
         trainer.optimizer_zero_grad()
         if listeners["on_optimizer_step_end"]:
             trainer.call_event("on_optimizer_step_end")
+
+
+def _tell_scaler(trainer: TrainerLike) -> None:
+    """Let the gradient scaler see the gradients of a skipped update: it finds its scale by overflows."""
+    with suppress(RuntimeError):  # they are unscaled already if their norm has been computed
+        trainer.accelerator.unscale_gradients(trainer.optimizer)
+    trainer.accelerator.scaler.update()
 
 
 def backward(
