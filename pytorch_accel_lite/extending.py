@@ -15,7 +15,7 @@ from pytorch_accel_lite.checkpoint.states.directory import CapturedState, read_m
 from pytorch_accel_lite.checkpoint.states.manifest import catch_damage, manifest_text, read_manifest
 from pytorch_accel_lite.checkpoint.states.recorded_settings import SETTINGS_RECORDER, SettingsRecorder
 from pytorch_accel_lite.checkpoint.states.store import StateStore
-from pytorch_accel_lite.checkpoint.stores import STORES, Store, read_state
+from pytorch_accel_lite.checkpoint.store_choice import STORES, Store, read_state
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, Share
 from pytorch_accel_lite.data.loss_errors import LossFunction
@@ -44,7 +44,7 @@ from pytorch_accel_lite.run.run import USER_ATTRIBUTES, InferenceStep, Run, Step
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.sharding import SHARDING, Sharding
 from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches, SkippedStep
-from pytorch_accel_lite.run.stops import NonFiniteLossError, RunInterruptedError, StopTrainingError
+from pytorch_accel_lite.run.stop_errors import NonFiniteLossError, RunInterruptedError, StopTrainingError
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
 from pytorch_accel_lite.steps.choice import replace_step

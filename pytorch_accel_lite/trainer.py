@@ -97,7 +97,7 @@ from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.run import CompiledForwardLike, Run, Step, run_for_assignment
 from pytorch_accel_lite.run.settings import LoaderArguments, RunRequest, TrainerRunConfig
-from pytorch_accel_lite.run.stops import RunPausedError
+from pytorch_accel_lite.run.stop_errors import RunPausedError
 from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.named_schedules import ScheduleArgument, resolve_names
 from pytorch_accel_lite.schedulers.placeholders import (

@@ -13,7 +13,7 @@ from pytorch_accel_lite.base.validation import check_choice, check_positive_int,
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.stops import RunPausedError, StopTrainingError
+from pytorch_accel_lite.run.stop_errors import RunPausedError, StopTrainingError
 
 _CLEAR_CHANGE = 0.01  # relative; a small loss that changes this much clearly changes
 

@@ -13,7 +13,7 @@ from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.stops import NonFiniteLossError
+from pytorch_accel_lite.run.stop_errors import NonFiniteLossError
 
 _StepLosses = tuple[int, dict[str, torch.Tensor]]  # the number of a step and its losses
 

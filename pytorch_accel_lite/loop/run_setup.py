@@ -29,9 +29,9 @@ from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_r
 from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length
 from pytorch_accel_lite.loop.inference import choose_inference_step
 from pytorch_accel_lite.loop.lifecycle import entering
-from pytorch_accel_lite.loop.loaders import check_gives_batches, create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.model_preparation import apply_model_options, prepare_model
 from pytorch_accel_lite.loop.resuming import begin_resuming
+from pytorch_accel_lite.loop.run_loaders import check_gives_batches, create_eval_loaders, create_train_loader
 from pytorch_accel_lite.optimizers.operations import clear_gradients, is_created
 from pytorch_accel_lite.run.accumulation import Accumulation, GradientWindow
 from pytorch_accel_lite.run.history import InMemoryRunHistory

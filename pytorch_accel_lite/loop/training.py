@@ -20,8 +20,8 @@ from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, warn_of_n
 from pytorch_accel_lite.loop.guards.modes import check_global_modes, fire_start_event, restoring_mode_between_batches
 from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.lifecycle import ending
-from pytorch_accel_lite.loop.loaders import loader_of_run
 from pytorch_accel_lite.loop.resuming import end_if_complete, end_resuming, ending_resumption, print_state_contents
+from pytorch_accel_lite.loop.run_loaders import loader_of_run
 from pytorch_accel_lite.run.error_notes import explaining
 from pytorch_accel_lite.run.modules_and_optimizers import set_optimizer_modes
 from pytorch_accel_lite.run.parts import GlobalModes

@@ -25,8 +25,8 @@ from pytorch_accel_lite.loop.guards.arguments import check_dataset, check_traini
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.inference import unwrapped_model
 from pytorch_accel_lite.loop.lifecycle import entering
-from pytorch_accel_lite.loop.loaders import create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.model_preparation import prepare_model, release_model
+from pytorch_accel_lite.loop.run_loaders import create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.run_setup import prepare_training
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
 from pytorch_accel_lite.loop.training import run_step

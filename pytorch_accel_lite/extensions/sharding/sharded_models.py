@@ -51,12 +51,6 @@ def _divide_data(trainer: TrainerLike, run: Run) -> None:
     model = trainer.get_model(keep_torch_compile=False)
     if trainer.accelerator.is_fsdp2:
         _check_meta_device(trainer, model)
-    elif any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(
-            f"{type(model).__name__} has parameters on the meta device, which have no values. Shard it in an "
-            "overridden parallelize_model(mesh) of the trainer, which then gives them values; or call "
-            "model.to_empty(device=...) and initialise them before you create the trainer."
-        )
     run.data.ranks = find_data_ranks(model, run.ranks)
     requested = tensor_parallel_size(trainer.accelerator)
     if requested not in (1, run.data.ranks.replicas):

@@ -28,7 +28,7 @@ from pytorch_accel_lite.data.consistency import is_prepared
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, options_of
 from pytorch_accel_lite.data.sources import CollateFunction, Source
-from pytorch_accel_lite.distributed.process_zero import current_process
+from pytorch_accel_lite.distributed.process_decorators import current_process
 from pytorch_accel_lite.optimizers.operations import TrainerOptimizer
 from pytorch_accel_lite.run.history import RunHistory
 from pytorch_accel_lite.run.intervals import parse_interval
