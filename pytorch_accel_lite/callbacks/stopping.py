@@ -214,8 +214,9 @@ class EarlyStoppingCallback(MetricWatcher):
 class TimeLimitCallback(TrainerCallback):
     """End the run cleanly, after an update, when a time limit is reached. A resumed run gets the full time again.
 
-    If the job itself has a limit, leave time for saving and for an epoch's evaluation, which is not interrupted. A
-    ``SaveTrainingStateCallback`` saves the final state.
+    After its last update, a run is not stopped: it evaluates and ends as usual. If the job itself has a limit, leave
+    time for saving and for an epoch's evaluation, which is not interrupted. A ``SaveTrainingStateCallback`` saves the
+    final state.
 
     Args:
         limit: time from the start of the run, in seconds or as a ``datetime.timedelta``
@@ -229,9 +230,9 @@ class TimeLimitCallback(TrainerCallback):
         self.seconds = check_positive_number("limit", seconds)
 
     def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
-        if trainer.run.clock >= self.seconds:
+        run = trainer.run
+        if run.clock >= self.seconds and not run.has_made_last_update:
             raise RunPausedError(f"Stopping: the time limit of {timedelta(seconds=self.seconds)} is reached.")
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
-        if not trainer.run.is_finished:
-            self.on_train_step_checkpoint(trainer)
+        self.on_train_step_checkpoint(trainer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
 )
+from tests.launching import TORCHRUN, launch
 from tests.scripts.resumable import CopyStates, run
 from tests.small_models import adamw_trainer, float64_data, float64_model, listener, make_data, make_trainer, train
 
@@ -101,6 +103,14 @@ def test_metrics_of_an_evaluation_cover_the_complete_dataset():
         assert values[-1] == pytest.approx(metric(outputs, data.tensors[1]).item(), abs=1e-6)
     assert trainer.evaluate(data, 7)["accuracy"] == trainer.run_history.get_metric_values("accuracy")[2]
     assert len(trainer.run_history.get_metric_values("accuracy")) == 4
+
+
+@pytest.mark.programs
+def test_metrics_of_processes_with_own_devices_are_merged():
+    done = launch([*TORCHRUN, "2", "-m", "tests.scripts.metrics_on_devices"])
+    assert done.returncode == 0, done.stderr
+    expected = {"total": pytest.approx(float(make_data(5).tensors[1].sum())), "samples": 5}
+    assert json.loads(done.stdout) == expected
 
 
 def test_training_metrics_have_a_prefix_and_restart_each_epoch():
