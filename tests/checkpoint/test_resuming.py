@@ -238,7 +238,14 @@ def test_an_epoch_resumes_on_other_processes_and_batch_sizes(tmp_path, job):
 def test_resuming_a_finished_run_says_that_nothing_is_left(tmp_path, capsys):
     whole = run(tmp_path)
     assert_same(run(tmp_path), whole)
-    assert "Nothing left to do: the run had finished" in capsys.readouterr().out
+    assert "Nothing left to do: the run had finished. Increase num_epochs to" in capsys.readouterr().out
+
+
+def test_a_finished_run_names_the_limit_that_has_ended_it(tmp_path, capsys):
+    for _ in range(2):
+        saving = SaveTrainingStateCallback(tmp_path)
+        train(make_trainer([saving], seed=0), epochs=2, max_num_train_steps=2, resume_from="latest")
+    assert "Nothing left to do: the run had finished. Increase max_num_train_steps to" in capsys.readouterr().out
 
 
 class SeedRecorder(SettingsRecorder):

@@ -298,6 +298,8 @@ def test_a_fraction_of_an_unknown_length_is_an_error():
         ("-1 epochs", ValueError, "evaluate_every='-1 epochs' must be a positive number"),
         ("0.5 updates", ValueError, "evaluate_every='0.5 updates' must be an integer number of updates"),
         ("0,25 epochs", ValueError, "evaluate_every='0,25 epochs' must be a positive number"),
+        ("0,125 epochs", ValueError, "evaluate_every='0,125 epochs' must be a positive number"),
+        ("1000,500 updates", ValueError, "evaluate_every='1000,500 updates' must be a positive number"),
         ("1.2.3 epochs", ValueError, "must be a positive number"),
         ("1e9999999 updates", ValueError, "evaluate_every='1e9999999 updates' must be a positive number"),
         ("1e-9999999 epochs", ValueError, "It must fit into a float."),
