@@ -27,7 +27,7 @@ from pytorch_accel_lite.callbacks import (
 from pytorch_accel_lite.checkpoint import DamagedStateError
 from pytorch_accel_lite.checkpoint.disk.checksums import checksum
 from pytorch_accel_lite.extending import SETTINGS_RECORDER, SettingsRecorder
-from tests.launching import CAN_SHARD, SOAK, some_of
+from tests.launching import CAN_SHARD, SOAK, only_with_soak, some_of
 from tests.ranks import world_size
 from tests.scripts.resumable import CopyStates, OrderCallback, make_model, run, saved_states
 from tests.sharded import gathered, large_model, sharding_accelerator
@@ -109,7 +109,7 @@ def hashes(folder: Path) -> dict[Path, str]:
 
 @pytest.mark.soak
 @pytest.mark.slow
-@pytest.mark.parametrize(("accumulation", "workers", "seed"), [(1, 0, 5), (2, 0, None), (3, 2, 5)])
+@pytest.mark.parametrize(("accumulation", "workers", "seed"), [(3, 2, 5), *[(1, 0, 5), (2, 0, None)] * SOAK])
 def test_from_every_save_point_a_run_resumes_to_the_same_bits(tmp_path, accumulation, workers, seed):
     kwargs = {"accumulation": accumulation, "workers": workers, "seed": seed, "save_every_n_epochs": 1}
     torch.manual_seed(1)
@@ -143,7 +143,7 @@ class OwnBatches(Trainer):
 @pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["in memory", "stream", "own"])
-@pytest.mark.parametrize("limit", [None, 3])
+@pytest.mark.parametrize("limit", [None, *[3] * SOAK])
 def test_a_run_with_dropout_resumes_its_bits_from_any_data(tmp_path, kind, limit):
     """The generators are restored, also after earlier samples were read again and dropped."""
 
@@ -195,7 +195,7 @@ def every_save_point(folder: Path, accumulation: int) -> Any:
 
 @pytest.mark.soak
 @pytest.mark.processes
-@pytest.mark.parametrize(("processes", "accumulation"), [(3, 2), *([(2, 1), (2, 3), (3, 1)] if SOAK else [])])
+@pytest.mark.parametrize(("processes", "accumulation"), [(2, 3), *[(2, 1), (3, 2), (3, 1)] * SOAK])
 def test_processes_resume_the_same_bits_from_every_save_point(tmp_path, job, processes, accumulation):
     runs = job(processes).run(every_save_point, tmp_path, accumulation)
     assert len(runs) == processes
@@ -420,6 +420,7 @@ def on_two_processes(folder: Path) -> Any:
     return expected, losses
 
 
+@only_with_soak
 @CAN_SHARD
 @pytest.mark.processes
 def test_sharded_weights_are_saved_unsharded_and_resumed(tmp_path, job):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
-from tests.launching import ROOT, SOAK, EarlyFork, run_elastic_script, run_forked, some_of
+from tests.launching import ROOT, EarlyFork, only_with_soak, run_elastic_script, run_forked, some_of
 from tests.scripts.own_iterable import EPOCHS, by_hand, train
 from tests.small_models import equal_weights
 
@@ -49,9 +49,9 @@ def test_a_killed_run_on_an_iterable_that_draws_resumes_its_bits(tmp_path, kind,
     check_resumed(tmp_path, 1, kind, seed)
 
 
+@only_with_soak
 @pytest.mark.processes
-@pytest.mark.soak
-@pytest.mark.parametrize(("kind", "seed"), [("draws", 5), *([("shuffles", -1), ("lengths", 5)] if SOAK else [])])
+@pytest.mark.parametrize(("kind", "seed"), [("draws", 5), ("shuffles", -1), ("lengths", 5)])
 def test_two_processes_on_iterables_that_draw_resume_their_bits(tmp_path, kind, seed, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     check_resumed(tmp_path, 2, kind, seed)

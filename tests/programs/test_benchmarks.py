@@ -58,9 +58,9 @@ def run_worker(module: str, *arguments: str) -> dict[str, float]:
         ("tensors", ["plain loop, indexing tensors", "ours, default without bar"]),
         ("first", ["ours, no callbacks"]),
         ("evaluation", ["plain loop", "ours"]),
-        ("memory", ["plain loop", "ours"]),
         ("callbacks", ["GradientNormCallback", "all together"]),
-        ("gpu_resnet", ["bf16: plain loop again (control)", "float32, TF32: ours"]),
+        *[("memory", ["plain loop", "ours"])] * SOAK,
+        *[("gpu_resnet", ["bf16: plain loop again (control)", "float32, TF32: ours"])] * SOAK,
         *[("gpu_transformer", ["bf16, CUDA graphs: plain loop again (control)", "bf16, compiled: ours"])] * SOAK,
     ],
 )
@@ -212,6 +212,7 @@ def test_packed_texts_are_measured_against_padded_ones():
         assert all(float(cells[column].split()[0]) > 0 for column in (1, 2, 4, 5))
 
 
+@only_with_soak
 def test_states_are_measured_against_what_torch_saves_and_loads(tmp_path):
     rows = printed_rows(run_module("benchmarks.saving", "--rounds", "1", "--millions", "1", "--folders", str(tmp_path)))
     assert len(rows) == 6
@@ -256,6 +257,7 @@ def test_evaluations_and_predictions_are_measured_against_loops():
         assert float(rows[name][2]) > 0  # the ratio of the CPU times
 
 
+@only_with_soak
 @pytest.mark.slow
 def test_the_parts_of_the_start_are_measured():
     def run():
