@@ -224,10 +224,11 @@ def resume_in_mid_epoch(folder: Path) -> list[tuple[int, list[int]]]:
 @pytest.mark.filterwarnings("ignore:The training state holds the state of callback")
 @pytest.mark.processes
 def test_an_epoch_resumes_on_other_processes_and_batch_sizes(tmp_path, job):
-    """Drawn sizes, batch sizes and moments: saved by 2 processes, resumed by 1, 2 and 3 with what was not yet seen."""
+    """Drawn sizes, batch sizes and moments: saved by 2 processes, resumed by 1 and 3 with what was not yet seen."""
     saved, _ = job(2).run(save_in_mid_epoch, tmp_path)
     resume = resume_in_mid_epoch
-    for resumed in (resume(tmp_path), *job(2).run(resume, tmp_path), *job(3).run(resume, tmp_path)):
+    others = (3, 2) if SOAK else (3,)
+    for resumed in (resume(tmp_path), *chain(*(job(count).run(resume, tmp_path) for count in others))):
         assert len(resumed) == len(saved) >= 6
         for before, (size, everything) in zip(saved, resumed, strict=True):
             assert before, "it was saved within the epoch"

@@ -168,6 +168,7 @@ def test_an_update_sends_as_much_as_a_hand_written_one():
     assert "| ours: a state saved |" in messages
 
 
+@only_with_soak
 def test_logical_processes_are_measured_against_ddp_by_hand():
     rows = printed_rows(run_module("benchmarks.logical", "--quick", "--rounds", "1", "--updates", "3", "--batch", "2"))
     assert [len(row) for row in rows] == [2, 2, 4, 4, 4, 4]
@@ -177,6 +178,7 @@ def test_logical_processes_are_measured_against_ddp_by_hand():
         assert sent == "0.00 MB"  # of one process
 
 
+@only_with_soak
 def test_ways_of_feeding_processes_are_compared_with_a_loop():
     rows = printed_rows(run_module("benchmarks.streams", "--quick"))
     assert len(rows) == 9
@@ -192,6 +194,7 @@ def test_ways_of_agreeing_are_compared_with_no_exchange():
     assert all(float(figure) > 0 for figures in rows.values() for figure in figures)
 
 
+@only_with_soak
 def test_every_path_is_measured_against_a_loop_on_its_data():
     chosen = ["--only", "list", "seed and states", "--columns", "no callbacks", "everything on"]
     rows = {

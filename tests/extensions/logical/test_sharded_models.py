@@ -115,6 +115,8 @@ def test_states_resume_on_any_layout_to_the_same_bits(tmp_path, job):
         for found in job(processes).run(resume, how, tmp_path / "fsdp-states"):
             for resumed in found:
                 assert_same(resumed, whole())
+    if not SOAK:
+        return
     train("none", tmp_path)
     for [resumed, *_] in job(3).run(resume, "fsdp", tmp_path / "none-states"):
         assert_same(resumed, whole())
