@@ -15,7 +15,7 @@ from pytorch_accel_lite.checkpoint.states.directory import CapturedState, read_m
 from pytorch_accel_lite.checkpoint.states.manifest import catch_damage, manifest_text, read_manifest
 from pytorch_accel_lite.checkpoint.states.recorded_settings import SETTINGS_RECORDER, SettingsRecorder
 from pytorch_accel_lite.checkpoint.states.store import StateStore
-from pytorch_accel_lite.checkpoint.stores import STORES, Store, read_state
+from pytorch_accel_lite.checkpoint.store_choice import STORES, Store, read_state
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, Share
 from pytorch_accel_lite.data.loss_errors import LossFunction
@@ -26,13 +26,14 @@ from pytorch_accel_lite.distributed.lost_processes import ProcessLostError
 from pytorch_accel_lite.distributed.observers import OBSERVERS, JobObserver
 from pytorch_accel_lite.distributed.stack_frames import Stack
 from pytorch_accel_lite.distributed.trainer_protocol import OpenTrainer
-from pytorch_accel_lite.loop.guards.out_of_memory import MEMORY_ADVICE
 from pytorch_accel_lite.loop.inference import INFERENCE_STEP
 from pytorch_accel_lite.loop.model_preparation import MODEL_CHANGES
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot
+from pytorch_accel_lite.loop.training import TRAINING_CHECKS
 from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.division import DIVISIONS, Division, create_division
+from pytorch_accel_lite.run.error_notes import ERROR_NOTES, MEMORY_ADVICE
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.job_queues import JOB_QUEUES, JobQueue
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
@@ -41,8 +42,9 @@ from pytorch_accel_lite.run.parts import LoadedWeights
 from pytorch_accel_lite.run.plots import PLOTS, Plots
 from pytorch_accel_lite.run.run import USER_ATTRIBUTES, InferenceStep, Run, Step, TrainerLike, UserAttributes
 from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.sharding import SHARDING, Sharding
 from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches, SkippedStep
-from pytorch_accel_lite.run.stops import NonFiniteLossError, RunInterruptedError, StopTrainingError
+from pytorch_accel_lite.run.stop_errors import NonFiniteLossError, RunInterruptedError, StopTrainingError
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
 from pytorch_accel_lite.steps.choice import replace_step
@@ -60,7 +62,6 @@ from pytorch_accel_lite.steps.features import (
     Feature,
 )
 from pytorch_accel_lite.steps.plain_step import PlainStep, backward
-from pytorch_accel_lite.steps.sharded import ShardedStep
 from pytorch_accel_lite.tools.trial import Trial
 from pytorch_accel_lite.tools.user_callbacks import UserCallbacks
 
@@ -69,14 +70,15 @@ __all__ = [
     "CallbackHandler", "NonFiniteLossError", "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step",
     "StopTrainingError", "TrainerCallback", "TrainerLike", "TrainingState", "WatchedMetric",
     # Seams.
-    "COMPANION_WRITERS", "CompanionWriter", "DIVISIONS", "Division", "FENCES", "INFERENCE_STEP", "InferenceStep",
-    "JOB_QUEUES", "JobObserver", "JobQueue", "MEMORY_ADVICE", "MODEL_CHANGES", "MODEL_FORMS", "ModelForm",
-    "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "SETTINGS_RECORDER", "STEP_COMPILER", "STEP_KINDS", "STORES",
-    "SettingsRecorder", "StateStore", "StepCompiler", "Store", "USER_ATTRIBUTES", "UserAttributes", "create_division",
+    "COMPANION_WRITERS", "CompanionWriter", "DIVISIONS", "Division", "ERROR_NOTES", "FENCES", "INFERENCE_STEP",
+    "InferenceStep", "JOB_QUEUES", "JobObserver", "JobQueue", "MEMORY_ADVICE", "MODEL_CHANGES", "MODEL_FORMS",
+    "ModelForm", "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "SETTINGS_RECORDER", "SHARDING", "STEP_COMPILER",
+    "STEP_KINDS", "STORES", "SettingsRecorder", "Sharding", "StateStore", "StepCompiler", "Store", "TRAINING_CHECKS",
+    "USER_ATTRIBUTES", "UserAttributes", "create_division",
     "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
-    "RECOMPUTED", "SHARDED", "SKIPPED_BATCHES", "ShardedStep", "backward",
+    "RECOMPUTED", "SHARDED", "SKIPPED_BATCHES", "backward",
     # Batches that fail.
     "OtherCallError", "ProcessLostError", "SKIPPED", "SkippedBatches", "SkippedStep",
     # Steps that are divided into a fixed number of shares.

@@ -68,7 +68,7 @@ from pytorch_accel_lite.checkpoint.models.weights import (
 )
 from pytorch_accel_lite.checkpoint.states.rotation import remove_old_states
 from pytorch_accel_lite.checkpoint.states.store import state_name
-from pytorch_accel_lite.checkpoint.stores import open_store
+from pytorch_accel_lite.checkpoint.store_choice import open_store
 from pytorch_accel_lite.data.batches import BatchOutput, is_number
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.data.sources import BatchData, Index

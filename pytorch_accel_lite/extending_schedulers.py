@@ -2,7 +2,7 @@
 
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_range
+from pytorch_accel_lite.base.validation import check_choice, check_int, check_positive_int, check_range
 from pytorch_accel_lite.schedulers.named_schedules import NAMED_SCHEDULES, ScheduleName
 from pytorch_accel_lite.schedulers.placeholders import TrainerPlaceholderValues, Unresolved
 from pytorch_accel_lite.schedulers.scheduler_base import RUN_EPOCHS, UPDATES_PER_EPOCH, PlannedLrScheduler
@@ -12,5 +12,5 @@ __all__ = [
     "NAMED_SCHEDULES", "PlannedLrScheduler", "RUN_EPOCHS", "ScheduleName", "TrainerPlaceholderValues",
     "UPDATES_PER_EPOCH", "Unresolved",
     # States, and arguments.
-    "StateDict", "check_choice", "check_positive_int", "check_range", "warn_outside",
+    "StateDict", "check_choice", "check_int", "check_positive_int", "check_range", "warn_outside",
 ]  # fmt: skip

@@ -2,21 +2,27 @@
 
 from pytorch_accel_lite.base.backends import deterministic_kernels
 from pytorch_accel_lite.base.constructor_calls import arguments_of, library_attributes
-from pytorch_accel_lite.base.devices import capacity_of, is_out_of_memory
+from pytorch_accel_lite.base.devices import capacity_of, is_out_of_memory, module_of
 from pytorch_accel_lite.base.environment import install_command
-from pytorch_accel_lite.base.generator_states import capture_generators, restore_generator, restore_generators
+from pytorch_accel_lite.base.generator_states import (
+    capture_generators,
+    find_held_generators,
+    preserving_held_generators,
+    restore_generator,
+    restore_generators,
+)
 from pytorch_accel_lite.base.inspection import nested_in
 from pytorch_accel_lite.base.modules import local_shard, unsharded_class
 from pytorch_accel_lite.base.paths import may_differ
 from pytorch_accel_lite.base.reachable import RandomGenerator, reachable_from
 from pytorch_accel_lite.base.templates import Column, render
-from pytorch_accel_lite.base.text import describe_error, listed
+from pytorch_accel_lite.base.text import describe_error, listed, notes_of
 from pytorch_accel_lite.base.tool_reports import Report
 from pytorch_accel_lite.base.types import ChosenModules
 from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_in_this_package, is_overridden
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
-from pytorch_accel_lite.checkpoint.disk.shards import every_part_is_held
+from pytorch_accel_lite.checkpoint.disk.shards import every_part_is_held, find_tensors
 from pytorch_accel_lite.checkpoint.models.model_forms import is_of_peft, is_of_timm
 from pytorch_accel_lite.checkpoint.models.trained_object_states import buffers_beside_model
 from pytorch_accel_lite.checkpoint.models.trained_objects import (
@@ -25,6 +31,7 @@ from pytorch_accel_lite.checkpoint.models.trained_objects import (
     trained_objects,
     unsaved_attribute_names,
 )
+from pytorch_accel_lite.checkpoint.models.weights import verify_weights
 from pytorch_accel_lite.data.batches import (
     TARGET_KEYS,
     complete_output,
@@ -36,17 +43,19 @@ from pytorch_accel_lite.data.batches import (
     tensors_in,
 )
 from pytorch_accel_lite.data.fingerprint import compare_fingerprints, fingerprint_of
+from pytorch_accel_lite.data.loader import to_device
 from pytorch_accel_lite.data.loss_errors import LossShapeError, shapes_are_known
+from pytorch_accel_lite.data.map_datasets import MapLoader
+from pytorch_accel_lite.data.reading import add_missing_note, list_samples, names_sample, reader_of
 from pytorch_accel_lite.data.shares import share_bounds
 from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, concatenate_if_possible, select_samples
 from pytorch_accel_lite.distributed.control_group import ControlGroup
-from pytorch_accel_lite.distributed.data_ranks import mesh_infos, shard_dim
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.distributed.launch import die_with_parent
 from pytorch_accel_lite.distributed.lost_processes import names_connection
-from pytorch_accel_lite.distributed.meshes import Holders, use_holders
+from pytorch_accel_lite.distributed.meshes import Holders, current_holders, use_holders
 from pytorch_accel_lite.distributed.no_sync import no_sync_within_window
-from pytorch_accel_lite.distributed.ranks import set_timeout, timeout_of, use_ranks
+from pytorch_accel_lite.distributed.ranks import chosen_timeout, set_timeout, timeout_of, use_ranks
 from pytorch_accel_lite.distributed.shutdown import open_trainers
 from pytorch_accel_lite.distributed.stack_frames import (
     MACHINERY,
@@ -58,15 +67,14 @@ from pytorch_accel_lite.distributed.stack_frames import (
 )
 from pytorch_accel_lite.loop.extra_passes import loss_of
 from pytorch_accel_lite.loop.guards.arguments import check_dataset
-from pytorch_accel_lite.loop.guards.error_notes import explain, list_samples
 from pytorch_accel_lite.loop.inference import unwrapped_model
 from pytorch_accel_lite.loop.run_setup import inference_run
-from pytorch_accel_lite.loop.sharded_models import shard_model
 from pytorch_accel_lite.loop.snapshot import preserving_attributes, replaced
 from pytorch_accel_lite.optimizers.operations import CreateScheduler, needs_closure, optimized_parameters
 from pytorch_accel_lite.optimizers.rates import Options, initial_options, layer_scales
 from pytorch_accel_lite.run.accumulation import as_weight
 from pytorch_accel_lite.run.callback_handler import named_callbacks
+from pytorch_accel_lite.run.error_notes import explain, explaining
 from pytorch_accel_lite.run.history import count_values
 from pytorch_accel_lite.run.metric_panels import best_of, direction_of, is_monitor, panels_by_metric
 from pytorch_accel_lite.run.modules_and_optimizers import (
@@ -75,7 +83,8 @@ from pytorch_accel_lite.run.modules_and_optimizers import (
     other_optimizers,
     registered_objects,
 )
-from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters
+from pytorch_accel_lite.run.sharding import tensor_parallel_size
+from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters, parameters_not_in_model
 from pytorch_accel_lite.tools.batch_parts import as_returned, merge_outputs, split_into_parts
 from pytorch_accel_lite.tools.speed_advice import faster_data
 
@@ -84,15 +93,18 @@ __all__ = [
     "as_returned", "as_weight", "average_gradients", "buffers_beside_model", "buffers_in", "complete_output",
     "merge_outputs", "needs_closure", "no_sync_within_window",
     # Batches that fail.
-    "explain", "list_samples",
+    "explain", "explaining", "list_samples", "names_sample", "notes_of",
     # Steps that are divided into a fixed number of shares.
-    "concatenate_if_possible", "deterministic_kernels", "mesh_infos", "shard_dim", "share_bounds",
+    "concatenate_if_possible", "deterministic_kernels", "share_bounds",
+    # Models with sharded weights.
+    "chosen_timeout", "find_tensors", "parameters_not_in_model", "tensor_parallel_size", "verify_weights",
     # The processes of a job.
-    "ControlGroup", "Holders", "MACHINERY", "describe_call", "describe_frame", "die_with_parent",
+    "ControlGroup", "Holders", "MACHINERY", "current_holders", "describe_call", "describe_frame", "die_with_parent",
     "every_part_is_held", "innermost_function", "is_in_backward", "is_library_frame", "names_connection",
     "open_trainers", "set_timeout", "timeout_of", "use_holders", "use_ranks",
     # What a run has drawn and recorded, which is restored after a step or an evaluation that does not count.
-    "capture_generators", "count_values", "preserving_attributes", "restore_generators",
+    "capture_generators", "count_values", "find_held_generators", "preserving_attributes", "preserving_held_generators",
+    "restore_generators",
     # For attributes of users in training states.
     "RandomGenerator", "is_from_this_package", "is_in_this_package", "library_attributes", "loose_parameters",
     "may_differ", "named_callbacks", "restore_generator", "trained_objects", "unsaved_attribute_names",
@@ -102,13 +114,13 @@ __all__ = [
     # For saved models, and their companion files.
     "is_of_peft", "is_of_timm", "reachable_from",
     # Trials.
-    "capacity_of", "check_dataset", "faster_data", "inference_run", "is_out_of_memory", "loss_of", "replaced",
-    "shard_model", "split_into_parts", "unwrapped_model",
+    "capacity_of", "check_dataset", "faster_data", "inference_run", "is_out_of_memory", "loss_of", "module_of",
+    "replaced", "split_into_parts", "unwrapped_model",
     # The parts of trainers and batches.
-    "ListOfSamples", "LossShapeError", "TARGET_KEYS", "all_optimized_parameters", "concatenate", "infer_batch_size",
-    "is_as_long", "is_overridden", "is_packed", "is_single_sample", "layer_scales", "local_shard", "nested_in",
-    "optimized_parameters", "other_modules", "other_optimizers", "parts_in", "registered_objects", "select_samples",
-    "shapes_are_known", "tensors_in",
+    "ListOfSamples", "LossShapeError", "MapLoader", "TARGET_KEYS", "add_missing_note", "all_optimized_parameters",
+    "concatenate", "infer_batch_size", "is_as_long", "is_overridden", "is_packed", "is_single_sample", "layer_scales",
+    "local_shard", "nested_in", "optimized_parameters", "other_modules", "other_optimizers", "parts_in", "reader_of",
+    "registered_objects", "select_samples", "shapes_are_known", "tensors_in", "to_device",
     # Plots and pages.
     "Column", "best_of", "direction_of", "is_monitor", "panels_by_metric", "render",
     # Help.

@@ -16,6 +16,7 @@ OFFERED = {
     "closures": ("Trainer.recompute_gradients",),  # and optimizers that need a closure
     "compiled_step": (),  # Trainer(compile_step=True)
     "energy": ("callbacks.EnergyCallback",),
+    "error_notes": (),  # notes on the errors of runs
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
     "failed_batches": ("callbacks.SkipFailedBatchesCallback",),  # and train(auto_microbatch=True)
     "finetuning": (
@@ -77,6 +78,8 @@ OFFERED = {
         "callbacks.RunLogCallback",
         "callbacks.ShowOutputsCallback",
     ),
+    "sanity_check": (),  # train(sanity_check=True)
+    "sharding": (),  # models with sharded weights
     "shuffled_streams": ("data.ShuffledStream",),
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
     "step_logging": (),  # rows of loggers
@@ -101,11 +104,12 @@ ARGUMENTS = {"logical_processes": "logical"}
 #: The extensions that another one needs: it uses their public names, and is deleted with them.
 NEEDED = {
     "experiment": ("metrics_file", "plots", "predictions", "worst_samples"),
-    "memory_estimate": ("finetuning", "model_ema"),
+    "logical": ("sharding",),
+    "memory_estimate": ("finetuning", "model_ema", "sharding"),
     "metrics_file": ("step_logging",),
     "momentum_teacher": ("model_ema",),
     "reports": ("plots",),
-    "takeover": ("hang_watch", "logical"),
+    "takeover": ("hang_watch", "logical", "sharding"),
     "trackers": ("step_logging",),
     "unfreezing": ("finetuning",),
 }

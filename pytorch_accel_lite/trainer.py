@@ -48,8 +48,11 @@ from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extension_names import add_missing_method_errors
 from pytorch_accel_lite.extensions import blocks as blocks  # adds to MODEL_CHANGES
 from pytorch_accel_lite.extensions import compiled_step as compiled_step  # fills STEP_COMPILER
+from pytorch_accel_lite.extensions import error_notes as error_notes  # adds to ERROR_NOTES
 from pytorch_accel_lite.extensions import manual_optimization as manual_optimization  # adds to STEP_KINDS
 from pytorch_accel_lite.extensions import recorded_settings as recorded_settings  # fills SETTINGS_RECORDER
+from pytorch_accel_lite.extensions import sanity_check as sanity_check  # adds to TRAINING_CHECKS
+from pytorch_accel_lite.extensions import sharding as sharding  # fills SHARDING
 from pytorch_accel_lite.extensions import user_attributes as user_attributes  # fills USER_ATTRIBUTES
 from pytorch_accel_lite.extensions.checking import program_check
 from pytorch_accel_lite.extensions.closures import replaying_step
@@ -94,7 +97,7 @@ from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.run import CompiledForwardLike, Run, Step, run_for_assignment
 from pytorch_accel_lite.run.settings import LoaderArguments, RunRequest, TrainerRunConfig
-from pytorch_accel_lite.run.stops import RunPausedError
+from pytorch_accel_lite.run.stop_errors import RunPausedError
 from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.named_schedules import ScheduleArgument, resolve_names
 from pytorch_accel_lite.schedulers.placeholders import (

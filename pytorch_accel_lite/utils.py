@@ -8,7 +8,7 @@ from pytorch_accel_lite.base.text import as_cell, as_json, format_bytes, format_
 from pytorch_accel_lite.base.unknown_names import suggest
 from pytorch_accel_lite.callbacks.batch_limits import LimitBatches
 from pytorch_accel_lite.distributed.launch import record_error
-from pytorch_accel_lite.distributed.process_zero import (
+from pytorch_accel_lite.distributed.process_decorators import (
     local_process_zero_first,
     local_process_zero_only,
     world_process_zero_only,

@@ -42,8 +42,8 @@ SOAK = bool(os.environ.get("SOAK"))  # run the tests that kill and launch proces
 # Seconds after which a child process is considered hung, also on a busy machine.
 PATIENCE = 3600.0 if SOAK else 240.0
 CAN_SHARD = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"),
-    reason="sharding on a CPU (FSDP2) records events in its streams, which this torch does not have",
+    not (ROOT / "pytorch_accel_lite/extensions/sharding").exists() or not hasattr(torch.cpu.Stream, "record_event"),
+    reason="needs the extension 'sharding'; and sharding on a CPU (FSDP2) records events, which not every torch does",
 )
 HAS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
 # The launcher notes which of its methods it is in, and for that looks at all imported modules, for two seconds a job.

@@ -23,9 +23,14 @@ def check_number(name: str, value: object, kind: type = numbers.Real, called: st
 
 def check_positive_int(name: str, value: object) -> int:
     """Return ``value`` if it is an integer of at least one, otherwise raise an error that names the argument."""
+    return check_int(name, value, least=1)
+
+
+def check_int(name: str, value: object, least: int) -> int:
+    """Return ``value`` if it is an integer that is large enough, otherwise raise an error that names the argument."""
     number = int(check_number(name, value, numbers.Integral, "an integer"))
-    if number < 1:
-        raise ValueError(f"{name}={value!r} must be at least 1.")
+    if number < least:
+        raise ValueError(f"{name}={value!r} must be at least {least}.")
     return number
 
 

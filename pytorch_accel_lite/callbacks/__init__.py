@@ -49,7 +49,12 @@ from pytorch_accel_lite.extensions.worst_samples import WorstSample, WorstSample
 from pytorch_accel_lite.extensions.wsd.wsd_checkpoint_callback import WSDCheckpointCallback
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.stops import NonFiniteLossError, RunInterruptedError, RunPausedError, StopTrainingError
+from pytorch_accel_lite.run.stop_errors import (
+    NonFiniteLossError,
+    RunInterruptedError,
+    RunPausedError,
+    StopTrainingError,
+)
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
 
 __all__ = [

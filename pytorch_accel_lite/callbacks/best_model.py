@@ -201,10 +201,17 @@ class SaveBestModelCallback(MetricWatcher):
         best = Path(self.save_path)
         if not best.exists() or self.keep == 1:
             return [best] if best.exists() else []
-        paths = [best, *find_kept_models(best).values()]
-        values = {path: float(read_checkpoint(path)[self.watch_metric]) for path in paths}
-        ranking = sorted(paths, key=lambda path: (abs(values[path] - values[best]), path != best, path.name))
-        return [best, *ranking[2:]]  # without the labelled copy of the best one
+        of_best = self._read_value(best)
+        kept = {path: self._read_value(path) for path in find_kept_models(best).values()}
+        # A best model that was saved with keep=1 has no copy with a label.
+        copy = min((path for path, saved in kept.items() if saved == of_best), default=None)
+        others = [path for path in kept if path != copy]
+        return [best, *sorted(others, key=lambda path: (abs(kept[path][0] - of_best[0]), path.name))]
+
+    def _read_value(self, path: Path) -> tuple[float, int]:
+        """Return the value of a saved model, and its epoch."""
+        checkpoint = read_checkpoint(path)
+        return float(checkpoint[self.watch_metric]), checkpoint["epoch"]
 
     def state_dict(self) -> StateDict:
         """Return the best value and its epoch, and the values of all kept models."""

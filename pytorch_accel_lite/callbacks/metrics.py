@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
-from accelerate.utils import recursively_apply
+from accelerate.utils import recursively_apply, send_to_device
 
 from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.reprs import short_repr
@@ -379,14 +379,15 @@ def _merge_over_ranks(metrics: MetricCollection, shares: Callable[[], list[Metri
         part.distributed_available_fn = _never  # compute() must not merge the states again
         present = [state for state in states if state is not None]
         for name, reduction in part._reductions.items():
-            values = [state[name] for state in present]
+            # Those of other processes have arrived on the CPU.
+            values = [send_to_device(state[name], part.device) for state in present]
             if isinstance(part._defaults[name], list):
-                merged: Tree = [item.to(part.device) for value in values for item in value]
+                merged: Tree = [item for value in values for item in value]
             elif len(values) > 1:
-                stacked = torch.stack(values).to(part.device)
+                stacked = torch.stack(values)
                 merged = stacked if reduction is None else reduction(stacked)  # else compute() gets all values
             else:
-                merged = values[0].to(part.device) if values else part._defaults[name]
+                merged = values[0] if values else part._defaults[name]
             setattr(part, name, merged)
 
 

@@ -13,7 +13,7 @@ from pytorch_accel_lite.base.validation import check_choice, check_positive_int,
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.stops import RunPausedError, StopTrainingError
+from pytorch_accel_lite.run.stop_errors import RunPausedError, StopTrainingError
 
 _CLEAR_CHANGE = 0.01  # relative; a small loss that changes this much clearly changes
 
@@ -214,8 +214,9 @@ class EarlyStoppingCallback(MetricWatcher):
 class TimeLimitCallback(TrainerCallback):
     """End the run cleanly, after an update, when a time limit is reached. A resumed run gets the full time again.
 
-    If the job itself has a limit, leave time for saving and for an epoch's evaluation, which is not interrupted. A
-    ``SaveTrainingStateCallback`` saves the final state.
+    After its last update, a run is not stopped: it evaluates and ends as usual. If the job itself has a limit, leave
+    time for saving and for an epoch's evaluation, which is not interrupted. A ``SaveTrainingStateCallback`` saves the
+    final state.
 
     Args:
         limit: time from the start of the run, in seconds or as a ``datetime.timedelta``
@@ -229,9 +230,9 @@ class TimeLimitCallback(TrainerCallback):
         self.seconds = check_positive_number("limit", seconds)
 
     def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
-        if trainer.run.clock >= self.seconds:
+        run = trainer.run
+        if run.clock >= self.seconds and not run.has_made_last_update:
             raise RunPausedError(f"Stopping: the time limit of {timedelta(seconds=self.seconds)} is reached.")
 
     def on_epoch_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
-        if not trainer.run.is_finished:
-            self.on_train_step_checkpoint(trainer)
+        self.on_train_step_checkpoint(trainer)

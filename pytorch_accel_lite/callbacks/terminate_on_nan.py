@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Collection, Mapping
 from typing import NoReturn
 
@@ -14,7 +13,7 @@ from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.stops import NonFiniteLossError
+from pytorch_accel_lite.run.stop_errors import NonFiniteLossError
 
 _StepLosses = tuple[int, dict[str, torch.Tensor]]  # the number of a step and its losses
 
@@ -39,7 +38,7 @@ class TerminateOnNaNCallback(TrainerCallback):
         self._clear()
 
     def _clear(self) -> None:
-        self._recent: deque[_StepLosses] = deque(maxlen=2 * self.LOOK_EVERY)
+        self._recent: list[_StepLosses] = []  # since those in self._copied
         self._copied: list[_StepLosses] = []
         self._copy: AsyncCopy | None = None  # the copy of the sum of the losses in self._copied
 
@@ -60,18 +59,21 @@ class TerminateOnNaNCallback(TrainerCallback):
         self._recent.append((step, {name: loss.detach() for name, loss in losses.items()}))
         if isinstance(latest, float):
             self._search(trainer, self._recent)
-        elif step % self.LOOK_EVERY == 0 and is_asynchronous(losses["loss"].device):  # else as the epoch ends
-            self._check_copy(trainer)
+        elif step % self.LOOK_EVERY == 0:
+            self._look(trainer, losses["loss"].device)
 
-    def _check_copy(self, trainer: TrainerLike) -> None:
-        """Check the losses copied some steps ago, if the copy has arrived, and start another copy."""
+    def _look(self, trainer: TrainerLike, device: torch.device) -> None:
+        """Check the losses copied some steps ago, if the copy has arrived, and start to copy those since."""
+        if not is_asynchronous(device):  # the mean of the epoch includes those that are dropped
+            del self._recent[: -2 * self.LOOK_EVERY]
+            return
         if self._copy is not None:
             if not self._copy.has_arrived:
                 return
             if not math.isfinite(to_float(self._copy.read())):
                 self._search(trainer, self._copied)
         # Copy the sum of the latest losses: a single non-finite loss makes the sum non-finite.
-        self._copied = list(self._recent)
+        self._copied, self._recent = self._recent, []
         self._copy = AsyncCopy(torch.stack([losses["loss"] for _, losses in self._copied]).float().sum())
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:

@@ -21,7 +21,7 @@ from pytorch_accel_lite.checkpoint.models.supported_engines import check_states_
 from pytorch_accel_lite.checkpoint.models.weights import model_checksums
 from pytorch_accel_lite.checkpoint.states.rotation import remove_old_states
 from pytorch_accel_lite.checkpoint.states.store import state_name
-from pytorch_accel_lite.checkpoint.stores import open_store
+from pytorch_accel_lite.checkpoint.store_choice import open_store
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.events import TrainerCallback
@@ -29,7 +29,7 @@ from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interva
 from pytorch_accel_lite.run.job_queues import JOB_QUEUES
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.stops import RunInterruptedError, RunPausedError
+from pytorch_accel_lite.run.stop_errors import RunInterruptedError, RunPausedError
 from pytorch_accel_lite.run.training_state import TrainingState
 
 # Expected seconds for the first state, and the number of states to average for the next.

@@ -26,7 +26,7 @@ from pytorch_accel_lite.checkpoint.states.contents import restore_after_start, r
 from pytorch_accel_lite.checkpoint.states.directory import read_learned
 from pytorch_accel_lite.checkpoint.states.manifest import MANIFEST
 from pytorch_accel_lite.checkpoint.states.recorded_settings import settings_recorder
-from pytorch_accel_lite.checkpoint.stores import read_state, store_of
+from pytorch_accel_lite.checkpoint.store_choice import read_state, store_of
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.run.modules_and_optimizers import evaluating_optimizers, set_optimizer_modes
 from pytorch_accel_lite.run.parts import LoadedWeights

@@ -20,7 +20,7 @@ from pytorch_accel_lite.checkpoint.states.manifest import (
     stored_checksum,
     verify_state,
 )
-from pytorch_accel_lite.checkpoint.stores import local_copy
+from pytorch_accel_lite.checkpoint.store_choice import local_copy
 from pytorch_accel_lite.run.division import DIVISIONS
 
 

@@ -46,13 +46,13 @@ from pytorch_accel_lite.checkpoint.models.weights import (
 )
 from pytorch_accel_lite.checkpoint.states.contents import capture
 from pytorch_accel_lite.checkpoint.states.directory import CapturedState
-from pytorch_accel_lite.checkpoint.stores import open_folder, write_state
+from pytorch_accel_lite.checkpoint.store_choice import open_folder, write_state
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.modules_and_optimizers import evaluating_optimizers
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.stops import NonFiniteLossError
+from pytorch_accel_lite.run.stop_errors import NonFiniteLossError
 from pytorch_accel_lite.run.trainer_parameters import weights_are_finite
 
 

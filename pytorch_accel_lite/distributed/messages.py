@@ -1,4 +1,8 @@
-"""Encoding objects as bytes for other processes: tensors on the CPU are copied, everything else is pickled."""
+"""Encoding objects as bytes for other processes: tensors are copied, everything else is pickled.
+
+Pickle would restore the tensors of a GPU on the sender's GPU, and a process would hold memory of all the others. So
+messages have copies, which are decoded on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,8 @@ _release_sparse_tensors: Callable[[], None] = getattr(torch._utils, "_validate_l
 #: A tensor in the pickled part of a message: the offset of its bytes, its type and its shape.
 _TensorKey: TypeAlias = tuple[int, torch.dtype, tuple[int, ...]]
 _ALIGNMENT = 64  # bytes
-_HEADER = 8  # bytes at the front of a message, for the size of the pickled part
+_HEADER = 16  # bytes at the front of a message: the size of the pickled part, and whether tensors were on a device
+_KEEP_DEVICE = ("cpu", "meta")  # tensors of "meta" have no values to copy
 
 
 class Message(pickle.Pickler):
@@ -32,6 +37,7 @@ class Message(pickle.Pickler):
         self._file = io.BytesIO()
         self._tensors: dict[int, tuple[int, torch.Tensor]] = {}
         self._size_of_tensors = 0
+        self._leaves_device = False
         super().__init__(self._file, protocol=pickle.HIGHEST_PROTOCOL)
         self.dump(value)
         self._first = _aligned(_HEADER + self._file.tell())
@@ -39,19 +45,32 @@ class Message(pickle.Pickler):
 
     def persistent_id(self, obj: object) -> _TensorKey | None:
         """Return the offset, type and shape of a tensor, which is not pickled."""
-        if type(obj) is not torch.Tensor or obj.device.type != "cpu" or obj.requires_grad:
+        if type(obj) is not torch.Tensor or obj.device.type == "meta" or obj.requires_grad:
             return None
         if obj.layout is not torch.strided or obj.is_nested or obj.is_quantized:
             return None
+        self._leaves_device |= obj.device.type not in _KEEP_DEVICE
         if id(obj) not in self._tensors:
             self._tensors[id(obj)] = self._size_of_tensors, obj
             self._size_of_tensors += _aligned(obj.nbytes)
         return self._tensors[id(obj)][0], obj.dtype, tuple(obj.shape)
 
+    def reducer_override(self, obj: object) -> Any:
+        """Pickle the storage of a tensor that ``persistent_id`` leaves out as a copy on the CPU."""
+        if not isinstance(obj, torch.TypedStorage):
+            return NotImplemented
+        storage = obj._untyped_storage  # noqa: SLF001 - the public ways to a storage's device warn
+        if storage.device.type in _KEEP_DEVICE:
+            return NotImplemented
+        self._leaves_device = True
+        on_cpu = storage.cpu()  # type: ignore[no-untyped-call]
+        copy = torch.TypedStorage(wrap_storage=on_cpu, dtype=obj.dtype, _internal=True)  # type: ignore[no-untyped-call]
+        return copy.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
     def write(self, buffer: torch.Tensor) -> None:
         """Write the bytes to the front of a buffer."""
         pickled = self._file.getvalue()
-        buffer[:_HEADER].view(torch.int64).fill_(len(pickled))
+        buffer[:_HEADER].view(torch.int64).copy_(torch.tensor([len(pickled), self._leaves_device]))
         buffer[_HEADER : _HEADER + len(pickled)].copy_(torch.frombuffer(bytearray(pickled), dtype=torch.uint8))
         for offset, tensor in self._tensors.values():
             _tensor_at(buffer, self._first + offset, tensor.dtype, tensor.shape).copy_(tensor)
@@ -59,7 +78,7 @@ class Message(pickle.Pickler):
 
 class _Reader(pickle.Unpickler):
     def __init__(self, buffer: torch.Tensor) -> None:
-        end = _HEADER + int(buffer[:_HEADER].view(torch.int64).item())
+        end = _HEADER + int(buffer[:_HEADER].view(torch.int64)[0].item())
         self._buffer = buffer
         self._first = _aligned(end)
         super().__init__(io.BytesIO(buffer[_HEADER:end].numpy().tobytes()))
@@ -76,6 +95,11 @@ def encode(value: object) -> torch.Tensor:
     encoded = torch.empty(message.size, dtype=torch.uint8)
     message.write(encoded)
     return encoded
+
+
+def leaves_device(buffer: torch.Tensor) -> bool:
+    """Whether a message has copies of tensors of a device, so that its value differs from the one encoded."""
+    return bool(buffer[:_HEADER].view(torch.int64)[1].item())
 
 
 def decode(buffer: torch.Tensor) -> Any:

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 
 from pytorch_accel_lite.base.inspection import distinct_elements
 from pytorch_accel_lite.distributed.control_group import CAPACITY, ControlGroup, find_purpose
-from pytorch_accel_lite.distributed.messages import decode, encode
+from pytorch_accel_lite.distributed.messages import decode, encode, leaves_device
 from pytorch_accel_lite.distributed.stack_frames import MACHINERY
 
 MACHINERY.add(__file__)
@@ -203,6 +203,8 @@ class Ranks:
     def _gather(self, value: T, encoded: torch.Tensor, only_first: bool = False) -> list[T]:
         """Return the values of all ranks: this rank's value itself, and decoded copies of the others.
 
+        If this rank's value has tensors on a device, it is decoded, too: a list has tensors of one device.
+
         Each rank broadcasts its value: gloo's ``all_gather`` takes three times as long for large values of two ranks.
         """
         lengths = [length for (length,) in self._exchange([len(encoded)])]
@@ -218,7 +220,7 @@ class Ranks:
             transfers = [dist.broadcast(part, member, self._group, async_op=True) for member, part in senders]
         for transfer in transfers:
             transfer.wait()  # type: ignore[union-attr]
-        return [value if part is encoded else decode(part) for part in parts]
+        return [value if part is encoded and not leaves_device(part) else decode(part) for part in parts]
 
     def _broadcast(self, encoded: torch.Tensor) -> Any:
         """Return the value that the first rank has encoded."""

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from accelerate import Accelerator
-from torch.distributed.device_mesh import DeviceMesh
 
 from pytorch_accel_lite.base.modules import are_sharded, local_shard
-from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.distributed.meshes import add_up_along
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
 from pytorch_accel_lite.run.run import ClippingOrder, TrainerLike
 from pytorch_accel_lite.run.settings import TrainerRunConfig
@@ -20,8 +17,6 @@ from pytorch_accel_lite.run.trainer_parameters import updated_parameters
 
 #: Returns the total norm of gradients.
 NormFunction: TypeAlias = Callable[[Iterable[torch.Tensor]], torch.Tensor]
-#: A mesh, and the dimension along which a tensor is sharded.
-_Sharding: TypeAlias = tuple[DeviceMesh, int]
 
 
 def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
@@ -87,7 +82,7 @@ def total_norm(trainer: TrainerLike) -> torch.Tensor:
 def _norm_function(trainer: TrainerLike, parameters: list[torch.nn.Parameter]) -> NormFunction:
     """Return the function that computes the total norm of the gradients of some parameters."""
     if trainer.division.has_fixed_shares:
-        return partial(norm_by_rows, ranks=trainer.ranks)
+        return partial(trainer.division.total_norm, ranks=trainer.ranks)
     return total_norm_of_shards if are_sharded(parameters) else torch.nn.utils.get_total_norm
 
 
@@ -102,53 +97,6 @@ def total_norm_of_shards(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     norms: list[Any] = [torch.nn.utils.get_total_norm(group) for group in by_mesh.values()]
     full = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
     return full[0] if len(full) == 1 else torch.nn.utils.get_total_norm(full)
-
-
-def norm_by_rows(gradients: Iterable[torch.Tensor], ranks: Ranks) -> torch.Tensor:
-    """Return the total norm of gradients, the same bits whether they are whole or sharded along their rows.
-
-    Squares are added up within each row, on the process that has it, and then over all rows in their order.
-
-    Args:
-        ranks: the processes that have the rows
-    """
-    by_sharding: dict[_Sharding | None, list[torch.Tensor]] = {}
-    places: list[tuple[_Sharding | None, int]] = []
-    for gradient in gradients:
-        sums, sharding = _sums_of_rows(gradient)
-        alike = by_sharding.setdefault(sharding, [])
-        places.append((sharding, len(alike)))
-        alike.append(sums)
-    for sharding, parts in by_sharding.items():
-        if sharding is not None:  # the others have zeros in the rows of this process
-            summed = ranks.repeatable(partial(_add_up, sharding, parts))
-            by_sharding[sharding] = list(summed.split([len(part) for part in parts]))  # type: ignore[no-untyped-call]
-    rows = [by_sharding[sharding][index] for sharding, index in places]
-    return torch.cat(rows).sum().sqrt() if rows else torch.zeros(())
-
-
-def _add_up(sharding: _Sharding, parts: list[torch.Tensor]) -> torch.Tensor:
-    summed = torch.cat(parts)
-    add_up_along(*sharding, summed)
-    return summed
-
-
-def _sums_of_rows(gradient: torch.Tensor) -> tuple[torch.Tensor, _Sharding | None]:
-    """Return the sum of the squares in each row, zero in rows of other processes, and how these are sharded."""
-    shard = local_shard(gradient.detach())
-    shard = torch.view_as_real(shard) if shard.is_complex() else shard
-    dtype = torch.float32 if shard.dtype.itemsize < 4 else shard.dtype
-    squares = shard.to(dtype).square()
-    sums = squares.sum(dim=[*range(1, squares.ndim)]) if squares.ndim > 1 else squares.reshape(-1)
-    dims = [dim for dim, placement in enumerate(getattr(gradient, "placements", ())) if placement.is_shard()]
-    if not dims:
-        return sums, None
-    mesh: DeviceMesh = cast(Any, gradient).device_mesh
-    rows = gradient.shape[0]
-    start = min(-(-rows // mesh.size(dims[0])) * (mesh.get_coordinate() or ())[dims[0]], rows)
-    whole = sums.new_zeros(rows)
-    whole[start : start + len(sums)] = sums
-    return whole, (mesh, dims[0])
 
 
 def clip_shards(

@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.distributed.lost_processes import naming_call
-from pytorch_accel_lite.distributed.process_zero import current_process
+from pytorch_accel_lite.distributed.messages import decode, encode
+from pytorch_accel_lite.distributed.process_decorators import current_process
 from pytorch_accel_lite.distributed.ranks import Ranks, find_ranks
 from pytorch_accel_lite.run.run import TrainerLike
 
@@ -120,15 +121,17 @@ def sync_buffers(self: TrainerLike, module: nn.Module) -> None:
 def broadcast_object(self: TrainerLike, obj: T, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
     """Return the picklable object of one process on every process. Call it on every process.
 
+    Tensors of a GPU arrive on the CPU.
+
     Args:
         source: rank, in the job, of the process with the object
         group: the processes that take part, which all call this method; ``None`` for all processes of the job
     """
     with naming_call(self.ranks, "broadcast_object()"):
         if group is not None:
-            objects = [obj]
-            dist.broadcast_object_list(objects, source, group)
-            return objects[0]
+            messages = [encode(obj) if dist.get_rank() == source else None]
+            dist.broadcast_object_list(messages, source, group)
+            return cast(T, decode(cast(torch.Tensor, messages[0])))
         if source not in range(self.ranks.world_size):
             raise ValueError(f"source={source!r} must be a rank of the job: 0 to {self.ranks.world_size - 1}.")
         if source:
@@ -141,6 +144,8 @@ def broadcast_object(self: TrainerLike, obj: T, source: int = 0, group: dist.Pro
 def all_gather_object(self: TrainerLike, obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the picklable objects of all processes, ordered by rank. Call it on every process.
 
+    With several processes, tensors of a GPU arrive on the CPU.
+
     Args:
         group: the processes that take part, which all call this method; ``None`` for all processes of the job
     """
@@ -148,9 +153,9 @@ def all_gather_object(self: TrainerLike, obj: T, group: dist.ProcessGroup | None
         if group is None:
             gathered: list[T] = self.ranks.all_gather_object(obj)
             return gathered
-        objects: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(objects, obj, group)
-        return objects
+        messages: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(messages, encode(obj), group)
+        return [decode(message) for message in messages]
 
 
 def tensor_to_numeric(self: TrainerLike, tensor: Tree, reduce: str | None = None) -> Tree:

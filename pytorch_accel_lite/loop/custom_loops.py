@@ -16,7 +16,7 @@ from pytorch_accel_lite.loop import training
 from pytorch_accel_lite.loop.guards.end_checks import warn_of_nonfinite_weights
 from pytorch_accel_lite.loop.lifecycle import end_failed_run
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.stops import StopTrainingError
+from pytorch_accel_lite.run.stop_errors import StopTrainingError
 
 
 @contextmanager

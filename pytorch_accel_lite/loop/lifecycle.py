@@ -14,14 +14,14 @@ from pytorch_accel_lite.distributed.accelerate_settings import in_effect
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.distributed.observers import observed
 from pytorch_accel_lite.loop.collectives import gathering_uneven_batches
-from pytorch_accel_lite.loop.guards.error_notes import explain
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_call
-from pytorch_accel_lite.loop.model_preparation import release_model
-from pytorch_accel_lite.loop.sharded_models import set_up_sharded_model
+from pytorch_accel_lite.loop.model_preparation import check_model_has_values, release_model
 from pytorch_accel_lite.optimizers.rates import learning_rates, note_initial_options
+from pytorch_accel_lite.run.error_notes import explain
 from pytorch_accel_lite.run.modules_and_optimizers import set_optimizer_modes
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.stops import NonFiniteLossError, StopTrainingError
+from pytorch_accel_lite.run.sharding import find_sharding
+from pytorch_accel_lite.run.stop_errors import NonFiniteLossError, StopTrainingError
 
 
 @contextmanager
@@ -39,8 +39,10 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
     trainer.current_run = run
     try:
         with ExitStack() as run.cleanup, _applying_settings(trainer), _begun_together(trainer, run, call):
-            if run.outer is None and (run.ranks.world_size > 1 or "parallelize_model" in run.overridden):
-                set_up_sharded_model(trainer, run)
+            if run.outer is None:
+                if sharding := find_sharding(trainer, run):
+                    sharding.begin_run(trainer, run)
+                check_model_has_values(trainer)
             yield
         shutdown.record_end(failed=False)
     except BaseException as error:

@@ -39,6 +39,23 @@ def prepare_model(trainer: TrainerLike, training: bool) -> None:
     trainer.optimizer = prepared.optimizer
 
 
+def check_model_has_values(trainer: TrainerLike) -> None:
+    """Check that no parameter is on the meta device, unless Accelerate gives it values: FSDP2, or hooks of offloading.
+
+    Raises:
+        ValueError: if one is
+    """
+    model = trainer.get_model(keep_torch_compile=False)
+    if trainer.accelerator.is_fsdp2 or not any(parameter.is_meta for parameter in model.parameters()):
+        return
+    if not any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} has parameters on the meta device, which have no values. Shard it in an "
+            "overridden parallelize_model(mesh) of the trainer, which then gives them values; or call "
+            "model.to_empty(device=...) and initialise them before you create the trainer."
+        )
+
+
 def apply_model_options(trainer: TrainerLike) -> None:
     """Change the memory format of the model and compile it, in place, as requested, unless it is already compiled."""
     _prepare_quantised(trainer.get_model())

@@ -18,7 +18,7 @@ from pytorch_accel_lite.checkpoint.states.recorded_settings import settings_reco
 from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length, warn_of_other_schedule
 from pytorch_accel_lite.loop.resumed_schedule import must_recreate_schedule, resume_schedule
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.stops import StopTrainingError
+from pytorch_accel_lite.run.stop_errors import StopTrainingError
 from pytorch_accel_lite.run.training_state import TrainingState
 
 

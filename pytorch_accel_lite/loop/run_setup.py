@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
@@ -22,22 +23,22 @@ from pytorch_accel_lite.checkpoint.states.contents import check_history
 from pytorch_accel_lite.checkpoint.states.recorded_settings import settings_recorder
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Source
-from pytorch_accel_lite.loop.deepspeed import configure_deepspeed, uses_deepspeed
 from pytorch_accel_lite.loop.guards.arguments import check_training
 from pytorch_accel_lite.loop.guards.optimizer_checks import check_optimizers
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_ranks, settings_of_optimizer
 from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length
 from pytorch_accel_lite.loop.inference import choose_inference_step
 from pytorch_accel_lite.loop.lifecycle import entering
-from pytorch_accel_lite.loop.loaders import check_gives_batches, create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.model_preparation import apply_model_options, prepare_model
 from pytorch_accel_lite.loop.resuming import begin_resuming
+from pytorch_accel_lite.loop.run_loaders import check_gives_batches, create_eval_loaders, create_train_loader
 from pytorch_accel_lite.optimizers.operations import clear_gradients, is_created
 from pytorch_accel_lite.run.accumulation import Accumulation, GradientWindow
 from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.parts import Training
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import LoaderArguments, RunRequest, TrainerRunConfig
+from pytorch_accel_lite.run.sharding import find_sharding
 
 
 def configure(trainer: TrainerLike, run: Run) -> None:
@@ -121,9 +122,11 @@ def _set_seeds(trainer: TrainerLike, run: Run) -> None:
 def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     """Prepare the model and the optimizer, and make the config of the run, its accumulation window and its step."""
     had_optimizer = is_created(trainer.optimizer)
-    configure_deepspeed(trainer, run, batch_size)
+    if sharding := find_sharding(trainer, run):
+        sharding.prepare_training(trainer, run, batch_size)
     prepare_model(trainer, training=True)
-    if not had_optimizer and not uses_deepspeed(trainer.accelerator):  # DeepSpeed's optimizer has copies of the weights
+    has_copies = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED  # of the weights, in its optimizer
+    if not had_optimizer and not has_copies:
         check_optimizers(trainer)
     run.config = create_config(trainer, run, batch_size)
     run.latest.training = Training(run.config, run.end, run.data.eval_dataset)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from pytorch_accel_lite.base.inspection import find_length
@@ -17,17 +17,20 @@ from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, 
 from pytorch_accel_lite.loop.extra_passes import warm_up_ddp
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, warn_of_nonfinite_weights
-from pytorch_accel_lite.loop.guards.error_notes import explaining
 from pytorch_accel_lite.loop.guards.modes import check_global_modes, fire_start_event, restoring_mode_between_batches
 from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.lifecycle import ending
-from pytorch_accel_lite.loop.loaders import loader_of_run
 from pytorch_accel_lite.loop.resuming import end_if_complete, end_resuming, ending_resumption, print_state_contents
-from pytorch_accel_lite.loop.sanity_check import check_evaluation
+from pytorch_accel_lite.loop.run_loaders import loader_of_run
+from pytorch_accel_lite.run.error_notes import explaining
 from pytorch_accel_lite.run.modules_and_optimizers import set_optimizer_modes
 from pytorch_accel_lite.run.parts import GlobalModes
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import Run, TrainerLike
+
+#: Checks of a training run before its first update, when its starting events have fired: an error ends the run. An
+#: extension adds its own.
+TRAINING_CHECKS: list[Callable[[TrainerLike, Run], None]] = []
 
 
 def begin_training(trainer: TrainerLike, run: Run) -> None:
@@ -47,8 +50,8 @@ def train(trainer: TrainerLike, run: Run) -> None:
         run.loop.global_modes = GlobalModes.now(run.device)
         run.control.sync(now=True)
         print_state_contents(trainer, run)
-        if run.data.eval_loader is not None:
-            check_evaluation(trainer, run)
+        for check in TRAINING_CHECKS:
+            check(trainer, run)
         is_over = run.resumed is not None and end_if_complete(trainer, run, run.resumed)
         while not is_over and (run.progress.is_mid_epoch or not run.is_finished):
             _run_epoch(trainer, run)

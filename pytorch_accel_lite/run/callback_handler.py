@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, 
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.run.events import EVENTS, TrainerCallback, events_between, keywords_of
-from pytorch_accel_lite.run.stops import NonFiniteLossError, RunPausedError, StopTrainingError
+from pytorch_accel_lite.run.stop_errors import NonFiniteLossError, RunPausedError, StopTrainingError
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run.settings import RunRequest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -62,6 +62,10 @@ class Division:
 
     def begin_share(self, batch: Batch) -> None:
         """Begin the computation of a share. Called only if the number of shares is fixed."""
+
+    def total_norm(self, gradients: Iterable[torch.Tensor], ranks: Ranks) -> torch.Tensor:
+        """Return the total norm of gradients, whole or sharded. Called only if the number of shares is fixed."""
+        raise NotImplementedError
 
     def create_trackers(self) -> LossTrackers:
         """Return the running losses of an epoch or an evaluation that begins."""

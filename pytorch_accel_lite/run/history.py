@@ -32,8 +32,8 @@ Row: TypeAlias = dict[str, MetricValue]
 class RunHistory(ABC):
     """The metrics of a run, in the order in which they were recorded, and the number of the current epoch.
 
-    ``history["accuracy"]`` returns all values of a metric, oldest first. Iteration, ``in`` and ``len`` refer to the
-    names, as with a dict. Unlike an empty dict, an empty history is true. Its ``repr`` shows the latest values.
+    ``history["accuracy"]`` returns all values of a metric, oldest first, as a copy. Iteration, ``in`` and ``len`` refer
+    to the names, as with a dict. Unlike an empty dict, an empty history is true. Its ``repr`` shows the latest values.
 
     To write a history of your own, derive it from ``InMemoryRunHistory``, or define the abstract methods. A run records
     the mean losses of each epoch with ``record_means``, then calls ``_increment_epoch``. It calls ``shorten`` and
@@ -49,7 +49,7 @@ class RunHistory(ABC):
 
     @abstractmethod
     def get_metric_values(self, metric_name: str) -> Sequence[MetricValue]:
-        """Return all values of a metric, oldest first; an empty sequence if it was never recorded."""
+        """Return all values of a metric, oldest first, as a copy; an empty sequence if it was never recorded."""
 
     @abstractmethod
     def get_latest_metric(self, metric_name: str) -> MetricValue:
@@ -284,7 +284,7 @@ class InMemoryRunHistory(RunHistory):
         return dict.fromkeys(self._metrics).keys()
 
     def get_metric_values(self, metric_name: str) -> list[MetricValue]:
-        return self._metrics.get(metric_name, [])
+        return list(self._metrics.get(metric_name, ()))
 
     def get_latest_metric(self, metric_name: str) -> MetricValue:
         values = self._metrics.get(metric_name)

@@ -16,7 +16,7 @@ from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.rates import Options, Rate
 from pytorch_accel_lite.run.history import MetricValue
 from pytorch_accel_lite.run.settings import TrainerRunConfig
-from pytorch_accel_lite.run.stops import RunPausedError, StopTrainingError
+from pytorch_accel_lite.run.stop_errors import RunPausedError, StopTrainingError
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -458,6 +458,12 @@ class Run:
         return self.is_finished or (no_limit and self.progress.epoch == self.required_config.num_epochs)
 
     @property
+    def has_made_last_update(self) -> bool:
+        """Whether no update is left, as far as that is known. An evaluation and other events may be to come."""
+        epoch_has_updates = not self.epoch_is_trained and not (self.batch is not None and self.batch.is_last)
+        return self.is_finished or (self.ends_with_epoch and not epoch_has_updates)
+
+    @property
     def max_num_samples(self) -> int | None:
         """The number of samples in all epochs of the run, which may end within the last epoch; ``None`` if unknown."""
         samples, num_epochs = self.data.required_train_loader.num_samples, self.required_config.num_epochs

@@ -6,7 +6,12 @@ import time
 from typing import Any, NoReturn
 
 from pytorch_accel_lite.distributed.ranks import Ranks
-from pytorch_accel_lite.run.stops import NonFiniteLossError, RunInterruptedError, RunPausedError, StopTrainingError
+from pytorch_accel_lite.run.stop_errors import (
+    NonFiniteLossError,
+    RunInterruptedError,
+    RunPausedError,
+    StopTrainingError,
+)
 
 _SECONDS_BETWEEN_SYNCS = 0.2
 _KINDS = RunInterruptedError, RunPausedError, NonFiniteLossError, StopTrainingError

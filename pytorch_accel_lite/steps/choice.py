@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
+from pytorch_accel_lite.run.sharding import find_sharding
 from pytorch_accel_lite.steps.compilation import CHECKPOINTED, COMPILED
 from pytorch_accel_lite.steps.features import OF_EXTENSIONS, STEP_KINDS, Feature, StepKind
 from pytorch_accel_lite.steps.plain_step import PlainStep
-from pytorch_accel_lite.steps.sharded import ShardedStep
 
 _replacements: dict[StepKind, StepKind] = {}
 
@@ -43,9 +42,8 @@ def _choose_kind(trainer: TrainerLike, run: Run, features: Sequence[Feature]) ->
         if feature.extension:
             raise ValueError(f"{feature.name} {missing_extension_text(feature.extension)}")
     # Sharded weights are not a requested feature, so they choose a step only if no feature does.
-    if are_sharded(trainer.model.parameters()) and run.ranks.world_size > 1:
-        return ShardedStep
-    return PlainStep
+    sharding = find_sharding(trainer, run)
+    return PlainStep if sharding is None else sharding.choose_step(trainer, run)
 
 
 def all_features() -> list[Feature]:

@@ -23,15 +23,15 @@ from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.extra_passes import loss_of
 from pytorch_accel_lite.loop.guards.arguments import check_dataset, check_training
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
-from pytorch_accel_lite.loop.guards.error_notes import explaining
 from pytorch_accel_lite.loop.inference import unwrapped_model
 from pytorch_accel_lite.loop.lifecycle import entering
-from pytorch_accel_lite.loop.loaders import create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.model_preparation import prepare_model, release_model
+from pytorch_accel_lite.loop.run_loaders import create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.run_setup import prepare_training
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
 from pytorch_accel_lite.loop.training import run_step
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
+from pytorch_accel_lite.run.error_notes import explaining
 from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.modules_and_optimizers import (
     evaluating_optimizers,

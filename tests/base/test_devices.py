@@ -111,9 +111,11 @@ def test_a_non_finite_loss_is_found_a_few_steps_later():
     assert "step 60" in at_once["message"]
     assert found["message"] == at_once["message"]
     assert at_once["step"] <= found["step"] <= at_once["step"] + 16
-    later = on_device("a_loss_that_is_nan_on_a_device_that_lags_behind")
-    assert "step 60" in later["message"]
-    assert found["step"] < later["step"] <= at_once["step"] + 32
+    found_before = found["step"]
+    for later in on_device("a_loss_that_is_nan_on_devices_that_lag_behind").values():
+        assert "step 60" in later["message"]
+        assert found_before < later["step"]
+        found_before = later["step"]
 
 
 def test_the_peak_of_each_epoch_is_that_of_the_device():
@@ -148,6 +150,7 @@ def test_a_devices_peak_follows_from_its_name_and_the_precision():
     }
 
 
+@pytest.mark.extension("error_notes")
 def test_an_out_of_memory_error_says_what_held_the_memory():
     (note,), snapshots = on_device("out_of_memory")
     text = note.replace("\n    ", " ")

@@ -224,6 +224,33 @@ def test_models_that_are_kept_over_two_runs_are_never_removed(second, kept, tmp_
     assert kept_scores(tmp_path) == kept
 
 
+def found(best: SaveBestModelCallback) -> list[str]:
+    return [path.stem for path in best.find_saved()]
+
+
+def test_a_second_run_that_keeps_more_models_finds_them_all(tmp_path):
+    best = SaveBestModelCallback(tmp_path / "best.pt", "score", reset_on_train=False)
+    trainer = scripted([1.0], best)
+    best.keep = 3
+    type(trainer).script = [2.0, 1.0]
+    train(trainer, epochs=2, eval_dataset=True)
+    assert found(best) == ["best", "best-epoch0002", "best-epoch0001"]  # the best itself has no other file
+    type(trainer).script = [0.5]
+    train(trainer, epochs=1, eval_dataset=True)
+    assert kept_scores(tmp_path) == {"best": 0.5, "best-epoch0001": 0.5, "best-epoch0002": 1.0}
+    assert found(best) == ["best", "best-epoch0002"]
+
+
+def test_a_resumed_run_that_keeps_more_models_finds_them_all(here):
+    def run(epochs: int, keep: int) -> SaveBestModelCallback:
+        best = SaveBestModelCallback(here / "kept" / "best.pt", "score", keep=keep)
+        scripted([1.0, 2.0, 3.0], best, SaveTrainingStateCallback("states"), epochs=epochs, resume_from="latest")
+        return best
+
+    assert found(run(epochs=1, keep=1)) == ["best"]
+    assert found(run(epochs=3, keep=3)) == ["best", "best-epoch0002", "best-epoch0003"]
+
+
 def test_kept_models_are_removed_when_the_next_run_starts_over(tmp_path):
     trainer = scripted([3.0, 2.0, 1.0], SaveBestModelCallback(tmp_path / "best.pt", "score", keep=2))
     assert kept_scores(tmp_path) == {"best": 1.0, "best-epoch0002": 2.0, "best-epoch0003": 1.0}

@@ -156,6 +156,16 @@ def test_a_type_error_within_a_callback_stays_as_it_is():
         assert str(caught.value) == "of my own"
 
 
+@pytest.mark.parametrize("event", ["on_training_run_start", "on_update_end", "on_eval_step_end"])
+def test_an_error_in_a_callback_names_it_and_the_event(event):
+    def fails(self, trainer, **kwargs):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        train(make_trainer([type("Mine", (TrainerCallback,), {event: fails})]), eval_dataset=True)
+    assert caught.value.__notes__[0] == f"In Mine.{event}."
+
+
 @pytest.mark.parametrize("base", [TrainerCallback, *SHIPPED], ids=lambda base: base.__name__)
 def test_a_subclass_may_pass_batch_and_output_on_by_position(base, tmp_path, monkeypatch):
     """As code for pytorch-accelerated does."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,7 +149,7 @@ def test_a_run_pauses_at_a_time_limit_and_can_be_resumed(here):
         train(trainer, epochs=2, eval_dataset=True, resume_from="latest")
         updates.append(trainer.progress.update)
         assert trainer.stop_reason in (None, "Stopping: the time limit of 0:00:00.000001 is reached.")
-    assert updates == [1, 2, 3, 3, 4, 5, 6, 6]  # after each update, and after the first epoch's evaluation
+    assert updates == [1, 2, 3, 3, 4, 5, 6]  # after each update but the last, and after the first epoch's evaluation
     assert trainer.stop_reason is None
     assert equal_weights(weights(trainer.model), weights(whole.model))
     assert trainer.run_history.to_dict() == whole.run_history.to_dict()
@@ -158,6 +159,22 @@ def test_a_run_within_its_time_limit_is_not_stopped():
     trainer = train(make_trainer([TimeLimitCallback(3600)]))
     assert trainer.stop_reason is None
     assert trainer.progress.update == 3
+
+
+@pytest.mark.parametrize("length", [{"epochs": 2}, {"epochs": None, "max_num_train_steps": 6}])
+def test_a_time_limit_does_not_stop_a_run_after_its_last_update(length, here):
+    limit = TimeLimitCallback(3600)
+
+    def reach_limit(trainer, **kwargs):
+        if trainer.progress.update == 6:
+            limit.seconds = 1e-9
+
+    callbacks = [listener(on_update_end=reach_limit), limit, SaveTrainingStateCallback("states")]
+    trainer = train(make_trainer(callbacks), eval_dataset=True, **length)
+    assert trainer.stop_reason is None
+    assert trainer.is_finished
+    assert len(trainer.run_history["eval_loss_epoch"]) == 2
+    assert [state.name for state in Path("states").glob("update-*")] == ["update-000000006"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,11 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
 )
+<<<<<<< HEAD
 from tests.launching import two_are_enough
+=======
+from tests.launching import TORCHRUN, launch
+>>>>>>> main
 from tests.scripts.resumable import CopyStates, run
 from tests.small_models import adamw_trainer, float64_data, float64_model, listener, make_data, make_trainer, train
 
@@ -102,6 +107,14 @@ def test_metrics_of_an_evaluation_cover_the_complete_dataset():
         assert values[-1] == pytest.approx(metric(outputs, data.tensors[1]).item(), abs=1e-6)
     assert trainer.evaluate(data, 7)["accuracy"] == trainer.run_history.get_metric_values("accuracy")[2]
     assert len(trainer.run_history.get_metric_values("accuracy")) == 4
+
+
+@pytest.mark.programs
+def test_metrics_of_processes_with_own_devices_are_merged():
+    done = launch([*TORCHRUN, "2", "-m", "tests.scripts.metrics_on_devices"])
+    assert done.returncode == 0, done.stderr
+    expected = {"total": pytest.approx(float(make_data(5).tensors[1].sum())), "samples": 5}
+    assert json.loads(done.stdout) == expected
 
 
 def test_training_metrics_have_a_prefix_and_restart_each_epoch():
@@ -648,3 +661,26 @@ def test_outputs_not_of_a_classifier_are_an_error_with_advice():
     )
     with pytest.raises(ValueError, match=r"cannot be told from outputs .* and targets .*task='binary'"):
         trainer.evaluate(make_data())
+
+
+def test_an_error_in_a_metric_names_it_and_its_inputs():
+    metrics = MetricsCallback({"accuracy": MulticlassAccuracy(3), "error": MeanSquaredError()})
+    with pytest.raises(RuntimeError) as caught:
+        make_trainer([metrics]).evaluate(make_data(), per_device_batch_size=2)
+    assert caught.value.__notes__[0] == (
+        "In the metric 'accuracy', a MulticlassAccuracy(num_classes=3), updated with\n"
+        "Tensor(shape=(2, 1), float32 on cpu) and Tensor(shape=(2, 1), float32 on cpu)."
+    )
+    assert caught.value.__notes__[1] == "In MetricsCallback.on_eval_step_end."
+
+
+def test_checks_of_shipped_callbacks_have_complete_messages():
+    class WithoutOutputs(Trainer):
+        def calculate_eval_batch_loss(self, batch):
+            output = super().calculate_eval_batch_loss(batch)
+            return {"loss": output["loss"], "batch_size": output["batch_size"]}
+
+    trainer = make_trainer([MetricsCallback(MeanSquaredError())], trainer_class=WithoutOutputs)
+    with pytest.raises(ValueError, match="Cannot find predictions and targets") as caught:
+        trainer.evaluate(make_data())
+    assert not hasattr(caught.value, "__notes__")

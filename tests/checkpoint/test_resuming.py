@@ -228,7 +228,7 @@ def test_an_epoch_resumes_on_other_processes_and_batch_sizes(tmp_path, job):
     saved, _ = job(2).run(save_in_mid_epoch, tmp_path)
     resume = resume_in_mid_epoch
     others = (3, 2) if SOAK else (3,)
-    for resumed in (resume(tmp_path), *chain(*(job(count).run(resume, tmp_path) for count in others))):
+    for resumed in (resume(tmp_path), *(found for count in others for found in job(count).run(resume, tmp_path))):
         assert len(resumed) == len(saved) >= 6
         for before, (size, everything) in zip(saved, resumed, strict=True):
             assert before, "it was saved within the epoch"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
+    Dataset,
     RandomSampler,
     StackDataset,
     Subset,
@@ -23,7 +25,7 @@ from torch.utils.data import (
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import shard
 from pytorch_accel_lite.data.defaults import default_num_workers
-from pytorch_accel_lite.data.reading import tensors_in_memory
+from pytorch_accel_lite.data.reading import list_samples, tensors_in_memory
 from tests.datasets import Batched, Noisy, Order
 from tests.loaders import numbers, rank_of
 from tests.small_models import (
@@ -230,3 +232,42 @@ def test_the_indices_of_a_streams_samples_are_not_known():
     watch = listener(on_train_step_end=lambda trainer, **kwargs: known.append(trainer.batch_indices))
     train(make_trainer([watch]), train_dataset=Stream(), train_dataloader_kwargs={})
     assert known == [None] * 3
+
+
+# ----------------------------------------------------------------------------------------------------- errors
+
+
+class Scans(Dataset[Any]):
+    """A dataset with a sample that cannot be read."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise OSError("scan 5 is damaged")
+        return torch.zeros(4), torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("data", "note"),
+    [(Scans(), "In reading Scans[5]."), (Subset(Scans(), [3, 1, 5]), "In reading Subset[2], which is Scans[5].")],
+)
+def test_an_error_in_reading_names_the_sample(data, note):
+    with pytest.raises(OSError, match="is damaged") as caught:
+        make_trainer().predict(data, per_device_batch_size=2, dataloader_kwargs={"num_workers": 0})
+    assert caught.value.__notes__[0] == note
+
+
+@pytest.mark.parametrize(
+    ("indices", "text"),
+    [
+        ([*range(3, 15)], "samples [3 to 14]"),
+        ([*range(3, 11)], "samples [3, 4, 5, 6, 7, 8, 9, 10]"),
+        ([*range(8), 9], "samples [0, 1, 2, 3, 4, 5, 6, 7, 9]"),
+        (["a", ("b", 1)], "samples ['a', ('b', 1)]"),
+        ([*range(0, 200, 2)], f"samples {[*range(0, 128, 2)]}"[:-1] + ", ...]"),
+    ],
+)
+def test_ranges_of_samples_are_named_by_their_ends(indices, text):
+    assert list_samples(indices) == text

@@ -517,6 +517,7 @@ def timeouts_of_own_groups(folder: Path, timeout: timedelta) -> list[timedelta]:
     return [timeout_of(group) for group in dist.distributed_c10d._world.pg_map if group not in before]
 
 
+@pytest.mark.extension("sharding")
 @pytest.mark.processes
 def test_custom_process_groups_take_the_timeout_of_the_job(tmp_path):
     def fork(rank):

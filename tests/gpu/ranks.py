@@ -141,6 +141,28 @@ def case_uneven_evaluation() -> Any:
     return trainer.run_history.get_latest_metric("evaluation_loss"), predicted.float()
 
 
+def case_exchanged_objects() -> Any:
+    """The devices of tensors that processes exchange, and whether their values have arrived."""
+    trainer = Trainer(torch.nn.Linear(2, 2), None, None, accelerator=accelerator())
+    rows = torch.arange(6.0, device=trainer.device).reshape(3, 2)
+    sent = {
+        "view": rows[:, 1],
+        "trained": rows.clone().requires_grad_(),
+        "parameter": torch.nn.Parameter(rows),
+        "sparse": rows.to_sparse(),
+    }
+    everyone = torch.distributed.new_group()
+    received = [*trainer.all_gather_object(sent), *trainer.all_gather_object(sent, everyone)]
+    received += [trainer.broadcast_object(sent), trainer.broadcast_object(sent, 1)]
+    received.append(trainer.broadcast_object(sent, 1, everyone))
+    tensors = [(tensor, sent[name]) for values in received for name, tensor in values.items()]
+    return {
+        "devices": [tensor.device.type for tensor, _ in tensors],
+        "equal": all(torch.equal(tensor.to_dense(), own.to_dense().cpu()) for tensor, own in tensors),
+        "trained": all(values["trained"].requires_grad for values in received),
+    }
+
+
 def case_logical_processes() -> Any:
     """Images, whose batch norm shows that logical processes have batches of their own."""
     task = Task("resnet")

@@ -95,6 +95,7 @@ def test_auto_microbatch_gives_the_gradient_of_the_whole_batch():
         assert float((gradient - expected).norm() / expected.norm()) < 1e-4
 
 
+@pytest.mark.extension("error_notes")
 def test_out_of_memory_without_splitting_names_held_memory(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     model = Wide()

@@ -20,7 +20,7 @@ from tests.launching import CAN_SHARD, ROOT, TORCHRUN, environment
 
 pytestmark = pytest.mark.xdist_group("processes")  # each job is started once
 ALONE = ["plain", "fsdp2", "tensor_parallel", "evaluation_of_a_sharded_model"]
-TOGETHER = ["ddp", "uneven_evaluation", "logical_processes", "sharded_states"]
+TOGETHER = ["ddp", "uneven_evaluation", "exchanged_objects", "logical_processes", "sharded_states"]
 NEAR = 1e-4  # the order of sums
 LIMIT = sized(100, 800)  # seconds of a job
 NOT_POSSIBLE = ("Gloo", "gloo", "No backend type", "not implemented", "NotImplementedError", "unsupported")
@@ -122,6 +122,13 @@ def test_two_processes_evaluate_each_sample_once():
 
 
 @pytest.mark.extension("logical")
+def test_tensors_that_processes_exchange_arrive_on_the_cpu():
+    for found in each_rank(2, "exchanged_objects"):
+        assert found["equal"]
+        assert found["trained"]
+        assert set(found["devices"]) == {"cpu"}
+
+
 def test_two_processes_give_the_bits_of_one_by_logical_processes():
     first, second = each_rank(2, "logical_processes")
     with deterministic():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, dispatch_model
 from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
 from torch import nn
@@ -159,3 +159,21 @@ def test_blocks_that_accelerate_compiled_keep_names_in_states(tmp_path, no_accel
     assert equal_weights(weights(run(regional=False)), whole)
     state = tmp_path / "True" / "update-000000002"
     assert equal_weights(weights(run(regional=False, resume_from=state)), whole)
+
+
+def test_a_model_without_values_is_refused():
+    with torch.device("meta"):
+        model = nn.Linear(4, 1)
+    trainer = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[])
+    with pytest.raises(ValueError, match="Linear has parameters on the meta device, which have no values"):
+        trainer.train(float64_data(8), 1)
+
+
+def test_a_model_whose_weights_accelerate_offloads_is_evaluated(tmp_path):
+    """They are on the meta device between two forward passes."""
+    model, data = float64_model(), float64_data(8)
+    plain = Trainer(copy.deepcopy(model), nn.MSELoss(), None, callbacks=[]).evaluate(data)
+    devices = {name: "disk" if name == "0" else "cpu" for name, _ in model.named_children()}
+    offloaded = dispatch_model(model, devices, offload_dir=tmp_path)
+    assert any(parameter.is_meta for parameter in offloaded.parameters())
+    assert Trainer(offloaded, nn.MSELoss(), None, callbacks=[]).evaluate(data) == plain

@@ -27,7 +27,6 @@ from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveBestModelCallbac
 from pytorch_accel_lite.run.events import EVENTS, STEP_EVENTS, keywords_of
 from pytorch_accel_lite.run.run import Step
 from pytorch_accel_lite.steps.plain_step import PlainStep
-from pytorch_accel_lite.steps.sharded import ShardedStep
 from tests.documented_events import Line, documented_blocks, pattern, with_step
 from tests.launching import CAN_SHARD, two_are_enough
 from tests.sharded import sharded_trainer
@@ -838,9 +837,14 @@ KINDS = {
     "manual": Kind("ManualStep", MANUAL, partial(make_trainer, trainer_class=UpdatesOne)),
     "manual, two optimizers": Kind("ManualStep", MANUAL, updating_each),
     "manual, accumulation": Kind("ManualStep", MANUAL, updating_each, TWO_STEPS),
-    "sharded": Kind(ShardedStep, make=sharded, how={"train_dataset": float64_data(8), **TWO_STEPS}),
+    "sharded": Kind("ShardedStep", make=sharded, how={"train_dataset": float64_data(8), **TWO_STEPS}),
 }
-EXTENSION_OF = {"GuardedStep": "failed_batches", "ManualStep": "manual_optimization", "ReplayingStep": "closures"}
+EXTENSION_OF = {
+    "GuardedStep": "failed_batches",
+    "ManualStep": "manual_optimization",
+    "ReplayingStep": "closures",
+    "ShardedStep": "sharding",
+}
 OWNERS = {name: [EXTENSION_OF[kind.step]] for name, kind in KINDS.items() if isinstance(kind.step, str)}
 OWNERS["compiled"] = ["compiled_step"]
 BLOCKS = documented_blocks()

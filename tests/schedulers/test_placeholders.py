@@ -485,6 +485,40 @@ def test_a_division_by_zero_names_the_expression(trainer):
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
+@pytest.mark.parametrize(
+    "rate",
+    [
+        lambda step: 1 - step / TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS,
+        lambda step: min(1, step / TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS),
+    ],
+)
+def test_a_placeholder_inside_a_function_is_an_error(rate):
+    trainer = make_trainer()
+    start = weights(trainer.model)
+    with pytest.raises(
+        TypeError, match=r"placeholder.*inside a function.*argument.*functools\.partial|functools\.partial"
+    ):
+        train(trainer, create_scheduler_fn=partial(LambdaLR, lr_lambda=rate))
+    assert equal_weights(weights(trainer.model), start)
+
+    def as_argument(step, total):
+        return 1 - step / total
+
+    total = TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS
+    train(trainer, create_scheduler_fn=partial(LambdaLR, lr_lambda=partial(as_argument, total=total)))
+    assert trainer.progress.update == 3
+
+
+@pytest.mark.parametrize("argument", ["step_size", "gamma"])
+def test_a_placeholder_that_a_scheduler_keeps_is_an_error(argument):
+    """It would never equal the number of an update, so the rate would never change."""
+    per_epoch = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
+    trainer = make_trainer()
+    with pytest.raises(TypeError, match=rf"StepLR has {argument}=.*UPDATE_STEPS.*functools\.partial"):
+        train(trainer, create_scheduler_fn=lambda optimizer: StepLR(optimizer, **{"step_size": 2, argument: per_epoch}))
+    assert trainer.progress.update == 0
+
+
 # ------------------------------------------------------------------ as members of the ancestor's Enum
 
 

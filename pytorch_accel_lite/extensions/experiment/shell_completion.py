@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import TrainerCallback
 from pytorch_accel_lite.extensions.experiment.experiment import create_parser
 from pytorch_accel_lite.extensions.experiment.help_pages import Option
@@ -54,7 +55,8 @@ def completion_script(
     parser.prog = PROGRAM
     for name, command in commands.items():
         if command.get_default("takes_experiment"):
-            options = create_parser(file, tool=name).options()
+            has_method = name == "test" or hasattr(Trainer, name)  # not if its extension is missing
+            options = create_parser(file, tool=name if has_method else None).options()
             _add_options(command, options)
         for action in command._actions:
             if action.dest in _PATHS:

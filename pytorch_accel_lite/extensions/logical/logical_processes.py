@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 
@@ -16,6 +16,7 @@ from pytorch_accel_lite.extending_tools import (
     deterministic_kernels,
     restore_generators,
 )
+from pytorch_accel_lite.extensions.logical.norm_by_rows import norm_by_rows
 from pytorch_accel_lite.extensions.logical.shared_losses import SharedLossTrackers
 
 
@@ -99,6 +100,10 @@ class LogicalProcesses(Division):
         assert batch.share is not None
         self.current = batch.share.number
         seed_all(derive_seed(batch.share.number, after=batch.share.seed))
+
+    def total_norm(self, gradients: Iterable[torch.Tensor], ranks: Ranks) -> torch.Tensor:
+        """Return the total norm of gradients, the same bits whether they are whole or sharded along their rows."""
+        return norm_by_rows(gradients, ranks)
 
     def create_trackers(self) -> LossTrackers:
         """Return running losses whose sums do not depend on the number of processes."""

@@ -12,8 +12,9 @@ from torch import nn
 
 from pytorch_accel_lite.extending import Ranks
 from pytorch_accel_lite.extending_callbacks import are_sharded
-from pytorch_accel_lite.extending_tools import mesh_infos, shard_dim, share_bounds
+from pytorch_accel_lite.extending_tools import share_bounds
 from pytorch_accel_lite.extensions.logical.gradient_sum import Node, TreeSum, view_as_bytes
+from pytorch_accel_lite.extensions.sharding import mesh_infos, shard_dim
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from pytorch_accel_lite.extending import Run, TrainerLike
-from pytorch_accel_lite.extending_tools import Holders, every_part_is_held, mesh_infos, replaced, shard_dim, use_holders
+from pytorch_accel_lite.extending_tools import Holders, every_part_is_held, replaced, use_holders
 from pytorch_accel_lite.extensions.logical import LogicalWindow, sharded_modules
+from pytorch_accel_lite.extensions.sharding import mesh_infos, shard_dim
 from pytorch_accel_lite.extensions.takeover.joining_processes import memory_folder
 from pytorch_accel_lite.extensions.takeover.membership import Membership
 from pytorch_accel_lite.extensions.takeover.restart import ProgramRestart

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect
-from typing import TYPE_CHECKING
 
-import torch
-from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from accelerate.utils.memory import clear_device_cache
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedData, NamedDatasets, OwnShard, Source
 from pytorch_accel_lite.extending import RunRequest, TrainerLike, Trial
-from pytorch_accel_lite.extending_tools import check_positive_int
-
-if TYPE_CHECKING:
-    pass
+from pytorch_accel_lite.extending_tools import check_positive_int, is_out_of_memory
 
 
 def find_batch_size(
@@ -95,7 +90,7 @@ def _can_train_on(trial: Trial, batch: Batch, num_steps: int) -> bool:
             for _ in range(num_steps):
                 update_from(trial, batch)
         except Exception as error:
-            failed = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or should_reduce_batch_size(error)
+            failed = is_out_of_memory(error)
             if not failed:
                 raise
     trainer.optimizer_zero_grad()

@@ -17,6 +17,7 @@ from pytorch_accel_lite.extending_schedulers import (
     StateDict,
     Unresolved,
     check_choice,
+    check_int,
     check_positive_int,
     check_range,
     warn_outside,
@@ -156,8 +157,7 @@ class WSDLrScheduler(PlannedLrScheduler):
         limit = self._periods[0]["pre_decay_step"]
         if num_warmup_steps is None:
             return min(self.total_steps // 100, limit)
-        if num_warmup_steps:
-            check_positive_int("num_warmup_steps", num_warmup_steps)
+        check_int("num_warmup_steps", num_warmup_steps, least=0)
         if num_warmup_steps > limit:
             warn_outside(
                 f"num_warmup_steps={num_warmup_steps!r} reaches into the first decay, which starts after {limit} "
@@ -300,7 +300,13 @@ def _count_updates(num_epochs: float | None, per_epoch: int | None, total_steps:
             "determine the length of the schedule. Pass total_steps, or both of the others."
         )
     per_epoch = check_positive_int("num_update_steps_per_epoch", per_epoch)
-    return round(check_range("num_epochs", num_epochs, above=0) * per_epoch)
+    updates = round(check_range("num_epochs", num_epochs, above=0) * per_epoch)
+    if not updates:
+        raise ValueError(
+            f"num_epochs={num_epochs!r} with num_update_steps_per_epoch={per_epoch} is less than one update. Pass the "
+            "numbers of epochs and of updates in each."
+        )
+    return updates
 
 
 def _check_checkpoint_steps(steps: Sequence[int]) -> list[int]:

@@ -28,13 +28,13 @@ from pytorch_accel_lite.data.consistency import is_prepared
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, options_of
 from pytorch_accel_lite.data.sources import CollateFunction, Source
-from pytorch_accel_lite.distributed.data_ranks import tensor_parallel_size
-from pytorch_accel_lite.distributed.process_zero import current_process
+from pytorch_accel_lite.distributed.process_decorators import current_process
 from pytorch_accel_lite.optimizers.operations import TrainerOptimizer
 from pytorch_accel_lite.run.history import RunHistory
 from pytorch_accel_lite.run.intervals import parse_interval
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.sharding import tensor_parallel_size
 
 _COMPILE = (bool, dict), "True, False, or a dict of arguments for torch.compile, such as {'mode': 'max-autotune'}"
 #: The types of a trainer's arguments.

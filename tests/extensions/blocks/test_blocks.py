@@ -108,7 +108,9 @@ def forget_other_models():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    "run", [pytest.param(name, marks=pytest.mark.extension(*["logical"] * name.startswith("logical"))) for name in RUNS]
+)
 def test_checkpointed_activations_give_the_same_bits(run, no_accelerator):
     case = RUNS[run]
     kept = trained(**case)
@@ -266,6 +268,7 @@ class TooLarge(nn.Module):
         return (outputs - targets).square().mean()
 
 
+@pytest.mark.extension("error_notes")
 def test_an_out_of_memory_error_says_what_it_would_save():
     model = nn.Sequential(
         nn.Linear(5, 6), *(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)), nn.Linear(6, 1)
@@ -281,6 +284,7 @@ def test_an_out_of_memory_error_says_what_it_would_save():
     assert said in " ".join("".join(caught.value.__notes__).split())
 
 
+@pytest.mark.extension("memory_estimate")
 def test_the_memory_estimate_includes_checkpointing():
     def estimate(checkpointing: Any, **limit: Any) -> Any:
         trainer = adamw_trainer(Repeats(StatelessBlock), activation_checkpointing=checkpointing)

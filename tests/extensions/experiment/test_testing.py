@@ -82,6 +82,7 @@ def test_each_combination_is_tested_and_listed_in_the_table(trained):
 
 
 @pytest.mark.parametrize("predictions", [True, False])
+@pytest.mark.extension("error_notes")
 def test_an_error_names_the_batch_its_samples_and_what_is_tested(trained, predictions):
     data = parts.load_data(10)
     poison = data.tensors[0][5]

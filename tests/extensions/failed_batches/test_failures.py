@@ -800,13 +800,21 @@ def test_an_evaluation_leaves_out_the_failed_batch_alone(capsys):
     assert skip.failures == [{"phase": "evaluation", "epoch": 0, "step": 2} | failure]
     (event,) = seen
     assert (event["failures"], event["step"], str(event["error"])) == ([failure], 2, "cannot digest this")
-    assert "In evaluation, step 2:" in event["error"].__notes__[0]
     expected = "Skipped in the evaluation: 4 samples, step 2 (samples [8, 9, 10, 11]). First error: ValueError: cannot"
     assert expected in capsys.readouterr().out
     with pytest.raises(ValueError, match="cannot digest this"):
         inferring(poison, SkipFailedBatchesCallback()).evaluate(data, 4)
     with pytest.raises(ValueError, match="cannot digest this"):
         inferring(poison, SkipFailedBatchesCallback(phases=["prediction"])).evaluate(data, 4)
+
+
+@pytest.mark.extension("error_notes")
+def test_the_error_of_a_batch_left_out_says_where_it_was():
+    data, errors = float64_data(20), []
+    watch = listener(on_eval_batch_skipped=lambda t, error, **kwargs: errors.append(error))
+    skip = SkipFailedBatchesCallback(phases=["evaluation"])
+    inferring(data[9][0][0].item(), skip, watch).evaluate(data, 4)
+    assert "In evaluation, step 2:" in errors[0].__notes__[0]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -1119,6 +1127,7 @@ def fatal_on_the_last_process(place: str) -> list[str]:
         ("undo", "KeyError: 'undo'"),
     ],
 )
+@pytest.mark.extension("error_notes")
 def test_all_processes_learn_of_an_error_that_ends_the_run(two_ranks, place, message):
     (other, *_), (own, *notes) = two_ranks.run(fatal_on_the_last_process, place)
     assert own == message

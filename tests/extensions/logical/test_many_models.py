@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.loop.clipping import norm_by_rows
+from pytorch_accel_lite.extensions.logical.norm_by_rows import norm_by_rows
 from tests.launching import CAN_SHARD, SOAK
 from tests.ranks import world_size
 from tests.sharded import gathered, mesh_of

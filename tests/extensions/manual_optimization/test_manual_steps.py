@@ -457,6 +457,7 @@ class Reuses(GAN):
         self.update(-loss, "generator")
 
 
+@pytest.mark.extension("error_notes")
 def test_losses_over_the_same_outputs_are_explained():
     with pytest.raises(RuntimeError, match="backward through the graph a second time") as freed:
         Reuses().train(FULL, 1)

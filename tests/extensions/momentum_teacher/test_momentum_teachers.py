@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import MomentumTeacherCallback, SaveTrainingStateCallback
+from tests.launching import CAN_SHARD
 from tests.ranks import OrderedStream, check_processes, every_state, world_size
 from tests.sharded import fit, gathered, sharded_trainer
 from tests.small_models import equal_weights, float64_data, float64_model, largest_difference, weights
@@ -120,6 +121,7 @@ def in_shards(how: str, folder: Path) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+@CAN_SHARD
 @pytest.mark.processes
 def test_a_sharded_model_has_a_sharded_teacher(tmp_path, two_ranks):
     expected = in_shards("whole", tmp_path)[0]

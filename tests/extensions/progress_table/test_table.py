@@ -381,6 +381,7 @@ def test_the_summary_of_a_run_that_ends_early_is_true(error, said, capsys):
     assert printed(capsys)[-1].startswith("Trained 1 epoch, 3 updates,")
 
 
+@pytest.mark.extension("sanity_check")
 def test_a_run_that_fails_in_its_sanity_check_has_no_epoch(capsys):
     with pytest.raises(RuntimeError):
         train(make_trainer([ProgressTableCallback]), eval_dataset=TensorDataset(torch.ones(4, 3), torch.ones(4, 1)))

@@ -272,6 +272,12 @@ def test_a_state_is_plain_and_small():
             ValueError,
             "num_epochs=0 must be greater",
         ),
+        (
+            WSDLrScheduler,
+            {"num_epochs": 0.05, "num_update_steps_per_epoch": 5},
+            ValueError,
+            r"num_epochs=0\.05 with num_update_steps_per_epoch=5 is less than one update",
+        ),
         (WSD, {"total_steps": 0}, ValueError, "total_steps=0 must be at least 1"),
         (WSD, {"total_steps": P.MAX_NUM_TRAIN_STEPS}, TypeError, r"total_steps=\S+MAX_NUM_TRAIN_STEPS must be an int"),
         (WSD, {"num_checkpoints": 0}, ValueError, "num_checkpoints=0 must be at least 1"),
@@ -283,7 +289,7 @@ def test_a_state_is_plain_and_small():
         (WSD, {"lr_min": math.nan}, ValueError, "lr_min=nan must be at least 0"),
         (WSD, {"lr_min": 0, "decay": "inverse"}, ValueError, "lr_min=0: the inverse decay never reaches 0"),
         (WSD, {"warmup_starting_lr": -1}, ValueError, "warmup_starting_lr=-1 must be at least 0"),
-        (WSD, {"num_warmup_steps": -1}, ValueError, "num_warmup_steps=-1 must be at least 1"),
+        (WSD, {"num_warmup_steps": -1}, ValueError, "num_warmup_steps=-1 must be at least 0"),
         (WSD, {"num_warmup_steps": 1.5}, TypeError, r"num_warmup_steps=1\.5 must be an integer"),
         (WSD, {"decay": "square"}, ValueError, "decay='square' must be 'inverse' or 'sqrt' or 'linear'"),
         (WSD, {"checkpoint_steps": []}, ValueError, r"checkpoint_steps=\[\] must increase"),
@@ -297,8 +303,16 @@ def test_schedules_refuse_bad_rates_and_lengths(create, kwargs, error, message):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"warmup_steps": 1.5}, TypeError, "warmup_steps=1.5 must be an integer"),
+        (
+            {"warmup_steps": 1.5},
+            TypeError,
+            "warmup_steps=1.5 must be 0, a whole number of updates, or a fraction of the run below 1",
+        ),
+        ({"warmup_steps": 1.5, "scheduler_interval": "epoch"}, TypeError, "must be 0, a whole number of epochs"),
         ({"warmup_steps": -0.5}, ValueError, "warmup_steps=-0.5 must be at least 0"),
+        ({"warmup_steps": -1}, ValueError, "warmup_steps=-1 must be at least 0"),
+        ({"warmup_steps": math.inf}, ValueError, "warmup_steps=inf must be at least 0"),
+        ({"warmup_steps": "5 %"}, TypeError, "warmup_steps='5 %' must be a number"),
         (
             {"scheduler_interval": "epoch", "scheduler_metric": "train_loss_epoch"},
             ValueError,

@@ -1,4 +1,4 @@
-"""Preparing a run with a sharded model: sharding and checking the model, and dividing the data."""
+"""What runs of sharded models do differently: they shard the model or check it, and divide the data by its meshes."""
 
 from __future__ import annotations
 
@@ -14,35 +14,43 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pytorch_accel_lite.base.generator_states import preserving_generators
-from pytorch_accel_lite.base.modules import local_shard
-from pytorch_accel_lite.base.seeding import seed_generators
-from pytorch_accel_lite.base.text import listed
-from pytorch_accel_lite.checkpoint.disk.shards import find_tensors
-from pytorch_accel_lite.checkpoint.models.weights import sharded_like, verify_weights
-from pytorch_accel_lite.distributed.data_ranks import find_data_ranks, tensor_parallel_size
-from pytorch_accel_lite.optimizers.operations import is_created
-from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.extending import PlainStep, Run, Step, TrainerLike
+from pytorch_accel_lite.extending_callbacks import are_sharded, is_created, preserving_generators, sharded_like
+from pytorch_accel_lite.extending_data import seed_generators
+from pytorch_accel_lite.extending_tools import find_tensors, listed, local_shard, tensor_parallel_size, verify_weights
+from pytorch_accel_lite.extensions.sharding.data_ranks import find_data_ranks
+from pytorch_accel_lite.extensions.sharding.deepspeed_step import DeepSpeedStep, configure_deepspeed, uses_deepspeed
+from pytorch_accel_lite.extensions.sharding.sharded_step import ShardedStep
 
 
-def set_up_sharded_model(trainer: TrainerLike, run: Run) -> None:
-    """Shard the model if the trainer's class does so, and divide the data of a run by the meshes of the weights.
+class ShardedModels:
+    """Shards models, and trains those that are sharded. Fills ``SHARDING``, which says when each method is called."""
 
-    Call it on every process.
-    """
-    if "parallelize_model" in run.overridden:
-        _shard_and_materialise(trainer)
-    elif not trainer.is_sharded and getattr(trainer.accelerator, "parallelism_config", None) is None:
-        return
+    def begin_run(self, trainer: TrainerLike, run: Run) -> None:
+        """Shard the model if the trainer's class does so, and divide the data of a run by the meshes of the weights."""
+        if "parallelize_model" in run.overridden:
+            _shard_and_materialise(trainer)
+        elif run.ranks.world_size == 1:
+            return
+        _divide_data(trainer, run)
+
+    def prepare_training(self, trainer: TrainerLike, run: Run, batch_size: int) -> None:
+        """Configure the engine that shards the weights, if there is one that needs it."""
+        if uses_deepspeed(trainer.accelerator):
+            configure_deepspeed(trainer, run, batch_size)
+
+    def choose_step(self, trainer: TrainerLike, run: Run) -> Callable[[TrainerLike, Run], Step]:
+        """Return the kind of step. A single process reduces nothing, and FSDP1 makes plain steps."""
+        if uses_deepspeed(trainer.accelerator):
+            return DeepSpeedStep
+        return ShardedStep if are_sharded(trainer.model.parameters()) and run.ranks.world_size > 1 else PlainStep
+
+
+def _divide_data(trainer: TrainerLike, run: Run) -> None:
+    """Check the model, and divide the data of a run by the meshes of the weights."""
     model = trainer.get_model(keep_torch_compile=False)
     if trainer.accelerator.is_fsdp2:
         _check_meta_device(trainer, model)
-    elif any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(
-            f"{type(model).__name__} has parameters on the meta device, which have no values. Shard it in an "
-            "overridden parallelize_model(mesh) of the trainer, which then gives them values; or call "
-            "model.to_empty(device=...) and initialise them before you create the trainer."
-        )
     run.data.ranks = find_data_ranks(model, run.ranks)
     requested = tensor_parallel_size(trainer.accelerator)
     if requested not in (1, run.data.ranks.replicas):

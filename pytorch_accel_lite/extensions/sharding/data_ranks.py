@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.distributed.control_group import ControlGroup
-from pytorch_accel_lite.distributed.ranks import chosen_timeout
-from pytorch_accel_lite.distributed.stack_frames import MACHINERY
+from pytorch_accel_lite.extending import Ranks
+from pytorch_accel_lite.extending_tools import MACHINERY, ControlGroup, chosen_timeout
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -129,11 +126,6 @@ def find_data_ranks(model: nn.Module, everyone: Ranks) -> Ranks:
             "shards over the second and keeps copies over the first."
         )
     return everyone if len(peers) == 1 else DataRanks(everyone, peers)
-
-
-def tensor_parallel_size(accelerator: Accelerator) -> int:
-    """Return the number of processes that share each batch according to the accelerator's ``parallelism_config``."""
-    return getattr(getattr(accelerator, "parallelism_config", None), "tp_size", 1) or 1
 
 
 def covers(parameter: nn.Parameter, ranks: Ranks) -> bool:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite import callbacks as shipped
 from pytorch_accel_lite.base.text import notes_of
 from pytorch_accel_lite.callbacks import MetricsCallback, SaveTrainingStateCallback
 from tests.small_models import adamw_trainer, equal_weights, float64_data, float64_model, listener, weights
@@ -110,6 +111,7 @@ def refused(error: type[Exception], data: Any, *callbacks: Any, model: Any = Non
     return notes
 
 
+@pytest.mark.extension("error_notes")
 def test_mistakes_are_found_before_training():
     inputs, targets = float64_data(9).tensors
     (note, _) = refused(RuntimeError, {"valid": TensorDataset(inputs[:, :4], targets)})
@@ -152,6 +154,7 @@ class Listens(TrainerCallback):
         "hook",
         "compiled",
         pytest.param("split", marks=pytest.mark.extension("failed_batches")),
+        pytest.param("skipped", marks=pytest.mark.extension("failed_batches")),
     ],
 )
 def test_the_sanity_check_skips_steps_with_side_effects(case):
@@ -163,11 +166,14 @@ def test_the_sanity_check_skips_steps_with_side_effects(case):
     elif case == "compiled":
         model.compile(backend="eager")
     loss = nn.MSELoss()
+    callbacks = [Listens] if case == "own event" else []
+    if case == "skipped":
+        callbacks = [shipped.SkipFailedBatchesCallback(phases=["evaluation"])]
     trainer = kind(
         model,
         lambda outputs, targets: passes.append(torch.is_grad_enabled()) or loss(outputs, targets),
         torch.optim.SGD(model.parameters(), 0.01),
-        callbacks=[Listens] if case == "own event" else [],
+        callbacks=callbacks,
     )
     trainer.train(
         float64_data(8), 1, Stream() if case == "stream" else float64_data(4), auto_microbatch=case == "split"

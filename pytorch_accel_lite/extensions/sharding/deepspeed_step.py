@@ -1,4 +1,4 @@
-"""Settings for DeepSpeed, and checks for what it cannot do, as it makes updates within the backward pass."""
+"""Training with DeepSpeed: its settings, and checks for what it cannot do, as the backward pass makes its updates."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from pytorch_accel_lite.optimizers.operations import parts_of_optimizer
-from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.extending import PlainStep, Run, TrainerLike
+from pytorch_accel_lite.extending_callbacks import parts_of_optimizer
 
 _INSTEAD = "Use fully_shard instead, with which this works"
 
@@ -27,8 +27,6 @@ def configure_deepspeed(trainer: TrainerLike, run: Run, batch_size: int) -> None
     Raises:
         ValueError: if the run needs something that cannot be done within the backward pass
     """
-    if not uses_deepspeed(trainer.accelerator):
-        return
     limit = run.request.gradient_clip_norm or 0.0
     if problem := _unsupported(trainer, run):
         raise ValueError(f"{problem}: DeepSpeed updates the weights within the backward pass. {_INSTEAD}.")
@@ -72,7 +70,20 @@ def _unsupported(trainer: TrainerLike, run: Run) -> str:
     )
 
 
-def check_whole_window(run: Run) -> None:
+class DeepSpeedStep(PlainStep):
+    """Counts the updates that DeepSpeed makes in the backward pass."""
+
+    def apply_update(self, trainer: TrainerLike, run: Run) -> None:
+        """Count an update.
+
+        Raises:
+            RuntimeError: if its gradients had wrong weights
+        """
+        _check_whole_window(run)
+        super().apply_update(trainer, run)
+
+
+def _check_whole_window(run: Run) -> None:
     """Check that the gradients of an update had the right weights, because DeepSpeed cannot correct them afterwards.
 
     Raises:

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from pytorch_accel_lite.base.modules import local_shard
-from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.batches import BatchOutput
-from pytorch_accel_lite.distributed.data_ranks import covers, is_hybrid, mesh_infos
-from pytorch_accel_lite.loop.deepspeed import check_whole_window, uses_deepspeed
-from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.trainer_parameters import parameters_not_in_model
-from pytorch_accel_lite.steps.plain_step import PlainStep
+from pytorch_accel_lite.extending import Batch, BatchOutput, PlainStep, Run, TrainerLike
+from pytorch_accel_lite.extending_tools import local_shard, parameters_not_in_model
+from pytorch_accel_lite.extensions.sharding.data_ranks import covers, is_hybrid, mesh_infos
 
 
 class ShardedStep(PlainStep):
@@ -46,12 +41,6 @@ class ShardedStep(PlainStep):
         changing = set(model.state_dict())  # constants are usually not in the state
         names = [name.rpartition(".") for name in buffers if name in changing]
         self.synced_buffers += [(model.get_submodule(owner), name) for owner, _, name in names]
-
-    def apply_update(self, trainer: TrainerLike, run: Run) -> None:
-        """Run the usual update; with DeepSpeed, count the update that DeepSpeed has made."""
-        if uses_deepspeed(trainer.accelerator):
-            check_whole_window(run)
-        super().apply_update(trainer, run)
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the usual step, and reduce the gradients if the step ends a window."""

@@ -1,4 +1,4 @@
-"""Notes on errors of a step: where it happened, the inputs, and advice."""
+"""Notes on the errors of a run: where it failed, on which batch, and what to do."""
 
 from __future__ import annotations
 
@@ -15,19 +15,15 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import LambdaLR, StepLR
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
-from torchmetrics import MeanSquaredError
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
-from pytorch_accel_lite import CallbackHandler, Trainer, TrainerCallback, TrainerPlaceholderValues, callbacks
-from pytorch_accel_lite.callbacks import MetricsCallback, StepBasedEvaluationCallback
-from pytorch_accel_lite.data import OwnShard
+from pytorch_accel_lite import CallbackHandler, Trainer, TrainerCallback, callbacks
+from pytorch_accel_lite.callbacks import StepBasedEvaluationCallback
 from tests.launching import some_of
 from tests.ranks import IN_ORDER, rank
 from tests.small_models import (
     adamw_trainer,
-    equal_weights,
     float64_data,
     float64_model,
     listener,
@@ -35,7 +31,6 @@ from tests.small_models import (
     make_model,
     make_trainer,
     train,
-    weights,
 )
 
 N = 6
@@ -205,6 +200,16 @@ def test_an_error_of_an_evaluation_within_a_step_has_one_note():
     assert of_callback == "In StepBasedEvaluationCallback.on_update_end."
 
 
+def test_an_error_of_another_trainer_within_a_step_has_one_note():
+    other = make_trainer(model=make_model(features=5))
+
+    class Asks(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            other.predict(make_data(), per_device_batch_size=2)
+
+    assert note_of(failure(make_trainer(trainer_class=Asks), make_data())).startswith("In prediction, step 0:")
+
+
 def test_notes_added_by_the_user_stay():
     class Fails(Trainer):
         def calculate_train_batch_loss(self, batch):
@@ -364,47 +369,6 @@ def test_an_error_in_a_predictions_step_names_the_callback():
     first, second = notes_of(caught.value)
     assert first.endswith(".on_predict_step_end.")
     assert second.startswith("In prediction, step 0:\n  batch: ")
-
-
-@pytest.mark.parametrize(
-    ("sampler", "listed"),
-    [
-        (range(3, 15), "[3 to 14]"),
-        (range(3, 11), "[3, 4, 5, 6, 7, 8, 9, 10]"),
-        ([*range(8), 9], "[0, 1, 2, 3, 4, 5, 6, 7, 9]"),
-    ],
-)
-def test_ranges_of_samples_are_named_by_their_ends(sampler, listed):
-    def fail(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("no loss")
-
-    loader = DataLoader(make_data(16), 12, sampler=[*sampler])
-    with pytest.raises(RuntimeError, match="no loss") as caught:
-        make_trainer(loss_func=fail).train(loader, 1)
-    assert f"samples {listed} of the dataset" in note_of(caught.value)
-
-
-def test_an_error_in_a_metric_names_it_and_its_inputs():
-    metrics = MetricsCallback({"accuracy": MulticlassAccuracy(3), "error": MeanSquaredError()})
-    error = failure(make_trainer([metrics]), make_data(), eval_dataset=True, sanity_check=False)
-    assert error.__notes__[0] == (
-        "In the metric 'accuracy', a MulticlassAccuracy(num_classes=3), updated with\n"
-        "Tensor(shape=(2, 1), float32 on cpu) and Tensor(shape=(2, 1), float32 on cpu)."
-    )
-    assert notes_of(error)[1:][0] == "In MetricsCallback.on_eval_step_end."
-    assert notes_of(error)[2].startswith("In evaluation, epoch 1, step 0:")
-
-
-def test_checks_of_shipped_callbacks_have_complete_messages():
-    class WithoutOutputs(Trainer):
-        def calculate_eval_batch_loss(self, batch):
-            output = super().calculate_eval_batch_loss(batch)
-            return {"loss": output["loss"], "batch_size": output["batch_size"]}
-
-    trainer = make_trainer([MetricsCallback(MeanSquaredError())], trainer_class=WithoutOutputs)
-    with pytest.raises(ValueError, match="Cannot find predictions and targets") as caught:
-        trainer.evaluate(make_data())
-    assert not hasattr(caught.value, "__notes__")
 
 
 def note_of_an_unreadable_stream() -> str:
@@ -575,105 +539,20 @@ def test_an_error_that_is_not_known_has_no_advice():
     assert "What to do" not in note_of(failure(make_trainer(loss_func=fails), make_data()))
 
 
-@pytest.mark.parametrize(
-    "rate",
-    [
-        lambda step: 1 - step / TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS,
-        lambda step: min(1, step / TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS),
-    ],
-)
-def test_a_placeholder_inside_a_function_is_an_error(rate):
-    trainer = make_trainer()
-    start = weights(trainer.model)
-    with pytest.raises(
-        TypeError, match=r"placeholder.*inside a function.*argument.*functools\.partial|functools\.partial"
-    ):
-        train(trainer, create_scheduler_fn=partial(LambdaLR, lr_lambda=rate))
-    assert equal_weights(weights(trainer.model), start)
+def test_several_targets_are_shown_if_the_loss_takes_only_one():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(5, 1).double()
 
-    def as_argument(step, total):
-        return 1 - step / total
+        def forward(self, x):
+            return self.linear(x)
 
-    total = TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS
-    train(trainer, create_scheduler_fn=partial(LambdaLR, lr_lambda=partial(as_argument, total=total)))
-    assert trainer.progress.update == 3
-
-
-@pytest.mark.parametrize("argument", ["step_size", "gamma"])
-def test_a_placeholder_that_a_scheduler_keeps_is_an_error(argument):
-    """It would never equal the number of an update, so the rate would never change."""
-    per_epoch = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH
-    trainer = make_trainer()
-    with pytest.raises(TypeError, match=rf"StepLR has {argument}=.*UPDATE_STEPS.*functools\.partial"):
-        train(trainer, create_scheduler_fn=lambda optimizer: StepLR(optimizer, **{"step_size": 2, argument: per_epoch}))
-    assert trainer.progress.update == 0
-
-
-# -------------------------------------------------------------------- losses that train something else, or nothing
-
-OF_EACH_ELEMENT = [
-    *(nn.MSELoss(), nn.L1Loss(), nn.SmoothL1Loss(), nn.HuberLoss()),
-    *(functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss),
-    *(nn.PoissonNLLLoss(), nn.KLDivLoss(reduction="sum"), functional.poisson_nll_loss),
-    *(partial(functional.kl_div, reduction="sum"), partial(functional.mse_loss, reduction="sum")),
-]
-
-
-@pytest.mark.parametrize("loss_func", OF_EACH_ELEMENT, ids=lambda loss: getattr(loss, "__name__", type(loss).__name__))
-@pytest.mark.parametrize("start", ["train", "evaluate"])
-@pytest.mark.filterwarnings("ignore:loss_func has reduction='sum'")
-def test_outputs_and_targets_that_would_broadcast_are_an_error(loss_func, start):
-    trainer = make_trainer(loss_func=loss_func)
-    before = weights(trainer.model)
-    match = (
-        r"outputs of shape \(2, 1\) and targets of shape \(2,\) would be broadcast to \(2, 2\).*targets\.unsqueeze\(1\)"
-    )
-    data = TensorDataset(INPUTS, TARGETS[:, 0])
-    call = partial(trainer.train, data, 1) if start == "train" else partial(trainer.evaluate, data)
-    with pytest.raises(ValueError, match=match):
-        call(per_device_batch_size=2)
-    assert equal_weights(weights(trainer.model), before)
-    trainer.train(TensorDataset(INPUTS, TARGETS), 1)
-    assert trainer.progress.update == 1
-
-
-def test_targets_in_a_dict_are_checked_too():
-    class Named(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x)
-
-    data = [{"x": x, "y": y[0]} for x, y in zip(INPUTS, TARGETS, strict=True)]
-    with pytest.raises(ValueError, match=r"would be broadcast to \(2, 2\)"):
-        train(make_trainer(model=Named(4, 1)), train_dataset=data)
-
-
-def test_broadcasting_is_found_after_a_first_batch_of_one_sample():
-    batches = [(INPUTS[:size], TARGETS[:size, 0]) for size in (1, 2, 3)]
-    trainer = make_trainer()
-    with pytest.warns(UserWarning, match="Using a target size"), pytest.raises(ValueError, match=r"\(2, 2\)"):
-        trainer.train(OwnShard(batches), 1)
-    assert trainer.progress.update == 1
-
-
-def test_one_target_for_all_outputs_is_left_to_the_loss_function():
-    model = nn.Linear(4, 3)
-    trainer = adamw_trainer(model)
-    with pytest.warns(UserWarning, match="Using a target size"):
-        trainer.train(TensorDataset(INPUTS, TARGETS), 1)  # (N, 3) and (N, 1)
-    assert trainer.progress.update == 1
-
-
-@pytest.mark.parametrize("loss_func", [nn.CrossEntropyLoss(), functional.cross_entropy])
-def test_cross_entropy_over_a_single_class_is_an_error(loss_func):
-    with pytest.raises(ValueError, match=r"single class of outputs of shape \(2, 1\) is always 0.*BCEWithLogitsLoss"):
-        train(make_trainer(loss_func=loss_func), train_dataset=TensorDataset(INPUTS, TARGETS.sigmoid()))
-
-
-def test_an_error_of_another_trainer_within_a_step_has_one_note():
-    other = make_trainer(model=make_model(features=5))
-
-    class Asks(Trainer):
-        def calculate_train_batch_loss(self, batch):
-            other.predict(make_data(), per_device_batch_size=2)
-
-    assert note_of(failure(make_trainer(trainer_class=Asks), make_data())).startswith("In prediction, step 0:")
+    rows = [{"x": x, "answer": y, "id": 1, "name": 2} for x, y in float64_data(4)]
+    with pytest.raises(AttributeError) as caught:
+        Trainer(Named(), nn.MSELoss(), None, callbacks=[]).evaluate(rows, per_device_batch_size=2)
+    of_loss = " ".join(caught.value.__notes__[-1].partition("in the loss")[2].split())
+    assert " and {'answer': Tensor(" in of_loss
+    assert "'id': " in of_loss
+    assert "does not take: 'answer', 'id', 'name'. If one is the target, call it 'target'" in of_loss
+    assert "targets['answer']" in of_loss

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
 
 import torch
 
-from pytorch_accel_lite.base.devices import capacity_of, module_of
-from pytorch_accel_lite.base.modules import local_shard
-from pytorch_accel_lite.base.text import format_bytes
-from pytorch_accel_lite.optimizers.operations import is_created
-from pytorch_accel_lite.run.modules_and_optimizers import other_modules, other_optimizers
-from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters
-
-#: More advice, from extensions, for a training step that did not fit: each function is called with the trainer, and
-#: returns a sentence without its first capital letter, or nothing.
-MEMORY_ADVICE: list[Callable[[TrainerLike], str]] = []
+from pytorch_accel_lite.extending import MEMORY_ADVICE, Run, TrainerLike
+from pytorch_accel_lite.extending_callbacks import Phase, is_created
+from pytorch_accel_lite.extending_tools import (
+    all_optimized_parameters,
+    capacity_of,
+    local_shard,
+    module_of,
+    other_modules,
+    other_optimizers,
+)
+from pytorch_accel_lite.utils import format_bytes
 
 
 def describe_memory(trainer: TrainerLike) -> Iterator[str]:
@@ -70,7 +70,7 @@ def _total_bytes(values: Iterable[object], device: torch.device) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
 
 
-def advise_on_memory(trainer: TrainerLike, run: Run, phase: str) -> str:
+def advise_on_memory(trainer: TrainerLike, run: Run, phase: Phase) -> str:
     """Return advice on what to do if memory has run out in a phase of a run."""
     others = list[str]()
     if phase == "training":
@@ -80,7 +80,7 @@ def advise_on_memory(trainer: TrainerLike, run: Run, phase: str) -> str:
     return " Or ".join([_usual_advice(run, phase), *filter(None, others)])
 
 
-def _usual_advice(run: Run, phase: str) -> str:
+def _usual_advice(run: Run, phase: Phase) -> str:
     if phase == "prediction":
         return "lower per_device_batch_size of predict()."
     if run.request.auto_microbatch:

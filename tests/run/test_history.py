@@ -138,6 +138,15 @@ def test_asking_for_an_unknown_metric_does_not_create_it():
     assert list(history.get_metric_names()) == []
 
 
+def test_changing_the_values_of_a_metric_leaves_the_history():
+    history = InMemoryRunHistory()
+    history.update_metric("score", 3)
+    history["score"].append(0.0)
+    history.get_metric_values("score").clear()
+    assert history["score"] == [3]
+    assert history.rows() == [{"epoch": 1, "score": 3}]
+
+
 def test_names_of_metrics_are_ordered_and_work_like_a_set():
     history = InMemoryRunHistory()
     history.update_metric("score", 3)

@@ -13,20 +13,25 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.base.generator_states import find_held_generators, preserving_held_generators
-from pytorch_accel_lite.base.modules import preserving_modes
-from pytorch_accel_lite.base.text import add_note
-from pytorch_accel_lite.base.user_code import is_from_this_package
-from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, complete_output
-from pytorch_accel_lite.data.loader import FailedRead, ShardedLoader
-from pytorch_accel_lite.data.single_batches import can_read_single_batch, datasets_in, read_single_batch
-from pytorch_accel_lite.data.sources import BatchData
-from pytorch_accel_lite.loop.guards.error_notes import explaining
-from pytorch_accel_lite.loop.inference import unwrapped_model
-from pytorch_accel_lite.loop.snapshot import Snapshot, preserving_attributes, replaced
-from pytorch_accel_lite.run.modules_and_optimizers import other_modules
-from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.data import BatchData, FailedRead, ShardedLoader
+from pytorch_accel_lite.extending import BatchAdapter, BatchOutput, Run, Snapshot, TrainerLike
+from pytorch_accel_lite.extending_callbacks import add_note, mixed_precision, preserving_modes
+from pytorch_accel_lite.extending_tools import (
+    complete_output,
+    explaining,
+    find_held_generators,
+    is_from_this_package,
+    other_modules,
+    preserving_attributes,
+    preserving_held_generators,
+    replaced,
+    unwrapped_model,
+)
+from pytorch_accel_lite.extensions.sanity_check.single_batches import (
+    can_read_single_batch,
+    datasets_in,
+    read_single_batch,
+)
 
 #: Methods that may leave traces if users override them, so that an evaluation with them is not tried.
 _METHODS = {"calculate_eval_batch_loss", "eval_epoch_start", "_run_eval_epoch", "_run_train_epoch"}
@@ -46,9 +51,9 @@ def check_evaluation(trainer: TrainerLike, run: Run) -> None:
 
     An error says that it was raised before training, and how to omit the trial.
     """
-    if not run.request.sanity_check or not _leaves_no_trace(trainer, run):
-        return
     data = run.data
+    if not run.request.sanity_check or data.eval_loader is None or not _leaves_no_trace(trainer, run):
+        return
     try:
         for name, loader in (data.eval_loaders or {"": data.required_eval_loader}).items():
             if can_read_single_batch(loader):
@@ -65,7 +70,8 @@ def check_evaluation(trainer: TrainerLike, run: Run) -> None:
 
 def _leaves_no_trace(trainer: TrainerLike, run: Run) -> bool:
     """Whether the evaluation can be tried without side effects, and in the way in which it will be made later."""
-    is_plain = run.resumed is None and run.inference_step is None
+    request = run.request
+    is_plain = run.resumed is None and not (request.auto_microbatch or request.skips_in_evaluation)
     if not is_plain or trainer.is_sharded or trainer.division.has_fixed_shares or run.overridden & _METHODS:
         return False
     listeners = chain.from_iterable(trainer.callback_handler.listeners[event] for event in _EVENTS)

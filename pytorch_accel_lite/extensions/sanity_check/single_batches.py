@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from torch.utils.data import Dataset, RandomSampler, SequentialSampler
 
-from pytorch_accel_lite.base.inspection import find_length, nested_in
-from pytorch_accel_lite.data.batches import Batch
-from pytorch_accel_lite.data.loader import FailedRead, ShardedLoader, to_device
-from pytorch_accel_lite.data.map_datasets import MapLoader
-from pytorch_accel_lite.data.reading import add_missing_note, reader_of
+from pytorch_accel_lite.data import Batch, FailedRead, ShardedLoader
+from pytorch_accel_lite.extending_callbacks import find_length
+from pytorch_accel_lite.extending_tools import MapLoader, add_missing_note, nested_in, reader_of, to_device
 
 
 def datasets_in(loader: ShardedLoader) -> list[object]:

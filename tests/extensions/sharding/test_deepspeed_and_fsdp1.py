@@ -14,14 +14,16 @@ import safetensors.torch
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupKwargs
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.run.sharding import find_sharding
 from tests.sharded import sharding_accelerator
-from tests.small_models import float64_data, largest_difference
+from tests.small_models import float64_data, largest_difference, make_trainer
+from tests.small_models import train as train_small
 
 NEEDS_DEEPSPEED = pytest.mark.usefixtures("deepspeed")
 
@@ -56,11 +58,13 @@ def accelerator_of(engine: str) -> Accelerator:
     return Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
 
 
-def train(engine: str, callbacks: Any = (), size: int = 37, **kwargs: Any) -> Trainer:
+def train(
+    engine: str, callbacks: Any = (), size: int = 37, trainer_class: type[Trainer] = Trainer, **kwargs: Any
+) -> Trainer:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
     options = {"accelerator": accelerator_of(engine), "callbacks": list(callbacks), "seed": 1}
-    trainer = Trainer(model, nn.MSELoss(), lambda parameters: torch.optim.AdamW(parameters, lr=0.01), **options)
+    trainer = trainer_class(model, nn.MSELoss(), lambda parameters: torch.optim.AdamW(parameters, lr=0.01), **options)
     data = float64_data(size, dtype=torch.float32)
     trainer.train(data, 2, data, per_device_batch_size=4, **kwargs)
     return trainer
@@ -140,6 +144,40 @@ def test_features_unsupported_by_deepspeed_are_refused(two_ranks, tmp_path):
         assert said["states"].startswith("Training states are not supported with DEEPSPEED")
         assert "Pass save_optimizer=False and load_saved_checkpoint=False." in said["best"]
         assert said["load"].startswith("load_checkpoint() does not work with DeepSpeed")
+
+
+class CountsItems(Trainer):
+    """Weights batches by other numbers than those of their samples, which DeepSpeed cannot correct."""
+
+    def calculate_train_batch_loss(self, batch: Any) -> dict[str, Any]:
+        return super().calculate_train_batch_loss(batch) | {"num_items_in_batch": 3}
+
+
+def error_of_items() -> str:
+    """The error of a run whose batches have other weights."""
+    with on_cpus(), pytest.raises(RuntimeError) as raised:
+        train("zero1", trainer_class=CountsItems)
+    return str(raised.value)
+
+
+@NEEDS_DEEPSPEED
+@pytest.mark.processes
+def test_deepspeed_updates_with_wrong_weights_are_refused(two_ranks):
+    for said in two_ranks(error_of_items):
+        assert said.startswith("This update was made with wrong weights of its batches")
+
+
+def test_deepspeed_has_a_step_that_checks_the_weights(no_accelerator):
+    accelerator = Accelerator(cpu=True)
+    trainer = make_trainer(accelerator=accelerator, trainer_class=CountsItems)
+    run = train_small(trainer).current_run
+    accelerator.state.distributed_type = DistributedType.DEEPSPEED
+    sharding = find_sharding(trainer, run)
+    assert sharding is not None
+    step: Any = sharding.choose_step(trainer, run)(trainer, run)
+    run.window.items_per_batch = 3.0
+    with pytest.raises(RuntimeError, match="This update was made with wrong weights of its batches"):
+        step.apply_update(trainer, run)
 
 
 @pytest.mark.extension("wsd")
