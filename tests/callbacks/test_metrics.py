@@ -37,11 +37,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
 )
-<<<<<<< HEAD
-from tests.launching import two_are_enough
-=======
-from tests.launching import TORCHRUN, launch
->>>>>>> main
+from tests.launching import TORCHRUN, launch, two_are_enough
 from tests.scripts.resumable import CopyStates, run
 from tests.small_models import adamw_trainer, float64_data, float64_model, listener, make_data, make_trainer, train
 
