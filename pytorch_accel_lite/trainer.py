@@ -391,7 +391,8 @@ class Trainer:
         Args:
             dataset: a dataset or a ``DataLoader``; defaults to the ``eval_dataset`` of the last training run, and is
                 not needed if ``create_eval_dataloader`` is overridden. Datasets in a dict are evaluated one by one, and
-                their names (strings) prefix the names of the metrics.
+                their names (strings) prefix the names of the metrics. Without ``dataset``, arguments that are left at
+                their defaults are those of that training, so that the same batches are read.
             dataloader_kwargs: arguments for the ``DataLoader``, which override the defaults; ``drop_last=True`` leaves
                 out the samples of a smaller last batch
             auto_microbatch: if a batch does not fit into device memory, split it and all later ones into as many parts
@@ -402,9 +403,6 @@ class Trainer:
             the run history, except, within a run, for metrics that the run's own evaluations record. After a run, its
             curves and rows do not contain them.
         """
-        latest = self.current_run.latest.training
-        if dataset is None and latest is not None:
-            dataset = latest.eval_dataset
         return evaluation.evaluate(
             self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, auto_microbatch=auto_microbatch
         )

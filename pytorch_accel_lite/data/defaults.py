@@ -14,6 +14,8 @@ from pytorch_accel_lite.data.reading import inner_datasets, reads_batches, tenso
 from pytorch_accel_lite.data.sources import CollateFunction, Source, TrainingOrder
 from pytorch_accel_lite.data.worker_startup import start_method
 
+#: The batch size of ``train()`` and ``evaluate()`` if none is passed.
+DEFAULT_BATCH_SIZE = 8
 #: Arguments with a user-defined order.
 _ORDER_ARGUMENTS = {"sampler", "batch_sampler"}
 

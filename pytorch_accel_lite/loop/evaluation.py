@@ -26,7 +26,7 @@ from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.error_notes import explaining
 from pytorch_accel_lite.run.history import MetricValue, RunHistory, count_values
 from pytorch_accel_lite.run.intervals import Interval
-from pytorch_accel_lite.run.parts import Evaluation
+from pytorch_accel_lite.run.parts import EvalArguments, Evaluation
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
@@ -195,14 +195,21 @@ def evaluate(
     auto_microbatch: bool,
 ) -> dict[str, MetricValue]:
     """Carry out ``Trainer.evaluate()``."""
+    arguments = EvalArguments(dataset, per_device_batch_size, dataloader_kwargs, collate_fn, auto_microbatch)
+    training = trainer.current_run.latest.training if dataset is None else None
+    if training is not None:
+        dataset = training.eval_arguments.dataset
+        arguments = arguments.completed_by(training.eval_arguments)
+    # Those of a training need not apply to its eval_dataset, so only those that were passed are checked.
     check_dataset(trainer, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
+    auto_microbatch = arguments.auto_microbatch
     if auto_microbatch and (what := "sharded weights" if trainer.is_sharded else trainer.division.argument):
         raise ValueError(f"evaluate(auto_microbatch=True) does not work with {what}: pass a smaller batch size.")
     request = RunRequest("evaluation", num_epochs=1, auto_microbatch=auto_microbatch)
     with (
         _collecting_values(trainer) as result,
         _recording_apart_from_run(trainer),
-        inference_run(trainer, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run,
+        inference_run(trainer, request, *arguments[:4]) as run,
         preserving_randomness(trainer, run),
         preserving_modes(trainer.model.modules()) if run.outer is not None else nullcontext(),
         ending(trainer, run, "evaluation"),

@@ -35,7 +35,7 @@ from pytorch_accel_lite.loop.run_loaders import check_gives_batches, create_eval
 from pytorch_accel_lite.optimizers.operations import clear_gradients, is_created
 from pytorch_accel_lite.run.accumulation import Accumulation, GradientWindow
 from pytorch_accel_lite.run.history import InMemoryRunHistory
-from pytorch_accel_lite.run.parts import Training
+from pytorch_accel_lite.run.parts import EvalArguments, Training
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import LoaderArguments, RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.sharding import find_sharding
@@ -97,8 +97,12 @@ def prepare_data(trainer: TrainerLike, run: Run, loader_arguments: LoaderArgumen
     _set_seeds(trainer, run)
     create_train_loader(trainer, run, loader_arguments.batch_size, loader_arguments.train_kwargs)
     check_gives_batches(run.data.required_train_loader, "train_dataset")
-    if run.data.eval_dataset is not None:
-        create_eval_loaders(trainer, run, loader_arguments.batch_size, loader_arguments.eval_kwargs)
+    data, size, eval_kwargs = run.data, loader_arguments.batch_size, loader_arguments.eval_kwargs
+    data.eval_arguments = EvalArguments(
+        data.eval_dataset, size, eval_kwargs, data.collate_fn, run.request.auto_microbatch
+    )
+    if data.eval_dataset is not None:
+        create_eval_loaders(trainer, run, size, eval_kwargs)
     apply_model_options(trainer)  # before the event, so that copies made by callbacks have them too
     # If a callback requests the end of the run, the request waits until the run has started and can end in order.
     trainer.callback_handler.call_each("on_dataloaders_created", run.control.request, trainer)
@@ -129,7 +133,7 @@ def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     if not had_optimizer and not has_copies:
         check_optimizers(trainer)
     run.config = create_config(trainer, run, batch_size)
-    run.latest.training = Training(run.config, run.end, run.data.eval_dataset)
+    run.latest.training = Training(run.config, run.end, run.data.eval_arguments)
     _check_same_settings(trainer, run)
     _create_window(run)
     clear_gradients(trainer.optimizer)  # a run that failed within a window may have left gradients

@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 
 from pytorch_accel_lite.data import NamedData, ShardedLoader
+from pytorch_accel_lite.data.defaults import DEFAULT_BATCH_SIZE
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction
 from pytorch_accel_lite.distributed import Ranks
@@ -17,6 +18,39 @@ from pytorch_accel_lite.optimizers.rates import Options, Rate
 from pytorch_accel_lite.run.history import MetricValue
 from pytorch_accel_lite.run.settings import TrainerRunConfig
 from pytorch_accel_lite.run.stop_errors import RunPausedError, StopTrainingError
+
+
+class EvalArguments(NamedTuple):
+    """What to evaluate on, as it was passed to ``train()`` or ``evaluate()``, and how to read it.
+
+    Args:
+        dataset: a dataset or a loader, or several by name
+        batch_size: number of samples in a batch of one process
+        loader_kwargs: the user's arguments for the loaders, which come before the batch size and the function
+        collate_fn: the user's function that makes a batch from a list of samples, if one was passed
+        auto_microbatch: whether batches that do not fit into memory are split
+    """
+
+    dataset: NamedData | None = None
+    batch_size: int = DEFAULT_BATCH_SIZE
+    loader_kwargs: LoaderKwargs | None = None
+    collate_fn: CollateFunction | None = None
+    auto_microbatch: bool = False
+
+    def completed_by(self, other: EvalArguments) -> EvalArguments:
+        """Return these arguments, with those of ``other`` where these are the defaults."""
+        kwargs = self.loader_kwargs
+        has_size, has_function = self.batch_size != DEFAULT_BATCH_SIZE, self.collate_fn is not None
+        if kwargs is None and other.loader_kwargs is not None:
+            own = {"batch_size": has_size, "collate_fn": has_function}
+            kwargs = {name: value for name, value in other.loader_kwargs.items() if not own.get(name)}
+        return EvalArguments(
+            other.dataset if self.dataset is None else self.dataset,
+            self.batch_size if has_size else other.batch_size,
+            kwargs,
+            self.collate_fn if has_function else other.collate_fn,
+            self.auto_microbatch or other.auto_microbatch,
+        )
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -41,6 +75,7 @@ class RunData:
         eval_loader_kwargs: arguments of the evaluation loaders
         made_loaders: loaders created for this run, whose workers end with it
         has_fillers: whether a process without samples in a step takes part in it with a filler batch
+        eval_arguments: what a training run evaluates on, as it was passed, and how it is read
     """
 
     ranks: Ranks
@@ -57,6 +92,7 @@ class RunData:
     eval_loader_kwargs: LoaderKwargs | None = None
     made_loaders: WeakSet[ShardedLoader] = field(default_factory=WeakSet)
     has_fillers: bool = True
+    eval_arguments: EvalArguments = field(default_factory=EvalArguments)
 
     @property
     def required_train_loader(self) -> ShardedLoader:
@@ -146,12 +182,12 @@ class Training(NamedTuple):
     Attributes:
         config: the settings of the run
         end: how it ended
-        eval_dataset: the dataset that it evaluated on, or several by name
+        eval_arguments: what it evaluated on, and how it was read
     """
 
     config: TrainerRunConfig
     end: RunEnd
-    eval_dataset: NamedData | None
+    eval_arguments: EvalArguments
 
 
 class Evaluation(NamedTuple):

@@ -27,6 +27,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
 )
+from pytorch_accel_lite.data import OwnShard
 from tests.launching import only_with_soak, run_elastic_script, some_of
 from tests.ranks import IN_ORDER, OrderedStream, world_size
 from tests.scripts.all_callbacks import run_with_all
@@ -164,6 +165,73 @@ def test_a_trainer_with_its_own_loader_evaluates_without_data():
     assert losses[0]["evaluation_loss"] > 0
     assert "eval_loss_epoch" not in trainer.run_history.get_metric_names()
     assert len(trainer.predict(None)) == 9
+
+
+def summed(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = zip(*samples, strict=True)
+    return torch.stack(x), torch.stack(y) + len(samples)
+
+
+def evaluated_batches(eval_dataset: Any, evaluate: dict[str, Any], **train: Any) -> tuple[list[Any], list[Any]]:
+    """The targets of the batches that a training, and ``evaluate()`` after it, evaluate on."""
+    seen: list[Any] = []
+    note = listener(on_eval_step_end=lambda t, batch, **_: seen.append(batch[1].flatten().tolist()))
+    trainer = adamw_trainer(float64_model(), callbacks=[note], seed=1)
+    trainer.train(float64_data(8), 1, eval_dataset, sanity_check=False, **train)
+    in_training = seen.copy()
+    seen.clear()
+    trainer.evaluate(**evaluate)
+    return in_training, seen
+
+
+EVALUATED = float64_data(37)
+PART = DataLoader(EVALUATED, 5, sampler=range(16, 32), drop_last=True)
+
+
+@pytest.mark.parametrize(
+    ("eval_dataset", "train"),
+    [
+        (PART, {}),
+        (PART, {"collate_fn": summed, "per_device_batch_size": 3}),  # which are for the training data alone
+        ({"part": PART, "all": EVALUATED}, {"per_device_batch_size": 6}),
+        (OwnShard([EVALUATED[:5], EVALUATED[5:7]]), {}),
+        (EVALUATED, {"collate_fn": summed, "per_device_batch_size": 6}),
+        (EVALUATED, {"eval_dataloader_kwargs": {"sampler": range(7, 20), "batch_size": 5, "drop_last": True}}),
+        (EVALUATED, {"eval_dataloader_kwargs": {"collate_fn": summed}, "per_device_batch_size": 6}),
+    ],
+)
+def test_evaluate_alone_reads_what_the_training_evaluated(eval_dataset, train):
+    in_training, after = evaluated_batches(eval_dataset, {}, **train)
+    assert after == in_training != []
+
+
+def test_arguments_of_evaluate_come_before_those_of_the_training():
+    kwargs = {"batch_size": 5, "collate_fn": summed, "sampler": range(20)}
+    train = {"eval_dataloader_kwargs": kwargs, "per_device_batch_size": 5}
+
+    def read(**evaluate: Any) -> list[Any]:
+        return evaluated_batches(EVALUATED, evaluate, **train)[1]
+
+    assert [len(batch) for batch in read(per_device_batch_size=16)] == [16, 4]
+    assert read(collate_fn=torch.utils.data.default_collate)[0] == EVALUATED.tensors[1][:5].flatten().tolist()
+    assert [len(batch) for batch in read(dataloader_kwargs={})] == [5] * 7 + [2]
+    assert [len(batch) for batch in read(dataset=float64_data(9))] == [8, 1]
+    with pytest.raises(ValueError, match="per_device_batch_size=7 is for a dataset, but dataset is a loader"):
+        evaluated_batches(PART, {"per_device_batch_size": 7})
+
+
+def test_an_own_loader_gets_the_data_of_the_training_again():
+    class Own(Trainer):
+        def create_eval_dataloader(self, batch_size, eval_dl_kwargs=None):
+            asked.append((self.eval_dataset, self.collate_fn, batch_size, eval_dl_kwargs))
+            return super().create_eval_dataloader(batch_size, eval_dl_kwargs)
+
+    asked: list[Any] = []
+    model = float64_model()
+    trainer = Own(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.05), callbacks=[])
+    trainer.train(float64_data(8), 1, PART, 16, eval_dataloader_kwargs={"timeout": 0}, sanity_check=False)
+    trainer.evaluate()
+    assert asked == 2 * [(PART, None, 16, {"timeout": 0})]
 
 
 def test_run_evaluation_restores_modes_losses_and_generators():

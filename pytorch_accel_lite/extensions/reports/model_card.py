@@ -13,7 +13,7 @@ from typing import Any
 
 from pytorch_accel_lite.checkpoint import replacing, write_text
 from pytorch_accel_lite.extending import ADAPTERS, CompanionWriter, LoadedWeights, Run, SavedModel, TrainerLike
-from pytorch_accel_lite.extending_callbacks import class_of, find_length, to_number
+from pytorch_accel_lite.extending_callbacks import class_of, dataset_of, find_length, to_number
 from pytorch_accel_lite.extending_tools import (
     Column,
     is_monitor,
@@ -123,9 +123,11 @@ def _metadata(run: Run, saved: Mapping[str, float], later: Mapping[str, float], 
     """Return the metadata of a card as YAML, as the Hugging Face Hub reads it."""
     from huggingface_hub import EvalResult, ModelCardData  # takes longer to import than all of this package
 
-    datasets = [part.eval_dataset for part in (run.latest.training, run.latest.evaluation) if part is not None]
+    training, evaluation = run.latest.training, run.latest.evaluation
+    datasets = [training.eval_arguments.dataset] if training is not None else []
+    datasets += [evaluation.eval_dataset] if evaluation is not None else []
     parts = {name.replace("_", " ") for data in datasets if isinstance(data, dict) for name in data}
-    same_data = len(datasets) == 2 and datasets[0] is datasets[1]
+    same_data = len(datasets) == 2 and _are_same(*datasets)
     by_split = {"validation": {**saved, **later}} if same_data else {"validation": saved, "test": later}
     panels = panels_by_metric([*saved, *later])
     datasets_in_card = card_data.get("datasets") or "evaluation-data"
@@ -173,7 +175,7 @@ def _settings(trainer: TrainerLike) -> Iterator[tuple[str, str]]:
         return
     datasets = {
         "Training data": run.data.train_dataset,
-        "Evaluation data": training.eval_dataset,
+        "Evaluation data": training.eval_arguments.dataset,
         "Data evaluated afterwards": run.latest.evaluation and run.latest.evaluation.eval_dataset,
     }
     yield from ((name, _describe_data(data)) for name, data in datasets.items() if data is not None)
@@ -189,8 +191,14 @@ def _settings(trainer: TrainerLike) -> Iterator[tuple[str, str]]:
             yield name, format_metric(value)
 
 
+def _are_same(first: object, second: object) -> bool:
+    """Whether two evaluations read the same data. Two loaders of a dataset may read different parts of it."""
+    return first is second or dataset_of(first) is second or first is dataset_of(second)
+
+
 def _describe_data(data: Any) -> str:
     if isinstance(data, dict):
         return "; ".join(f"{name}: {_describe_data(part)}" for name, part in data.items())
+    data = dataset_of(data)  # a loader's length is that of its batches
     length = find_length(data)
     return type(data).__name__ + ("" if length is None else f", {length:,} samples")

@@ -25,6 +25,7 @@ from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.base.validation import check_choice, check_number, check_positive_int, check_positive_number
 from pytorch_accel_lite.data.consistency import is_prepared
+from pytorch_accel_lite.data.defaults import DEFAULT_BATCH_SIZE
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, options_of
 from pytorch_accel_lite.data.sources import CollateFunction, Source
@@ -63,7 +64,6 @@ _INSTEAD_OF_CONFIGURATION = {
     "dispatch_batches": "Leave it out: each process reads its share of data that can be indexed or divided; the first "
     "process reads other streams for all.",
 }
-_DEFAULT_BATCH_SIZE = 8
 _SEEDS = 2**32 - 2**20  # leaves enough seeds for a million processes
 
 
@@ -254,7 +254,7 @@ def check_dataset(
         other_parts = {} if other is None else _by_name("", other)
         if all(map(is_loader, other_parts.values())):
             sizes = [options_of(loader).get("batch_size") for loader in (*parts.values(), *other_parts.values())]
-            is_other_size = batch_size not in (_DEFAULT_BATCH_SIZE, *sizes)
+            is_other_size = batch_size not in (DEFAULT_BATCH_SIZE, *sizes)
             options |= {"per_device_batch_size": batch_size if is_other_size else None, "collate_fn": collate_fn}
         _refuse_options(*next(iter(parts.items())), options)
 

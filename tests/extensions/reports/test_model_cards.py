@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 from huggingface_hub import ModelCard
 from torch import nn
+from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError, R2Score
 
 from pytorch_accel_lite import Trainer
@@ -21,6 +22,8 @@ from tests.adapters import bert, with_lora
 from tests.launching import CAN_SHARD
 from tests.saved_models import DATA, OTHER_DATA, ModelMixin, make_timm, saved_sharded, trained
 from tests.small_models import adamw_trainer, equal_weights, float64_model, listener, raises_at
+
+LOADER = DataLoader(OTHER_DATA, 4)
 
 
 def results(folder: Path) -> list[Any]:
@@ -171,6 +174,18 @@ def test_a_later_evaluation_of_the_same_data_replaces_values(tmp_path):
     trainer.save_model(tmp_path)
     found = [(it.dataset_split, it.metric_type, it.metric_value) for it in results(tmp_path)]
     assert found == [("validation", "loss", loss), ("validation", "mse", trainer.run_history["mse"][-1])]
+
+
+@pytest.mark.parametrize(
+    ("after", "split"),
+    [(None, "validation"), (LOADER, "validation"), (OTHER_DATA, "validation"), (DataLoader(OTHER_DATA, 5), "test")],
+)
+def test_a_card_knows_loaders_of_the_same_data(tmp_path, after, split):
+    trainer = trained(eval_dataset=LOADER)
+    loss = trainer.evaluate(after)["evaluation_loss"]
+    trainer.save_model(tmp_path)
+    assert (split, loss) in [(it.dataset_split, it.metric_value) for it in results(tmp_path)]
+    assert row(tmp_path, "Data evaluated afterwards") == [f"TensorDataset, {len(OTHER_DATA)} samples"]
 
 
 def test_metrics_of_loaded_weights_are_of_a_later_evaluation(tmp_path):
