@@ -275,7 +275,6 @@ class SequentialLoader(ShardedLoader):
         self._marks = marks
         if before not in (None, marks):
             self.stop_workers()
-            vars(source)["_iterator"] = None
 
     @property
     def _is_seeded(self) -> bool:

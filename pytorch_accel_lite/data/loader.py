@@ -263,6 +263,13 @@ class ShardedLoader(ABC):
         """
         for iterator in self._with_workers:
             iterator._shutdown_workers()
+        source = self.source
+        if (
+            isinstance(source, DataLoader)
+            and source.persistent_workers
+            and vars(source).get("_iterator") in self._with_workers
+        ):
+            vars(source)["_iterator"] = None  # torch would try to begin again with the stopped workers
         self._with_workers.clear()
 
     def __len__(self) -> int:

@@ -21,6 +21,7 @@ from tests.datasets import Batched
 from tests.launching import run_code, some_of
 from tests.small_models import (
     Rows,
+    Stream,
     adamw_trainer,
     float64_data,
     float64_model,
@@ -49,6 +50,15 @@ def test_the_loader_can_be_read_while_an_epoch_is_under_way(data, workers):
     assert inside == [12] * 6
     for epoch in (seen[:3], seen[3:]):
         assert sorted(torch.cat(epoch)[:, 0].tolist()) == sorted(float64_data(12).tensors[0][:, 0].tolist())
+
+
+def test_a_stream_with_persistent_workers_is_read_by_later_runs():
+    loader = DataLoader(Stream(), 4, num_workers=1, persistent_workers=True)
+    trainer = make_trainer()
+    trainer.train(loader, 2, eval_dataset=DataLoader(Stream(), 4, num_workers=1, persistent_workers=True))
+    assert trainer.evaluate() == trainer.evaluate(loader)
+    trainer.train(loader, 1)
+    assert trainer.progress.samples == 6
 
 
 def test_workers_are_used_only_where_they_pay_off():
