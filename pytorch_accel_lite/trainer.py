@@ -804,7 +804,7 @@ class Trainer:
         """Return the model's outputs for a batch in ``predict``. Override it to post-process them.
 
         By default, the model is called with the first element of a tuple or list, or with the keys of a dict that
-        ``forward`` takes and that are not targets.
+        ``forward`` takes, without targets such as ``labels``, unless ``forward`` requires them.
         """
         return self._batch_adapter.predict(self.model, batch)
 

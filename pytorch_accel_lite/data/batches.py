@@ -162,6 +162,7 @@ class BatchAdapter:
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         self._keys = [p.name for p in parameters if p.kind in named]
         self._optional = {p.name for p in parameters if p.default is not p.empty}
+        self._no_inputs = set(TARGET_KEYS) - (set(self._keys) - self._optional)
         self._name = type(model).__name__
         self._warned = False
         self.is_new = True
@@ -210,11 +211,11 @@ class BatchAdapter:
         return {"loss": loss_func(outputs, targets), "model_outputs": outputs}
 
     def predict(self, model: nn.Module, batch: BatchData) -> Tree:
-        """Return the model's outputs for a batch, ignoring its targets, if any."""
+        """Return the model's outputs for a batch, ignoring its targets, if any, that ``forward`` does not require."""
         if type(batch) in (list, tuple):  # the usual case
             return model(batch[0])
         if isinstance(batch, Mapping):
-            batch = {k: v for k, v in batch.items() if k not in TARGET_KEYS}
+            batch = {k: v for k, v in batch.items() if k not in self._no_inputs}
         elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
             batch = batch[:1]
         return self._call(model, batch)[0]

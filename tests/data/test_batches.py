@@ -208,6 +208,20 @@ def test_prediction_needs_no_targets():
     assert torch.equal(trainer.predict(list(x)), expected)
 
 
+def test_predict_passes_what_forward_requires():
+    class NeedsTargets(Named):
+        def forward(self, x, y, *, target, labels=None, **others):
+            assert (labels, others) == (None, {}), "targets that it does not require"
+            return self.linear(x + y + target)
+
+    x, y = float64_data(6).tensors
+    rows = [{"x": a, "y": b, "target": b, "labels": b, "label": b} for a, b in zip(x, y, strict=True)]
+    trainer = adamw_trainer(NeedsTargets())
+    with torch.no_grad():
+        expected = trainer.model.linear(x + 2 * y)
+    assert torch.allclose(trainer.predict(rows), expected, atol=1e-12, rtol=0)
+
+
 def test_the_output_of_predict_can_be_overridden():
     class Signs(Trainer):
         def calculate_predict_batch_output(self, batch):
