@@ -31,6 +31,7 @@ from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches
+from pytorch_accel_lite.run.stop_errors import StopTrainingError
 
 
 @contextmanager
@@ -104,13 +105,17 @@ def evaluate_if_due(trainer: TrainerLike, run: Run, ends_epoch: bool = False) ->
     if ends_epoch and (run.ends_with_epoch or not interval.is_time):
         return
     inner = run.derive()
+    stopped: StopTrainingError | None = None
     try:
         _evaluate_in_derived_run(trainer, inner, is_intermediate=False)
-    finally:
-        if inner.epoch_phase == EpochPhase.EVALUATED:  # even if a callback has then stopped the run
-            interval.advance(run)
-            if run.request.scheduler_metric is not None and trainer.scheduler is not None:
-                trainer.scheduler_step()
+    except StopTrainingError as stop:  # of a callback, which may come after a complete evaluation
+        stopped = stop
+    if inner.epoch_phase == EpochPhase.EVALUATED:
+        interval.advance(run)
+        if run.request.scheduler_metric is not None and trainer.scheduler is not None:
+            trainer.scheduler_step()
+    if stopped is not None:
+        raise stopped
 
 
 @contextmanager

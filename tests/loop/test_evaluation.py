@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy
 
-from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     LogMetricsCallback,
@@ -41,6 +41,7 @@ from tests.small_models import (
     listener,
     normed_model,
     on_one_process,
+    raises_at,
     weights,
 )
 
@@ -379,6 +380,29 @@ def test_a_schedule_may_follow_evaluations_within_epochs():
     )
     assert trainer.scheduler.last_epoch == 5, "one step for each evaluation"
     assert trainer.optimizer.param_groups[0]["lr"] < 0.01
+
+
+class FailsOnStep(ReduceLROnPlateau):
+    """A schedule that cannot be stepped."""
+
+    def step(self, metrics: Any, epoch: Any = None) -> None:
+        raise ArithmeticError("of the schedule")
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(OSError("of the callback"), OSError), (StopTrainingError("enough"), ArithmeticError), (None, ArithmeticError)],
+)
+def test_a_schedule_hides_no_error_of_an_evaluation(error, raised):
+    callbacks = [] if error is None else [raises_at(4, error, "on_eval_epoch_end")]
+    with pytest.raises(raised, match="of the"):
+        only_within_epochs(
+            callbacks,
+            create_scheduler_fn=FailsOnStep,
+            scheduler_interval="epoch",
+            scheduler_metric="eval_loss_epoch",
+            sanity_check=False,
+        )
 
 
 @pytest.mark.extension("model_ema")
