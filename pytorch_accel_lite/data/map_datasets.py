@@ -15,6 +15,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from pytorch_accel_lite.base.change_marks import Marks, marks_of
 from pytorch_accel_lite.base.inspection import find_length, nested_in
 from pytorch_accel_lite.base.seeding import derive_seed, draw_seed, generator_with, seed_generators
+from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.batches import Batch, Share
 from pytorch_accel_lite.data.consistency import check_order
 from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader
@@ -256,6 +257,12 @@ class MapLoader(ShardedLoader):
 
     def __init__(self, source: DataLoader[Sample], ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         super().__init__(source, ranks, device, options)
+        in_order = getattr(source, "in_order", True)  # older torchdata has no such option
+        if source.num_workers > 1 and not in_order and ranks.rank == 0:
+            warn_outside(
+                "in_order=False of a DataLoader has no effect: a run reads batches in their order, so that it gives "
+                "the same results each time and can be resumed. Leave it out."
+            )
         self._memory = self._find_memory()
         rows = None if self._memory is None else len(source.dataset)  # type: ignore[arg-type]
         self._shares = _EpochShares(source, ranks, options, rows)

@@ -64,6 +64,15 @@ def test_any_iterable_of_batches_is_read():
         assert trainer.run_history.get_metric_values(name) == pytest.approx([expected] * 2, abs=1e-12)
 
 
+@pytest.mark.parametrize("is_loader", [True, False])
+def test_a_loader_without_order_is_told_of_the_order(is_loader):
+    kwargs = {"num_workers": 2, "in_order": False, "shuffle": False}
+    data = Rows(float64_data(6))
+    arguments = {"train_dataset": DataLoader(data, 2, **kwargs)} if is_loader else {"train_dataloader_kwargs": kwargs}
+    with pytest.warns(UserWarning, match="in_order=False of a DataLoader has no effect"):
+        make_trainer(model=float64_model()).train(**({"train_dataset": data, "num_epochs": 1} | arguments))
+
+
 def test_a_loader_can_be_copied_and_knows_its_device():
     trainer = train(make_trainer())
     again = copy.copy(trainer.train_dataloader)
