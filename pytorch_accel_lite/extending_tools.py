@@ -34,6 +34,7 @@ from pytorch_accel_lite.checkpoint.models.trained_objects import (
 from pytorch_accel_lite.checkpoint.models.weights import verify_weights
 from pytorch_accel_lite.data.batches import (
     TARGET_KEYS,
+    check_items,
     complete_output,
     infer_batch_size,
     is_as_long,
@@ -90,8 +91,8 @@ from pytorch_accel_lite.tools.speed_advice import faster_data
 
 __all__ = [
     # Kinds of steps, and their conflicts.
-    "as_returned", "as_weight", "average_gradients", "buffers_beside_model", "buffers_in", "complete_output",
-    "merge_outputs", "needs_closure", "no_sync_within_window",
+    "as_returned", "as_weight", "average_gradients", "buffers_beside_model", "buffers_in", "check_items",
+    "complete_output", "merge_outputs", "needs_closure", "no_sync_within_window",
     # Batches that fail.
     "explain", "explaining", "list_samples", "names_sample", "notes_of",
     # Steps that are divided into a fixed number of shares.

@@ -326,12 +326,29 @@ def complete_output(output: BatchOutput, data: BatchData, num_samples: int | Non
         raise TypeError(f"{method} returned batch_size={size!r}; it must be a number of samples.")
     if isinstance(size, int) and size < 1:
         raise ValueError(f"{method} returned batch_size={size!r}; it must be at least 1.")
+    if "num_items_in_batch" in output:
+        check_items(output["num_items_in_batch"], f"{method} returned num_items_in_batch")
     if num_samples == 0:  # a filler batch
         output["batch_size"] = 0
     if not isinstance(losses, torch.Tensor) and losses is not None:
         output["loss"] = total_loss(losses)
         if losses.keys() != {"loss"}:
             output["losses"] = losses
+
+
+def check_items(items: object, name: str) -> None:
+    """Check a number of items, which may be a fraction, and without reading it from a device.
+
+    Args:
+        name: what has the number, for errors
+    """
+    if isinstance(items, torch.Tensor):
+        if items.numel() != 1:
+            raise ValueError(f"{name} as a tensor of shape {tuple(items.shape)}; it must be one number.")
+    elif not isinstance(items, numbers.Real):
+        raise TypeError(f"{name}={items!r}; it must be a number of items.")
+    elif not float(items) >= 0:
+        raise ValueError(f"{name}={items!r}; it must be at least 0.")
 
 
 def as_scalars(losses: Losses) -> Losses:

@@ -25,7 +25,7 @@ def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Count
 
     Raises:
         RuntimeError: if called outside a step
-        TypeError: if the value is not a real number
+        TypeError: if the value is not a real number, or the name not a string
         ValueError: if a loss of the step has this name
     """
     if self.compiled_forward is not None and torch.compiler.is_compiling():
@@ -41,6 +41,8 @@ def log(self: TrainerLike, name: str, value: torch.Tensor | float, weight: Count
             f"log({name!r}) adds to the mean of an epoch, so it can only be called in a step or its events. Record a "
             "value of an entire epoch with trainer.run_history.update_metric(name, value)."
         )
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"log(name={name!r}): the name must be a string that is not empty.")
     if name == "loss" or name in trackers.parts:
         raise ValueError(f"{name!r} is already a loss of the step. Log the value under another name.")
     if not _is_real(value):

@@ -100,7 +100,9 @@ def _is_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
         return True
     ends_its_epoch = run.progress.is_mid_epoch and run.progress.update == run.request.max_num_train_steps
     if run.is_finished and not ends_its_epoch:
-        trainer.print("Nothing left to do: the run had finished. Increase num_epochs to continue it.")
+        most = run.request.max_num_train_steps
+        length = "num_epochs" if most is None or run.progress.update < most else "max_num_train_steps"
+        trainer.print(f"Nothing left to do: the run had finished. Increase {length} to continue it.")
         return True
     return False
 

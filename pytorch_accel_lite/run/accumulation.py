@@ -104,6 +104,7 @@ class GradientWindow:
         is_guarded: whether a rank may fail within a step, so that ranks must not communicate there
         items_per_batch: number of items in a nominal micro-batch, fixed by the first batch that returns
             ``num_items_in_batch``; ``None`` if items are samples
+        has_items: whether the batches so far have come with a number of items; ``None`` before the first batch
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, steps: int, batch_size: int) -> None:
@@ -120,6 +121,7 @@ class GradientWindow:
         self.is_split = False
         self.is_guarded = False
         self.items_per_batch: float | None = None
+        self.has_items: bool | None = None
 
     @property
     def is_between_updates(self) -> bool:
@@ -147,8 +149,13 @@ class GradientWindow:
             num_samples: number of samples in this rank's micro-batch; 0 for a filler batch
             total_samples: number of samples in this micro-batch over all ranks
             items: number of items averaged in the loss, unless the items are samples
+
+        Raises:
+            ValueError: if only some of the batches have a number of items
         """
         self.has_gradients = True
+        if (items is not None) is not self.has_items and num_samples:
+            self.note_items(items)
         if self.steps == 1 and self._ranks.world_size == 1 and not self.is_split:
             self.nominal_size = self.true_size = 1
             return loss
@@ -169,6 +176,16 @@ class GradientWindow:
         self.nominal_size = nominal * self.steps * self._ranks.world_size
         self.true_size = self.true_size + added
         return loss * (local / (nominal * self.steps))
+
+    def note_items(self, items: Count | None) -> None:
+        """Note whether the first batch has a number of items; another batch of which that differs is an error."""
+        if self.has_items is not None:
+            with_, without = ("this batch", "earlier ones") if items is not None else ("earlier batches", "this one")
+            raise ValueError(
+                f"num_items_in_batch was returned for {with_}, and not for {without}. A loss is weighted by its items "
+                "or by its samples, and the two cannot be added up: return it for every batch, or for none."
+            )
+        self.has_items = items is not None
 
     def finish(self, optimizer: Optimizer) -> Count:
         """Correct the gradients if the window's true size differs from the nominal one, and start a new window.

@@ -35,7 +35,8 @@ class CountedRun(Protocol):
 
 _SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600}
 _UNITS = ("updates", "epochs", "samples", *_SECONDS)
-_NUMBER = r"(?:\d[\d_]*(?:,\d{3})*\.?\d*|\.\d+)(?:e[+-]?\d+)?"  # "0,25" is not a number here: it would be 25
+# Commas only separate thousands: "0,25" and "0,125" are no numbers here.
+_NUMBER = r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d[\d_]*)\.?\d*|\.\d+)(?:e[+-]?\d+)?"
 _EXAMPLES = "'500 updates', '0.25 epochs', '100_000 samples' or '10 minutes'"
 
 

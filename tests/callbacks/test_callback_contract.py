@@ -188,7 +188,7 @@ def test_a_run_with_a_shipped_callback_resumes_from_its_middle(callback_class, h
 
 @pytest.mark.slow
 @pytest.mark.soak
-@pytest.mark.parametrize("callback_class", some_of(SHIPPED))
+@pytest.mark.parametrize("callback_class", some_of(some_of(SHIPPED)))
 def test_a_stopped_run_with_a_shipped_callback_trains_further(callback_class, here, monkeypatch):
     def run(event: str, stops_at: int) -> Trainer:
         (here / event).mkdir(exist_ok=True)

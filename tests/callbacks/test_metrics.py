@@ -37,7 +37,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
 )
-from tests.launching import TORCHRUN, launch
+from tests.launching import TORCHRUN, launch, two_are_enough
 from tests.scripts.resumable import CopyStates, run
 from tests.small_models import adamw_trainer, float64_data, float64_model, listener, make_data, make_trainer, train
 
@@ -591,6 +591,7 @@ def all_tasks() -> list[Any]:
     return [of_task(task) for task in TASKS]
 
 
+@two_are_enough
 @pytest.mark.processes
 def test_processes_agree_on_the_kind_of_classifier(ranks):
     for by_task in ranks(all_tasks):

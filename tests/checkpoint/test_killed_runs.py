@@ -62,14 +62,14 @@ def test_sigkill_of_a_run_that_holds_data_in_attributes(tmp_path):
         assert_same(found, expected)
 
 
-@pytest.mark.soak
+@only_with_soak
 @pytest.mark.processes
-@pytest.mark.timeout(7200 if SOAK else 3600)
+@pytest.mark.timeout(7200)
 def test_sigkill_of_two_processes_leads_to_the_same_bits(tmp_path, job):
     def run_whole(folder, **options):
         job(2).run(run_to_the_end, folder, **options)
 
-    found, expected = soak(tmp_path, 100 if SOAK else 2, processes=2, evaluate_every="2 updates", run_whole=run_whole)
+    found, expected = soak(tmp_path, 100, processes=2, evaluate_every="2 updates", run_whole=run_whole)
     assert found["processes"] == 2
     assert_same(found, expected)
 
@@ -175,7 +175,7 @@ def test_sigkill_at_any_file_operation_leads_to_the_same_bits(tmp_path, asynchro
 @pytest.mark.processes
 @pytest.mark.timeout(7200 if SOAK else 1800)
 def test_sigkill_of_rank_0_at_any_file_operation_changes_no_bits(tmp_path):
-    """Kills at every twenty-fifth operation; ``make soak`` at each."""
+    """Kills at every fifty-ninth operation; ``make soak`` at each."""
     kwargs: dict[str, Any] = {"max_checkpoints": 1, "save_every_n_steps": 3, "epochs": 2}
 
     def complete(folder: Path) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def test_sigkill_of_rank_0_at_any_file_operation_changes_no_bits(tmp_path):
     whole = complete(tmp_path / "whole")
     assert whole["processes"] == 2
     kills = 0
-    for number in range(1, 300, 1 if SOAK else 25):
+    for number in range(1, 300, 1 if SOAK else 59):
         folder = tmp_path / f"killed{number}"
 
         def killed(rank, folder=folder, number=number):
@@ -201,7 +201,7 @@ def test_sigkill_of_rank_0_at_any_file_operation_changes_no_bits(tmp_path):
             break
         assert (status, of_peer) == (-signal.SIGKILL, 1)
         kills += 1
-    assert kills >= 5
+    assert kills >= 2
 
 
 def test_a_restart_with_addresses_of_dead_ranks_is_warned_of(monkeypatch):

@@ -13,6 +13,7 @@ import torch
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import print_contents
+from tests.launching import SOAK
 from tests.ranks import run_and_resume, world_size
 from tests.small_models import equal_weights, largest_difference, weights
 
@@ -196,7 +197,8 @@ def resumed(kind: str, base: Path, logical: bool) -> list[Any]:
     return run_and_resume(partial(of_processes, kind, base, logical), adapters)
 
 
-@pytest.mark.parametrize("logical", [False, True])
+@pytest.mark.soak
+@pytest.mark.parametrize("logical", [False, *[True] * SOAK])
 @pytest.mark.processes
 def test_processes_train_and_resume_adapters(kind, tmp_path, two_ranks, logical):
     base = save_base(tmp_path / "base")

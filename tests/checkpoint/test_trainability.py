@@ -12,7 +12,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.extending_callbacks import keep_in_eval, release_from_eval
-from tests.launching import two_are_enough
+from tests.launching import only_with_soak, two_are_enough
 from tests.ranks import every_state, run_and_resume
 from tests.small_models import float64_data, same_bits
 
@@ -64,6 +64,7 @@ def test_an_own_unfreezing_resumes_bit_for_bit():
     assert all(same_bits(whole, run) for run in resumed)
 
 
+@only_with_soak
 @two_are_enough
 def test_an_own_unfreezing_of_processes_resumes_bit_for_bit(ranks):
     for whole, *resumed in ranks.run(run_and_resume, train_unfreezing, weights_and_modes):

@@ -275,9 +275,9 @@ def test_modules_beside_the_model_resume_bit_for_bit(train, result):
 
 
 @two_are_enough
-@pytest.mark.parametrize(("train", "result"), BESIDE_THE_MODEL.values(), ids=BESIDE_THE_MODEL)
-def test_processes_resume_training_beside_the_model_bit_for_bit(ranks, train, result):
-    results = ranks.run(run_and_resume, train, result)
+@pytest.mark.parametrize("what", some_of(BESIDE_THE_MODEL))
+def test_processes_resume_training_beside_the_model_bit_for_bit(ranks, what):
+    results = ranks.run(run_and_resume, *BESIDE_THE_MODEL[what])
     for runs in results:
         assert len(runs) >= 3
         assert all(same_bits(results[0][0], run) for run in runs)

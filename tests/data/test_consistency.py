@@ -34,6 +34,7 @@ from torch.utils.data import (
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import OwnShard
+from tests.launching import two_are_enough
 from tests.ranks import OrderedStream, rank, world_size
 from tests.small_models import Rows, changed_manifest, make_trainer
 from tests.streams import SavesEachUpdate, mixed, shuffled
@@ -184,6 +185,7 @@ def distributed_samplers() -> Any:
     }
 
 
+@two_are_enough
 @pytest.mark.processes
 def test_a_nested_distributed_sampler_gives_the_complete_order(ranks):
     results = ranks(distributed_samplers)

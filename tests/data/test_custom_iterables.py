@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
-from tests.launching import ROOT, SOAK, EarlyFork, run_elastic_script, run_forked, some_of
+from tests.launching import ROOT, EarlyFork, only_with_soak, run_elastic_script, run_forked, some_of
 from tests.scripts.own_iterable import EPOCHS, by_hand, train
 from tests.small_models import equal_weights
 
@@ -44,14 +44,16 @@ def ended(folder: Path, processes: int, kind: str, seed: int, kill_at: int) -> l
 
 @pytest.mark.programs
 @pytest.mark.soak
-@pytest.mark.parametrize(("kind", "seed"), some_of(product(["shuffles", "at once", "draws", "lengths"], [5, -1])))
+@pytest.mark.parametrize(
+    ("kind", "seed"), some_of(some_of(product(["shuffles", "at once", "lengths", "draws"], [-1, 5])))
+)
 def test_a_killed_run_on_an_iterable_that_draws_resumes_its_bits(tmp_path, kind, seed):
     check_resumed(tmp_path, 1, kind, seed)
 
 
+@only_with_soak
 @pytest.mark.processes
-@pytest.mark.soak
-@pytest.mark.parametrize(("kind", "seed"), [("draws", 5), *([("shuffles", -1), ("lengths", 5)] if SOAK else [])])
+@pytest.mark.parametrize(("kind", "seed"), [("draws", 5), ("shuffles", -1), ("lengths", 5)])
 def test_two_processes_on_iterables_that_draw_resume_their_bits(tmp_path, kind, seed, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     check_resumed(tmp_path, 2, kind, seed)

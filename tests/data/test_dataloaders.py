@@ -24,6 +24,7 @@ from torch.utils.data import (
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.utils import DataLoaderSlice
+from tests.launching import SOAK, some_of
 from tests.ranks import OrderedStream, Recorder, rank, shared_folder, world_size
 from tests.small_models import (
     Rows,
@@ -208,14 +209,16 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "workers"), KINDS)
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "workers"), some_of(KINDS))
 def test_a_run_on_a_loader_resumes_to_the_same_bits(kind, workers):
     whole, *others = resumed(kind, workers)
     assert all(equal_weights(whole, other) for other in others)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("kind", "workers"), KINDS[:2])
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "workers"), KINDS[: 2 if SOAK else 1])
 def test_processes_on_a_loader_resume_to_the_same_bits(two_ranks, kind, workers):
     for whole, *others in two_ranks.run(resumed, kind, workers):
         assert all(equal_weights(whole, other) for other in others)

@@ -91,7 +91,10 @@ def test_an_epoch_ends_with_a_sampler_without_a_length(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_sampler_without_an_end_follows_from_seed_and_epoch(batched):
-    def read_indices(epoch, start, world_size=1, batch_size=50):
+    size = 10 if batched else 50  # as many batches are drawn ahead as samples
+    end, start_of_last = 48 * size, 22 * size + 3
+
+    def read_indices(epoch, start, world_size=1, batch_size=size):
         def source(rank):
             if batched:
                 return DataLoader(numbers(1000), batch_sampler=BatchSampler(EndlessOrder(1000), batch_size, False))
@@ -100,7 +103,7 @@ def test_a_sampler_without_an_end_follows_from_seed_and_epoch(batched):
         by_rank = []
         for rank in range(world_size):
             loader = shard(source(rank), rank_of(rank, world_size), torch.device("cpu"), 3, True)
-            by_rank.append(list(islice(loader.steps(epoch, start), 2400 // batch_size // world_size)))
+            by_rank.append(list(islice(loader.steps(epoch, start), end // batch_size // world_size)))
         return [i for step in zip(*by_rank, strict=True) for i in samples(step)]
 
     before = torch.get_rng_state()
@@ -109,8 +112,9 @@ def test_a_sampler_without_an_end_follows_from_seed_and_epoch(batched):
     torch.rand(1)
     assert read_indices(1, 0) == whole
     assert read_indices(2, 0) != whole
-    assert read_indices(1, 0, world_size=2, batch_size=25) == whole
-    assert read_indices(1, 1130, batch_size=20)[: 2400 - 1130] == whole[1130:]
+    assert read_indices(1, 0, world_size=2, batch_size=size // 2) == whole
+    later = read_indices(1, start_of_last, batch_size=size * 2 // 5)
+    assert later[: end - start_of_last] == whole[start_of_last:]
 
 
 @pytest.mark.parametrize("data", [numbers(9), Rows(numbers(9))])

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import OwnShard
-from tests.launching import SOAK, some_of
+from tests.launching import SOAK, only_with_soak, some_of
 from tests.ranks import shared_folder
 
 SIZE = 24
@@ -253,6 +253,7 @@ def interrupted_on_ranks() -> Any:
     return results
 
 
+@only_with_soak
 @pytest.mark.processes
 def test_own_generators_and_stateful_samplers_resume_on_ranks(two_ranks):
     for result in two_ranks(interrupted_on_ranks):

@@ -22,6 +22,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import OwnShard, shard
 from pytorch_accel_lite.distributed import Ranks
+from tests.launching import SOAK
 from tests.ranks import OrderedStream, Recorder
 from tests.ranks import rank as own_rank
 from tests.ranks import world_size as job_size
@@ -205,11 +206,12 @@ def require_datasets() -> None:
         pytest.skip("datasets before 5.0 skips samples when it returns to a position")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "kind",
     [
-        *("cut", "forgetful cut"),
-        pytest.param("blocks of cut", marks=pytest.mark.extension("shuffled_streams")),
+        "cut",
+        *["forgetful cut", pytest.param("blocks of cut", marks=pytest.mark.extension("shuffled_streams"))] * SOAK,
         pytest.param("mixture of cut", marks=pytest.mark.extension("mixtures")),
     ],
 )
@@ -251,7 +253,8 @@ def test_hugging_faces_streams_are_divided_by_their_shards(two_ranks, tmp_path):
     assert three[0]["printed"] == ""
 
 
-@pytest.mark.parametrize("kind", ["cut", "forgetful cut"])
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["forgetful cut", *["cut"] * SOAK])
 def test_any_number_of_processes_completes_a_divided_stream(two_ranks, job, tmp_path, kind):
     first = {}
     for processes in (1, 2, 3):
@@ -466,11 +469,14 @@ def streams_within_streams() -> Any:
             trainer = Looked(model, None, optimizer, callbacks=callbacks, seed=5)
             trainer.own_part = name == "own part"
             with redirect_stdout(StringIO()):
-                trainer.train(source(name, 13, [])[0], 2, per_device_batch_size=2, train_dataloader_kwargs={})
+                trainer.train(
+                    source(name, 13, [])[0], 2 if SOAK else 1, per_device_batch_size=2, train_dataloader_kwargs={}
+                )
             found[name, bool(callbacks)] = weights(model)
     return found
 
 
+@pytest.mark.soak
 def test_streams_are_evaluated_while_another_is_read(two_ranks):
     for found in two_ranks(streams_within_streams):
         for name in ("shelf", "cut", "own part"):

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import StepBasedEvaluationCallback
+from tests.launching import SOAK, only_with_soak
 from tests.small_models import equal_weights, listener, same_bits
 from tests.streams import Forgetful, Keeps, SavesEachUpdate, Shelf, Sums, hugging_face, mixed, rows, shuffled, train_on
 
@@ -265,7 +266,8 @@ def resumed_on(ranks: Any, kind: str, folder: Path, update: int) -> tuple[Any, A
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["shelf", "own part"])
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["own part", *["shelf"] * SOAK])
 def test_processes_continue_a_stateful_source_without_rereading(ranks, tmp_path, kind):
     check_resumed_on(ranks, tmp_path, kind)
 
@@ -313,6 +315,7 @@ def test_an_exhausted_stateful_part_repeats_its_last_batch(two_ranks, tmp_path):
     check_resumed_where_a_part_ends(two_ranks, "own part", tmp_path, 26, (12, 13))
 
 
+@only_with_soak
 @pytest.mark.processes
 def test_an_exhausted_hugging_face_part_repeats_its_last_batch(two_ranks, tmp_path):
     """The parts of 13 samples in six shards have seven and six."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
+from tests.launching import two_are_enough
 from tests.ranks import rank, world_size
 from tests.small_models import adamw_trainer, equal_weights, float64_data, float64_model, weights
 
@@ -186,6 +187,7 @@ def test_a_single_differing_bit_is_found_at_the_epochs_end(ranks, found):
         assert result["one bit, checked often"][0] == 2
 
 
+@two_are_enough
 def test_weights_may_differ_between_processes_on_purpose(found):
     first, *others = (result["on purpose"] for result in found)
     assert not any(equal_weights(first, other) for other in others)

@@ -446,6 +446,24 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
                 ValueError,
                 "batch_size=-2; it must be",
             ),
+            (
+                "a number of items that is a name",
+                lambda output: output | {"num_items_in_batch": "3"},
+                TypeError,
+                "num_items_in_batch='3'; it must be a number of items",
+            ),
+            (
+                "a negative number of items",
+                lambda output: output | {"num_items_in_batch": -5},
+                ValueError,
+                "num_items_in_batch=-5; it must be at least 0",
+            ),
+            (
+                "a number of items for each sample",
+                lambda output: output | {"num_items_in_batch": torch.ones(2)},
+                ValueError,
+                r"num_items_in_batch as a tensor of shape \(2,\); it must be one",
+            ),
         ]
     },
 }
@@ -1022,3 +1040,17 @@ def test_failed_batches_without_their_extension_name_it(monkeypatch):
     for _, call in calls[:2]:
         with pytest.raises(ValueError, match="auto_microbatch=True belongs to the extension 'failed_batches', which"):
             call(make_trainer(), auto_microbatch=True)
+
+
+@pytest.mark.parametrize("counted", [0, 1])
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"logical_processes": 2, "seed": 1}, marks=pytest.mark.extension("logical"))]
+)
+def test_items_are_returned_for_every_batch_or_for_none(counted, settings):
+    class CountsSome(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            output = super().calculate_train_batch_loss(batch)
+            return output | {"num_items_in_batch": 100} if self.progress.step == counted else output
+
+    with pytest.raises(ValueError, match=r"num_items_in_batch was returned for .*return it for every batch, or for"):
+        train(make_trainer(trainer_class=CountsSome, **settings), gradient_accumulation_steps=2)

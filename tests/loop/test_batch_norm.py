@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import LimitBatchesCallback
 from pytorch_accel_lite.extending_callbacks import keep_in_eval
+from tests.launching import two_are_enough
 from tests.ranks import global_batch, world_size
 from tests.small_models import (
     adamw_trainer,
@@ -135,6 +136,7 @@ def test_no_process_gets_a_single_sample_with_batch_norm(ranks):
         assert not any(result["error"] or result["said"] for result in with_norm)
 
 
+@two_are_enough
 def test_a_last_batch_of_one_sample_warns_with_batch_norm(ranks):
     for rank, result in enumerate(ranks(tails_with_batch_norm)):
         single = result[12 * ranks.world_size + 1, "norm"]

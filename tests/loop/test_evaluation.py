@@ -27,7 +27,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
 )
-from tests.launching import run_elastic_script
+from tests.launching import only_with_soak, run_elastic_script, some_of
 from tests.ranks import IN_ORDER, OrderedStream, world_size
 from tests.scripts.all_callbacks import run_with_all
 from tests.scripts.resumable import CopyStates, run
@@ -349,6 +349,7 @@ def test_evaluations_refuse_bad_intervals_and_missing_data():
         adamw_trainer(nn.Linear(5, 1).double()).run_evaluation()
 
 
+@only_with_soak
 @pytest.mark.processes
 @pytest.mark.extension("failed_batches", "gradient_spikes", "model_ema", "nan_report", "unfreezing")
 def test_all_callbacks_resume_the_same_bits_on_two_processes(tmp_path, job):
@@ -373,12 +374,12 @@ def test_all_callbacks_resume_the_same_bits_on_two_processes(tmp_path, job):
 
 
 def dataset_sizes() -> Any:
-    """Loss, metric and predictions for every dataset size from 1 to 20."""
+    """Loss, metric and predictions for dataset sizes from 1 to 20."""
     warnings.filterwarnings("ignore", "The ``compute`` method of metric")  # by torchmetrics, on ranks without samples
     results = {}
     model = _classifier()
     trainer = AccuracyTrainer(model, nn.CrossEntropyLoss(), None, callbacks=[])
-    for size in range(1, 21):
+    for size in some_of(range(1, 21)):
         data = _classes(size)
         metrics = trainer.evaluate(data, per_device_batch_size=3)
         predictions = trainer.predict(data, per_device_batch_size=3)
@@ -388,7 +389,7 @@ def dataset_sizes() -> Any:
 
 def test_evaluation_counts_every_sample_once_for_any_size(ranks):
     for result in ranks(dataset_sizes):
-        assert result.keys() == on_one_process(dataset_sizes).keys() == set(range(1, 21))
+        assert result.keys() == on_one_process(dataset_sizes).keys() == set(some_of(range(1, 21)))
         for size, (metrics, predictions) in result.items():
             expected_metrics, expected = on_one_process(dataset_sizes)[size]
             assert metrics == pytest.approx(expected_metrics, abs=1e-10)
@@ -399,7 +400,7 @@ def test_evaluation_counts_every_sample_once_for_any_size(ranks):
 
 def gather_in_evaluation() -> Any:
     results = {}
-    for size in range(world_size(), 25):
+    for size in some_of(range(world_size(), 25)):
         gathers = GathersEveryBatch()
         trainer = Trainer(float64_model(), nn.MSELoss(), None, callbacks=[gathers])
         trainer.evaluate(float64_data(size), per_device_batch_size=3)
@@ -409,7 +410,7 @@ def gather_in_evaluation() -> Any:
 
 def test_gathering_evaluation_batches_gives_the_data_in_order(ranks):
     for result in ranks(gather_in_evaluation):
-        assert result.keys() == set(range(ranks.world_size, 25))
+        assert result.keys() == set(some_of(range(ranks.world_size, 25)))
         for size, inputs in result.items():
             assert torch.equal(inputs, float64_data(size).tensors[0])
 

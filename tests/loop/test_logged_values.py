@@ -179,6 +179,13 @@ def test_logging_anything_but_a_number_is_refused(value):
         train(make_trainer([late]))
 
 
+@pytest.mark.parametrize("name", ["", None, 3])
+def test_a_logged_value_needs_a_name(name):
+    log = listener(on_train_step_end=lambda trainer, **_: trainer.log(name, 1.0))
+    with pytest.raises(TypeError, match=re.escape(f"log(name={name!r}): the name must be a string that is not empty")):
+        train(make_trainer([log]))
+
+
 @pytest.mark.parametrize("value", [True, 1, np.float32(1), np.ones(()), torch.ones(2, 3), torch.ones(1)])
 def test_numbers_of_all_kinds_are_logged(value):
     late = listener(on_train_step_end=lambda trainer, **_: trainer.log("x", value))

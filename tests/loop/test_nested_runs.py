@@ -20,7 +20,7 @@ from torchmetrics import MeanAbsoluteError
 
 from pytorch_accel_lite import CallbackHandler, StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import MetricsCallback, ProgressBarCallback, SaveTrainingStateCallback
-from tests.launching import CAN_SHARD
+from tests.launching import CAN_SHARD, SOAK
 from tests.sharded import gathered, large_model, mesh_of, sharding_accelerator
 from tests.small_models import (
     Broken,
@@ -159,7 +159,8 @@ def run(event: str, action: Any, seed: int | None) -> tuple[Any, Witness, Nested
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", [5, *[None] * SOAK])
 @pytest.mark.parametrize("action", [evaluate, predict, predict_a_part])
 @pytest.mark.parametrize("event", EVENTS)
 def test_a_nested_run_does_not_change_the_outer_run(event, action, seed):

@@ -11,7 +11,7 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.data.splitting import concatenate
-from tests.launching import run_code
+from tests.launching import run_code, two_are_enough
 from tests.ranks import OrderedStream
 from tests.small_models import adamw_trainer, float64_data, float64_model, listener, on_one_process
 
@@ -80,6 +80,7 @@ def predicted_streams() -> Any:
     return results
 
 
+@two_are_enough
 @pytest.mark.processes
 def test_streams_are_predicted_in_order_by_several_processes(ranks):
     for result in ranks(predicted_streams):
@@ -131,6 +132,7 @@ def many_kinds_of_predictions() -> Any:
     return results
 
 
+@two_are_enough
 def test_predictions_of_any_kind_are_those_of_one_process(ranks):
     one = on_one_process(many_kinds_of_predictions)
     for rank, result in enumerate(ranks(many_kinds_of_predictions)):

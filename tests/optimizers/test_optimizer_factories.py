@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LinearLR, StepLR
 
 from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import EarlyStoppingCallback, LearningRateMonitorCallback
-from tests.launching import CAN_SHARD
+from tests.launching import CAN_SHARD, only_with_soak
 from tests.ranks import check_processes, every_state, final_weights, world_size
 from tests.sharded import gathered, large_model, mesh_of, sharding_accelerator
 from tests.small_models import (
@@ -95,6 +95,7 @@ def weights_of_made() -> dict[str, torch.Tensor]:
     return final_weights(train_with(made))
 
 
+@only_with_soak
 @pytest.mark.soak
 def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
     results = check_processes(two_ranks, partial(train_with, factory))

@@ -24,6 +24,7 @@ from pytorch_accel_lite.callbacks import (
     SaveBestModelCallback,
     SaveTrainingStateCallback,
 )
+from tests.launching import only_with_soak
 from tests.ranks import check_processes, every_state, world_size
 from tests.small_models import (
     adamw_trainer,
@@ -225,6 +226,7 @@ def test_a_list_of_optimizers_is_numbered():
         trainer.optimizer["rest"]
 
 
+@only_with_soak
 @pytest.mark.soak
 def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
     check_processes(two_ranks, train_with_two)

@@ -58,9 +58,9 @@ def run_worker(module: str, *arguments: str) -> dict[str, float]:
         ("tensors", ["plain loop, indexing tensors", "ours, default without bar"]),
         ("first", ["ours, no callbacks"]),
         ("evaluation", ["plain loop", "ours"]),
-        ("memory", ["plain loop", "ours"]),
         ("callbacks", ["GradientNormCallback", "all together"]),
-        ("gpu_resnet", ["bf16: plain loop again (control)", "float32, TF32: ours"]),
+        *[("memory", ["plain loop", "ours"])] * SOAK,
+        *[("gpu_resnet", ["bf16: plain loop again (control)", "float32, TF32: ours"])] * SOAK,
         *[("gpu_transformer", ["bf16, CUDA graphs: plain loop again (control)", "bf16, compiled: ours"])] * SOAK,
     ],
 )
@@ -168,6 +168,7 @@ def test_an_update_sends_as_much_as_a_hand_written_one():
     assert "| ours: a state saved |" in messages
 
 
+@only_with_soak
 def test_logical_processes_are_measured_against_ddp_by_hand():
     rows = printed_rows(run_module("benchmarks.logical", "--quick", "--rounds", "1", "--updates", "3", "--batch", "2"))
     assert [len(row) for row in rows] == [2, 2, 4, 4, 4, 4]
@@ -177,6 +178,7 @@ def test_logical_processes_are_measured_against_ddp_by_hand():
         assert sent == "0.00 MB"  # of one process
 
 
+@only_with_soak
 def test_ways_of_feeding_processes_are_compared_with_a_loop():
     rows = printed_rows(run_module("benchmarks.streams", "--quick"))
     assert len(rows) == 9
@@ -192,6 +194,7 @@ def test_ways_of_agreeing_are_compared_with_no_exchange():
     assert all(float(figure) > 0 for figures in rows.values() for figure in figures)
 
 
+@only_with_soak
 def test_every_path_is_measured_against_a_loop_on_its_data():
     chosen = ["--only", "list", "seed and states", "--columns", "no callbacks", "everything on"]
     rows = {
@@ -212,6 +215,7 @@ def test_packed_texts_are_measured_against_padded_ones():
         assert all(float(cells[column].split()[0]) > 0 for column in (1, 2, 4, 5))
 
 
+@only_with_soak
 def test_states_are_measured_against_what_torch_saves_and_loads(tmp_path):
     rows = printed_rows(run_module("benchmarks.saving", "--rounds", "1", "--millions", "1", "--folders", str(tmp_path)))
     assert len(rows) == 6
@@ -256,6 +260,7 @@ def test_evaluations_and_predictions_are_measured_against_loops():
         assert float(rows[name][2]) > 0  # the ratio of the CPU times
 
 
+@only_with_soak
 @pytest.mark.slow
 def test_the_parts_of_the_start_are_measured():
     def run():

@@ -152,6 +152,7 @@ def train_sharded(checkpoint: str) -> str:
         sys.path.remove(str(ROOT / "examples"))
 
 
+@only_with_soak
 @CAN_SHARD
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -121,7 +121,8 @@ def with_dependents(name: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "deleted",
-    some_of(some_of(with_dependents(name) for name in EXTENSIONS)) + ([EXTENSIONS] if len(EXTENSIONS) > 1 else []),
+    some_of(some_of(some_of(with_dependents(name) for name in EXTENSIONS)))
+    + ([EXTENSIONS] if len(EXTENSIONS) > 1 else []),
     ids=lambda names: "all" if names == EXTENSIONS else names[0],
 )
 def test_the_core_works_without_extensions(tmp_path, tmp_path_factory, deleted):

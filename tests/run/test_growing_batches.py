@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.placeholders import PlaceholderError
-from tests.launching import SOAK
+from tests.launching import SOAK, some_of
 from tests.ranks import shared_folder, world_size
 from tests.small_models import equal_weights, float64_data, float64_model, largest_difference, listener, weights
 
@@ -109,12 +110,12 @@ def test_a_schedule_is_as_long_as_the_run():
     assert run(create_scheduler_fn=create)["trainer"].optimizer.param_groups[0]["lr"] == pytest.approx(1e-10)
 
 
-def resumed(**kwargs: Any) -> Any:
-    """Whether the runs that resume from each state end in the bits of the whole one."""
+def resumed(of: Callable[[list[Path]], list[Path]] = list, **kwargs: Any) -> Any:
+    """Whether the runs that resume from each state, or from some of them, end in the bits of the whole one."""
     with shared_folder() as folder:
         whole = run(folder=folder / "whole", **kwargs)
         same = []
-        for state in sorted((folder / "whole").glob("update-*"))[:-1]:
+        for state in of(sorted((folder / "whole").glob("update-*"))[:-1]):
             again = run(folder=folder / f"after-{state.name}", resume_from=state, **kwargs)
             samples = whole["samples"][-len(again["samples"]) :]
             same.append(equal_weights(again["weights"], whole["weights"]) and again["samples"] == samples)
@@ -139,9 +140,9 @@ def test_a_run_resumes_to_the_same_bits(kwargs):
 @pytest.mark.processes
 @pytest.mark.parametrize("count", [2, 3] if SOAK else [2])
 def test_several_processes_resume_to_the_same_bits(job, count):
-    for processes, same in job(count)(resumed):
+    for processes, same in job(count).run(resumed, some_of):
         assert processes == count
-        assert len(same) >= 7
+        assert len(same) >= 3
         assert all(same)
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite import Interval, StopTrainingError, TrainerCallback, callbacks
 from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveBestModelCallback, SaveTrainingStateCallback
-from tests.launching import some_of
+from tests.launching import SOAK, some_of
 from tests.ranks import global_batch, world_size
 from tests.small_models import adamw_trainer, equal_weights, float64_data, float64_model, listener, weights
 
@@ -142,7 +142,8 @@ def stop_in(event: str, update: int) -> TrainerCallback:
 
 
 @pytest.mark.parametrize("event", ["on_update_end", "on_eval_epoch_start", "on_eval_step_end", "on_eval_epoch_end"])
-@pytest.mark.parametrize("update", [4, 6, 8])
+@pytest.mark.soak
+@pytest.mark.parametrize("update", [6, *[4, 8] * SOAK])
 def test_no_evaluation_is_lost_or_repeated_where_a_run_stops(event, update, tmp_path):
     create = partial(ReduceLROnPlateau, patience=0, threshold=1e9)
     kwargs = {
@@ -175,7 +176,7 @@ def test_the_best_of_several_evaluations_in_an_epoch_is_kept(tmp_path):
 
 @pytest.mark.extension("model_ema")
 @pytest.mark.soak
-@pytest.mark.parametrize("update", some_of(range(1, 18)))
+@pytest.mark.parametrize("update", some_of(some_of(range(1, 18))))
 def test_a_run_resumed_within_an_epoch_has_the_same_best_models(update, tmp_path):
     """Also from a state saved between an evaluation and the callbacks that look at it."""
 
@@ -206,7 +207,7 @@ def test_an_epoch_improves_if_any_of_its_evaluations_does():
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("update", some_of(range(1, 18)))
+@pytest.mark.parametrize("update", some_of(some_of(range(1, 18))))
 def test_a_run_resumed_within_an_epoch_has_the_same_patience(update, tmp_path):
     values = {2: 1.0, 8: 2.0}
 
@@ -248,9 +249,12 @@ def test_rows_are_written_at_intervals(tmp_path):
     assert [int(re.findall(r'"update": (\d+)', row)[0]) for row in rows] == [3, 5, 8, 10, 13, 15, 18]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("every", "updates"),
-    [("1 epochs", [6, 12, 18]), ("0.5 epochs", [3, 6, 9, 12, 15, 18]), ("1.5 epochs", [9, 18]), ("3 epochs", [18])],
+    some_of(
+        [("1.5 epochs", [9, 18]), ("1 epochs", [6, 12, 18]), ("3 epochs", [18]), ("0.5 epochs", [3, 6, 9, 12, 15, 18])]
+    ),
 )
 @pytest.mark.extension("metrics_file")
 def test_rows_at_intervals_of_epochs_are_of_their_last_updates(every, updates, tmp_path):
@@ -298,6 +302,8 @@ def test_a_fraction_of_an_unknown_length_is_an_error():
         ("-1 epochs", ValueError, "evaluate_every='-1 epochs' must be a positive number"),
         ("0.5 updates", ValueError, "evaluate_every='0.5 updates' must be an integer number of updates"),
         ("0,25 epochs", ValueError, "evaluate_every='0,25 epochs' must be a positive number"),
+        ("0,125 epochs", ValueError, "evaluate_every='0,125 epochs' must be a positive number"),
+        ("1000,500 updates", ValueError, "evaluate_every='1000,500 updates' must be a positive number"),
         ("1.2.3 epochs", ValueError, "must be a positive number"),
         ("1e9999999 updates", ValueError, "evaluate_every='1e9999999 updates' must be a positive number"),
         ("1e-9999999 epochs", ValueError, "It must fit into a float."),

@@ -31,6 +31,7 @@ from pytorch_accel_lite.callbacks import (
     StepBasedEvaluationCallback,
 )
 from pytorch_accel_lite.extending import TRAINING_CHECKS
+from tests.launching import some_of
 from tests.ranks import world_size
 from tests.shared_trainings import StopsAt
 from tests.small_models import equal_weights, listener, make_data, make_model, make_trainer, raises_at, train, weights
@@ -169,8 +170,9 @@ def test_a_stopped_run_trains_further_if_an_argument_changed(tmp_path, event, ch
     check_trained_further(trained_further(tmp_path, event, change), change)
 
 
+@pytest.mark.soak
 @pytest.mark.processes
-@pytest.mark.parametrize("event", EVENTS_THAT_STOP)
+@pytest.mark.parametrize("event", some_of(EVENTS_THAT_STOP))
 def test_a_run_that_one_process_stopped_is_trained_further(tmp_path, two_ranks, event):
     first, second = two_ranks.run(trained_further, tmp_path, event, "callback")
     check_trained_further(first, "callback")

@@ -123,7 +123,7 @@ NESTED = ["on_train_step_end", "on_train_epoch_end", "on_eval_epoch_end", "on_tr
 
 @pytest.mark.slow
 @pytest.mark.soak
-@pytest.mark.parametrize(("event", "every"), some_of(product(NESTED, [1, 2])))
+@pytest.mark.parametrize(("event", "every"), some_of(some_of(product(NESTED, [1, 2]))))
 def test_an_evaluation_within_a_run_adds_no_watched_value(here, event, every):
     """The targets of the test data are the opposite, so the error of the best epoch is the largest there."""
     x, y = make_data(12).tensors

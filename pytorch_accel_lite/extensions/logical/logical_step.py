@@ -138,6 +138,8 @@ class LogicalWindow(GradientWindow):
     def scale(self, loss: torch.Tensor, num_samples: int, total_samples: int, items: Count | None) -> torch.Tensor:
         """Return the loss of a share, weighted by its part of the window; the step counts the samples."""
         weight: Count = num_samples
+        if (items is not None) is not self.has_items and num_samples:
+            self.note_items(items)
         if items is not None:
             # The weight of a share before the true number is known is arbitrary, but the same on all processes.
             self.items_per_batch = float(self._batch_size)

@@ -37,6 +37,7 @@ from pytorch_accel_lite.extending_tools import (
     average_gradients,
     buffers_beside_model,
     buffers_in,
+    check_items,
     complete_output,
     infer_batch_size,
     optimized_parameters,
@@ -179,6 +180,7 @@ class ManualStep(Step):
         total = samples if batch.total_samples is None else batch.total_samples
         self.losses[name] = loss.detach()
         if items is not None:
+            check_items(items, f"update(optimizer={name!r}): num_items")
             self.items[name] = items
         output: BatchOutput = {"loss": loss} if items is None else {"loss": loss, "num_items_in_batch": items}
         if trainer.callback_handler.listeners["on_backward_start"]:

@@ -17,7 +17,7 @@ from torch import nn
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.finetuning import Layer, LayerGroup, ModelFreezer, layer_group_parameters, stays_in_eval
 from tests import ancestor as ancestors
-from tests.launching import two_are_enough
+from tests.launching import only_with_soak, two_are_enough
 from tests.ranks import IN_ORDER, global_batch
 from tests.small_models import (
     adamw_trainer,
@@ -249,6 +249,7 @@ def unfrozen_by_hand() -> dict[int, dict[str, torch.Tensor]]:
     return results
 
 
+@only_with_soak
 @two_are_enough
 def test_several_processes_unfreeze_as_one(ranks):
     alone = unfrozen_by_hand()

@@ -304,6 +304,7 @@ def unfreezing() -> dict[str, Any]:
 
 
 ALL: list[Callable[[], Any]] = [images, with_workers, few_samples, tokens, metrics, combined, unfreezing]
+FEW = [with_workers, few_samples, combined]
 NEEDED: dict[Callable[[], Any], tuple[str, ...]] = {
     **dict.fromkeys([images, with_workers, few_samples], ("model_ema",)),
     combined: ("mixtures",),
@@ -364,7 +365,7 @@ def test_the_order_of_a_sum_does_not_depend_on_who_adds(terms):
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.extension(*NEEDED.get(case, ()))) for case in ALL],
+    [pytest.param(case, marks=pytest.mark.extension(*NEEDED.get(case, ()))) for case in (ALL if SOAK else FEW)],
     ids=lambda case: case.__name__,
 )
 def test_any_number_of_processes_gives_the_same_bits(ranks, case):
@@ -489,6 +490,7 @@ def resumed(state: Path, options: dict[str, Any] | None = None) -> dict[str, Any
         return images(resume_from=state, **(options or {}))
 
 
+@only_with_soak
 @pytest.mark.extension("model_ema")
 def test_a_run_resumes_the_same_bits_on_any_number_of_processes(uninterrupted, job):
     """Resumes within an epoch and at its end."""

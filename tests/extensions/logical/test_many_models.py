@@ -286,7 +286,7 @@ def test_the_models_have_different_hashes():
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("processes", "is_sharded"), [(2, True), (3, False), *[(2, False)] * SOAK])
+@pytest.mark.parametrize(("processes", "is_sharded"), [(3, False), *[(2, True), (2, False)] * SOAK])
 def test_every_model_has_one_hash(job, processes, is_sharded):
     creators = [*MODELS] if SOAK else SOME
     for found in job(processes).run(hashes, creators, is_sharded):

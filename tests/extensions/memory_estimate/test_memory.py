@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import ModelEmaCallback
 from pytorch_accel_lite.extensions.memory_estimate.live_bytes import LiveBytes
-from tests.launching import CAN_SHARD
+from tests.launching import CAN_SHARD, SOAK
 from tests.small_models import Stream, adamw_trainer, equal_weights, float64_data, float64_model, listener, make_trainer
 
 BATCH = 64
@@ -146,7 +146,8 @@ def test_the_estimated_peak_is_the_allocators():
 
 @pytest.mark.processes
 @CAN_SHARD
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.soak
+@pytest.mark.parametrize("steps", [1, 2] if SOAK else [1])
 def test_the_peak_of_a_sharded_model_is_that_of_a_job(two_ranks, steps):
     options = {"gradient_accumulation_steps": steps}
     found = trainer_of_blocks(Sharding).estimate_memory(rows(), BATCH, 2, **options, **quick)

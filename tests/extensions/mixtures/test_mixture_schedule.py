@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import MixtureScheduleCallback
 from pytorch_accel_lite.data import Mixture, MixtureStream
-from tests.launching import SOAK
+from tests.launching import SOAK, only_with_soak
 from tests.ranks import every_state, run_and_resume, world_size
 from tests.small_models import (
     adamw_trainer,
@@ -178,6 +178,7 @@ def update_run(folder: Path | None = None, **kwargs: Any) -> Trainer:
     return by_updates(folder, of_the_loss, every_n_updates=3, **kwargs)
 
 
+@only_with_soak
 @pytest.mark.processes
 def test_schedules_by_updates_resume_on_any_process_count(two_ranks):
     alone = run_and_resume(update_run, result)

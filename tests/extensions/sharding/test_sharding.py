@@ -22,7 +22,7 @@ from torchmetrics import MeanSquaredError
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import MetricsCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import read_checkpoint
-from tests.launching import CAN_SHARD, some_of
+from tests.launching import CAN_SHARD, SOAK, only_with_soak
 from tests.ranks import rank as own_rank
 from tests.ranks import world_size
 from tests.sharded import (
@@ -190,8 +190,8 @@ def test_accelerate_may_shard_in_two_dimensions(tmp_path, job):
         assert resumed["history"] == whole["history"]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(("how", "processes"), some_of([("fsdp", 2), ("hsdp", 4), ("tp_fsdp", 4)]))
+@only_with_soak
+@pytest.mark.parametrize(("how", "processes"), [("fsdp", 2), ("hsdp", 4), ("tp_fsdp", 4)])
 def test_runs_of_sharded_models_resume_to_the_same_bits(tmp_path, job, how, processes):
     for uninterrupted, *resumed in job(processes).run(train_and_resume, how, tmp_path):
         assert len(resumed) == 2
@@ -210,8 +210,11 @@ def reductions(how: str) -> dict[str, int]:
     return {kind: sum(n for name, n in counts.items() if kind in name) for kind in ("reduce_scatter", "allreduce")}
 
 
+@pytest.mark.soak
 def test_gradients_are_reduced_once_in_an_update(job):
     assert job(2).run(reductions, "fsdp")[0]["reduce_scatter"] == 3  # one for each module with parameters
+    if not SOAK:
+        return
     found = job(4).run(reductions, "hsdp")[0]
     assert found["reduce_scatter"] == 3 * 4  # keeps only the shards of the gradients
     assert found["allreduce"] == job(4).run(reductions, "fsdp")[0]["allreduce"] + 3
@@ -233,7 +236,8 @@ def averaged(how: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.extension("model_ema")
-@pytest.mark.parametrize(("how", "processes"), [("fsdp", 2), ("tp_fsdp", 4)])
+@pytest.mark.soak
+@pytest.mark.parametrize(("how", "processes"), [("fsdp", 2), *[("tp_fsdp", 4)] * SOAK])
 def test_weights_are_averaged_and_evaluated_in_shards(tmp_path, job, how, processes):
     expected = averaged("whole", tmp_path)[0]
     for whole, resumed in job(processes).run(averaged, how, tmp_path):
@@ -383,7 +387,8 @@ def test_a_sharded_transformers_model_trains(tmp_path, two_ranks):
             assert found["history"][name] == pytest.approx(values, abs=1e-6)
 
 
-@pytest.mark.parametrize(("how", "processes"), [("tp", 2), ("tp_ddp", 4), ("tp_fsdp", 4)])
+@pytest.mark.soak
+@pytest.mark.parametrize(("how", "processes"), [("tp", 2), ("tp_fsdp", 4), *[("tp_ddp", 4)] * SOAK])
 def test_processes_of_tensor_parallelism_share_their_batches(job, how, processes):
     by_rank = job(processes).run(trained, how)
     for rank, found in enumerate(by_rank):
@@ -420,7 +425,8 @@ def random_data_alike(how: str) -> list[tuple[Any, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("how", "processes"), [("tp", 2), ("tp_fsdp", 4)])
+@pytest.mark.soak
+@pytest.mark.parametrize(("how", "processes"), [("tp", 2), *[("tp_fsdp", 4)] * SOAK])
 def test_tensor_parallel_processes_share_random_numbers(job, how, processes):
     by_rank = job(processes).run(random_data_alike, how)
     for first, second in zip(by_rank[::2], by_rank[1::2], strict=True):

@@ -114,7 +114,7 @@ def test_the_losses_of_rows_are_means_since_the_row_before(uninterrupted):
 @OF_THE_SCRIPT
 def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, saver_first):
     """SIGKILL at random times after a start; ``make soak`` for more of them."""
-    kills, wanted, chance = 0, 20 if SOAK else 3, random.Random(5)
+    kills, wanted, chance = 0, 20 if SOAK else 2, random.Random(5)
     page = tmp_path / "log" / "run.json"
     while True:
         began = page.stat().st_mtime_ns if page.exists() else 0

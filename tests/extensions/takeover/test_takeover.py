@@ -232,7 +232,7 @@ def test_without_logical_processes_a_loss_is_an_error(tmp_path):
     ("how", "kills", "begins"),
     [
         ("fsdp", kill(rank2="forward:13", rank1="prediction:1"), ["update-000000005", "update-000000008"]),
-        ("hsdp", kill(rank0="forward:13", rank2="forward:13"), ["update-000000005"]),
+        *[("hsdp", kill(rank0="forward:13", rank2="forward:13"), ["update-000000005"])] * SOAK,
         *[("hsdp", kill(rank0="forward:3", rank2="forward:3"), ["the beginning: no state had been saved"])] * SOAK,
         *[("hsdp", kill(rank2="beginning"), ["the beginning: no state had been saved"])] * SOAK,
         *[("fsdp", {"2": {"forward:13": KILLED}, "0": {"sharding again": KILLED}}, ["update-000000005"])] * SOAK,

@@ -12,6 +12,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import GradualUnfreezingCallback, SaveTrainingStateCallback
 from tests.adapters import bert, rows
 from tests.extensions.finetuning.test_layer_groups import in_groups
+from tests.launching import only_with_soak
 from tests.small_models import adamw_trainer, equal_weights, largest_difference, listener, weights
 
 pytest.importorskip("transformers")
@@ -65,6 +66,7 @@ def test_unfreezing_by_depth_resumes_to_the_same_bits(tmp_path):
     assert all(equal_weights(found, expected) for found, expected in zip(resumed[:2], whole[:2], strict=True))
 
 
+@only_with_soak
 @pytest.mark.extension("model_ema")
 def test_several_processes_unfreeze_by_depth_as_one(two_ranks):
     alone = unfreezing()

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import WorstSamplesCallback
-from tests.launching import CAN_SHARD
+from tests.launching import CAN_SHARD, SOAK
 from tests.sharded import fit, gathered, large_model, sharded_trainer, sharding_accelerator
 from tests.small_models import Stream, adamw_trainer, float64_data, float64_model, make_data, make_trainer, train
 
@@ -209,7 +209,8 @@ def worst_of_a_sharded_model(how: str) -> list[int]:
 
 @CAN_SHARD
 @pytest.mark.processes
-@pytest.mark.parametrize(("how", "processes"), [("fsdp", 2), ("tp", 2), ("hsdp", 4), ("tp_fsdp", 4)])
+@pytest.mark.soak
+@pytest.mark.parametrize(("how", "processes"), [("fsdp", 2), ("tp", 2), *[("hsdp", 4), ("tp_fsdp", 4)] * SOAK])
 def test_processes_with_sharded_weights_find_those_of_one(job, how, processes):
     expected = worst_of_a_sharded_model("whole")
     for found in job(processes).run(worst_of_a_sharded_model, how):
