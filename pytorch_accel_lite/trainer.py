@@ -953,8 +953,17 @@ class Trainer:
         """Skip the coming update, leaving weights, optimizer and scheduler unchanged.
 
         Call it in ``on_optimizer_step_start``, on every process. ``progress.update`` still counts the update.
+
+        Raises:
+            RuntimeError: if no update is about to be made, where it would do nothing
         """
-        self.current_run.stepper.skips_update = True
+        stepper = self.current_run.stepper
+        if not stepper.can_skip_update:
+            raise RuntimeError(
+                "skip_update() skips an update that is about to be made, and there is none here. Call it in a "
+                "callback's on_optimizer_step_start, or in an overridden clip_gradients or optimizer_step."
+            )
+        stepper.skips_update = True
 
     @property
     def update_was_skipped(self) -> bool:

@@ -285,6 +285,6 @@ def _recording_apart_from_run(trainer: TrainerLike) -> AbstractContextManager[No
         return nullcontext()
     history, progress = trainer.run_history, trainer.progress
     is_between = progress.epochs_completed and not progress.is_mid_epoch
-    epoch = progress.epochs_completed if is_between else history.current_epoch
+    epoch = max(history.current_epoch - 1, 1) if is_between else history.current_epoch
     apart: AbstractContextManager[None] = history.recording_apart(epoch)
     return apart

@@ -87,6 +87,13 @@ def print_state_contents(trainer: TrainerLike, run: Run) -> None:
 
 def end_if_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
     """Return whether a resumed run has nothing left to do; if so, end it and print why."""
+    is_over = _is_complete(trainer, run, state)
+    trainer.run_history.set_between_epochs(is_over and not run.progress.is_mid_epoch)
+    return is_over
+
+
+def _is_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
+    """Return whether a resumed run has nothing left to do; if so, note a reason to stop it, and print why."""
     about = state.metadata
     if about["stop_reason"] is not None and not about["interrupted"] and not _continues_after_stop(trainer, run, about):
         run.end.reason, run.end.stopped_by = about["stop_reason"], about.get("stopped_by")

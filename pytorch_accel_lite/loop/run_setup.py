@@ -242,6 +242,7 @@ def _begin_history(trainer: TrainerLike, run: Run, reset: bool) -> None:
     """Clear the history, or continue it; if the run before has ended within an epoch, in a new epoch."""
     was_mid_epoch = run.previous is not None and run.previous.progress.is_mid_epoch
     run.drop_previous()
+    run.cleanup.callback(trainer.run_history.set_between_epochs, False)
     if reset:
         trainer.run_history.reset()
     elif was_mid_epoch:

@@ -82,6 +82,7 @@ def begin_epoch(trainer: TrainerLike, run: Run) -> None:
     if is_new or run.epoch_is_trained:
         end_resuming(trainer, run)
     if is_new:
+        trainer.run_history.set_between_epochs(False)
         run.progress.start_epoch()
         run.window.filled = 0
 
@@ -92,6 +93,7 @@ def complete_epoch(trainer: TrainerLike, run: Run) -> None:
         run.evaluation_interval.advance(run, ends_epoch=True)
     run.epoch_phase = EpochPhase.TRAINING
     run.progress.epochs_completed = run.progress.epoch
+    trainer.run_history.set_between_epochs(True)
     trainer.call_event("on_epoch_checkpoint")
     run.control.sync(now=True, can_save=True)
 

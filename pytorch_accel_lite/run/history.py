@@ -36,8 +36,9 @@ class RunHistory(ABC):
     to the names, as with a dict. Unlike an empty dict, an empty history is true. Its ``repr`` shows the latest values.
 
     To write a history of your own, derive it from ``InMemoryRunHistory``, or define the abstract methods. A run records
-    the mean losses of each epoch with ``record_means``, then calls ``_increment_epoch``. It calls ``shorten`` and
-    ``recording_apart`` for evaluations that do not belong to it; a history may leave them as they are.
+    the mean losses of each epoch with ``record_means``, then calls ``_increment_epoch`` and ``set_between_epochs``. It
+    calls ``shorten`` and ``recording_apart`` for evaluations that do not belong to it. Except the first two, a history
+    may leave them as they are.
     """
 
     #: Whether greater values are better, by metric name, as far as known from the run.
@@ -89,6 +90,13 @@ class RunHistory(ABC):
 
     def _set_epoch(self, epoch: int) -> None:  # noqa: B027
         """Set the epoch for an evaluation after a run. Histories may ignore it."""
+
+    def set_between_epochs(self, is_between: bool) -> None:  # noqa: B027
+        """Set whether the current epoch has not begun, so that values belong to the previous one.
+
+        A run counts an epoch before ``on_epoch_checkpoint``: states that are saved there begin with the next one. After
+        the run, values belong to the current epoch again. Histories may ignore all this.
+        """
 
     @contextmanager
     def recording_apart(self, epoch: int) -> Iterator[None]:
@@ -266,6 +274,7 @@ class InMemoryRunHistory(RunHistory):
 
     metric_name_prefix: str = ""
     current_epoch: int = 1
+    _is_between_epochs = False
 
     def __init__(self) -> None:
         InMemoryRunHistory.reset(self)  # not self.reset(): a subclass's own may need attributes that do not exist yet
@@ -276,6 +285,7 @@ class InMemoryRunHistory(RunHistory):
         self._epochs: dict[str, list[int]] = {}
         self._apart: dict[str, set[int]] = {}  # indices of values from outside a run, by metric
         self._is_apart = False
+        self._is_between_epochs = False
         self._source = ""  # source of the values being recorded, if they are means of losses
         self._sources: dict[str, tuple[int, str]] = {}  # epoch and source of the latest value, by metric
 
@@ -310,7 +320,7 @@ class InMemoryRunHistory(RunHistory):
         if self._is_apart:
             self._apart.setdefault(name, set()).add(len(self._metrics.get(name, ())))
         self._metrics.setdefault(name, []).append(metric_value)
-        self._epochs.setdefault(name, []).append(self.current_epoch)
+        self._epochs.setdefault(name, []).append(self._epoch_of_values)
 
     def record_means(self, means: Mapping[str, float], source: str) -> None:
         before, self._source = self._source, source
@@ -322,12 +332,17 @@ class InMemoryRunHistory(RunHistory):
     def _check_source(self, name: str) -> None:
         """Check that a name is not used for both a loss and another metric in an epoch."""
         epoch, source = self._sources.get(name, (0, ""))
-        if epoch == self.current_epoch and source != self._source:
+        if epoch == self._epoch_of_values and source != self._source:
             raise ValueError(
                 f"Both the run itself, as a loss or a logged value, and something else record the metric {name!r}, so "
                 f"epoch {epoch} would have two values of it. Record the other one under another name."
             )
-        self._sources[name] = self.current_epoch, self._source
+        self._sources[name] = self._epoch_of_values, self._source
+
+    @property
+    def _epoch_of_values(self) -> int:
+        """The epoch to which values belong that are recorded now."""
+        return max(self.current_epoch - self._is_between_epochs, 1)
 
     def delete_metric(self, metric_name: str) -> None:
         self.get_latest_metric(metric_name)
@@ -348,18 +363,23 @@ class InMemoryRunHistory(RunHistory):
 
     def _increment_epoch(self) -> None:
         self.current_epoch += 1
+        self._is_between_epochs = False
 
     def _set_epoch(self, epoch: int) -> None:
         self.current_epoch = epoch
 
+    def set_between_epochs(self, is_between: bool) -> None:
+        self._is_between_epochs = is_between
+
     @contextmanager
     def recording_apart(self, epoch: int) -> Iterator[None]:
-        was_apart, self._is_apart = self._is_apart, True
+        before = self._is_apart, self._is_between_epochs
+        self._is_apart, self._is_between_epochs = True, False
         try:
             with super().recording_apart(epoch):
                 yield
         finally:
-            self._is_apart = was_apart
+            self._is_apart, self._is_between_epochs = before
 
     def state_dict(self) -> StateDict:
         """Return everything recorded, and the current epoch."""
@@ -372,7 +392,7 @@ class InMemoryRunHistory(RunHistory):
 
     def load_state_dict(self, state: StateDict) -> None:
         """Load a state returned by ``state_dict()``."""
-        self.current_epoch = state["current_epoch"]
+        self.current_epoch, self._is_between_epochs = state["current_epoch"], False
         self._metrics = {name: list(values) for name, values in state["metrics"].items()}
         self._epochs = {name: list(epochs) for name, epochs in state["epochs"].items()}
         self._apart = {name: set(places) for name, places in state.get("apart", {}).items()}

@@ -82,6 +82,8 @@ class Step:
         gradient_norm: the total norm of the gradients of the current update, if it has been computed
         skips_update: whether the current update is skipped by ``skip_update()``; after a step that updates optimizers
             one by one, whether any of them was skipped
+        can_skip_update: whether ``skip_update()`` may be called: in an update whose optimizer step is still to be made,
+            or is being made
         skipped_updates: number of updates of the run for which ``trainer.update_was_skipped`` was true
     """
 
@@ -93,6 +95,7 @@ class Step:
     def __init__(self) -> None:
         self.gradient_norm: torch.Tensor | None = None
         self.skips_update = False
+        self.can_skip_update = False
         self.skipped_updates = 0
 
     @property

@@ -88,7 +88,7 @@ class PlainStep(Step):
         listeners = trainer.callback_handler.listeners
         run.window.finish(trainer.optimizer)
         self.gradient_norm = None
-        self.skips_update = False
+        self.skips_update, self.can_skip_update = False, True
         trainer.clip_gradients()
         if listeners["on_optimizer_step_start"]:
             trainer.call_event("on_optimizer_step_start")
@@ -96,6 +96,7 @@ class PlainStep(Step):
             trainer.optimizer_step()
         elif trainer.accelerator.scaler is not None:
             _tell_scaler(trainer)
+        self.can_skip_update = False
         run.progress.update += 1
         prepared = trainer.prepared_model
         may_overflow = prepared is not None and not prepared.is_plain  # otherwise, not asking saves calls in each step

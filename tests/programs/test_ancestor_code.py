@@ -382,6 +382,12 @@ def fired(trainer_class: type[Trainer], callbacks: list[Any], **arguments: Any) 
     return train(trainer, eval_dataset=True, **({"epochs": 3} | arguments)), heard
 
 
+def test_values_recorded_after_an_epoch_of_an_own_loop_are_its():
+    record = listener(on_epoch_checkpoint=lambda t: t.run_history.update_metric("mine", t.progress.epoch))
+    trainer, _ = fired(OwnLoop, [record])
+    assert [row["mine"] for row in trainer.run_history.rows()] == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [{}, {"max_num_train_steps": 5}, {"gradient_accumulation_steps": 2}, {"scheduler_interval": "epoch"}],

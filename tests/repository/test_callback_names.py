@@ -17,6 +17,7 @@ from typing import Union, get_args, get_origin, get_type_hints
 import pytest
 
 from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite.run.events import events_between
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from tests.repository.test_structure import FILES, PACKAGE, PUBLIC_PATHS
 
@@ -131,3 +132,22 @@ def test_callbacks_read_only_documented_attributes(name):
                 break
             assert attribute in documented(Trainer if owner is TrainerLike else owner), f"{owner.__name__}.{attribute}"
             owner = type_of(owner, attribute)
+
+
+def names_called(function: ast.FunctionDef) -> set[str]:
+    called = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+    return {node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "") for node in called}
+
+
+def test_no_callback_stops_a_run_within_a_step():
+    """No state could be saved there. A callback notes the stop, and raises it in ``on_train_step_checkpoint``.
+
+    Functions are followed by their names alone, also from one callback to another.
+    """
+    trees = [ast.parse(FILES[name].read_text()) for name in CALLBACKS + OF_EXTENSIONS]
+    functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    stops = {"StopTrainingError", "RunPausedError"}
+    while found := {function.name for function in functions if names_called(function) & stops} - stops:
+        stops |= found
+    assert {"on_training_run_epoch_end", "on_train_step_checkpoint"} <= stops
+    assert not stops & {*events_between("on_train_step_start", "on_update_end")}

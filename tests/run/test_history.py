@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.utils.data import TensorDataset
 from torchmetrics import MeanAbsoluteError
 
 from pytorch_accel_lite import InMemoryRunHistory, LossTracker, Progress, RunHistory, Trainer, TrainerRunConfig
-from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, MetricsCallback
+from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, MetricsCallback, SaveTrainingStateCallback
 from tests.launching import run_code
 from tests.small_models import listener, make_data, make_trainer, train
 
@@ -193,6 +194,55 @@ def test_evaluating_after_a_run_adds_no_epoch_to_the_table():
     trainer = train(make_trainer(), epochs=2)
     trainer.evaluate(make_data())
     assert list(trainer.run_history.to_dataframe().index) == [1, 2]
+
+
+def record_epoch(trainer: Trainer, **kwargs: object) -> None:
+    trainer.run_history.update_metric("mine", trainer.progress.epoch)
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        ("on_epoch_checkpoint", [1, 2]),
+        ("on_training_run_epoch_end", [1, 2]),
+        ("on_train_epoch_start", [1, 2]),
+        ("on_training_run_end", [None, 2]),
+        ("on_training_run_start", [0, None]),
+    ],
+)
+def test_a_value_belongs_to_the_epoch_in_which_it_is_recorded(event, expected):
+    trainer = train(make_trainer([listener(**{event: record_epoch})]), epochs=2)
+    assert [row.get("mine") for row in trainer.run_history.rows()] == expected
+    assert trainer.run_history.current_epoch == 3
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_value_recorded_after_an_epoch_is_in_its_state(place, tmp_path):
+    """If its callback comes before the one that saves. The run is resumed twice: at last, nothing is left to do."""
+
+    def trained(**kwargs: Any) -> Trainer:
+        callbacks: list[Any] = [SaveTrainingStateCallback(tmp_path)]
+        callbacks.insert(place, listener(on_epoch_checkpoint=record_epoch, on_training_run_end=record_epoch))
+        return train(make_trainer(callbacks, seed=1), **kwargs)
+
+    trained(epochs=2)
+    for resumed in (trained(epochs=3, resume_from="latest"), trained(epochs=3, resume_from="latest")):
+        found = {row["epoch"]: row.get("mine") for row in resumed.run_history.rows()}
+        assert found == {1: 1, 2: 2 if place == 0 else None, 3: 3}
+        assert resumed.run_history.current_epoch == 4
+
+
+def test_a_value_recorded_after_an_epoch_as_its_loss_is_an_error():
+    callback = listener(on_epoch_checkpoint=lambda t: t.run_history.update_metric("train_loss_epoch", 1.0))
+    with pytest.raises(ValueError, match="'train_loss_epoch', so epoch 1 would have two values"):
+        train(make_trainer([callback]), epochs=1)
+
+
+def test_evaluating_after_a_second_run_is_in_its_last_epoch():
+    trainer = train(make_trainer(), epochs=2)
+    train(trainer, epochs=1, reset_run_history=False)
+    trainer.evaluate(make_data())
+    assert [row["epoch"] for row in trainer.run_history.rows() if "evaluation_loss" in row] == [3]
 
 
 def test_a_second_run_with_the_history_continues_its_epochs():

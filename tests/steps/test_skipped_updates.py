@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +11,13 @@ import torch
 
 from pytorch_accel_lite import Trainer
 from tests.run.test_events import KINDS, OWNERS
-from tests.small_models import Overflows, listener, make_data, make_trainer, train
+from tests.small_models import Overflows, equal_weights, listener, make_data, make_trainer, train, weights
 
 WITHOUT_SCALER = ("LBFGS", "recomputed gradients")
+EACH_KIND = pytest.mark.parametrize(
+    "kind",
+    [pytest.param(name, marks=pytest.mark.extension(*OWNERS.get(name, ()))) for name in KINDS if name != "sharded"],
+)
 
 
 def overflow(trainer: Any, **kwargs: Any) -> None:
@@ -28,21 +33,22 @@ def skip_second(trainer: Any) -> None:
         trainer.skip_update()
 
 
+def train_on(kind: str, *callbacks: Any) -> Any:
+    trainer = KINDS[kind].make([*callbacks])
+    data = KINDS[kind].how.get("train_dataset", make_data(8))
+    return train(trainer, 2, **{"train_dataset": data, "eval_dataset": data, "batch_size": 2} | KINDS[kind].how)
+
+
 def counts(kind: str, *events: Any) -> list[int]:
     """The number of skipped updates after each update of a run with a kind of step."""
     found: list[int] = []
     see = listener(on_optimizer_step_end=lambda trainer: found.append(trainer.run.stepper.skipped_updates))
-    trainer = KINDS[kind].make([*events, see])
-    data = KINDS[kind].how.get("train_dataset", make_data(8))
-    train(trainer, 2, **{"train_dataset": data, "eval_dataset": data, "batch_size": 2} | KINDS[kind].how)
+    trainer = train_on(kind, *events, see)
     assert len(found) == trainer.progress.update
     return found
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(name, marks=pytest.mark.extension(*OWNERS.get(name, ()))) for name in KINDS if name != "sharded"],
-)
+@EACH_KIND
 def test_each_kind_of_step_counts_each_skipped_update_once(kind, request, monkeypatch):
     skip = listener(on_optimizer_step_start=skip_second)
     if kind in WITHOUT_SCALER:
@@ -53,6 +59,70 @@ def test_each_kind_of_step_counts_each_skipped_update_once(kind, request, monkey
     monkeypatch.setattr(Trainer, "_create_accelerator", lambda self: accelerator)
     first, *rest = counts(kind, listener(on_backward_end=overflow), skip)
     assert (first, set(rest)) == (1, {2})
+
+
+@pytest.mark.parametrize("event", ["on_train_step_start", "on_backward_end", "on_optimizer_step_end", "on_update_end"])
+@EACH_KIND
+def test_skipping_outside_of_an_update_is_an_error(kind, event):
+    """In some kinds of steps, an error in the backward pass is that of a failed batch."""
+    if event == "on_backward_end" and kind.startswith("skipped"):
+        return
+    skip = listener(**{event: lambda trainer, **_: trainer.skip_update()})
+    with pytest.raises(RuntimeError, match=r"skip_update\(\) .* Call it in a callback's on_optimizer_step_start"):
+        train_on(kind, skip)
+
+
+@pytest.mark.extension("manual_optimization")
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_skipping_in_train_step_is_an_error(place):
+    class Skips(Trainer):
+        def train_step(self, batch):
+            if place == "before":
+                self.skip_update()
+            self.update(self.calculate_train_batch_loss(batch)["loss"])
+            self.skip_update()
+
+    with pytest.raises(RuntimeError, match=r"skip_update\(\)"):
+        train(make_trainer(trainer_class=Skips))
+
+
+def test_skipping_outside_of_a_run_is_an_error():
+    trainer = make_trainer()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"skip_update\(\)"):
+            trainer.skip_update()
+        train(trainer)
+
+
+class SkipsInStep(Trainer):
+    def optimizer_step(self):
+        self.skip_update()
+
+
+class SkipsInClipping(Trainer):
+    def clip_gradients(self):
+        super().clip_gradients()
+        self.skip_update()
+
+
+@pytest.mark.parametrize("trainer_class", [SkipsInStep, SkipsInClipping])
+@pytest.mark.parametrize("is_manual", [False, pytest.param(True, marks=pytest.mark.extension("manual_optimization"))])
+def test_overridden_methods_of_an_update_may_skip_it(trainer_class, is_manual):
+    def train_step(self: Trainer, batch: Any) -> None:
+        self.update(self.calculate_train_batch_loss(batch)["loss"])
+
+    trainer = make_trainer(trainer_class=type("Own", (trainer_class,), {"train_step": train_step} if is_manual else {}))
+    before = weights(trainer.model)
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+    train(trainer, create_scheduler_fn=schedule)
+    assert trainer.run.stepper.skipped_updates == trainer.progress.update > 0
+    assert equal_weights(before, weights(trainer.model))
+    assert trainer.scheduler.last_epoch == 0
+
+
+@pytest.mark.extension("tuning")
+def test_the_batch_size_is_found_where_an_override_skips():
+    assert make_trainer(trainer_class=SkipsInStep).find_batch_size(make_data(16), max_batch_size=4) == 4
 
 
 @pytest.mark.parametrize("reads_norm", [True, False])

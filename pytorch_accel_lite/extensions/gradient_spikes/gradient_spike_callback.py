@@ -46,6 +46,7 @@ class GradientSpikeCallback(TrainerCallback):
         self._in_a_row = 0
         self._counts: dict[str, int] = {}  # by optimizer name, which is "" for the only one
         self._averages: dict[str, float] = {}
+        self._stop_reason = ""  # of a stop that waits for the end of the step, after which a state can be saved
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._clear()
@@ -72,10 +73,15 @@ class GradientSpikeCallback(TrainerCallback):
             f"Update {self.skipped[-1]}{optimizer} skipped: the gradient norm is {norm:.3g}, usually {usual:.3g}."
         )
         if self._in_a_row >= self.max_skips_in_a_row:
-            raise StopTrainingError(
+            self._stop_reason = (
                 f"The gradients of {self._in_a_row} updates in a row were more than {self.factor:g} times as large "
                 "as usual, or not finite. Lower the learning rate, or raise factor."
             )
+
+    def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
+        reason, self._stop_reason = self._stop_reason, ""
+        if reason:
+            raise StopTrainingError(reason)
 
     def state_dict(self) -> StateDict:
         """Return the average and the skipped updates."""

@@ -214,7 +214,7 @@ class ManualStep(Step):
             average_gradients(optimized_parameters(optimizer), trainer.ranks, update, self._num_parameters)
         self.windows[name].finish(optimizer)
         self.gradient_norm = None
-        self.skips_update = False
+        self.skips_update, self.can_skip_update = False, True
         stepped = optimizer
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
@@ -225,6 +225,7 @@ class ManualStep(Step):
         with _only_optimizer(trainer, stepped):
             if not self.skips_update:
                 trainer.optimizer_step()
+            self.can_skip_update = False
             trainer.optimizer_zero_grad()
         # The scale changes only at the end of a window: other optimizers accumulate gradients with the same scale.
         self._must_update_scaler = self._scaler is not None

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from numbers import Integral
+from typing import Any
 
-from pytorch_accel_lite.extending_schedulers import ScheduleName, TrainerPlaceholderValues, Unresolved, check_range
-from pytorch_accel_lite.extensions.wsd.warmup_stable_decay import WSDLrScheduler
+import torch
+
+from pytorch_accel_lite.extending_schedulers import (
+    ScheduleName,
+    TrainerPlaceholderValues,
+    Unresolved,
+    check_range,
+    warn_outside,
+)
+from pytorch_accel_lite.extensions.wsd.warmup_stable_decay import WSDLrScheduler, plan_period
 
 
 def schedule_by_name(name: ScheduleName, warmup_steps: float, interval: str) -> partial[WSDLrScheduler]:
@@ -15,12 +25,19 @@ def schedule_by_name(name: ScheduleName, warmup_steps: float, interval: str) -> 
     total: Unresolved = values.NUM_EPOCHS if interval == "epoch" else values.MAX_NUM_TRAIN_STEPS
     _check_warmup(warmup_steps, interval)
     warmup: Unresolved = round(warmup_steps * total) if 0 < warmup_steps < 1 else warmup_steps
-    schedule = partial(WSDLrScheduler, total_steps=total, num_warmup_steps=warmup, lr_min=0.0)
+
+    class Schedule(partial[WSDLrScheduler]):
+        """Shortens a warm-up that is too long, with a warning that names the argument of ``train()``."""
+
+        def __call__(self, optimizer: torch.optim.Optimizer) -> WSDLrScheduler:
+            return super().__call__(optimizer, num_warmup_steps=_shorten_warmup(warmup_steps, interval, self.keywords))
+
+    schedule = partial(Schedule, WSDLrScheduler, total_steps=total, num_warmup_steps=warmup, lr_min=0.0)
     if name == "wsd":
-        return partial(schedule, decay="sqrt", decay_phase_ratio=0.1)
+        return schedule(decay="sqrt", decay_phase_ratio=0.1)
     if name == "constant":
-        return partial(schedule, decay_phase_ratio=0.0)
-    return partial(schedule, decay=name, decay_phase_ratio=1 - values.min(warmup, total) / total)
+        return schedule(decay_phase_ratio=0.0)
+    return schedule(decay=name, decay_phase_ratio=1 - values.min(warmup, total) / total)
 
 
 def _check_warmup(warmup_steps: object, interval: str) -> None:
@@ -29,3 +46,29 @@ def _check_warmup(warmup_steps: object, interval: str) -> None:
     allowed = f"0, a whole number of {unit}, or a fraction of the run below 1"
     if check_range("warmup_steps", warmup_steps) >= 1 and not isinstance(warmup_steps, Integral):
         raise TypeError(f"warmup_steps={warmup_steps!r} must be {allowed}.")
+
+
+def _shorten_warmup(warmup_steps: float, interval: str, arguments: Mapping[str, Any]) -> int:
+    """Return the number of steps of a warm-up, which ends before the decay and within the run.
+
+    Args:
+        warmup_steps: the argument of ``train()``
+        interval: ``"update"`` or ``"epoch"``: what a step of the schedule is
+        arguments: the arguments of the schedule
+    """
+    total, num_steps = arguments["total_steps"], arguments["num_warmup_steps"]
+    period = plan_period(0, total, arguments["decay_phase_ratio"])
+    limit = period["pre_decay_step"]
+    if num_steps <= limit:
+        return num_steps  # type: ignore[no-any-return]
+    if period["decay_steps"]:
+        problem = f"reaches into the decay, which starts after {_count(limit, interval)}"
+    else:
+        problem = f"is longer than the run, which has {_count(total, interval)}"
+    length = "" if warmup_steps < 1 else f", in {interval}s,"
+    warn_outside(f"warmup_steps={warmup_steps!r}{length} {problem}. It is shortened to {_count(limit, interval)}.")
+    return limit
+
+
+def _count(number: int, unit: str) -> str:
+    return f"{number} {unit}{'' if number == 1 else 's'}"

@@ -68,6 +68,13 @@ def estimate_checkpoint_steps(total_steps: int, num_checkpoints: int = 3) -> lis
     return [total_steps // 2**halvings for halvings in reversed(range(num_checkpoints))]
 
 
+def plan_period(start: int, end: int, decay_phase_ratio: float) -> Period:
+    """Return a period between two numbers of updates, of which a fraction is decay."""
+    # The small number compensates for products like 0.29 * 100, which fall just short of an integer.
+    decay_steps = max(1, int(decay_phase_ratio * (end - start) + 1e-9)) if decay_phase_ratio else 0
+    return {"period_start": start, "period_end": end, "decay_steps": decay_steps, "pre_decay_step": end - decay_steps}
+
+
 class WSDLrScheduler(PlannedLrScheduler):
     """Warmup-stable-decay (WSD) schedule: the learning rate is constant, with a quick decay before each checkpoint.
 
@@ -139,19 +146,10 @@ class WSDLrScheduler(PlannedLrScheduler):
         else:
             ends = _check_checkpoint_steps(checkpoint_steps)
         self._ends = ends
-        self._periods = [self._plan_period(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        ratio = self.decay_phase_ratio
+        self._periods = [plan_period(start, end, ratio) for start, end in zip([0, *ends], ends, strict=False)]
         self.num_warmup_steps = 0 if is_continuation_from_checkpoint else self._count_warmup(num_warmup_steps)
         self.step_update(0)
-
-    def _plan_period(self, start: int, end: int) -> Period:
-        # The small number compensates for products like 0.29 * 100, which fall just short of an integer.
-        decay_steps = max(1, int(self.decay_phase_ratio * (end - start) + 1e-9)) if self.decay_phase_ratio else 0
-        return {
-            "period_start": start,
-            "period_end": end,
-            "decay_steps": decay_steps,
-            "pre_decay_step": end - decay_steps,
-        }
 
     def _count_warmup(self, num_warmup_steps: int | None) -> int:
         limit = self._periods[0]["pre_decay_step"]
@@ -159,9 +157,13 @@ class WSDLrScheduler(PlannedLrScheduler):
             return min(self.total_steps // 100, limit)
         check_int("num_warmup_steps", num_warmup_steps, least=0)
         if num_warmup_steps > limit:
+            if self._periods[0]["decay_steps"]:
+                problem = f"reaches into the first decay, which starts after {limit} updates"
+            else:
+                problem = f"does not end in the first period, which has {limit} updates"
             warn_outside(
-                f"num_warmup_steps={num_warmup_steps!r} reaches into the first decay, which starts after {limit} "
-                f"updates. The warm-up is shortened to {limit} updates."
+                f"The warm-up of {num_warmup_steps} updates (num_warmup_steps, or num_warmup_epochs) {problem}. It is "
+                f"shortened to {limit} updates."
             )
         return min(int(num_warmup_steps), limit)
 

@@ -63,6 +63,22 @@ def test_consecutive_spikes_end_the_run():
     assert guard.skipped == [4, 5, 6, 7]
 
 
+def test_a_run_that_ends_after_spikes_saves_its_last_state(tmp_path, capsys):
+    data = float64_data(50)
+    data.tensors[1][15:] = 1e3
+
+    def run(most: int, **kwargs: Any) -> Trainer:
+        guard = GradientSpikeCallback(warm_up_updates=3, max_skips_in_a_row=most)
+        return fit([guard, SaveTrainingStateCallback(tmp_path)], data, epochs=2, seed=2, **kwargs)
+
+    stopped = run(4)
+    assert stopped.progress.update == 7
+    assert "No training state was saved" not in capsys.readouterr().out
+    assert [path.name for path in tmp_path.glob("update-*")] == ["update-000000007"]
+    assert run(4, resume_from="latest").progress.update == 7
+    assert run(6, resume_from="latest").progress.update == 9
+
+
 def test_the_spike_guard_resumes_its_statistics(tmp_path):
     def run(**kwargs: Any) -> tuple[Any, Any]:
         torch.manual_seed(0)

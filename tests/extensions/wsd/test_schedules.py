@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from functools import partial
 from typing import get_args
 
@@ -122,9 +123,10 @@ def test_a_run_of_a_few_updates_has_a_decay(updates):
 
 
 def test_a_warm_up_that_reaches_into_the_decay_ends_before_it():
-    with pytest.warns(
-        UserWarning, match="num_warmup_steps=19 reaches into the first decay, .* after 18 updates. The warm-up"
-    ):
+    problem = (
+        r"of 19 updates \(num_warmup_steps, .*\) reaches into the first decay, .* after 18 updates. It is shortened"
+    )
+    with pytest.warns(UserWarning, match=problem):
         scheduler = WSDLrScheduler(make_optimizer(1.0), total_steps=20, num_warmup_steps=19)
     assert scheduler.num_warmup_steps == 18
     found = [values[0] for values in rates(scheduler, 21)]
@@ -190,6 +192,39 @@ def test_schedules_by_name_are_as_long_as_the_run(warmup):
 def test_a_schedule_by_name_may_count_epochs():
     trainer = run("linear", epochs=4, scheduler_interval="epoch", warmup_steps=1)
     assert trainer.noting.rates == pytest.approx([1e-6] * 3 + [0.1] * 3 + [0.2 / 3] * 3 + [0.1 / 3] * 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        (
+            "cosine",
+            {"epochs": 1, "scheduler_interval": "epoch", "warmup_steps": 2},
+            "warmup_steps=2, in epochs, is longer than the run, which has 1 epoch. It is shortened to 1 epoch.",
+        ),
+        (
+            "constant",
+            {"epochs": 3, "warmup_steps": 20},
+            "warmup_steps=20, in updates, is longer than the run, which has 9 updates. It is shortened to 9 updates.",
+        ),
+        (
+            "wsd",
+            {"epochs": None, "max_num_train_steps": 20, "warmup_steps": 0.95},
+            "warmup_steps=0.95 reaches into the decay, which starts after 18 updates. It is shortened to 18 updates.",
+        ),
+    ],
+)
+def test_a_warm_up_that_is_too_long_is_named_as_passed(name, arguments, message):
+    with pytest.warns(UserWarning, match=f"^{re.escape(message)}$") as caught:
+        run(name, **arguments)
+    assert len(caught) == 1
+
+
+def test_without_a_decay_a_long_warm_up_ends_with_its_period():
+    problem = r"of 30 updates .* does not end in the first period, which has 20 updates. It is shortened to 20"
+    with pytest.warns(UserWarning, match=problem):
+        scheduler = WSDLrScheduler(make_optimizer(1.0), total_steps=20, num_warmup_steps=30, decay_phase_ratio=0)
+    assert scheduler.num_warmup_steps == 20
 
 
 def test_several_optimizers_may_have_schedules_by_name():
