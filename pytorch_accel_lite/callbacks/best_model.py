@@ -208,10 +208,10 @@ class SaveBestModelCallback(MetricWatcher):
         others = [path for path in kept if path != copy]
         return [best, *sorted(others, key=lambda path: (abs(kept[path][0] - of_best[0]), path.name))]
 
-    def _read_value(self, path: Path) -> tuple[float, int]:
-        """Return the value of a saved model, and its epoch."""
+    def _read_value(self, path: Path) -> tuple[float, int | None]:
+        """Return the value of a saved model, and its epoch, which a file that a program has written may lack."""
         checkpoint = read_checkpoint(path)
-        return float(checkpoint[self.watch_metric]), checkpoint["epoch"]
+        return float(checkpoint[self.watch_metric]), checkpoint.get("epoch")
 
     def state_dict(self) -> StateDict:
         """Return the best value and its epoch, and the values of all kept models."""

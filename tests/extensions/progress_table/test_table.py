@@ -92,6 +92,7 @@ def test_a_notebook_shows_the_last_of_many_epochs_and_the_best(capsys, monkeypat
 
 
 @pytest.mark.usefixtures("_notebook")
+@pytest.mark.extension("sanity_check")
 def test_a_run_that_fails_early_shows_no_empty_table(capsys):
     def fail(*_: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no loss")
