@@ -7,7 +7,6 @@ import ctypes
 import gc
 import logging
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -28,11 +27,9 @@ EXPENSIVE = ["job", "ancestors", "exchange", "fresh", "uninterrupted"]  # fixtur
 
 EXTENSIONS = ROOT / "pytorch_accel_lite" / "extensions"
 MEMORY = Path("/dev/shm")
-MANY_MODULES = 100
 HUGE = 1 << 21  # bytes of a huge page
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of Linux
 ROOM = 2 * 2**30
-imported: list[int] = []  # how many modules there were whenever objects were frozen
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests fork and use CPUs only; gpu/ has its own conftest.py
 
@@ -103,17 +100,8 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 10, 10)  # collect less often than by default
     gc.collect()
     gc.freeze()  # later collections skip what exists now
-    imported.append(len(sys.modules))
     _use_huge_pages()
     EarlyFork.copy = EarlyCopy()
-
-
-def pytest_runtest_logfinish() -> None:
-    """Freeze what tests have imported, when it is much: each collection of garbage takes a quarter of a second else."""
-    if len(sys.modules) > imported[-1] + MANY_MODULES:
-        imported.append(len(sys.modules))
-        gc.collect()
-        gc.freeze()
 
 
 def _use_huge_pages() -> None:
