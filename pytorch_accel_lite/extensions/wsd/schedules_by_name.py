@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from numbers import Integral
-from typing import Any
 
 import torch
 
@@ -30,7 +28,8 @@ def schedule_by_name(name: ScheduleName, warmup_steps: float, interval: str) -> 
         """Shortens a warm-up that is too long, with a warning that names the argument of ``train()``."""
 
         def __call__(self, optimizer: torch.optim.Optimizer) -> WSDLrScheduler:
-            return super().__call__(optimizer, num_warmup_steps=_shorten_warmup(warmup_steps, interval, self.keywords))
+            planned = (self.keywords[key] for key in ("num_warmup_steps", "total_steps", "decay_phase_ratio"))
+            return super().__call__(optimizer, num_warmup_steps=_shorten_warmup(warmup_steps, interval, *planned))
 
     schedule = partial(Schedule, WSDLrScheduler, total_steps=total, num_warmup_steps=warmup, lr_min=0.0)
     if name == "wsd":
@@ -48,19 +47,20 @@ def _check_warmup(warmup_steps: object, interval: str) -> None:
         raise TypeError(f"warmup_steps={warmup_steps!r} must be {allowed}.")
 
 
-def _shorten_warmup(warmup_steps: float, interval: str, arguments: Mapping[str, Any]) -> int:
+def _shorten_warmup(warmup_steps: float, interval: str, num_steps: int, total: int, decay_ratio: float) -> int:
     """Return the number of steps of a warm-up, which ends before the decay and within the run.
 
     Args:
         warmup_steps: the argument of ``train()``
         interval: ``"update"`` or ``"epoch"``: what a step of the schedule is
-        arguments: the arguments of the schedule
+        num_steps: how many steps of the schedule that is
+        total: the number of steps of the schedule
+        decay_ratio: the part of the schedule in which the rate decays
     """
-    total, num_steps = arguments["total_steps"], arguments["num_warmup_steps"]
-    period = plan_period(0, total, arguments["decay_phase_ratio"])
+    period = plan_period(0, total, decay_ratio)
     limit = period["pre_decay_step"]
     if num_steps <= limit:
-        return num_steps  # type: ignore[no-any-return]
+        return num_steps
     if period["decay_steps"]:
         problem = f"reaches into the decay, which starts after {_count(limit, interval)}"
     else:
