@@ -16,6 +16,7 @@ from pytorch_accel_lite.data.loss_errors import check_loss
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.loop.guards.first_batch import examine_first_batch
+from pytorch_accel_lite.optimizers.operations import optimized_parameters
 from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
 from pytorch_accel_lite.run.trainer_parameters import parameters_not_in_model
@@ -109,7 +110,9 @@ class PlainStep(Step):
 
 
 def _tell_scaler(trainer: TrainerLike) -> None:
-    """Let the gradient scaler see the gradients of a skipped update: it finds its scale by overflows."""
+    """Let the gradient scaler see the gradients of a skipped update, if any: it finds its scale by overflows."""
+    if all(parameter.grad is None for parameter in optimized_parameters(trainer.optimizer)):
+        return
     with suppress(RuntimeError):  # they are unscaled already if their norm has been computed
         trainer.accelerator.unscale_gradients(trainer.optimizer)
     trainer.accelerator.scaler.update()

@@ -138,3 +138,13 @@ def test_a_skipped_update_that_overflows_lowers_the_scale(reads_norm, scaled_acc
     trainer = train(make_trainer(callbacks, trainer_class=Overflows, accelerator=scaled_accelerator))
     assert trainer.run.stepper.skipped_updates == 1
     assert scaled_accelerator.scaler.get_scale() == 2.0**9
+
+
+def test_an_update_without_gradients_is_skipped_beside_a_scaler(scaled_accelerator):
+    def skip(trainer: Trainer) -> None:
+        trainer.optimizer.zero_grad()
+        trainer.skip_update()
+
+    trainer = train(make_trainer([listener(on_optimizer_step_start=skip)], accelerator=scaled_accelerator))
+    assert trainer.run.stepper.skipped_updates == 3
+    assert scaled_accelerator.scaler.get_scale() == 2.0**10
