@@ -62,8 +62,6 @@ from pytorch_accel_lite.steps.features import (
     Feature,
 )
 from pytorch_accel_lite.steps.plain_step import PlainStep, backward
-from pytorch_accel_lite.tools.trial import Trial
-from pytorch_accel_lite.tools.user_callbacks import UserCallbacks
 
 __all__ = [
     # The run.
@@ -92,8 +90,6 @@ __all__ = [
     "read_manifest", "read_model", "read_state", "read_verified", "write_files",
     # For saved models, and their companion files.
     "ADAPTERS", "LoadedWeights", "SavedModel", "WriteModel", "verify_tensors", "write_tensors",
-    # Trials.
-    "Trial", "UserCallbacks",
     # The parts of trainers and batches.
     "Batch", "BatchAdapter", "BatchOutput", "LossFunction",
     # Plots and pages.

@@ -43,15 +43,6 @@ def options_of(loader: Source) -> LoaderKwargs:
     return {name: getattr(batches, name) for name in _REPORTED if hasattr(batches, name)}
 
 
-def with_batch_size(data: Source, size: int) -> Source:
-    """Return a copy of a loader with another ``batch_size``; other data unchanged."""
-    if not isinstance(data, DataLoader):
-        return data
-    kind: Any = type(data.batch_sampler)
-    batches = kind(data.sampler, size, data.drop_last)
-    return copy_loader(data, batch_size=size, batch_sampler=batches)
-
-
 def shard(
     source: Source, ranks: Ranks, device: torch.device, seed: int | None, training: bool, **options: Any
 ) -> ShardedLoader:

@@ -133,7 +133,7 @@ class AdviceCallback(TrainerCallback):
         if waited >= max(0.2 * duration, self.min_seconds):
             yield (
                 f"The model waited for data for {waited:.1f} of {duration:.1f} seconds ({waited / duration:.0%}). "
-                f"{faster_data(trainer)}"
+                f"{faster_data(trainer.train_dataloader, trainer.accelerator.num_processes)}"
             )
         waits = trainer.all_gather_object(waited)
         longest = max(waits)
