@@ -40,6 +40,12 @@ OFFERED = {
     "model_ema": ("callbacks.ModelEma", "callbacks.ModelEmaCallback", "ema.ModelEma", "utils.ModelEma"),
     "model_summary": ("Trainer.summary", "callbacks.ModelSummaryCallback"),
     "momentum_teacher": ("callbacks.MomentumTeacherCallback",),
+    "monitoring": (
+        "callbacks.DeviceMemoryCallback",
+        "callbacks.GradientNormCallback",
+        "callbacks.LearningRateMonitorCallback",
+        "callbacks.LossScaleCallback",
+    ),
     "muon": ("optimizers.ParameterKinds", "optimizers.muon_with_adamw", "optimizers.split_parameters"),
     "nan_report": ("callbacks.NaNReportCallback",),
     "optuna": ("integrations.OptunaPruningCallback",),
@@ -105,6 +111,7 @@ OFFERED = {
 ARGUMENTS = {"logical_processes": "logical"}
 #: The extensions that another one needs: it uses their public names, and is deleted with them.
 NEEDED = {
+    "advice": ("monitoring",),
     "checking": ("trials",),
     "experiment": ("metrics_file", "plots", "predictions", "worst_samples"),
     "failed_batches": ("batch_parts",),

@@ -26,6 +26,7 @@ MODULES = (
     ".extending_callbacks",
     ".extending_data",
     ".extending_schedulers",
+    ".extensions.monitoring",
     ".extensions.trials",
     ".integrations",
     ".plotting",

@@ -16,7 +16,6 @@ from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
 from pytorch_accel_lite.extending_callbacks import (
     BatchData,
     BatchOutput,
-    GradientNorms,
     default_transform,
     is_terminal,
     set_listening,
@@ -24,6 +23,7 @@ from pytorch_accel_lite.extending_callbacks import (
     wrapped,
 )
 from pytorch_accel_lite.extending_tools import check_range, faster_data, is_overridden
+from pytorch_accel_lite.extensions.monitoring import GradientNorms
 
 _FIRST_STEPS = 16  # the mean loss of these steps is compared with the epoch's
 _LEAST_UPDATES = 48
