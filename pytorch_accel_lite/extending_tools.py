@@ -15,6 +15,7 @@ from pytorch_accel_lite.base.inspection import nested_in
 from pytorch_accel_lite.base.modules import local_shard, unsharded_class
 from pytorch_accel_lite.base.paths import may_differ
 from pytorch_accel_lite.base.reachable import RandomGenerator, reachable_from
+from pytorch_accel_lite.base.seeding import seed_held_generators
 from pytorch_accel_lite.base.templates import Column, render
 from pytorch_accel_lite.base.text import describe_error, listed, notes_of
 from pytorch_accel_lite.base.tool_reports import Report
@@ -43,8 +44,8 @@ from pytorch_accel_lite.data.batches import (
     parts_in,
     tensors_in,
 )
+from pytorch_accel_lite.data.consistency import PASS_OWN_SHARD, checksum_of_indices
 from pytorch_accel_lite.data.defaults import faster_data
-from pytorch_accel_lite.data.fingerprint import compare_fingerprints, fingerprint_of
 from pytorch_accel_lite.data.loader import copy_loader, to_device
 from pytorch_accel_lite.data.loss_errors import LossShapeError, shapes_are_known
 from pytorch_accel_lite.data.map_datasets import MapLoader
@@ -123,8 +124,9 @@ __all__ = [
     "RandomGenerator", "is_from_this_package", "is_in_this_package", "library_attributes", "loose_parameters",
     "may_differ", "named_callbacks", "restore_generator", "trained_objects", "unsaved_attribute_names",
     # For the settings of runs in training states.
-    "Options", "arguments_of", "compare_fingerprints", "fingerprint_of", "initial_options", "saved_optimizers",
-    "unsharded_class",
+    "Options", "arguments_of", "initial_options", "saved_optimizers", "unsharded_class",
+    # For fingerprints of data.
+    "PASS_OWN_SHARD", "checksum_of_indices", "seed_held_generators",
     # For saved models, and their companion files.
     "is_of_peft", "is_of_timm", "reachable_from",
     # Trials.

@@ -16,6 +16,7 @@ OFFERED = {
     "checking": ("Trainer.check",),
     "closures": ("Trainer.recompute_gradients",),  # and optimizers that need a closure
     "compiled_step": (),  # Trainer(compile_step=True)
+    "data_fingerprints": (),  # data that differ between processes, or from those of a state
     "energy": ("callbacks.EnergyCallback",),
     "error_notes": (),  # notes on the errors of runs
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
@@ -119,6 +120,7 @@ NEEDED = {
     "memory_estimate": ("finetuning", "model_ema", "sharding", "trials"),
     "metrics_file": ("step_logging",),
     "momentum_teacher": ("model_ema",),
+    "recorded_settings": ("data_fingerprints",),
     "reports": ("plots",),
     "takeover": ("hang_watch", "logical", "sharding"),
     "throughput": ("batch_parts",),

@@ -48,6 +48,7 @@ from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extension_names import add_missing_method_errors
 from pytorch_accel_lite.extensions import blocks as blocks  # adds to MODEL_CHANGES
 from pytorch_accel_lite.extensions import compiled_step as compiled_step  # fills STEP_COMPILER
+from pytorch_accel_lite.extensions import data_fingerprints as data_fingerprints  # adds to SHARED_DATA_CHECKS
 from pytorch_accel_lite.extensions import error_notes as error_notes  # adds to ERROR_NOTES
 from pytorch_accel_lite.extensions import manual_optimization as manual_optimization  # adds to STEP_KINDS
 from pytorch_accel_lite.extensions import recorded_settings as recorded_settings  # fills SETTINGS_RECORDER
