@@ -335,9 +335,13 @@ def restore_again(trainer: TrainerLike, state: TrainingState, options: Options) 
     current: dict[str, torch.Tensor] = model.state_dict()
     read = read_weights(state, without_compile(current))
     weights = fit_model_state(model, read, state.directory, frozen_left_out=frozen_left_out)
-    changed = sorted(name for name, value in weights.items() if not _are_equal(current[name], value))
-    if changed:
+    comparable = {name for name, value in weights.items() if _is_plain(value) and _is_plain(current[name])}
+    changed = [
+        name for name in sorted(comparable) if not torch.equal(current[name], weights[name].to(current[name].device))
+    ]
+    if changed or comparable < weights.keys():
         model.load_state_dict(weights, strict=not frozen_left_out)
+    if changed:
         trainer.print(
             f"The starting events have changed {listed(changed, 3)}. The run resumes with the weights of the state."
         )
@@ -348,11 +352,9 @@ def restore_again(trainer: TrainerLike, state: TrainingState, options: Options) 
         set_options(trainer.optimizer, options)
 
 
-def _are_equal(now: object, saved: object) -> bool:
-    """Whether a weight is the saved one. It is unknown for sharded weights, which only collectives can compare."""
-    if not (isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor)) or is_sharded_tensor(now):
-        return False
-    return torch.equal(now, saved.to(now.device))
+def _is_plain(weight: object) -> bool:
+    """Whether a weight can be compared. Sharded ones would take a collective; others may be of a module's own kind."""
+    return isinstance(weight, torch.Tensor) and not is_sharded_tensor(weight)
 
 
 def _restore_user_attributes(trainer: TrainerLike, state: TrainingState, is_final: bool) -> None:
