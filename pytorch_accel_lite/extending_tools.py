@@ -68,8 +68,7 @@ from pytorch_accel_lite.distributed.stack_frames import (
 )
 from pytorch_accel_lite.loop.extra_passes import loss_of
 from pytorch_accel_lite.loop.guards.arguments import check_dataset
-from pytorch_accel_lite.loop.inference import unwrapped_model
-from pytorch_accel_lite.loop.run_setup import inference_run
+from pytorch_accel_lite.loop.inference import inference_run, unwrapped_model
 from pytorch_accel_lite.loop.snapshot import preserving_attributes, replaced
 from pytorch_accel_lite.optimizers.operations import CreateScheduler, needs_closure, optimized_parameters
 from pytorch_accel_lite.optimizers.rates import Options, initial_options, layer_scales

@@ -69,7 +69,7 @@ from pytorch_accel_lite.loop import (
     model_preparation,
     optimizer_factories,
     prediction,
-    run_setup,
+    resolved_settings,
     scheduling,
     training,
 )
@@ -876,7 +876,7 @@ class Trainer:
     def _create_run_config(self, per_device_batch_size: int, **settings: Any) -> TrainerRunConfig:
         """Return the settings of the run, of which some are passed. The run calls it only if it is overridden."""
         run = self.current_run
-        return run_setup.resolve_run_config(self, run, replace(run.request, **settings), per_device_batch_size)
+        return resolved_settings.resolve_run_config(self, run, replace(run.request, **settings), per_device_batch_size)
 
     # --------------------------------------------------------------------- for steps and callbacks to use
 

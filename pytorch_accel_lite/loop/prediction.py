@@ -25,9 +25,8 @@ from pytorch_accel_lite.data.splitting import Concatenation, ListOfSamples, conc
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.arguments import check_dataset
-from pytorch_accel_lite.loop.inference import compute_batches, inference, preserving_randomness
+from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import end_failed_run
-from pytorch_accel_lite.loop.run_setup import inference_run
 from pytorch_accel_lite.run.error_notes import explaining
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
