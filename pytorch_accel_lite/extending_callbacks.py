@@ -15,20 +15,13 @@ from pytorch_accel_lite.base.devices import (
 from pytorch_accel_lite.base.environment import in_notebook, is_terminal, shows_live
 from pytorch_accel_lite.base.generator_states import preserving_generators
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.modules import (
-    are_sharded,
-    class_of,
-    keep_in_eval,
-    preserving_modes,
-    release_from_eval,
-    reshard,
-    unwrap,
-)
+from pytorch_accel_lite.base.module_modes import keep_in_eval, preserving_modes, release_from_eval
 from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.quantised import is_frozen_and_quantised, is_quantised_by, plain_parts, quantised_entries
 from pytorch_accel_lite.base.reprs import html_table, short_repr
 from pytorch_accel_lite.base.seeding import derive_seed, seed_all
+from pytorch_accel_lite.base.sharded_weights import are_sharded, reshard
 from pytorch_accel_lite.base.text import (
     add_note,
     align,
@@ -42,6 +35,7 @@ from pytorch_accel_lite.base.text import (
 from pytorch_accel_lite.base.tqdm_bars import Bar, NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
 from pytorch_accel_lite.base.unknown_names import did_you_mean, suggest_arguments
+from pytorch_accel_lite.base.unwrapping import class_of, unwrap
 from pytorch_accel_lite.base.validation import check_bool, check_choice, check_positive_number, optional
 from pytorch_accel_lite.callbacks.default_callbacks import DEFAULTS
 from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
@@ -69,10 +63,10 @@ from pytorch_accel_lite.checkpoint.models.weights import (
 from pytorch_accel_lite.checkpoint.states.rotation import remove_old_states
 from pytorch_accel_lite.checkpoint.states.store import state_name
 from pytorch_accel_lite.checkpoint.store_choice import open_store
-from pytorch_accel_lite.data.batches import BatchOutput, is_number
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.data.sources import BatchData, Index
 from pytorch_accel_lite.data.splitting import is_list_of_samples, slice_batch, to_cpu
+from pytorch_accel_lite.data.step_outputs import BatchOutput, is_number
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.extension_names import missing_extension_text

@@ -12,13 +12,15 @@ from pytorch_accel_lite.base.generator_states import (
     restore_generators,
 )
 from pytorch_accel_lite.base.inspection import nested_in
-from pytorch_accel_lite.base.modules import local_shard, unsharded_class
+from pytorch_accel_lite.base.nested_data import parts_in, tensors_in
 from pytorch_accel_lite.base.paths import may_differ
 from pytorch_accel_lite.base.reachable import RandomGenerator, reachable_from
+from pytorch_accel_lite.base.sharded_weights import local_shard
 from pytorch_accel_lite.base.templates import Column, render
 from pytorch_accel_lite.base.text import describe_error, listed, notes_of
 from pytorch_accel_lite.base.tool_reports import Report
 from pytorch_accel_lite.base.types import ChosenModules
+from pytorch_accel_lite.base.unwrapping import unsharded_class
 from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_in_this_package, is_overridden
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
@@ -32,24 +34,16 @@ from pytorch_accel_lite.checkpoint.models.trained_objects import (
     unsaved_attribute_names,
 )
 from pytorch_accel_lite.checkpoint.models.weights import verify_weights
-from pytorch_accel_lite.data.batches import (
-    TARGET_KEYS,
-    check_items,
-    complete_output,
-    infer_batch_size,
-    is_as_long,
-    is_packed,
-    is_single_sample,
-    parts_in,
-    tensors_in,
-)
+from pytorch_accel_lite.data.batch_adapter import TARGET_KEYS
+from pytorch_accel_lite.data.batch_sizes import infer_batch_size, is_as_long, is_packed, is_single_sample
 from pytorch_accel_lite.data.fingerprint import compare_fingerprints, fingerprint_of
 from pytorch_accel_lite.data.loader import to_device
-from pytorch_accel_lite.data.loss_errors import LossShapeError, shapes_are_known
+from pytorch_accel_lite.data.loss_functions import LossShapeError, shapes_are_known
 from pytorch_accel_lite.data.map_datasets import MapLoader
 from pytorch_accel_lite.data.reading import add_missing_note, list_samples, names_sample, reader_of
 from pytorch_accel_lite.data.shares import share_bounds
 from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, concatenate_if_possible, select_samples
+from pytorch_accel_lite.data.step_outputs import check_items, complete_output
 from pytorch_accel_lite.distributed.control_group import ControlGroup
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.distributed.launch import die_with_parent

@@ -17,13 +17,15 @@ from torch.nn.parameter import UninitializedParameter
 from pytorch_accel_lite.base.constructor_calls import LIBRARY_ATTRIBUTES
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.environment import LIMIT_BATCHES_ENV_VAR
-from pytorch_accel_lite.base.modules import is_sharded, unwrap, without_gradients
+from pytorch_accel_lite.base.module_modes import without_gradients
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.presentation import names_for_users, presented
 from pytorch_accel_lite.base.reprs import join_wrapped
 from pytorch_accel_lite.base.shadowable import Shadowable
+from pytorch_accel_lite.base.sharded_weights import is_sharded
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.base.unknown_names import check_subclass, suggest_arguments
+from pytorch_accel_lite.base.unwrapping import unwrap
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     LogMetricsCallback,
@@ -38,11 +40,12 @@ from pytorch_accel_lite.callbacks.batch_limits import limit_from_environment
 from pytorch_accel_lite.checkpoint import loading, saving
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
-from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, total_loss
+from pytorch_accel_lite.data.batch_adapter import BatchAdapter
 from pytorch_accel_lite.data.defaults import dataloader_for, default_loader_kwargs
 from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.data.loss_errors import LossFunction
+from pytorch_accel_lite.data.loss_functions import LossFunction
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
+from pytorch_accel_lite.data.step_outputs import BatchOutput, total_loss
 from pytorch_accel_lite.distributed import Ranks, accelerate_settings, launch, shutdown
 from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extension_names import add_missing_method_errors

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
-from pytorch_accel_lite.base.modules import are_sharded
 from pytorch_accel_lite.base.paths import StrPath, parse_location
+from pytorch_accel_lite.base.sharded_weights import are_sharded
 from pytorch_accel_lite.base.text import add_note, wrapped
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.unknown_names import suggest_arguments

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from accelerate import Accelerator
 
-from pytorch_accel_lite.base.modules import are_sharded, local_shard
+from pytorch_accel_lite.base.sharded_weights import are_sharded, local_shard
 from pytorch_accel_lite.optimizers.operations import optimized_parameters
 from pytorch_accel_lite.run.run import ClippingOrder, TrainerLike
 from pytorch_accel_lite.run.settings import TrainerRunConfig

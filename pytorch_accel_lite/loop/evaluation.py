@@ -9,7 +9,7 @@ from functools import partial
 from torch import nn
 
 from pytorch_accel_lite.base.generator_states import preserving_generators
-from pytorch_accel_lite.base.modules import preserving_modes
+from pytorch_accel_lite.base.module_modes import preserving_modes
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data import Batch, NamedData
 from pytorch_accel_lite.data.loader import LoaderKwargs

@@ -12,13 +12,14 @@ import torch
 
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.generator_states import preserving_generators
-from pytorch_accel_lite.base.modules import reshard, unwrap
+from pytorch_accel_lite.base.sharded_weights import reshard
 from pytorch_accel_lite.base.types import Tree
+from pytorch_accel_lite.base.unwrapping import unwrap
 from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.batches import complete_output
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Source
+from pytorch_accel_lite.data.step_outputs import complete_output
 from pytorch_accel_lite.extension_names import Slot
 from pytorch_accel_lite.loop.guards.modes import restoring_mode_between_batches
 from pytorch_accel_lite.loop.lifecycle import entering

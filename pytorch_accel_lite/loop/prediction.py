@@ -14,11 +14,13 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from pytorch_accel_lite.base.devices import is_asynchronous, record_event
 from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
-from pytorch_accel_lite.base.modules import evaluation_mode
+from pytorch_accel_lite.base.module_modes import evaluation_mode
+from pytorch_accel_lite.base.nested_data import parts_in, tensors_in
 from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data import Data
-from pytorch_accel_lite.data.batches import Batch, infer_batch_size, parts_in, tensors_in
+from pytorch_accel_lite.data.batch_sizes import infer_batch_size
+from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction
 from pytorch_accel_lite.data.splitting import Concatenation, ListOfSamples, concatenate, to_cpu

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.data import Batch, ShardedLoader
-from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import Source
+from pytorch_accel_lite.data.step_outputs import BatchOutput
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.distributed.no_sync import no_sync_within_window
 from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, evaluate_if_due

@@ -22,11 +22,11 @@ from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
-from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.data.loss_errors import LossFunction
+from pytorch_accel_lite.data.loss_functions import LossFunction
 from pytorch_accel_lite.data.named_datasets import NamedDatasets
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index
+from pytorch_accel_lite.data.step_outputs import BatchOutput
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.extension_names import Slot, missing_extension_text
 from pytorch_accel_lite.optimizers.operations import SchedulerFactory, TrainerOptimizer, TrainerScheduler

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from pytorch_accel_lite.base.modules import local_shard
+from pytorch_accel_lite.base.sharded_weights import local_shard
 from pytorch_accel_lite.optimizers.operations import is_created, optimized_parameters
 from pytorch_accel_lite.run.modules_and_optimizers import other_optimizers
 from pytorch_accel_lite.run.run import TrainerLike

@@ -11,9 +11,8 @@ from torch import nn
 from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.checkpoint.models.trained_object_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.batches import BatchOutput, as_scalars, complete_output, total_loss
-from pytorch_accel_lite.data.loss_errors import check_loss
 from pytorch_accel_lite.data.sources import BatchData
+from pytorch_accel_lite.data.step_outputs import BatchOutput, as_scalars, check_loss, complete_output, total_loss
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.loop.guards.first_batch import examine_first_batch
 from pytorch_accel_lite.optimizers.operations import optimized_parameters

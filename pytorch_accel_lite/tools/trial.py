@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.base.modules import preserving_modes
+from pytorch_accel_lite.base.module_modes import preserving_modes
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.checkpoint.models.trained_objects import trained_objects
 from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedDatasets, Source
-from pytorch_accel_lite.data.batches import BatchOutput, complete_output
 from pytorch_accel_lite.data.loader_choice import with_batch_size
+from pytorch_accel_lite.data.step_outputs import BatchOutput, complete_output
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.loop.extra_passes import loss_of
 from pytorch_accel_lite.loop.guards.arguments import check_dataset, check_training

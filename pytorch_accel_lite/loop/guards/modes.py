@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from pytorch_accel_lite.base.modules import unwrap
+from pytorch_accel_lite.base.unwrapping import unwrap
 from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data import Batch
