@@ -7,7 +7,7 @@ from pytorch_accel_lite.base.seeding import derive_seed, draw_seed, generator_wi
 from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.validation import check_positive_int, check_range
-from pytorch_accel_lite.data.batch_adapter import first_label
+from pytorch_accel_lite.data.batch_adapter import IGNORED_LABEL, first_label
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.named_datasets import check_are_named, sizes_of
 from pytorch_accel_lite.data.skipping_on_resume import early_end_error
@@ -17,7 +17,8 @@ from pytorch_accel_lite.data.stream_shards import part_of
 
 __all__ = [
     # Sources, samples and batches.
-    "IndexedData", "LoaderKwargs", "Sample", "Source", "TrainingOrder", "Tree", "first_label", "tensors_in",
+    "IGNORED_LABEL", "IndexedData", "LoaderKwargs", "Sample", "Source", "TrainingOrder", "Tree", "first_label",
+    "tensors_in",
     # Several datasets by name.
     "check_are_named", "sizes_of",
     # Streams, and their positions.
