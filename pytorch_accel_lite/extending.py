@@ -38,9 +38,9 @@ from pytorch_accel_lite.run.division import DIVISIONS, Division, create_division
 from pytorch_accel_lite.run.error_notes import ERROR_NOTES, MEMORY_ADVICE
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.job_queues import JOB_QUEUES, JobQueue
+from pytorch_accel_lite.run.latest_records import LoadedWeights
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.metric_panels import MONITORS, MetricPanel
-from pytorch_accel_lite.run.parts import LoadedWeights
 from pytorch_accel_lite.run.plots import PLOTS, Plots
 from pytorch_accel_lite.run.run import USER_ATTRIBUTES, InferenceStep, Run, Step, TrainerLike, UserAttributes
 from pytorch_accel_lite.run.settings import RunRequest

@@ -89,16 +89,18 @@ from pytorch_accel_lite.optimizers.operations import (
     take_step,
 )
 from pytorch_accel_lite.run.accumulation import Count
+from pytorch_accel_lite.run.assigned_attributes import run_for_assignment
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.division import create_division
 from pytorch_accel_lite.run.events import EVENTS, TrainerCallback
+from pytorch_accel_lite.run.forward_interface import CompiledForwardLike
 from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.history import InMemoryRunHistory, MetricValue, RunHistory
 from pytorch_accel_lite.run.intervals import Interval, parse_interval
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import Progress
-from pytorch_accel_lite.run.run import CompiledForwardLike, Run, Step, run_for_assignment
+from pytorch_accel_lite.run.run import Run, Step
 from pytorch_accel_lite.run.settings import LoaderArguments, RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.stop_errors import RunPausedError
 from pytorch_accel_lite.run.watched_metric import latest_metric

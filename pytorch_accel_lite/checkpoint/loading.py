@@ -28,8 +28,8 @@ from pytorch_accel_lite.checkpoint.states.manifest import MANIFEST
 from pytorch_accel_lite.checkpoint.states.recorded_settings import settings_recorder
 from pytorch_accel_lite.checkpoint.store_choice import read_state, store_of
 from pytorch_accel_lite.distributed.lost_processes import naming_call
+from pytorch_accel_lite.run.latest_records import LoadedWeights
 from pytorch_accel_lite.run.modules_and_optimizers import evaluating_optimizers, set_optimizer_modes
-from pytorch_accel_lite.run.parts import LoadedWeights
 from pytorch_accel_lite.run.run import TrainerLike
 
 

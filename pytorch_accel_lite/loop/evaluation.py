@@ -25,9 +25,10 @@ from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.error_notes import explaining
 from pytorch_accel_lite.run.history import MetricValue, RunHistory, count_values
 from pytorch_accel_lite.run.intervals import Interval
-from pytorch_accel_lite.run.parts import EvalArguments, Evaluation
+from pytorch_accel_lite.run.latest_records import EvaluationRecord
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.run.run_data import EvalArguments
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches
 from pytorch_accel_lite.run.stop_errors import StopTrainingError
@@ -223,7 +224,7 @@ def evaluate(
         trainer.call_event("on_evaluation_run_start")
         evaluate_all(trainer, run, is_training=False)
     if run.outer is None:
-        run.latest.evaluation = Evaluation(dataset, result)
+        run.latest.evaluation = EvaluationRecord(dataset, result)
     return result
 
 

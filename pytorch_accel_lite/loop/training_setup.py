@@ -28,8 +28,9 @@ from pytorch_accel_lite.loop.run_loaders import check_gives_batches, create_eval
 from pytorch_accel_lite.optimizers.operations import clear_gradients, is_created
 from pytorch_accel_lite.run.accumulation import Accumulation, GradientWindow
 from pytorch_accel_lite.run.history import InMemoryRunHistory
-from pytorch_accel_lite.run.parts import EvalArguments, Training
+from pytorch_accel_lite.run.latest_records import TrainingRecord
 from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.run.run_data import EvalArguments
 from pytorch_accel_lite.run.settings import LoaderArguments
 from pytorch_accel_lite.run.sharding import find_sharding
 
@@ -126,7 +127,7 @@ def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     if not had_optimizer and not has_copies:
         check_optimizers(trainer)
     run.config = create_config(trainer, run, batch_size)
-    run.latest.training = Training(run.config, run.end, run.data.eval_arguments)
+    run.latest.training = TrainingRecord(run.config, run.end, run.data.eval_arguments)
     _check_same_settings(trainer, run)
     _create_window(run)
     clear_gradients(trainer.optimizer)  # a run that failed within a window may have left gradients

@@ -26,8 +26,8 @@ def create_step(trainer: TrainerLike, run: Run) -> Step:
         ValueError: if the run uses features that do not work together, or of an extension that is missing
     """
     features = find_features(trainer, run)
-    if trainer.compiled_forward is not None:
-        trainer.compiled_forward.begin_run(run)
+    if trainer.compiled_forward is not None and (conflict := COMPILED.find_conflict(trainer, run)):
+        trainer.compiled_forward.disable(f"with {conflict.other.name}, {conflict.reason}")
     step = _choose_kind(trainer, run, features)(trainer, run)
     step.begin_replicas(trainer, run)
     return step
