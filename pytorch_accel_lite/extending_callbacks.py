@@ -12,7 +12,7 @@ from pytorch_accel_lite.base.devices import (
     mixed_precision,
     to_float,
 )
-from pytorch_accel_lite.base.environment import in_notebook, is_terminal, shows_live
+from pytorch_accel_lite.base.displays import in_notebook, is_terminal, shows_live
 from pytorch_accel_lite.base.generator_states import preserving_generators
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.module_modes import keep_in_eval, preserving_modes, release_from_eval

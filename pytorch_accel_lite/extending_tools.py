@@ -3,7 +3,7 @@
 from pytorch_accel_lite.base.backends import deterministic_kernels
 from pytorch_accel_lite.base.constructor_calls import arguments_of, library_attributes
 from pytorch_accel_lite.base.devices import capacity_of, is_out_of_memory, module_of
-from pytorch_accel_lite.base.environment import install_command
+from pytorch_accel_lite.base.extras import install_command
 from pytorch_accel_lite.base.generator_states import (
     capture_generators,
     find_held_generators,

@@ -16,7 +16,6 @@ from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.base.constructor_calls import LIBRARY_ATTRIBUTES
 from pytorch_accel_lite.base.devices import launched_on_cpus
-from pytorch_accel_lite.base.environment import LIMIT_BATCHES_ENV_VAR
 from pytorch_accel_lite.base.module_modes import without_gradients
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.presentation import names_for_users, presented
@@ -36,7 +35,7 @@ from pytorch_accel_lite.callbacks import (
     StopTrainingError,
     TerminateOnNaNCallback,
 )
-from pytorch_accel_lite.callbacks.batch_limits import limit_from_environment
+from pytorch_accel_lite.callbacks.batch_limits import LIMIT_BATCHES_ENV_VAR, limit_from_environment
 from pytorch_accel_lite.checkpoint import loading, saving
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.data import Data, NamedData, ShardedLoader

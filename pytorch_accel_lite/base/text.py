@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from pytorch_accel_lite.base.environment import is_terminal
+from pytorch_accel_lite.base.displays import is_terminal
 from pytorch_accel_lite.base.types import Tree
 
 T = TypeVar("T")

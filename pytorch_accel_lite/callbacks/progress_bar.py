@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
-from pytorch_accel_lite.base.environment import in_notebook, shows_live
+from pytorch_accel_lite.base.displays import in_notebook, shows_live
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.text import escape_unprintable
 from pytorch_accel_lite.base.tqdm_bars import Bar, NotebookBar, NotebookOutput, TerminalBar

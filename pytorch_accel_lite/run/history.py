@@ -10,7 +10,7 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pytorch_accel_lite.base.environment import import_extra
+from pytorch_accel_lite.base.extras import import_extra
 from pytorch_accel_lite.base.reprs import html_table, join_wrapped
 from pytorch_accel_lite.base.text import format_metric
 from pytorch_accel_lite.base.types import StateDict

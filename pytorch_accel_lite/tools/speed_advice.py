@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytorch_accel_lite.base.environment import cores_per_process
+from pytorch_accel_lite.base.cores import cores_per_process
 from pytorch_accel_lite.run.run import TrainerLike
 
 
