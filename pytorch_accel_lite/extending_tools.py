@@ -48,9 +48,9 @@ from pytorch_accel_lite.distributed.control_group import ControlGroup
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.distributed.launch import die_with_parent
 from pytorch_accel_lite.distributed.lost_processes import names_connection
-from pytorch_accel_lite.distributed.meshes import Holders, current_holders, use_holders
 from pytorch_accel_lite.distributed.no_sync import no_sync_within_window
 from pytorch_accel_lite.distributed.ranks import chosen_timeout, set_timeout, timeout_of, use_ranks
+from pytorch_accel_lite.distributed.shard_holders import Holders, current_holders, use_holders
 from pytorch_accel_lite.distributed.shutdown import open_trainers
 from pytorch_accel_lite.distributed.stack_frames import (
     MACHINERY,

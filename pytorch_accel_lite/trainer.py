@@ -40,8 +40,8 @@ from pytorch_accel_lite.checkpoint import loading, saving
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batch_adapter import BatchAdapter
-from pytorch_accel_lite.data.defaults import dataloader_for, default_loader_kwargs
 from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.loader_defaults import dataloader_for, default_loader_kwargs
 from pytorch_accel_lite.data.loss_functions import LossFunction
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
 from pytorch_accel_lite.data.step_outputs import BatchOutput, total_loss
@@ -64,7 +64,6 @@ from pytorch_accel_lite.extensions.model_summary import layer_summary
 from pytorch_accel_lite.extensions.tuning import batch_size_finder, diagnosis, lr_finder
 from pytorch_accel_lite.loop import (
     clipping,
-    collectives,
     custom_loops,
     evaluation,
     logged_values,
@@ -74,6 +73,7 @@ from pytorch_accel_lite.loop import (
     resolved_settings,
     scheduling,
     training,
+    user_collectives,
 )
 from pytorch_accel_lite.loop.fit import fit
 from pytorch_accel_lite.loop.guards import arguments, optimizer_checks, replicas, schedule_checks
@@ -887,12 +887,12 @@ class Trainer:
     # Bound directly, not wrapped: a wrapper would cost a call in every step, and hide the call in reports of hangs.
     log = logged_values.log
     recompute_gradients = replaying_step.recompute_gradients
-    gather = collectives.gather
-    barrier = collectives.barrier
-    broadcast_object = collectives.broadcast_object
-    all_gather_object = collectives.all_gather_object
-    tensor_to_numeric = collectives.tensor_to_numeric
-    sync_buffers = collectives.sync_buffers
+    gather = user_collectives.gather
+    barrier = user_collectives.barrier
+    broadcast_object = user_collectives.broadcast_object
+    all_gather_object = user_collectives.all_gather_object
+    tensor_to_numeric = user_collectives.tensor_to_numeric
+    sync_buffers = user_collectives.sync_buffers
 
     def update(
         self,
