@@ -68,7 +68,7 @@ from pytorch_accel_lite.optimizers.operations import CreateScheduler, needs_clos
 from pytorch_accel_lite.optimizers.rates import Options, initial_options, layer_scales
 from pytorch_accel_lite.run.accumulation import as_weight
 from pytorch_accel_lite.run.callback_handler import named_callbacks
-from pytorch_accel_lite.run.error_notes import explain, explaining
+from pytorch_accel_lite.run.error_notes_seam import explain, explaining
 from pytorch_accel_lite.run.history import count_values
 from pytorch_accel_lite.run.metric_panels import best_of, direction_of, is_monitor, panels_by_metric
 from pytorch_accel_lite.run.modules_and_optimizers import (
@@ -77,7 +77,7 @@ from pytorch_accel_lite.run.modules_and_optimizers import (
     other_optimizers,
     registered_objects,
 )
-from pytorch_accel_lite.run.sharding import tensor_parallel_size
+from pytorch_accel_lite.run.sharding_seam import tensor_parallel_size
 from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters, parameters_not_in_model
 from pytorch_accel_lite.tools.batch_parts import as_returned, merge_outputs, split_into_parts
 from pytorch_accel_lite.tools.speed_advice import faster_data

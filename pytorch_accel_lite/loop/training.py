@@ -22,7 +22,7 @@ from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.resuming import end_if_complete, end_resuming, ending_resumption, print_state_contents
 from pytorch_accel_lite.loop.run_loaders import loader_of_run
-from pytorch_accel_lite.run.error_notes import explaining
+from pytorch_accel_lite.run.error_notes_seam import explaining
 from pytorch_accel_lite.run.loop_state import GlobalModes
 from pytorch_accel_lite.run.modules_and_optimizers import set_optimizer_modes
 from pytorch_accel_lite.run.progress import EpochPhase

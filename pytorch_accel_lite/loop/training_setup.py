@@ -15,7 +15,7 @@ from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.locks import lock_path
 from pytorch_accel_lite.checkpoint.state_to_resume import find_state
 from pytorch_accel_lite.checkpoint.states.contents import check_history
-from pytorch_accel_lite.checkpoint.states.recorded_settings import settings_recorder
+from pytorch_accel_lite.checkpoint.states.recorded_settings_seam import settings_recorder
 from pytorch_accel_lite.loop.guards.arguments import check_training
 from pytorch_accel_lite.loop.guards.optimizer_checks import check_optimizers
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_ranks, settings_of_optimizer
@@ -32,7 +32,7 @@ from pytorch_accel_lite.run.latest_records import TrainingRecord
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_data import EvalArguments
 from pytorch_accel_lite.run.settings import LoaderArguments
-from pytorch_accel_lite.run.sharding import find_sharding
+from pytorch_accel_lite.run.sharding_seam import find_sharding
 
 
 def configure(trainer: TrainerLike, run: Run) -> None:

@@ -31,7 +31,7 @@ from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_
 from pytorch_accel_lite.loop.training import run_step
 from pytorch_accel_lite.loop.training_setup import prepare_training
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
-from pytorch_accel_lite.run.error_notes import explaining
+from pytorch_accel_lite.run.error_notes_seam import explaining
 from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.modules_and_optimizers import (
     evaluating_optimizers,

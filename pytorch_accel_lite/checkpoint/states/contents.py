@@ -50,7 +50,7 @@ from pytorch_accel_lite.checkpoint.states.directory import (
     read_weights,
 )
 from pytorch_accel_lite.checkpoint.states.machine import machine_facts
-from pytorch_accel_lite.checkpoint.states.recorded_settings import settings_recorder
+from pytorch_accel_lite.checkpoint.states.recorded_settings_seam import settings_recorder
 from pytorch_accel_lite.optimizers.operations import group_names, state_class_names
 from pytorch_accel_lite.run.callback_handler import callbacks_with
 from pytorch_accel_lite.run.division import numbers_of_shares
