@@ -71,7 +71,7 @@ from pytorch_accel_lite.loop import (
     optimizer_factories,
     prediction,
     resolved_settings,
-    scheduling,
+    scheduler_creation,
     training,
     user_collectives,
 )
@@ -100,15 +100,16 @@ from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.run import Run, Step
+from pytorch_accel_lite.run.scheduler_steps import step_after_epoch
 from pytorch_accel_lite.run.settings import LoaderArguments, RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.stop_errors import RunPausedError
 from pytorch_accel_lite.run.watched_metric import latest_metric
-from pytorch_accel_lite.schedulers.named_schedules import ScheduleArgument, resolve_names
 from pytorch_accel_lite.schedulers.placeholders import (
     PlaceholderError,
     TrainerPlaceholderValues,
     replace_trainer_placeholder_values,
 )
+from pytorch_accel_lite.schedulers.schedule_arguments import ScheduleArgument, resolve_names
 from pytorch_accel_lite.steps.choice import create_step
 from pytorch_accel_lite.steps.compilation import create_compiled_forward
 
@@ -852,7 +853,7 @@ class Trainer:
         """Return the scheduler of a run, or ``None``. Calls ``create_scheduler_fn(optimizer)`` by default."""
         if self.create_scheduler_fn is None:
             return None
-        return scheduling.create_scheduler_from(self, self.create_scheduler_fn)
+        return scheduler_creation.create_scheduler_from(self, self.create_scheduler_fn)
 
     def parallelize_model(self, mesh: DeviceMesh) -> str | os.PathLike[str] | None:
         """Override it to shard ``self.model`` in place, before the first run. The optimizer must then be a factory.
@@ -1251,7 +1252,7 @@ class Trainer:
 
     def _step_after_epoch(self) -> None:
         """Step the scheduler after an epoch and its evaluation, if it is due."""
-        scheduling.step_after_epoch(self)
+        step_after_epoch(self)
 
     # ---------------------------------------------------------- creating, closing and showing the trainer
 

@@ -29,6 +29,7 @@ from pytorch_accel_lite.run.latest_records import EvaluationRecord
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_data import EvalArguments
+from pytorch_accel_lite.run.scheduler_steps import step_within_epoch
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches
 from pytorch_accel_lite.run.stop_errors import StopTrainingError
@@ -112,8 +113,7 @@ def evaluate_if_due(trainer: TrainerLike, run: Run, ends_epoch: bool = False) ->
         stopped = stop
     if inner.epoch_phase == EpochPhase.EVALUATED:
         interval.advance(run)
-        if run.request.scheduler_metric is not None and trainer.scheduler is not None:
-            trainer.scheduler_step()
+        step_within_epoch(trainer)
     if stopped is not None:
         raise stopped
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 
-from pytorch_accel_lite.loop import custom_loops, lifecycle, scheduling, training, training_setup
+from pytorch_accel_lite.loop import custom_loops, lifecycle, scheduler_creation, training, training_setup
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import LoaderArguments
 from pytorch_accel_lite.run.signals import ending_at_signals, exit_after_signal
@@ -25,7 +25,7 @@ def fit(
         training_setup.find_state_to_resume(trainer, run, resume_from)
         training_setup.prepare_data(trainer, run, loader_arguments)
         training_setup.prepare_training(trainer, run, loader_arguments.batch_size)
-        scheduling.begin_schedule(trainer, run)
+        scheduler_creation.begin_schedule(trainer, run)
         training_setup.begin_or_resume(trainer, run, reset_run_history)
         with ending_at_signals(run.control.request) if run.request.ends_at_signals else nullcontext():
             training.begin_training(trainer, run)

@@ -101,6 +101,7 @@ class PlainStep(Step):
         prepared = trainer.prepared_model
         may_overflow = prepared is not None and not prepared.is_plain  # otherwise, not asking saves calls in each step
         was_skipped = (self.skips_update or may_overflow) and self.count_if_skipped(trainer)
+        # Inlines is_stepped_after_updates().
         if trainer.scheduler is not None and not was_skipped and run.request.scheduler_interval == "update":
             trainer.scheduler_step()
         trainer.optimizer_zero_grad()

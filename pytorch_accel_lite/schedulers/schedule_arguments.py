@@ -1,4 +1,4 @@
-"""Schedules by name: ``create_scheduler_fn="cosine"``."""
+"""The argument ``create_scheduler_fn``: functions, and names such as ``"cosine"``, for which an extension has them."""
 
 from __future__ import annotations
 
