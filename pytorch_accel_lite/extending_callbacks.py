@@ -3,6 +3,7 @@
 Each is written as a user could write it: it reads ``trainer.run``, and uses only names that are public somewhere.
 """
 
+from pytorch_accel_lite.base.argument_checks import check_bool, check_choice, check_positive_number, optional
 from pytorch_accel_lite.base.devices import (
     AsyncCopy,
     DeviceTimer,
@@ -13,30 +14,23 @@ from pytorch_accel_lite.base.devices import (
     to_float,
 )
 from pytorch_accel_lite.base.displays import in_notebook, is_terminal, shows_live
+from pytorch_accel_lite.base.error_texts import add_note
+from pytorch_accel_lite.base.escaping import escape_unprintable
+from pytorch_accel_lite.base.formatting import align, format_duration, wrapped
 from pytorch_accel_lite.base.generator_states import preserving_generators
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.module_modes import keep_in_eval, preserving_modes, release_from_eval
 from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.paths import StrPath, parse_location
+from pytorch_accel_lite.base.plain_values import as_number_or_text, as_plain, to_number
 from pytorch_accel_lite.base.quantised import is_frozen_and_quantised, is_quantised_by, plain_parts, quantised_entries
 from pytorch_accel_lite.base.reprs import html_table, short_repr
 from pytorch_accel_lite.base.seeding import derive_seed, seed_all
 from pytorch_accel_lite.base.sharded_weights import are_sharded, reshard
-from pytorch_accel_lite.base.text import (
-    add_note,
-    align,
-    as_number_or_text,
-    as_plain,
-    escape_unprintable,
-    format_duration,
-    to_number,
-    wrapped,
-)
 from pytorch_accel_lite.base.tqdm_bars import Bar, NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
 from pytorch_accel_lite.base.unknown_names import did_you_mean, suggest_arguments
 from pytorch_accel_lite.base.unwrapping import class_of, unwrap
-from pytorch_accel_lite.base.validation import check_bool, check_choice, check_positive_number, optional
 from pytorch_accel_lite.callbacks.default_callbacks import DEFAULTS
 from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher

@@ -1,9 +1,11 @@
 """Functions that the package's own extensions use, besides ``extending.py``. They may change in any version."""
 
-from pytorch_accel_lite.base.backends import deterministic_kernels
+from pytorch_accel_lite.base.argument_checks import check_positive_int, check_range
 from pytorch_accel_lite.base.constructor_calls import arguments_of, library_attributes
 from pytorch_accel_lite.base.devices import capacity_of, is_out_of_memory, module_of
+from pytorch_accel_lite.base.error_texts import describe_error, notes_of
 from pytorch_accel_lite.base.extras import install_command
+from pytorch_accel_lite.base.formatting import listed
 from pytorch_accel_lite.base.generator_states import (
     capture_generators,
     find_held_generators,
@@ -11,19 +13,17 @@ from pytorch_accel_lite.base.generator_states import (
     restore_generator,
     restore_generators,
 )
-from pytorch_accel_lite.base.inspection import nested_in
+from pytorch_accel_lite.base.kernel_settings import deterministic_kernels
 from pytorch_accel_lite.base.nested_data import parts_in, tensors_in
 from pytorch_accel_lite.base.paths import may_differ
-from pytorch_accel_lite.base.reachable import RandomGenerator, reachable_from
+from pytorch_accel_lite.base.reachable import RandomGenerator, nested_in, reachable_from
 from pytorch_accel_lite.base.sharded_weights import local_shard
 from pytorch_accel_lite.base.templates import Column, render
-from pytorch_accel_lite.base.text import describe_error, listed, notes_of
 from pytorch_accel_lite.base.tool_reports import Report
 from pytorch_accel_lite.base.types import ChosenModules
 from pytorch_accel_lite.base.unwrapping import unsharded_class
 from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_in_this_package, is_overridden
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.base.validation import check_positive_int, check_range
 from pytorch_accel_lite.checkpoint.disk.shards import every_part_is_held, find_tensors
 from pytorch_accel_lite.checkpoint.models.model_forms import is_of_peft, is_of_timm
 from pytorch_accel_lite.checkpoint.models.trained_object_states import buffers_beside_model

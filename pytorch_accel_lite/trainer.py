@@ -18,10 +18,10 @@ from pytorch_accel_lite.base.constructor_calls import LIBRARY_ATTRIBUTES
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.module_modes import without_gradients
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
-from pytorch_accel_lite.base.presentation import names_for_users, presented
 from pytorch_accel_lite.base.reprs import join_wrapped
 from pytorch_accel_lite.base.shadowable import Shadowable
 from pytorch_accel_lite.base.sharded_weights import is_sharded
+from pytorch_accel_lite.base.trainer_help import names_for_users, presented
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.base.unknown_names import check_subclass, suggest_arguments
 from pytorch_accel_lite.base.unwrapping import unwrap

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from pytorch_accel_lite.base.formatting import listed
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, file_path, name_of, parse_location
-from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter

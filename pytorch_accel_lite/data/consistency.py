@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from pytorch_accel_lite.base.inspection import find_length, nested_in
+from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.nested_data import tensors_in
+from pytorch_accel_lite.base.reachable import nested_in
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.fingerprint import compare_fingerprints, fingerprint_of, is_table

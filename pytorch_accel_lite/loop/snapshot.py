@@ -17,8 +17,8 @@ from pytorch_accel_lite.base.generator_states import (
     restore_generators,
     state_of_generator,
 )
-from pytorch_accel_lite.base.inspection import distinct_elements
 from pytorch_accel_lite.base.reachable import is_generator
+from pytorch_accel_lite.base.tensor_bits import distinct_elements
 from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.checkpoint.models.trained_objects import trained_objects
 from pytorch_accel_lite.optimizers.operations import optimized_parameters

@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pytorch_accel_lite.base.extras import import_extra
+from pytorch_accel_lite.base.formatting import format_metric
 from pytorch_accel_lite.base.reprs import html_table, join_wrapped
-from pytorch_accel_lite.base.text import format_metric
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_warnings import warn_outside

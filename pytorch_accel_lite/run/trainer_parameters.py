@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from itertools import chain
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -15,8 +14,6 @@ from pytorch_accel_lite.base.sharded_weights import local_shard
 from pytorch_accel_lite.optimizers.operations import is_created, optimized_parameters
 from pytorch_accel_lite.run.modules_and_optimizers import other_optimizers
 from pytorch_accel_lite.run.run import TrainerLike
-
-T = TypeVar("T")
 
 
 def all_optimized_parameters(trainer: TrainerLike) -> list[nn.Parameter]:

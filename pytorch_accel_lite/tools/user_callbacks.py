@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from pytorch_accel_lite.base.text import describe_error
+from pytorch_accel_lite.base.error_texts import describe_error
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.events import EVENTS, TrainerCallback, events_between

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pytorch_accel_lite.base.inspection import sums_of_bits
+from pytorch_accel_lite.base.formatting import listed
 from pytorch_accel_lite.base.quantised import plain_parts, quantised_entries
-from pytorch_accel_lite.base.text import listed
+from pytorch_accel_lite.base.tensor_bits import sums_of_bits
 from pytorch_accel_lite.base.types import Keys, StateDict, Tree
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.checksums import verify

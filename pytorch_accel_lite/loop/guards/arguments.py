@@ -18,12 +18,17 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from pytorch_accel_lite.base.argument_checks import (
+    check_choice,
+    check_number,
+    check_positive_int,
+    check_positive_number,
+)
+from pytorch_accel_lite.base.error_texts import add_note
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.reprs import short_repr
-from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_code import is_overridden
-from pytorch_accel_lite.base.validation import check_choice, check_number, check_positive_int, check_positive_number
 from pytorch_accel_lite.data.consistency import is_prepared
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, options_of

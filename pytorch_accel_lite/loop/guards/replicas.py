@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.inspection import sums_of_bits
 from pytorch_accel_lite.base.quantised import all_plain_parts
+from pytorch_accel_lite.base.tensor_bits import sums_of_bits
 from pytorch_accel_lite.base.unwrapping import unwrap
 from pytorch_accel_lite.run.modules_and_optimizers import other_modules
 from pytorch_accel_lite.run.run import Run, TrainerLike

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import torch
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
+from pytorch_accel_lite.base.formatting import wrapped
 from pytorch_accel_lite.base.inspection import accepts
 from pytorch_accel_lite.base.reprs import short_repr
-from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.optimizers.operations import SchedulerFactory, TrainerScheduler, follows_metric, schedulers_in
 from pytorch_accel_lite.optimizers.rates import Options, format_rates, has_unused_scales
