@@ -6,9 +6,12 @@ sources of data, and ``extending_tools.py`` the functions that the package's own
 
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
+from pytorch_accel_lite.checkpoint.disk.atomic_files import FENCES
 from pytorch_accel_lite.checkpoint.disk.checksums import verify as verify_tensors
-from pytorch_accel_lite.checkpoint.disk.files import FENCES, check_is_shared, load_verified, write_tensors
 from pytorch_accel_lite.checkpoint.disk.locks import lock_path
+from pytorch_accel_lite.checkpoint.disk.plain_files import load_verified
+from pytorch_accel_lite.checkpoint.disk.shared_disks import check_is_shared
+from pytorch_accel_lite.checkpoint.disk.tensor_files import write_tensors
 from pytorch_accel_lite.checkpoint.models.companion_files import COMPANION_WRITERS, CompanionWriter, SavedModel
 from pytorch_accel_lite.checkpoint.models.model_forms import ADAPTERS, MODEL_FORMS, ModelForm, WriteModel
 from pytorch_accel_lite.checkpoint.states.directory import CapturedState, read_model, read_verified, write_files

@@ -38,8 +38,10 @@ from pytorch_accel_lite.callbacks.metrics import default_transform
 from pytorch_accel_lite.callbacks.monitoring import GradientNorms
 from pytorch_accel_lite.callbacks.print_progress import epoch_of
 from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
+from pytorch_accel_lite.checkpoint.disk.atomic_files import write_bytes
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
-from pytorch_accel_lite.checkpoint.disk.files import FROZEN, load_plain, write_bytes
+from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
+from pytorch_accel_lite.checkpoint.disk.plain_files import load_plain
 from pytorch_accel_lite.checkpoint.models.supported_engines import (
     check_states_are_possible,
     refuse_engines,
@@ -57,22 +59,18 @@ from pytorch_accel_lite.checkpoint.models.weights import (
 from pytorch_accel_lite.checkpoint.states.rotation import remove_old_states
 from pytorch_accel_lite.checkpoint.states.store import state_name
 from pytorch_accel_lite.checkpoint.store_choice import open_store
+from pytorch_accel_lite.data.batch_slices import is_list_of_samples, slice_batch
+from pytorch_accel_lite.data.concatenation import to_cpu
 from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.data.sources import BatchData, Index
-from pytorch_accel_lite.data.splitting import is_list_of_samples, slice_batch, to_cpu
 from pytorch_accel_lite.data.step_outputs import BatchOutput, is_number
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.loop.clipping import total_norm
 from pytorch_accel_lite.loop.inference import inference
-from pytorch_accel_lite.optimizers.operations import (
-    TrainerOptimizer,
-    group_names,
-    is_created,
-    parts_of_optimizer,
-    schedulers_in,
-)
+from pytorch_accel_lite.optimizers.optimizer_parts import group_names, is_created, parts_of_optimizer, schedulers_in
+from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 from pytorch_accel_lite.optimizers.rates import ParamGroup
 from pytorch_accel_lite.run.accumulation import Count
 from pytorch_accel_lite.run.callback_handler import set_listening
@@ -82,7 +80,7 @@ from pytorch_accel_lite.run.goodput import describe_fractions
 from pytorch_accel_lite.run.history import MetricValue, NewMetrics
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
 from pytorch_accel_lite.run.metric_checks import ExpectedMetrics
-from pytorch_accel_lite.run.modules_and_optimizers import evaluating_optimizers
+from pytorch_accel_lite.run.optimizer_modes import evaluating_optimizers
 
 __all__ = [
     # Arguments of events, and values in states.

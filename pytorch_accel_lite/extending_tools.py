@@ -36,19 +36,19 @@ from pytorch_accel_lite.checkpoint.models.trained_objects import (
 from pytorch_accel_lite.checkpoint.models.weights import verify_weights
 from pytorch_accel_lite.data.batch_adapter import TARGET_KEYS
 from pytorch_accel_lite.data.batch_sizes import infer_batch_size, is_as_long, is_packed, is_single_sample
+from pytorch_accel_lite.data.batch_slices import select_samples
+from pytorch_accel_lite.data.concatenation import ListOfSamples, concatenate, concatenate_if_possible
 from pytorch_accel_lite.data.fingerprint import compare_fingerprints, fingerprint_of
 from pytorch_accel_lite.data.loader import to_device
 from pytorch_accel_lite.data.loss_functions import LossShapeError, shapes_are_known
-from pytorch_accel_lite.data.map_datasets import MapLoader
+from pytorch_accel_lite.data.map_loader import MapLoader
 from pytorch_accel_lite.data.reading import add_missing_note, list_samples, names_sample, reader_of
 from pytorch_accel_lite.data.shares import share_bounds
-from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, concatenate_if_possible, select_samples
 from pytorch_accel_lite.data.step_outputs import check_items, complete_output
 from pytorch_accel_lite.distributed.control_group import ControlGroup
-from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
+from pytorch_accel_lite.distributed.gradient_averaging import average_gradients, no_sync_within_window
 from pytorch_accel_lite.distributed.launch import die_with_parent
 from pytorch_accel_lite.distributed.lost_processes import names_connection
-from pytorch_accel_lite.distributed.no_sync import no_sync_within_window
 from pytorch_accel_lite.distributed.ranks import chosen_timeout, set_timeout, timeout_of, use_ranks
 from pytorch_accel_lite.distributed.shard_holders import Holders, current_holders, use_holders
 from pytorch_accel_lite.distributed.shutdown import open_trainers
@@ -60,24 +60,21 @@ from pytorch_accel_lite.distributed.stack_frames import (
     is_in_backward,
     is_library_frame,
 )
-from pytorch_accel_lite.loop.extra_passes import loss_of
-from pytorch_accel_lite.loop.guards.arguments import check_dataset
+from pytorch_accel_lite.loop.ddp_warm_up import loss_of
+from pytorch_accel_lite.loop.guards.trainer_arguments import check_dataset
 from pytorch_accel_lite.loop.inference import inference_run, unwrapped_model
 from pytorch_accel_lite.loop.snapshot import preserving_attributes, replaced
-from pytorch_accel_lite.optimizers.operations import CreateScheduler, needs_closure, optimized_parameters
+from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
+from pytorch_accel_lite.optimizers.optimizer_steps import needs_closure
+from pytorch_accel_lite.optimizers.optimizer_types import CreateScheduler
 from pytorch_accel_lite.optimizers.rates import Options, initial_options, layer_scales
 from pytorch_accel_lite.run.accumulation import as_weight
 from pytorch_accel_lite.run.callback_handler import named_callbacks
 from pytorch_accel_lite.run.error_notes_seam import explain, explaining
 from pytorch_accel_lite.run.history import count_values
 from pytorch_accel_lite.run.metric_panels import best_of, direction_of, is_monitor, panels_by_metric
-from pytorch_accel_lite.run.modules_and_optimizers import (
-    buffers_in,
-    other_modules,
-    other_optimizers,
-    registered_objects,
-)
 from pytorch_accel_lite.run.sharding_seam import tensor_parallel_size
+from pytorch_accel_lite.run.trainer_attributes import buffers_in, other_modules, other_optimizers, registered_objects
 from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters, parameters_not_in_model
 from pytorch_accel_lite.tools.batch_parts import as_returned, merge_outputs, split_into_parts
 from pytorch_accel_lite.tools.speed_advice import faster_data

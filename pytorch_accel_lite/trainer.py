@@ -76,16 +76,15 @@ from pytorch_accel_lite.loop import (
     user_collectives,
 )
 from pytorch_accel_lite.loop.fit import fit
-from pytorch_accel_lite.loop.guards import arguments, optimizer_checks, replicas, schedule_checks
-from pytorch_accel_lite.optimizers.operations import (
+from pytorch_accel_lite.loop.guards import optimizer_checks, replicas, schedule_checks, trainer_arguments
+from pytorch_accel_lite.optimizers.optimizer_parts import is_created
+from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients, take_step
+from pytorch_accel_lite.optimizers.optimizer_types import (
     OptimizerFactory,
     Optimizers,
     SchedulerFactory,
     TrainerOptimizer,
     TrainerScheduler,
-    clear_gradients,
-    is_created,
-    take_step,
 )
 from pytorch_accel_lite.run.accumulation import Count
 from pytorch_accel_lite.run.assigned_attributes import run_for_assignment
@@ -232,14 +231,14 @@ class Trainer:
     ) -> None:
         before = vars(self).keys() - _GIVEN
         launch.respect_launcher()
-        arguments.check_types(
+        trainer_arguments.check_types(
             model=model,
             run_history=run_history,
             accelerator=accelerator,
             compile_model=True if compile_model == "blocks" else compile_model,
             compile_step=compile_step,
         )
-        arguments.check_constructor(loss_func, optimizer, seed)
+        trainer_arguments.check_constructor(loss_func, optimizer, seed)
         self.model = model
         self.loss_func = loss_func
         self.optimizer: TrainerOptimizer = optimizer_factories.combine_or_defer(optimizer)
@@ -366,14 +365,18 @@ class Trainer:
                 "first by raising StopTrainingError, or close the iterator."
             )
         size, train_kwargs, eval_kwargs = per_device_batch_size, train_dataloader_kwargs, eval_dataloader_kwargs
-        arguments.check_dataset(self, "train_dataset", train_dataset, size, train_kwargs, collate_fn, eval_dataset)
-        arguments.check_training(self.optimizer, self.accelerator, request)
-        arguments.check_resume_from(resume_from)
+        trainer_arguments.check_dataset(
+            self, "train_dataset", train_dataset, size, train_kwargs, collate_fn, eval_dataset
+        )
+        trainer_arguments.check_training(self.optimizer, self.accelerator, request)
+        trainer_arguments.check_resume_from(resume_from)
         has_schedule = create_scheduler_fn is not None or warmup_steps
         schedule = resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval) if has_schedule else None
         optimizer_checks.check_optimizers(self)
         if eval_dataset is not None:
-            arguments.check_dataset(self, "eval_dataset", eval_dataset, size, eval_kwargs, collate_fn, train_dataset)
+            trainer_arguments.check_dataset(
+                self, "eval_dataset", eval_dataset, size, eval_kwargs, collate_fn, train_dataset
+            )
         self.create_scheduler_fn = schedule
         run = Run.create(self, request, train_dataset, eval_dataset, collate_fn)
         loaders = LoaderArguments(int(size), train_kwargs, eval_kwargs)  # the size may be an integer of numpy
@@ -1260,13 +1263,15 @@ class Trainer:
         self, accelerator: Accelerator | None, mixed_precision: str | None, find_unused: bool
     ) -> Accelerator:
         """Return the accelerator passed, or a new one, after all checks."""
-        arguments.check_mixed_precision(mixed_precision, accelerator)
+        trainer_arguments.check_mixed_precision(mixed_precision, accelerator)
         self._requested_precision = mixed_precision
         if accelerator is None:
             accelerator = accelerate_settings.create_accelerator(self._create_accelerator, mixed_precision)
-        arguments.check_mixed_precision(mixed_precision, accelerator)  # an overridden method may have created it
+        trainer_arguments.check_mixed_precision(
+            mixed_precision, accelerator
+        )  # an overridden method may have created it
         launch.check_launch(accelerator)
-        arguments.check_parallelism(accelerator)
+        trainer_arguments.check_parallelism(accelerator)
         if find_unused:
             accelerate_settings.find_unused_parameters(accelerator)
         return accelerator

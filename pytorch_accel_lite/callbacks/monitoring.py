@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.devices import accumulation_dtype, to_float
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.loop.clipping import total_norm
-from pytorch_accel_lite.optimizers.operations import group_names, is_created, parts_of_optimizer
+from pytorch_accel_lite.optimizers.optimizer_parts import group_names, is_created, parts_of_optimizer
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest

@@ -26,7 +26,7 @@ from pytorch_accel_lite.loop.lifecycle import entering
 from pytorch_accel_lite.loop.model_preparation import prepare_model
 from pytorch_accel_lite.loop.resolved_settings import create_config
 from pytorch_accel_lite.loop.run_loaders import create_eval_loaders
-from pytorch_accel_lite.run.modules_and_optimizers import evaluating_optimizers
+from pytorch_accel_lite.run.optimizer_modes import evaluating_optimizers
 from pytorch_accel_lite.run.run import InferenceStep, Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.skipped_batches import SkippedBatches

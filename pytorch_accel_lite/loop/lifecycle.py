@@ -18,7 +18,7 @@ from pytorch_accel_lite.loop.model_preparation import check_model_has_values, re
 from pytorch_accel_lite.loop.user_collectives import gathering_uneven_batches
 from pytorch_accel_lite.optimizers.rates import learning_rates, note_initial_options
 from pytorch_accel_lite.run.error_notes_seam import explain
-from pytorch_accel_lite.run.modules_and_optimizers import set_optimizer_modes
+from pytorch_accel_lite.run.optimizer_modes import set_optimizer_modes
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.sharding_seam import find_sharding
 from pytorch_accel_lite.run.stop_errors import NonFiniteLossError, StopTrainingError

@@ -11,7 +11,8 @@ from pytorch_accel_lite.loop.guards.schedule_checks import (
     warn_of_unused_scales,
 )
 from pytorch_accel_lite.optimizers.combined import create_schedulers
-from pytorch_accel_lite.optimizers.operations import SchedulerFactory, TrainerScheduler, parts_of_optimizer
+from pytorch_accel_lite.optimizers.optimizer_parts import parts_of_optimizer
+from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, TrainerScheduler
 from pytorch_accel_lite.optimizers.rates import Options, initial_options, scheduled_options, set_options
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.schedulers.placeholders import replace_trainer_placeholder_values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pytorch_accel_lite.optimizers.operations import parts_of_optimizer
+from pytorch_accel_lite.optimizers.optimizer_parts import parts_of_optimizer
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.scheduler_steps import is_stepped_after_updates
 

@@ -15,7 +15,7 @@ from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.data.step_outputs import BatchOutput, as_scalars, check_loss, complete_output, total_loss
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.loop.guards.first_batch import examine_first_batch
-from pytorch_accel_lite.optimizers.operations import optimized_parameters
+from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
 from pytorch_accel_lite.run.trainer_parameters import parameters_not_in_model

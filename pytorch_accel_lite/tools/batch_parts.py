@@ -12,7 +12,8 @@ from accelerate.utils import recursively_apply
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batch_sizes import infer_batch_size, is_as_long
-from pytorch_accel_lite.data.splitting import concatenate_if_possible, is_list_of_samples, split_batch
+from pytorch_accel_lite.data.batch_slices import is_list_of_samples, split_batch
+from pytorch_accel_lite.data.concatenation import concatenate_if_possible
 from pytorch_accel_lite.data.step_outputs import BatchOutput, is_number
 from pytorch_accel_lite.run.accumulation import Count
 from pytorch_accel_lite.run.run import TrainerLike

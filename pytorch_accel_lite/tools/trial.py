@@ -20,9 +20,9 @@ from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedD
 from pytorch_accel_lite.data.loader_choice import with_batch_size
 from pytorch_accel_lite.data.step_outputs import BatchOutput, complete_output
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.loop.extra_passes import loss_of
-from pytorch_accel_lite.loop.guards.arguments import check_dataset, check_training
+from pytorch_accel_lite.loop.ddp_warm_up import loss_of
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
+from pytorch_accel_lite.loop.guards.trainer_arguments import check_dataset, check_training
 from pytorch_accel_lite.loop.inference import unwrapped_model
 from pytorch_accel_lite.loop.lifecycle import entering
 from pytorch_accel_lite.loop.model_preparation import prepare_model, release_model
@@ -33,15 +33,11 @@ from pytorch_accel_lite.loop.training_setup import prepare_training
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.error_notes_seam import explaining
 from pytorch_accel_lite.run.history import InMemoryRunHistory
-from pytorch_accel_lite.run.modules_and_optimizers import (
-    evaluating_optimizers,
-    other_modules,
-    registered_objects,
-    set_optimizer_modes,
-)
+from pytorch_accel_lite.run.optimizer_modes import evaluating_optimizers, set_optimizer_modes
 from pytorch_accel_lite.run.progress import EpochPhase, Progress
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.trainer_attributes import other_modules, registered_objects
 from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters
 
 

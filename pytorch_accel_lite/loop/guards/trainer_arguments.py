@@ -35,7 +35,7 @@ from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, options
 from pytorch_accel_lite.data.loader_defaults import DEFAULT_BATCH_SIZE
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.distributed.process_decorators import current_process
-from pytorch_accel_lite.optimizers.operations import TrainerOptimizer
+from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 from pytorch_accel_lite.run.history import RunHistory
 from pytorch_accel_lite.run.intervals import parse_interval
 from pytorch_accel_lite.run.run import TrainerLike
