@@ -51,13 +51,7 @@ from pytorch_accel_lite.data.loss_errors import LossShapeError, shapes_are_known
 from pytorch_accel_lite.data.map_datasets import MapLoader
 from pytorch_accel_lite.data.reading import add_missing_note, list_samples, names_sample, reader_of
 from pytorch_accel_lite.data.shares import share_bounds
-from pytorch_accel_lite.data.splitting import (
-    ListOfSamples,
-    concatenate,
-    concatenate_if_possible,
-    select_samples,
-    split_batch,
-)
+from pytorch_accel_lite.data.splitting import WHAT_CAN_BE_SPLIT, ListOfSamples, concatenate, select_samples
 from pytorch_accel_lite.distributed.control_group import ControlGroup
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.distributed.launch import die_with_parent
@@ -110,7 +104,7 @@ __all__ = [
     # Batches that fail.
     "explain", "explaining", "list_samples", "names_sample", "notes_of",
     # Steps that are divided into a fixed number of shares.
-    "concatenate_if_possible", "deterministic_kernels", "share_bounds",
+    "deterministic_kernels", "share_bounds",
     # Models with sharded weights.
     "chosen_timeout", "find_tensors", "parameters_not_in_model", "tensor_parallel_size", "verify_weights",
     # The processes of a job.
@@ -133,12 +127,13 @@ __all__ = [
     "EVENTS", "capacity_of", "check_dataset", "check_training", "copy_loader", "create_eval_loaders", "create_step",
     "create_train_loader", "entering", "events_between", "faster_data", "inference_run", "is_out_of_memory", "loss_of",
     "min_share_for_batch_norm", "module_of", "prepare_model", "prepare_training", "release_model", "replaced",
-    "run_step", "set_optimizer_modes", "split_batch", "unwrapped_model",
+    "run_step", "set_optimizer_modes", "unwrapped_model",
     # The parts of trainers and batches.
-    "ListOfSamples", "LossShapeError", "MapLoader", "TARGET_KEYS", "add_missing_note", "all_optimized_parameters",
-    "concatenate", "infer_batch_size", "is_as_long", "is_overridden", "is_packed", "is_single_sample", "layer_scales",
-    "local_shard", "nested_in", "optimized_parameters", "other_modules", "other_optimizers", "parts_in", "reader_of",
-    "registered_objects", "select_samples", "shapes_are_known", "tensors_in", "to_device",
+    "ListOfSamples", "LossShapeError", "MapLoader", "TARGET_KEYS", "WHAT_CAN_BE_SPLIT", "add_missing_note",
+    "all_optimized_parameters", "concatenate", "infer_batch_size", "is_as_long", "is_overridden", "is_packed",
+    "is_single_sample", "layer_scales", "local_shard", "nested_in", "optimized_parameters", "other_modules",
+    "other_optimizers", "parts_in", "reader_of", "registered_objects", "select_samples", "shapes_are_known",
+    "tensors_in", "to_device",
     # Plots and pages.
     "Column", "best_of", "direction_of", "is_monitor", "panels_by_metric", "render",
     # Help.
