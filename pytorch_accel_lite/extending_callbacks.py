@@ -6,11 +6,10 @@ Each is written as a user could write it: it reads ``trainer.run``, and uses onl
 from pytorch_accel_lite.base.argument_checks import check_bool, check_choice, check_positive_number, optional
 from pytorch_accel_lite.base.devices import (
     AsyncCopy,
-    DeviceTimer,
-    Moment,
     accumulation_dtype,
     is_asynchronous,
     mixed_precision,
+    record_event,
     to_float,
 )
 from pytorch_accel_lite.base.displays import in_notebook, is_terminal, shows_live
@@ -100,7 +99,7 @@ __all__ = [
     "parts_of_optimizer", "preserving_generators", "preserving_modes", "release_from_eval", "reshard",
     "schedulers_in", "seed_all", "slice_batch", "to_cpu", "total_norm", "unwrap",
     # Devices without waiting.
-    "AsyncCopy", "DeviceTimer", "Moment", "accumulation_dtype", "is_asynchronous", "mixed_precision", "to_float",
+    "AsyncCopy", "accumulation_dtype", "is_asynchronous", "mixed_precision", "record_event", "to_float",
     # Files.
     "BackgroundWriter", "FROZEN", "StrPath", "check_has_trainable", "check_states_are_possible", "full_state_dict",
     "is_quantised_by", "leave_out_frozen", "load_plain", "model_checksums", "open_store", "parse_location",

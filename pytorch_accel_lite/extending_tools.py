@@ -37,8 +37,8 @@ from pytorch_accel_lite.checkpoint.models.trained_objects import (
 from pytorch_accel_lite.checkpoint.models.weights import verify_weights
 from pytorch_accel_lite.data.batch_adapter import TARGET_KEYS
 from pytorch_accel_lite.data.batch_sizes import infer_batch_size, is_as_long, is_packed, is_single_sample
-from pytorch_accel_lite.data.batch_slices import select_samples, split_batch
-from pytorch_accel_lite.data.concatenation import ListOfSamples, concatenate, concatenate_if_possible
+from pytorch_accel_lite.data.batch_slices import WHAT_CAN_BE_SPLIT, select_samples
+from pytorch_accel_lite.data.concatenation import ListOfSamples, concatenate
 from pytorch_accel_lite.data.consistency import PASS_OWN_SHARD, checksum_of_indices
 from pytorch_accel_lite.data.loader import copy_loader, to_device
 from pytorch_accel_lite.data.loader_defaults import faster_data
@@ -95,7 +95,7 @@ __all__ = [
     # Batches that fail.
     "explain", "explaining", "list_samples", "names_sample", "notes_of",
     # Steps that are divided into a fixed number of shares.
-    "concatenate_if_possible", "deterministic_kernels", "share_bounds",
+    "deterministic_kernels", "share_bounds",
     # Models with sharded weights.
     "chosen_timeout", "find_tensors", "parameters_not_in_model", "tensor_parallel_size", "verify_weights",
     # The processes of a job.
@@ -118,12 +118,13 @@ __all__ = [
     "EVENTS", "capacity_of", "check_dataset", "check_training", "copy_loader", "create_eval_loaders", "create_step",
     "create_train_loader", "entering", "events_between", "faster_data", "inference_run", "is_out_of_memory", "loss_of",
     "min_share_for_batch_norm", "module_of", "prepare_model", "prepare_training", "release_model", "replaced",
-    "run_step", "set_optimizer_modes", "split_batch", "unwrapped_model",
+    "run_step", "set_optimizer_modes", "unwrapped_model",
     # The parts of trainers and batches.
-    "ListOfSamples", "LossShapeError", "MapLoader", "TARGET_KEYS", "add_missing_note", "all_optimized_parameters",
-    "concatenate", "infer_batch_size", "is_as_long", "is_overridden", "is_packed", "is_single_sample", "layer_scales",
-    "local_shard", "nested_in", "optimized_parameters", "other_modules", "other_optimizers", "parts_in", "reader_of",
-    "registered_objects", "select_samples", "shapes_are_known", "tensors_in", "to_device",
+    "ListOfSamples", "LossShapeError", "MapLoader", "TARGET_KEYS", "WHAT_CAN_BE_SPLIT", "add_missing_note",
+    "all_optimized_parameters", "concatenate", "infer_batch_size", "is_as_long", "is_overridden", "is_packed",
+    "is_single_sample", "layer_scales", "local_shard", "nested_in", "optimized_parameters", "other_modules",
+    "other_optimizers", "parts_in", "reader_of", "registered_objects", "select_samples", "shapes_are_known",
+    "tensors_in", "to_device",
     # Plots and pages.
     "Column", "best_of", "direction_of", "is_monitor", "panels_by_metric", "render",
     # Help.

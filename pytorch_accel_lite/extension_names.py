@@ -123,7 +123,7 @@ NEEDED = {
     "recorded_settings": ("data_fingerprints",),
     "reports": ("plots",),
     "takeover": ("hang_watch", "logical", "sharding"),
-    "throughput": ("batch_parts",),
+    "throughput": ("batch_parts", "profiling"),
     "trackers": ("step_logging",),
     "tuning": ("trials",),
     "unfreezing": ("finetuning",),

@@ -27,6 +27,7 @@ MODULES = (
     ".extending_data",
     ".extending_schedulers",
     ".extensions.monitoring",
+    ".extensions.profiling",
     ".extensions.trials",
     ".integrations",
     ".plotting",

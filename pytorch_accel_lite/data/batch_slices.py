@@ -1,9 +1,8 @@
-"""Slices of batches: parts of one, and chosen samples."""
+"""Slices of batches, and chosen samples of them."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
 
 import numpy as np
@@ -33,36 +32,20 @@ def is_list_of_samples(data: Tree, size: int) -> bool:
     return not any(as_long) or (not all(as_long) and len(kinds) == 1)
 
 
-def split_batch(batch: BatchData, parts: int, size: int) -> list[tuple[BatchData, int]]:
-    """Split a batch as evenly as possible, and return each part with its size.
-
-    Tensors and arrays with the samples as their first dimension are split, and so are lists with an element for each
-    sample, in dicts, lists, tuples and dataclasses. Anything else is repeated in every part.
-
-    Args:
-        parts: number of parts, capped at the number of samples
-        size: number of samples in the batch
-
-    Raises:
-        ValueError: if nothing in the batch has an element for each sample, or if an object that cannot be split has
-    """
-    if not any(is_as_long(part, size) for part in parts_in([batch])):
-        raise ValueError(
-            f"A batch of type {type(batch).__name__} cannot be split into micro-batches: nothing in it has an element "
-            f"for each of its {size} samples. {_WHAT_CAN_BE_SPLIT}"
-        )
-    parts = min(parts, size)
-    bounds = [size * part // parts for part in range(parts + 1)]
-    return [(slice_batch(batch, begin, end, size), end - begin) for begin, end in itertools.pairwise(bounds)]
-
-
 def slice_batch(data: BatchData, begin: int, end: int, size: int) -> BatchData:
-    """Return the samples from ``begin`` to ``end`` of a batch of ``size`` samples; see ``split_batch()``."""
+    """Return the samples from ``begin`` to ``end`` of a batch of ``size`` samples; see ``select_samples()``."""
     return select_samples(data, slice(begin, end), size)
 
 
 def select_samples(data: BatchData, rows: slice | list[int], size: int) -> BatchData:
-    """Return some of the ``size`` samples of a batch, in any order and possibly repeated; see ``split_batch()``."""
+    """Return some of the ``size`` samples of a batch, in any order and possibly repeated.
+
+    They are selected in tensors and arrays with the samples as their first dimension, and in lists with an element for
+    each sample, in dicts, lists, tuples and dataclasses. Anything else is returned as it is.
+
+    Raises:
+        ValueError: if an object that cannot be divided has an element for each sample
+    """
     if isinstance(data, (torch.Tensor, np.ndarray)):
         return data[rows] if data.ndim and len(data) == size else data
     if isinstance(data, Mapping):
@@ -78,7 +61,8 @@ def select_samples(data: BatchData, rows: slice | list[int], size: int) -> Batch
     return data
 
 
-_WHAT_CAN_BE_SPLIT = "Let collate_fn return tensors, or lists, dicts or dataclasses of tensors."
+#: What to do about a batch that cannot be divided.
+WHAT_CAN_BE_SPLIT = "Let collate_fn return tensors, or lists, dicts or dataclasses of tensors."
 
 
 def check_belongs_to_all(data: Tree, size: int) -> None:
@@ -93,5 +77,5 @@ def check_belongs_to_all(data: Tree, size: int) -> None:
     if (hasattr(data, "__getitem__") and find_length(data) == size) or any(is_as_long(part, size) for part in parts):
         raise ValueError(
             f"A {type(data).__name__} in a batch of {size} samples has an element for each, but cannot be split. "
-            f"{_WHAT_CAN_BE_SPLIT}"
+            f"{WHAT_CAN_BE_SPLIT}"
         )

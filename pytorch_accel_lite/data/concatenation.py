@@ -50,16 +50,6 @@ def to_cpu(
     )
 
 
-def concatenate_if_possible(parts: Sequence[Tree]) -> Tree:
-    """Concatenate nested outputs along their first dimension, or lists; return the list of parts if that fails."""
-    if next(tensors_in(parts), None) is None:
-        return list(itertools.chain(*parts)) if isinstance(parts[0], list) else list(parts)
-    try:
-        return concatenate(parts)
-    except (ValueError, TypeError, KeyError):
-        return list(parts)
-
-
 def concatenate(parts: Sequence[Tree]) -> Tree:
     """Concatenate nested outputs of the same structure along their first dimension."""
     first = parts[0]
