@@ -10,7 +10,6 @@ from pytorch_accel_lite.base.devices import (
     Moment,
     accumulation_dtype,
     is_asynchronous,
-    mixed_precision,
     to_float,
 )
 from pytorch_accel_lite.base.displays import in_notebook, is_terminal, shows_live
@@ -19,6 +18,7 @@ from pytorch_accel_lite.base.escaping import escape_unprintable
 from pytorch_accel_lite.base.formatting import align, format_duration, wrapped
 from pytorch_accel_lite.base.generator_states import preserving_generators
 from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.mixed_precision import mixed_precision
 from pytorch_accel_lite.base.module_modes import keep_in_eval, preserving_modes, release_from_eval
 from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.paths import StrPath, parse_location

@@ -6,7 +6,7 @@ import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -126,17 +126,6 @@ class DeviceTimer:
     def _count_oldest_phase(self) -> None:
         phase, begin, end = self._pending.popleft()
         self._seconds[phase] += end - begin if self._device is None else begin.elapsed_time(end) / 1e3
-
-
-_NO_CONTEXT = nullcontext()
-
-
-def mixed_precision(accelerator: Accelerator) -> AbstractContextManager[None]:
-    """Run a block under autocast if the accelerator uses mixed precision, like the prepared model's forward pass.
-
-    Casts of weights are not cached from one call to the next: a step may train a critic and then use it.
-    """
-    return _autocast(accelerator) if accelerator.native_amp else _NO_CONTEXT
 
 
 @contextmanager

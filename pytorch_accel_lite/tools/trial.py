@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from pytorch_accel_lite.base.devices import mixed_precision
+from pytorch_accel_lite.base.mixed_precision import mixed_precision
 from pytorch_accel_lite.base.module_modes import preserving_modes
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.checkpoint.models.trained_objects import trained_objects
