@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils.memory import should_reduce_batch_size
 
 
@@ -126,14 +123,3 @@ class DeviceTimer:
     def _count_oldest_phase(self) -> None:
         phase, begin, end = self._pending.popleft()
         self._seconds[phase] += end - begin if self._device is None else begin.elapsed_time(end) / 1e3
-
-
-@contextmanager
-def _autocast(accelerator: Accelerator) -> Iterator[None]:
-    with accelerator.autocast():
-        torch.set_autocast_cache_enabled(False)
-        torch.autocast_decrement_nesting()  # only the outermost autocast clears its cache: make that the model's
-        try:
-            yield
-        finally:
-            torch.autocast_increment_nesting()

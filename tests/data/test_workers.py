@@ -238,3 +238,21 @@ class Read(IterableDataset[Any]):
 def test_workers_that_each_read_a_whole_stream_are_warned_of(stream, warns):
     with pytest.warns(UserWarning, match="Read gives the same batch to two workers") if warns else nullcontext():
         train(make_trainer(), train_dataset=stream, train_dataloader_kwargs={"num_workers": 2})
+
+
+class Unpicklable(Rows):
+    def __getitem__(self, index):
+        return *super().__getitem__(index), lambda: index
+
+
+def _first_two(samples: list[Any]) -> Any:
+    return *(torch.stack(column) for column in list(zip(*samples, strict=True))[:2]), samples
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_a_batch_that_no_worker_can_send_is_an_error(seed):
+    data = Unpicklable(make_data())
+    trainer = make_trainer(seed=seed)
+    with pytest.raises(Exception, match=r"(?s)[Pp]ickle.*worker cannot send this batch.* num_workers=0"):
+        train(trainer, train_dataset=data, collate_fn=_first_two, train_dataloader_kwargs={"num_workers": 1})
+    train(trainer, train_dataset=data, collate_fn=_first_two, train_dataloader_kwargs={"num_workers": 0})

@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
+from pytorch_accel_lite.base.formatting import listed
 from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
 from pytorch_accel_lite.base.seeding import derive_seed, seed_generators
 from pytorch_accel_lite.base.types import HasStateDict, Keys, StateDict, Tree
@@ -54,6 +55,7 @@ from pytorch_accel_lite.checkpoint.states.directory import (
 from pytorch_accel_lite.checkpoint.states.machine_facts import machine_facts
 from pytorch_accel_lite.checkpoint.states.recorded_settings_seam import settings_recorder
 from pytorch_accel_lite.optimizers.optimizer_parts import group_names, state_class_names
+from pytorch_accel_lite.optimizers.rates import Options, set_options
 from pytorch_accel_lite.run.callback_handler import callbacks_with
 from pytorch_accel_lite.run.division import numbers_of_shares
 from pytorch_accel_lite.run.progress import EpochPhase
@@ -63,7 +65,8 @@ from pytorch_accel_lite.run.training_state import TrainingState
 
 # What a training state keeps, by key, and what restores it: restore_before_start, before the starting events of the
 # resumed run, or restore_after_start, after them, as callbacks may create or reset objects in these events. A state
-# lacks the keys of later versions, so those from 0.2 on are read with a default. The keys never change.
+# lacks the keys of later versions, so those from 0.2 on are read with a default. The keys never change. If code of
+# users runs in these events, restore_again restores the weights, loss_func and optimizer once more.
 #
 # | shared by all ranks  | since | restored by                                                            |
 # |----------------------|-------|------------------------------------------------------------------------|
@@ -318,6 +321,42 @@ def restore_before_start(trainer: TrainerLike, state: TrainingState, with_schedu
     run.stepper.load_state_dict(shared)
     run.schedule.shift = shared.get("schedule_shift", 0)
     run.window.items_per_batch = shared["items_per_batch"]
+
+
+def restore_again(trainer: TrainerLike, state: TrainingState, options: Options) -> None:
+    """Restore the weights and the optimizer once more, after starting events of the user that may have changed them.
+
+    The saved run had its starting events before it trained: their pretrained weights or halved rates must not come
+    again.
+
+    Args:
+        options: the options of the optimizer's groups, such as rates, which hold
+    """
+    shared, frozen_left_out = state.shared, state.shared.get(FROZEN, {})
+    model = trainer.get_model(keep_torch_compile=False)
+    current: dict[str, torch.Tensor] = model.state_dict()
+    read = read_weights(state, without_compile(current))
+    weights = fit_model_state(model, read, state.directory, frozen_left_out=frozen_left_out)
+    comparable = {name for name, value in weights.items() if _is_plain(value) and _is_plain(current[name])}
+    changed = [
+        name for name in sorted(comparable) if not torch.equal(current[name], weights[name].to(current[name].device))
+    ]
+    if changed or comparable < weights.keys():
+        model.load_state_dict(weights, strict=not frozen_left_out)
+    if changed:
+        trainer.print(
+            f"The starting events have changed {listed(changed, 3)}. The run resumes with the weights of the state."
+        )
+    load_loss_state(trainer, shared.get("loss_func", {}), state.directory)
+    saved, groups = shared["optimizer"] or {}, getattr(trainer.optimizer, "param_groups", ())
+    if len(saved.get("param_groups", ())) == len(groups) == len(options):  # starting events may have added groups
+        load_state("optimizer", trainer.optimizer, saved, state.directory)
+        set_options(trainer.optimizer, options)
+
+
+def _is_plain(weight: object) -> bool:
+    """Whether a weight can be compared. Sharded ones would take a collective; others may be of a module's own kind."""
+    return isinstance(weight, torch.Tensor) and not is_sharded_tensor(weight)
 
 
 def _restore_user_attributes(trainer: TrainerLike, state: TrainingState, is_final: bool) -> None:
