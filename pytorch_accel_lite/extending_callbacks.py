@@ -4,20 +4,14 @@ Each is written as a user could write it: it reads ``trainer.run``, and uses onl
 """
 
 from pytorch_accel_lite.base.argument_checks import check_bool, check_choice, check_positive_number, optional
-from pytorch_accel_lite.base.devices import (
-    AsyncCopy,
-    accumulation_dtype,
-    is_asynchronous,
-    mixed_precision,
-    record_event,
-    to_float,
-)
+from pytorch_accel_lite.base.devices import AsyncCopy, accumulation_dtype, is_asynchronous, record_event, to_float
 from pytorch_accel_lite.base.displays import in_notebook, is_terminal, shows_live
 from pytorch_accel_lite.base.error_texts import add_note
 from pytorch_accel_lite.base.escaping import escape_unprintable
 from pytorch_accel_lite.base.formatting import align, format_duration, wrapped
 from pytorch_accel_lite.base.generator_states import preserving_generators
 from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.mixed_precision import mixed_precision
 from pytorch_accel_lite.base.module_modes import keep_in_eval, preserving_modes, release_from_eval
 from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.paths import StrPath, parse_location

@@ -10,8 +10,8 @@ from typing import TypeAlias
 
 import torch
 
-from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.generator_states import preserving_generators
+from pytorch_accel_lite.base.mixed_precision import mixed_precision
 from pytorch_accel_lite.base.sharded_weights import reshard
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.base.unwrapping import unwrap

@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.devices import mixed_precision
+from pytorch_accel_lite.base.mixed_precision import mixed_precision
 from pytorch_accel_lite.checkpoint.models.trained_object_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.sources import BatchData
