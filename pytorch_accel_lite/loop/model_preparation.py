@@ -102,7 +102,7 @@ def release_model(trainer: TrainerLike) -> None:
     """Release the model and the optimizer, unless their weights exist only in prepared form."""
     prepared = trainer.prepared_model
     if prepared is not None and not prepared.outlives_runs:
-        trainer.model, trainer.optimizer = prepared.release(trainer.model)
+        trainer.model, trainer.optimizer = prepared.release(trainer.model, trainer.optimizer)
         trainer.prepared_model = None
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 from pytorch_accel_lite.base.devices import is_asynchronous, record_event
+from pytorch_accel_lite.base.formatting import listed
 from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
 from pytorch_accel_lite.base.module_modes import evaluation_mode
 from pytorch_accel_lite.base.nested_data import parts_in, tensors_in
@@ -278,6 +280,7 @@ def _own_outputs(
             shares.append(to_cpu(output, size, copy))
             if not is_checked:
                 is_checked = _warn_of_rows(batch, shares[-1])
+                _warn_of_lost_lists(batch, output)
         del output  # before the next takes memory
         if batch.share is None or batch.share.ends_step:
             yield shares
@@ -312,3 +315,21 @@ def _outer_run_between_parts(trainer: TrainerLike, run: Run, steps: Iterator[lis
             if run in trainer.open_runs:
                 run.previous = trainer.current_run
                 trainer.current_run = run
+
+
+def _warn_of_lost_lists(batch: Batch, output: Tree) -> None:
+    """Warn of entries with an element for each sample that are left out of a dict, as they are not tensors."""
+    entries = output.items() if isinstance(output, Mapping) else ()
+    lost = [
+        repr(name)
+        for name, value in entries
+        if isinstance(value, (list, tuple, np.ndarray))
+        and len(value) == batch.num_samples
+        and value[0] is not None
+        and next(tensors_in(value), None) is None
+    ]
+    if lost:
+        warn_outside(
+            f"predict leaves out {listed(lost)}: in a dict of outputs, only tensors are kept. Return tensors, such as "
+            "the indices of samples, or a list with a dict for each sample."
+        )

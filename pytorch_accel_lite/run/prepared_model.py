@@ -102,9 +102,15 @@ class PreparedModel:
         """Whether the prepared model can be rewrapped: its weights are not sharded and its wrapper is not compiled."""
         return not (self.is_sharded or isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel))
 
-    def release(self, model: nn.Module) -> tuple[nn.Module, TrainerOptimizer]:
-        """Return the model, which a callback may have replaced, and the optimizer as the user passed them."""
-        original, optimizer = self._as_passed
+    def release(self, model: nn.Module, optimizer: TrainerOptimizer) -> tuple[nn.Module, TrainerOptimizer]:
+        """Return the model and the optimizer as the user passed them, or those with which a callback has replaced them.
+
+        Args:
+            model: the trainer's model now
+            optimizer: the trainer's optimizer now
+        """
+        original, passed = self._as_passed
+        optimizer = passed if optimizer is self.optimizer else optimizer
         for module in (original, unwrap(original, keep_torch_compile=False)):
             for mark in ("_is_accelerate_prepared", "_original_forward"):
                 vars(module).pop(mark, None)

@@ -54,7 +54,7 @@ from pytorch_accel_lite.checkpoint.states.directory import (
 )
 from pytorch_accel_lite.checkpoint.states.machine_facts import machine_facts
 from pytorch_accel_lite.checkpoint.states.recorded_settings_seam import settings_recorder
-from pytorch_accel_lite.optimizers.optimizer_parts import group_names, state_class_names
+from pytorch_accel_lite.optimizers.optimizer_parts import group_names, parts_of_optimizer, state_class_names
 from pytorch_accel_lite.optimizers.rates import Options, set_options
 from pytorch_accel_lite.run.callback_handler import callbacks_with
 from pytorch_accel_lite.run.division import numbers_of_shares
@@ -350,6 +350,8 @@ def restore_again(trainer: TrainerLike, state: TrainingState, options: Options) 
     load_loss_state(trainer, shared.get("loss_func", {}), state.directory)
     saved, groups = shared["optimizer"] or {}, getattr(trainer.optimizer, "param_groups", ())
     if len(saved.get("param_groups", ())) == len(groups) == len(options):  # starting events may have added groups
+        for part in (parts_of_optimizer(trainer.optimizer) or {"": trainer.optimizer}).values():
+            part.state.clear()  # so that a device never holds two states
         load_state("optimizer", trainer.optimizer, saved, state.directory)
         set_options(trainer.optimizer, options)
 
