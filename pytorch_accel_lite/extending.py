@@ -18,6 +18,7 @@ from pytorch_accel_lite.checkpoint.states.store import StateStore
 from pytorch_accel_lite.checkpoint.store_choice import STORES, Store, read_state
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, Share
+from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SequentialReader
 from pytorch_accel_lite.data.loss_errors import LossFunction
 from pytorch_accel_lite.data.shares import Shares
 from pytorch_accel_lite.distributed import Ranks
@@ -72,10 +73,9 @@ __all__ = [
     # Seams.
     "COMPANION_WRITERS", "CompanionWriter", "DIVISIONS", "Division", "ERROR_NOTES", "FENCES", "INFERENCE_STEP",
     "InferenceStep", "JOB_QUEUES", "JobObserver", "JobQueue", "MEMORY_ADVICE", "MODEL_CHANGES", "MODEL_FORMS",
-    "ModelForm", "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "SETTINGS_RECORDER", "SHARDING", "STEP_COMPILER",
-    "STEP_KINDS", "STORES", "SettingsRecorder", "Sharding", "StateStore", "StepCompiler", "Store", "TRAINING_CHECKS",
-    "USER_ATTRIBUTES", "UserAttributes", "create_division",
-    "replace_step",
+    "ModelForm", "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "SEQUENTIAL_READER", "SETTINGS_RECORDER", "SHARDING",
+    "STEP_COMPILER", "STEP_KINDS", "STORES", "SequentialReader", "SettingsRecorder", "Sharding", "StateStore",
+    "StepCompiler", "Store", "TRAINING_CHECKS", "USER_ATTRIBUTES", "UserAttributes", "create_division", "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
     "RECOMPUTED", "SHARDED", "SKIPPED_BATCHES", "backward",

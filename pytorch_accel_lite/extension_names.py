@@ -83,6 +83,7 @@ OFFERED = {
     "shuffled_streams": ("data.ShuffledStream",),
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
     "step_logging": (),  # rows of loggers
+    "streams": (),  # data that are read in turn
     "sync_batch_norm": ("callbacks.ConvertSyncBatchNormCallback",),
     "takeover": (),  # the command launch
     "throughput": ("callbacks.ThroughputCallback",),
@@ -107,8 +108,10 @@ NEEDED = {
     "logical": ("sharding",),
     "memory_estimate": ("finetuning", "model_ema", "sharding"),
     "metrics_file": ("step_logging",),
+    "mixtures": ("streams",),
     "momentum_teacher": ("model_ema",),
     "reports": ("plots",),
+    "shuffled_streams": ("streams",),
     "takeover": ("hang_watch", "logical", "sharding"),
     "trackers": ("step_logging",),
     "unfreezing": ("finetuning",),

@@ -36,7 +36,7 @@ from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import OwnShard
 from tests.launching import two_are_enough
 from tests.ranks import OrderedStream, rank, world_size
-from tests.small_models import Rows, changed_manifest, make_trainer
+from tests.small_models import Rows, adamw_trainer, changed_manifest, make_trainer
 from tests.streams import SavesEachUpdate, mixed, shuffled
 
 
@@ -185,6 +185,7 @@ def distributed_samplers() -> Any:
     }
 
 
+@pytest.mark.extension("streams")
 @two_are_enough
 @pytest.mark.processes
 def test_a_nested_distributed_sampler_gives_the_complete_order(ranks):
@@ -209,6 +210,7 @@ def other_samplers_of_parts() -> Any:
     return {name: trained_on(numbers(), make) for name, make in loaders.items()}
 
 
+@pytest.mark.extension("streams")
 @pytest.mark.processes
 def test_other_samplers_that_shard_by_rank_are_refused(ranks):
     n = ranks.world_size
@@ -374,6 +376,7 @@ def own_batches() -> dict[str, tuple[Any, str]]:
     return found
 
 
+@pytest.mark.extension("streams")
 @pytest.mark.processes
 def test_own_batches_that_each_process_reads_in_full_are_named(two_ranks):
     results = two_ranks(own_batches)
@@ -497,6 +500,36 @@ class ToldBatches(Told):
         return iter(DataLoader(numbers(4), 4))
 
 
+def hugging_face_tables() -> dict[str, str]:
+    """The errors for tables that were split or shuffled differently on each process, and the result of equal ones."""
+    from datasets import Dataset
+    from datasets.distributed import split_dataset_by_node
+
+    rows = Dataset.from_dict({"x": [[float(i)] for i in range(24)], "y": [[1.0]] * 24}).with_format("torch")
+    said = {}
+    for name, table in {
+        "split": split_dataset_by_node(rows, rank(), world_size()),
+        "shuffled": rows.shuffle(seed=rank()),
+        "the same": rows.shuffle(seed=0),
+    }.items():
+        trainer = adamw_trainer(nn.Linear(1, 1))
+        try:
+            trainer.train(table, 1, collate_fn=lambda rows: [torch.stack([row[k] for row in rows]) for k in "xy"])
+            said[name] = "trained"
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+@pytest.mark.processes
+def test_a_table_that_each_process_has_a_part_of_is_refused(two_ranks):
+    pytest.importorskip("datasets")
+    for said in two_ranks(hugging_face_tables):
+        assert "different rows, of lengths [12, 12]. Each would read only a share" in said["split"]
+        assert "different rows, of lengths [24, 24]" in said["shuffled"]
+        assert said["the same"] == "trained"
+
+
 @pytest.mark.parametrize("kind", [Backwards, NotRandom])
 @pytest.mark.parametrize("data", [numbers(6), Rows(numbers(6))])
 @pytest.mark.parametrize("seed", [None, 3])
@@ -506,6 +539,7 @@ def test_subclasses_of_torchs_samplers_keep_their_order(kind, data, seed):
     assert seen == [[5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5]]
 
 
+@pytest.mark.extension("streams")
 def test_set_epoch_counts_epochs_from_zero():
     sampler = DistributedSampler(numbers(16), 1, 0, seed=4)
     by_hand = []
@@ -522,7 +556,8 @@ def test_set_epoch_counts_epochs_from_zero():
 @pytest.mark.parametrize(
     "kind",
     [
-        *("sampler", "in a batch sampler", "stream", "batches", "own batches"),
+        *("sampler", "in a batch sampler"),
+        *(pytest.param(kind, marks=pytest.mark.extension("streams")) for kind in ("stream", "batches", "own batches")),
         pytest.param("shuffled", marks=pytest.mark.extension("shuffled_streams")),
         pytest.param("mixed", marks=pytest.mark.extension("mixtures")),
     ],
