@@ -18,7 +18,7 @@ from pytorch_accel_lite.checkpoint.states.store import StateStore
 from pytorch_accel_lite.checkpoint.store_choice import STORES, Store, read_state
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, Share
-from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SequentialReader
+from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SHARED_DATA_CHECKS, SequentialReader
 from pytorch_accel_lite.data.loss_errors import LossFunction
 from pytorch_accel_lite.data.shares import Shares
 from pytorch_accel_lite.distributed import Ranks
@@ -63,8 +63,6 @@ from pytorch_accel_lite.steps.features import (
     Feature,
 )
 from pytorch_accel_lite.steps.plain_step import PlainStep, backward
-from pytorch_accel_lite.tools.trial import Trial
-from pytorch_accel_lite.tools.user_callbacks import UserCallbacks
 
 __all__ = [
     # The run.
@@ -74,8 +72,9 @@ __all__ = [
     "COMPANION_WRITERS", "CompanionWriter", "DIVISIONS", "Division", "ERROR_NOTES", "FENCES", "INFERENCE_STEP",
     "InferenceStep", "JOB_QUEUES", "JobObserver", "JobQueue", "MEMORY_ADVICE", "MODEL_CHANGES", "MODEL_FORMS",
     "ModelForm", "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "SEQUENTIAL_READER", "SETTINGS_RECORDER", "SHARDING",
-    "STEP_COMPILER", "STEP_KINDS", "STORES", "SequentialReader", "SettingsRecorder", "Sharding", "StateStore",
-    "StepCompiler", "Store", "TRAINING_CHECKS", "USER_ATTRIBUTES", "UserAttributes", "create_division", "replace_step",
+    "SHARED_DATA_CHECKS", "STEP_COMPILER", "STEP_KINDS", "STORES", "SequentialReader", "SettingsRecorder", "Sharding",
+    "StateStore", "StepCompiler", "Store", "TRAINING_CHECKS", "USER_ATTRIBUTES", "UserAttributes", "create_division",
+    "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
     "RECOMPUTED", "SHARDED", "SKIPPED_BATCHES", "backward",
@@ -92,8 +91,6 @@ __all__ = [
     "read_manifest", "read_model", "read_state", "read_verified", "write_files",
     # For saved models, and their companion files.
     "ADAPTERS", "LoadedWeights", "SavedModel", "WriteModel", "verify_tensors", "write_tensors",
-    # Trials.
-    "Trial", "UserCallbacks",
     # The parts of trainers and batches.
     "Batch", "BatchAdapter", "BatchOutput", "LossFunction",
     # Plots and pages.

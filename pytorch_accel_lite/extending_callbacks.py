@@ -47,7 +47,6 @@ from pytorch_accel_lite.callbacks.default_callbacks import DEFAULTS
 from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.callbacks.metrics import default_transform
-from pytorch_accel_lite.callbacks.monitoring import GradientNorms
 from pytorch_accel_lite.callbacks.print_progress import epoch_of
 from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
@@ -109,7 +108,7 @@ __all__ = [
     "add_note", "check_bool", "check_choice", "check_positive_number", "did_you_mean", "missing_extension_text",
     "optional", "suggest_arguments",
     # Models, their outputs and gradients.
-    "Classification", "GradientNorms", "NamedMetric", "ParamGroup", "TrainerOptimizer", "are_sharded", "class_of",
+    "Classification", "NamedMetric", "ParamGroup", "TrainerOptimizer", "are_sharded", "class_of",
     "dataset_of", "default_transform", "evaluating_optimizers", "find_length", "group_names", "inference",
     "is_created", "is_frozen_and_quantised", "is_list_of_samples", "is_number", "keep_in_eval", "derive_seed",
     "parts_of_optimizer", "preserving_generators", "preserving_modes", "release_from_eval", "reshard",

@@ -15,6 +15,7 @@ from pytorch_accel_lite.base.inspection import nested_in
 from pytorch_accel_lite.base.modules import local_shard, unsharded_class
 from pytorch_accel_lite.base.paths import may_differ
 from pytorch_accel_lite.base.reachable import RandomGenerator, reachable_from
+from pytorch_accel_lite.base.seeding import seed_held_generators
 from pytorch_accel_lite.base.templates import Column, render
 from pytorch_accel_lite.base.text import describe_error, listed, notes_of
 from pytorch_accel_lite.base.tool_reports import Report
@@ -43,13 +44,20 @@ from pytorch_accel_lite.data.batches import (
     parts_in,
     tensors_in,
 )
-from pytorch_accel_lite.data.fingerprint import compare_fingerprints, fingerprint_of
-from pytorch_accel_lite.data.loader import to_device
+from pytorch_accel_lite.data.consistency import PASS_OWN_SHARD, checksum_of_indices
+from pytorch_accel_lite.data.defaults import faster_data
+from pytorch_accel_lite.data.loader import copy_loader, to_device
 from pytorch_accel_lite.data.loss_errors import LossShapeError, shapes_are_known
 from pytorch_accel_lite.data.map_datasets import MapLoader
 from pytorch_accel_lite.data.reading import add_missing_note, list_samples, names_sample, reader_of
 from pytorch_accel_lite.data.shares import share_bounds
-from pytorch_accel_lite.data.splitting import ListOfSamples, concatenate, concatenate_if_possible, select_samples
+from pytorch_accel_lite.data.splitting import (
+    ListOfSamples,
+    concatenate,
+    concatenate_if_possible,
+    select_samples,
+    split_batch,
+)
 from pytorch_accel_lite.distributed.control_group import ControlGroup
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.distributed.launch import die_with_parent
@@ -67,15 +75,21 @@ from pytorch_accel_lite.distributed.stack_frames import (
     is_library_frame,
 )
 from pytorch_accel_lite.loop.extra_passes import loss_of
-from pytorch_accel_lite.loop.guards.arguments import check_dataset
+from pytorch_accel_lite.loop.guards.arguments import check_dataset, check_training
+from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.inference import unwrapped_model
-from pytorch_accel_lite.loop.run_setup import inference_run
+from pytorch_accel_lite.loop.lifecycle import entering
+from pytorch_accel_lite.loop.model_preparation import prepare_model, release_model
+from pytorch_accel_lite.loop.run_loaders import create_eval_loaders, create_train_loader
+from pytorch_accel_lite.loop.run_setup import inference_run, prepare_training
 from pytorch_accel_lite.loop.snapshot import preserving_attributes, replaced
+from pytorch_accel_lite.loop.training import run_step
 from pytorch_accel_lite.optimizers.operations import CreateScheduler, needs_closure, optimized_parameters
 from pytorch_accel_lite.optimizers.rates import Options, initial_options, layer_scales
 from pytorch_accel_lite.run.accumulation import as_weight
 from pytorch_accel_lite.run.callback_handler import named_callbacks
 from pytorch_accel_lite.run.error_notes import explain, explaining
+from pytorch_accel_lite.run.events import EVENTS, events_between
 from pytorch_accel_lite.run.history import count_values
 from pytorch_accel_lite.run.metric_panels import best_of, direction_of, is_monitor, panels_by_metric
 from pytorch_accel_lite.run.modules_and_optimizers import (
@@ -83,16 +97,16 @@ from pytorch_accel_lite.run.modules_and_optimizers import (
     other_modules,
     other_optimizers,
     registered_objects,
+    set_optimizer_modes,
 )
 from pytorch_accel_lite.run.sharding import tensor_parallel_size
 from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters, parameters_not_in_model
-from pytorch_accel_lite.tools.batch_parts import as_returned, merge_outputs, split_into_parts
-from pytorch_accel_lite.tools.speed_advice import faster_data
+from pytorch_accel_lite.steps.choice import create_step
 
 __all__ = [
     # Kinds of steps, and their conflicts.
-    "as_returned", "as_weight", "average_gradients", "buffers_beside_model", "buffers_in", "check_items",
-    "complete_output", "merge_outputs", "needs_closure", "no_sync_within_window",
+    "as_weight", "average_gradients", "buffers_beside_model", "buffers_in", "check_items", "complete_output",
+    "needs_closure", "no_sync_within_window",
     # Batches that fail.
     "explain", "explaining", "list_samples", "names_sample", "notes_of",
     # Steps that are divided into a fixed number of shares.
@@ -110,13 +124,16 @@ __all__ = [
     "RandomGenerator", "is_from_this_package", "is_in_this_package", "library_attributes", "loose_parameters",
     "may_differ", "named_callbacks", "restore_generator", "trained_objects", "unsaved_attribute_names",
     # For the settings of runs in training states.
-    "Options", "arguments_of", "compare_fingerprints", "fingerprint_of", "initial_options", "saved_optimizers",
-    "unsharded_class",
+    "Options", "arguments_of", "initial_options", "saved_optimizers", "unsharded_class",
+    # For fingerprints of data.
+    "PASS_OWN_SHARD", "checksum_of_indices", "seed_held_generators",
     # For saved models, and their companion files.
     "is_of_peft", "is_of_timm", "reachable_from",
     # Trials.
-    "capacity_of", "check_dataset", "faster_data", "inference_run", "is_out_of_memory", "loss_of", "module_of",
-    "replaced", "split_into_parts", "unwrapped_model",
+    "EVENTS", "capacity_of", "check_dataset", "check_training", "copy_loader", "create_eval_loaders", "create_step",
+    "create_train_loader", "entering", "events_between", "faster_data", "inference_run", "is_out_of_memory", "loss_of",
+    "min_share_for_batch_norm", "module_of", "prepare_model", "prepare_training", "release_model", "replaced",
+    "run_step", "set_optimizer_modes", "split_batch", "unwrapped_model",
     # The parts of trainers and batches.
     "ListOfSamples", "LossShapeError", "MapLoader", "TARGET_KEYS", "add_missing_note", "all_optimized_parameters",
     "concatenate", "infer_batch_size", "is_as_long", "is_overridden", "is_packed", "is_single_sample", "layer_scales",

@@ -48,8 +48,10 @@ from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extension_names import add_missing_method_errors
 from pytorch_accel_lite.extensions import blocks as blocks  # adds to MODEL_CHANGES
 from pytorch_accel_lite.extensions import compiled_step as compiled_step  # fills STEP_COMPILER
+from pytorch_accel_lite.extensions import data_fingerprints as data_fingerprints  # adds to SHARED_DATA_CHECKS
 from pytorch_accel_lite.extensions import error_notes as error_notes  # adds to ERROR_NOTES
 from pytorch_accel_lite.extensions import manual_optimization as manual_optimization  # adds to STEP_KINDS
+from pytorch_accel_lite.extensions import other_libraries as other_libraries  # fills OTHER_LIBRARIES
 from pytorch_accel_lite.extensions import recorded_settings as recorded_settings  # fills SETTINGS_RECORDER
 from pytorch_accel_lite.extensions import sanity_check as sanity_check  # adds to TRAINING_CHECKS
 from pytorch_accel_lite.extensions import sharding as sharding  # fills SHARDING
@@ -88,7 +90,7 @@ from pytorch_accel_lite.optimizers.operations import (
 from pytorch_accel_lite.run.accumulation import Count
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.division import create_division
-from pytorch_accel_lite.run.events import EVENTS, TrainerCallback
+from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.history import InMemoryRunHistory, MetricValue, RunHistory
 from pytorch_accel_lite.run.intervals import Interval, parse_interval
@@ -1268,7 +1270,7 @@ class Trainer:
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        check_subclass(cls, Trainer, EVENTS)
+        check_subclass(cls, Trainer)
 
     def close(self) -> None:
         """Release all resources, after which the trainer cannot be used. Called by ``with Trainer(...) as trainer:``.

@@ -7,10 +7,26 @@ from typing import TypeVar
 
 from pytorch_accel_lite.base.constructor_calls import library_attributes
 from pytorch_accel_lite.base.inspection import is_private
-from pytorch_accel_lite.base.unknown_names import ELSEWHERE, AttributeElsewhere
+from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.base.user_code import is_from_this_package
 
 C = TypeVar("C", bound=type)
+
+
+class AttributeElsewhere:
+    """An attribute of other libraries' trainers: reading it raises an ``AttributeError`` that says what to use."""
+
+    def __init__(self, name: str, advice: str) -> None:
+        self._name = name
+        self._advice = advice
+
+    def __repr__(self) -> str:
+        return f"<not there: {self._advice}>"
+
+    def __get__(self, instance: object, owner: type) -> AttributeElsewhere:
+        if instance is None:
+            return self
+        raise AttributeError(f"{owner.__name__} has no {self._name}. {self._advice}")
 
 
 def presented(first: Sequence[str]) -> Callable[[C], C]:
@@ -24,8 +40,8 @@ def presented(first: Sequence[str]) -> Callable[[C], C]:
 
     def present(cls: C) -> C:
         cls._fields = first  # type: ignore[attr-defined]  # pydoc shows the fields of a class first
-        for name, attribute in ELSEWHERE.items():
-            setattr(cls, name, attribute)
+        for name, advice in OTHER_LIBRARIES.attributes.items():
+            setattr(cls, name.removesuffix("()"), AttributeElsewhere(name, advice))
         return cls
 
     return present

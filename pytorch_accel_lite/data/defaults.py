@@ -1,4 +1,4 @@
-"""Default arguments of dataloaders."""
+"""Default arguments of dataloaders, and advice on better ones."""
 
 from __future__ import annotations
 
@@ -32,6 +32,22 @@ def default_num_workers(dataset: Source, processes: int) -> int:
         return 0
     per_process = cores_per_process(processes)
     return min(per_process, 8) if per_process > 1 else 0
+
+
+def faster_data(loader: Source, processes: int) -> str:
+    """Return advice, for the cores of this machine, on how to feed a model that waits for the data of a loader."""
+    workers = getattr(loader, "num_workers", 0)
+    cores = cores_per_process(processes)
+    if workers < cores:
+        more = "more workers" if workers else "workers"
+        count = min(cores, max(8, 2 * workers))
+        advice = f"Use {more}, num_workers={count} in train_dataloader_kwargs or in your DataLoader, or precompute"
+    else:
+        advice = f"{workers} workers already share {cores} core{'s' * (cores > 1)}; more would not help. Precompute"
+    return (
+        f"{advice} what the dataset does for each sample. Data that fits in memory can be a TensorDataset, which is "
+        "read a batch at a time."
+    )
 
 
 def _is_in_memory(dataset: Source) -> bool:

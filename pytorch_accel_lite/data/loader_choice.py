@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from pytorch_accel_lite.data.consistency import check_same_data
-from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions, ShardedLoader, copy_loader
+from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.map_datasets import MapLoader
 from pytorch_accel_lite.data.sources import IndexedData, OwnShard, Sample, Source
 from pytorch_accel_lite.distributed import Ranks
@@ -19,6 +18,9 @@ from pytorch_accel_lite.extension_names import Slot
 Data = Dataset[Sample] | DataLoader[Sample] | OwnShard | IndexedData
 #: Data, or several data by name.
 NamedData = Data | Mapping[str, Data]
+#: Checks of a dataset that can be indexed, before each of several processes reads its share: called on all of them. An
+#: extension adds its own.
+SHARED_DATA_CHECKS: list[Callable[[Source, Ranks], None]] = []
 #: Options of a ``DataLoader`` that a run config reports.
 _REPORTED = ("batch_size", "drop_last", "num_workers", "persistent_workers", "pin_memory")
 #: Returns the loader for a source that is read in turn.
@@ -42,15 +44,6 @@ def options_of(loader: Source) -> LoaderKwargs:
     """Return the options with which a loader reads its dataset, if it has any."""
     batches = loader.batches if isinstance(loader, OwnShard) else loader
     return {name: getattr(batches, name) for name in _REPORTED if hasattr(batches, name)}
-
-
-def with_batch_size(data: Source, size: int) -> Source:
-    """Return a copy of a loader with another ``batch_size``; other data unchanged."""
-    if not isinstance(data, DataLoader):
-        return data
-    kind: Any = type(data.batch_sampler)
-    batches = kind(data.sampler, size, data.drop_last)
-    return copy_loader(data, batch_size=size, batch_sampler=batches)
 
 
 def shard(
@@ -86,7 +79,8 @@ def create_loader(source: Source, ranks: Ranks, device: torch.device, options: L
         read = SEQUENTIAL_READER.get(f"Reading {kind} in turn, rather than by index,")
         return read(source, ranks, device, options)
     if ranks.world_size > 1:
-        check_same_data(source.dataset, ranks)
+        for check in SHARED_DATA_CHECKS:
+            check(source.dataset, ranks)
     return MapLoader(source, ranks, device, options)
 
 

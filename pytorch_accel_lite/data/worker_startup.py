@@ -12,10 +12,13 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
+from multiprocessing.queues import Queue
 from typing import Any, TypeVar
 
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, get_worker_info
 
+from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.data.reading import SampleReader
 
 T = TypeVar("T")
@@ -127,6 +130,28 @@ class CheckedProcess(ForkProcess):
         return code
 
 
+class BatchQueue(Queue):  # type: ignore[type-arg] # it takes no argument at runtime
+    """A queue of batches of workers, on which a batch that cannot be sent is an error; torch would wait for it forever.
+
+    A thread of the worker pickles the batches. A tensor that requires gradients, for example, cannot be.
+    """
+
+    def _on_queue_feeder_error(self, error: Exception, sent: Any) -> None:
+        info = get_worker_info()
+        if info is None:  # in the training process, which sends indices
+            super()._on_queue_feeder_error(error, sent)  # type: ignore[misc]
+            return
+        add_note(
+            error,
+            "A worker cannot send this batch to the training process. Let the dataset and collate_fn return data that "
+            "can be pickled, such as detached tensors, or read without workers: num_workers=0 in the arguments of the "
+            "DataLoader.",
+        )
+        where = f"in DataLoader worker process {info.id}"
+        raised = (type(error), error, error.__traceback__)
+        self.put((sent[0], ExceptionWrapper(raised, where)))  # type: ignore[no-untyped-call]
+
+
 class CheckedForkContext(ForkContext):
     """A multiprocessing context whose processes are guaranteed to start.
 
@@ -138,6 +163,10 @@ class CheckedForkContext(ForkContext):
         super().__init__()
         self._count = count
         self._waiting: list[CheckedProcess] = []
+
+    def Queue(self, maxsize: int = 0) -> BatchQueue:  # noqa: N802
+        """Return a queue between the process and its workers."""
+        return BatchQueue(maxsize, ctx=self.get_context())
 
     def Process(self, *args: Any, **kwargs: Any) -> CheckedProcess:  # type: ignore[override] # noqa: N802
         """Return a process that is not started yet."""

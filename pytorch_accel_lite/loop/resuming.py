@@ -13,10 +13,12 @@ from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.checkpoint.models.trainability import note_trainability
 from pytorch_accel_lite.checkpoint.models.trained_object_states import describe_attributes
-from pytorch_accel_lite.checkpoint.states.contents import restore_after_start, restore_before_start
+from pytorch_accel_lite.checkpoint.states.contents import restore_after_start, restore_again, restore_before_start
 from pytorch_accel_lite.checkpoint.states.recorded_settings import settings_recorder
+from pytorch_accel_lite.loop.guards.modes import has_starting_code
 from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length, warn_of_other_schedule
 from pytorch_accel_lite.loop.resumed_schedule import must_recreate_schedule, resume_schedule
+from pytorch_accel_lite.optimizers.rates import Options, all_options
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.stop_errors import StopTrainingError
 from pytorch_accel_lite.run.training_state import TrainingState
@@ -44,9 +46,16 @@ def begin_resuming(trainer: TrainerLike, run: Run, state: TrainingState) -> None
             trainer.print(changes)
 
 
-def end_resuming(trainer: TrainerLike, run: Run) -> None:
-    """Restore what the starting events may have reset, and then the random generators. Does nothing if that is done."""
+def end_resuming(trainer: TrainerLike, run: Run, options: Options | None = None) -> None:
+    """Restore what the starting events may have reset, and then the random generators. Does nothing if that is done.
+
+    Args:
+        options: the options of the optimizer before the starting events of the epoch, which the saved run had before
+            it trained; by default, those of now
+    """
     if run.resumed is not None:
+        if has_starting_code(trainer, run):
+            restore_again(trainer, run.resumed, all_options(trainer.optimizer) if options is None else options)
         restore_after_start(trainer, run.resumed)
         run.resumed = None
 

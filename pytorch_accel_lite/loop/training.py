@@ -22,6 +22,7 @@ from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.resuming import end_if_complete, end_resuming, ending_resumption, print_state_contents
 from pytorch_accel_lite.loop.run_loaders import loader_of_run
+from pytorch_accel_lite.optimizers.rates import all_options
 from pytorch_accel_lite.run.error_notes import explaining
 from pytorch_accel_lite.run.modules_and_optimizers import set_optimizer_modes
 from pytorch_accel_lite.run.parts import GlobalModes
@@ -124,12 +125,13 @@ def train_epoch(trainer: TrainerLike, run: Run, source: Source) -> bool:
 
 def _begin_train_epoch(trainer: TrainerLike, run: Run) -> ShardedLoader:
     """Fire the starting events of the steps of an epoch, restore what they reset, and return the loader to read."""
+    options = None if run.resumed is None else all_options(trainer.optimizer)
     trainer.train_epoch_start()
     run.loss_trackers = run.unrecorded_losses = trainer.division.create_trackers()
     if trainer.callback_handler.listeners["on_train_epoch_start"]:
         fire_start_event(trainer, "on_train_epoch_start", "training")
     check_global_modes(trainer, run)
-    end_resuming(trainer, run)
+    end_resuming(trainer, run, options)
     # A callback may have set trainer.train_dataloader.
     run.data.train_loader = loader = loader_of_run(trainer, run, run.data.train_loader, training=True)
     set_optimizer_modes(trainer, training=True)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any, TypeAlias
 
 import torch
 from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.text import to_number
+from pytorch_accel_lite.optimizers.operations import TrainerOptimizer
 
 # Options that schedules change in parameter groups. torch and timm also store the initial rate there, as "initial_lr".
 _SCHEDULED = ("lr", "momentum", "betas")
 
-#: The values that schedules change, by name, for each parameter group.
+#: Values of options, such as those that schedules change, by name, for each parameter group.
 Options: TypeAlias = list[dict[str, Any]]
 #: A parameter group of an optimizer: its parameters and options, by name.
 ParamGroup: TypeAlias = dict[str, Any]
@@ -50,10 +52,16 @@ def scheduled_options(optimizer: Optimizer) -> Options:
 
 
 def set_options(optimizer: Optimizer, options: Options) -> None:
-    """Set the options that schedules change."""
+    """Set options of each parameter group."""
     for group, values in zip(optimizer.param_groups, options, strict=True):
         for name, value in values.items():
             set_option(group, name, value)
+
+
+def all_options(optimizer: TrainerOptimizer) -> Options:
+    """Return a copy of all options of each parameter group."""
+    groups = getattr(optimizer, "param_groups", ())  # there are none without an optimizer
+    return [deepcopy({name: value for name, value in group.items() if name != "params"}) for group in groups]
 
 
 def initial_options(optimizer: Optimizer, final_rates: Sequence[Rate] = ()) -> Options:

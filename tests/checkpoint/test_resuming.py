@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -609,6 +610,95 @@ def test_a_run_stopped_by_a_starting_event_resumes_its_bits(tmp_path, capsys, ev
     assert "No best model was saved" not in said
     assert_same(run(tmp_path, extra=(kept,)), uninterrupted)
     assert equal_weights(kept.ema.module.state_dict(), whole.ema.module.state_dict())
+
+
+def _halve_rates(trainer, **kwargs):
+    for group in trainer.optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def _shrink_weights(trainer, **kwargs):
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.mul_(0.5)
+
+
+def _load_pretrained(trainer, **kwargs):
+    trainer.get_model().load_state_dict(float64_model(4).state_dict())
+
+
+def _forget_momentum(trainer, **kwargs):
+    trainer.optimizer.state.clear()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("event", "change"),
+    [
+        ("on_train_epoch_start", _halve_rates),
+        ("on_train_epoch_start", _shrink_weights),
+        ("on_train_epoch_start", _forget_momentum),
+        ("on_training_run_start", _load_pretrained),
+    ],
+)
+def test_starting_events_change_a_run_once_if_it_is_resumed(tmp_path, event, change, accumulation):
+    def train_until(update: int | None, **kwargs: Any) -> Trainer:
+        saving = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)
+        stop = raises_at(update, RunPausedError("paused"), "on_train_step_checkpoint")
+        trainer = adamw_trainer(float64_model(3), callbacks=[listener(**{event: change}), saving, stop], seed=1)
+        trainer.train(float64_data(12), 2, None, 2, gradient_accumulation_steps=accumulation, **kwargs)
+        return trainer
+
+    whole = train_until(None)
+    shutil.rmtree(tmp_path / "states")
+    last = whole.progress.update
+    for update in (2, last // 2, last - 1, None):  # within and at the end of epochs
+        resumed = train_until(update, resume_from="latest")
+    assert equal_weights(resumed.model.state_dict(), whole.model.state_dict())
+    assert resumed.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
+
+
+def test_overridden_starting_methods_change_a_resumed_run_once(tmp_path, capsys):
+    class Changing(Trainer):
+        def training_run_start(self):
+            _load_pretrained(self)
+
+        def train_epoch_start(self):
+            super().train_epoch_start()
+            _halve_rates(self)
+
+    def train_until(update: int | None, **kwargs: Any) -> Trainer:
+        saving = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)
+        stop = raises_at(update, RunPausedError("paused"), "on_train_step_checkpoint")
+        model = float64_model(3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        trainer = Changing(model, nn.MSELoss(), optimizer, [saving, stop], seed=1)
+        trainer.train(float64_data(12), 2, None, 2, **kwargs)
+        return trainer
+
+    whole = train_until(None)
+    shutil.rmtree(tmp_path / "states")
+    train_until(8)
+    resumed = train_until(None, resume_from="latest")
+    assert equal_weights(resumed.model.state_dict(), whole.model.state_dict())
+    assert "The starting events have changed" in capsys.readouterr().out
+
+
+def test_rates_set_at_the_start_of_a_resumed_run_hold(tmp_path):
+    def train_with(rate: float, update: int | None, **kwargs: Any) -> Trainer:
+        def set_rate(trainer, **kwargs):
+            trainer.optimizer.param_groups[0]["lr"] = rate
+
+        saving = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)
+        stop = raises_at(update, RunPausedError("paused"), "on_train_step_checkpoint")
+        callbacks = [listener(on_training_run_start=set_rate), saving, stop]
+        trainer = adamw_trainer(float64_model(3), callbacks=callbacks, seed=1)
+        trainer.train(float64_data(12), 2, None, 2, **kwargs)
+        return trainer
+
+    train_with(0.01, 4)
+    resumed = train_with(0.5, None, resume_from="latest")
+    assert resumed.optimizer.param_groups[0]["lr"] == 0.5
 
 
 def test_removed_and_added_callbacks_are_named(tmp_path):

@@ -212,3 +212,21 @@ def test_stop_iteration_in_a_dataset_does_not_end_the_epoch(workers):
     with pytest.raises(RuntimeError, match=r"^generator raised StopIteration") as caught:
         train(trainer, train_dataset=Ending(make_data(8)), train_dataloader_kwargs={"num_workers": workers})
     assert isinstance(caught.value.__cause__, StopIteration)
+
+
+class Unpicklable(Rows):
+    def __getitem__(self, index):
+        return *super().__getitem__(index), lambda: index
+
+
+def _first_two(samples: list[Any]) -> Any:
+    return *(torch.stack(column) for column in list(zip(*samples, strict=True))[:2]), samples
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_a_batch_that_no_worker_can_send_is_an_error(seed):
+    data = Unpicklable(make_data())
+    trainer = make_trainer(seed=seed)
+    with pytest.raises(Exception, match=r"(?s)[Pp]ickle.*worker cannot send this batch.* num_workers=0"):
+        train(trainer, train_dataset=data, collate_fn=_first_two, train_dataloader_kwargs={"num_workers": 1})
+    train(trainer, train_dataset=data, collate_fn=_first_two, train_dataloader_kwargs={"num_workers": 0})

@@ -14,6 +14,7 @@ from torch import nn
 
 from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
 from pytorch_accel_lite.base.seeding import derive_seed, seed_generators
+from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import HasStateDict, Keys, StateDict, Tree
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.files import FROZEN, storable, untie
@@ -52,6 +53,7 @@ from pytorch_accel_lite.checkpoint.states.directory import (
 from pytorch_accel_lite.checkpoint.states.machine import machine_facts
 from pytorch_accel_lite.checkpoint.states.recorded_settings import settings_recorder
 from pytorch_accel_lite.optimizers.operations import group_names, state_class_names
+from pytorch_accel_lite.optimizers.rates import Options, set_options
 from pytorch_accel_lite.run.callback_handler import callbacks_with
 from pytorch_accel_lite.run.division import numbers_of_shares
 from pytorch_accel_lite.run.modules_and_optimizers import registered_objects
@@ -61,7 +63,8 @@ from pytorch_accel_lite.run.training_state import TrainingState
 
 # What a training state keeps, by key, and what restores it: restore_before_start, before the starting events of the
 # resumed run, or restore_after_start, after them, as callbacks may create or reset objects in these events. A state
-# lacks the keys of later versions, so those from 0.2 on are read with a default. The keys never change.
+# lacks the keys of later versions, so those from 0.2 on are read with a default. The keys never change. If code of
+# users runs in these events, restore_again restores the weights, loss_func and optimizer once more.
 #
 # | shared by all ranks  | since | restored by                                                            |
 # |----------------------|-------|------------------------------------------------------------------------|
@@ -316,6 +319,40 @@ def restore_before_start(trainer: TrainerLike, state: TrainingState, with_schedu
     run.stepper.load_state_dict(shared)
     run.schedule.shift = shared.get("schedule_shift", 0)
     run.window.items_per_batch = shared["items_per_batch"]
+
+
+def restore_again(trainer: TrainerLike, state: TrainingState, options: Options) -> None:
+    """Restore the weights and the optimizer once more, after starting events of the user that may have changed them.
+
+    The saved run had its starting events before it trained: their pretrained weights or halved rates must not come
+    again.
+
+    Args:
+        options: the options of the optimizer's groups, such as rates, which hold
+    """
+    shared, frozen_left_out = state.shared, state.shared.get(FROZEN, {})
+    model = trainer.get_model(keep_torch_compile=False)
+    current: dict[str, torch.Tensor] = model.state_dict()
+    read = read_weights(state, without_compile(current))
+    weights = fit_model_state(model, read, state.directory, frozen_left_out=frozen_left_out)
+    changed = sorted(name for name, value in weights.items() if not _are_equal(current[name], value))
+    if changed:
+        model.load_state_dict(weights, strict=not frozen_left_out)
+        trainer.print(
+            f"The starting events have changed {listed(changed, 3)}. The run resumes with the weights of the state."
+        )
+    load_loss_state(trainer, shared.get("loss_func", {}), state.directory)
+    saved, groups = shared["optimizer"] or {}, getattr(trainer.optimizer, "param_groups", ())
+    if len(saved.get("param_groups", ())) == len(groups) == len(options):  # starting events may have added groups
+        load_state("optimizer", trainer.optimizer, saved, state.directory)
+        set_options(trainer.optimizer, options)
+
+
+def _are_equal(now: object, saved: object) -> bool:
+    """Whether a weight is the saved one. It is unknown for sharded weights, which only collectives can compare."""
+    if not (isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor)) or is_sharded_tensor(now):
+        return False
+    return torch.equal(now, saved.to(now.device))
 
 
 def _restore_user_attributes(trainer: TrainerLike, state: TrainingState, is_final: bool) -> None:

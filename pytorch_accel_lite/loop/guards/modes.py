@@ -112,6 +112,13 @@ def check_global_modes(trainer: TrainerLike, run: Run, who: str = "A callback or
     run.loop.global_modes = GlobalModes.now(run.device)  # so that the warning comes once
 
 
+def has_starting_code(trainer: TrainerLike, run: Run) -> bool:
+    """Whether code of users runs in the starting events of a training run or of its epochs."""
+    events = ("on_training_run_start", "on_train_epoch_start")
+    is_overridden = not run.overridden.isdisjoint(("training_run_start", "train_epoch_start", "_run_training"))
+    return is_overridden or bool(_owners_of_user_code(trainer, "training", *events))
+
+
 def _owners_of_user_code(trainer: TrainerLike, phase: Phase, *events: str) -> list[str]:
     """Return the user's classes with code that runs at some events, or within the steps of a phase."""
     owners = [

@@ -13,16 +13,15 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from pytorch_accel_lite.base.generator_states import (
+from pytorch_accel_lite.data import Sample, Source
+from pytorch_accel_lite.extending_callbacks import Tree, find_length, preserving_generators
+from pytorch_accel_lite.extending_data import seed_generators
+from pytorch_accel_lite.extending_tools import (
     find_held_generators,
-    preserving_generators,
     preserving_held_generators,
+    reachable_from,
+    seed_held_generators,
 )
-from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.reachable import reachable_from
-from pytorch_accel_lite.base.seeding import seed_generators, seed_held_generators
-from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.data.sources import Sample, Source
 
 #: What ``fingerprint_of()`` returns, in plain values for a training state: ``"kind"``, ``"length"``, ``"rows"``
 #: (checksums of the contents, by name) and ``"samples"`` (checksums of samples, by index).

@@ -7,11 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from pytorch_accel_lite.base.text import describe_error
-from pytorch_accel_lite.base.user_code import is_overridden
-from pytorch_accel_lite.run.callback_handler import CallbackHandler
-from pytorch_accel_lite.run.events import EVENTS, TrainerCallback, events_between
-from pytorch_accel_lite.run.stop_errors import StopTrainingError
+from pytorch_accel_lite.callbacks import CallbackHandler, StopTrainingError, TrainerCallback
+from pytorch_accel_lite.extending_tools import EVENTS, describe_error, events_between, is_overridden
 
 #: The events of a step, except the event for saving.
 _OF_A_STEP = events_between("on_train_epoch_start", "on_train_step_checkpoint")

@@ -7,42 +7,49 @@ import itertools
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
+from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.base.devices import mixed_precision
-from pytorch_accel_lite.base.modules import preserving_modes
-from pytorch_accel_lite.base.user_code import is_overridden
-from pytorch_accel_lite.checkpoint.models.trained_objects import trained_objects
+from pytorch_accel_lite.callbacks import CallbackHandler
 from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedDatasets, Source
-from pytorch_accel_lite.data.batches import BatchOutput, complete_output
-from pytorch_accel_lite.data.loader_choice import with_batch_size
-from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.loop.extra_passes import loss_of
-from pytorch_accel_lite.loop.guards.arguments import check_dataset, check_training
-from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
-from pytorch_accel_lite.loop.inference import unwrapped_model
-from pytorch_accel_lite.loop.lifecycle import entering
-from pytorch_accel_lite.loop.model_preparation import prepare_model, release_model
-from pytorch_accel_lite.loop.run_loaders import create_eval_loaders, create_train_loader
-from pytorch_accel_lite.loop.run_setup import prepare_training
-from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot, preserving_attributes, replaced
-from pytorch_accel_lite.loop.training import run_step
-from pytorch_accel_lite.run.callback_handler import CallbackHandler
-from pytorch_accel_lite.run.error_notes import explaining
-from pytorch_accel_lite.run.history import InMemoryRunHistory
-from pytorch_accel_lite.run.modules_and_optimizers import (
+from pytorch_accel_lite.extending import BatchOutput, Run, RunRequest, Snapshot, StepSnapshot, TrainerLike
+from pytorch_accel_lite.extending_callbacks import (
     evaluating_optimizers,
-    other_modules,
-    registered_objects,
-    set_optimizer_modes,
+    mixed_precision,
+    preserving_modes,
+    sync_ddp_buffers,
 )
-from pytorch_accel_lite.run.progress import EpochPhase, Progress
-from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters
+from pytorch_accel_lite.extending_tools import (
+    all_optimized_parameters,
+    check_dataset,
+    check_training,
+    complete_output,
+    copy_loader,
+    create_eval_loaders,
+    create_step,
+    create_train_loader,
+    entering,
+    explaining,
+    is_overridden,
+    loss_of,
+    min_share_for_batch_norm,
+    other_modules,
+    prepare_model,
+    prepare_training,
+    preserving_attributes,
+    registered_objects,
+    release_model,
+    replaced,
+    run_step,
+    set_optimizer_modes,
+    trained_objects,
+    unwrapped_model,
+)
+from pytorch_accel_lite.tracking import InMemoryRunHistory, Progress
 
 
 class Trial:
@@ -88,7 +95,7 @@ class Trial:
         self._sets_batch_size = sets_batch_size
         self._check_trainer()
         check_training(trainer.optimizer, trainer.accelerator, request)
-        data = with_batch_size(train_dataset, batch_size) if sets_batch_size else train_dataset
+        data = _with_batch_size(train_dataset, batch_size) if sets_batch_size else train_dataset
         check_dataset(trainer, "train_dataset", data, batch_size, loader_kwargs, collate_fn)
         self._data = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
         self.run = Run.create(trainer, request, data, collate_fn=collate_fn)
@@ -143,7 +150,7 @@ class Trial:
         if reader.current_run is not run:
             reader = copy.copy(reader)
             vars(reader).update(current_run=run, open_runs=[run])
-        run.data.train_dataset = with_batch_size(self._data, batch_size) if self._sets_batch_size else self._data
+        run.data.train_dataset = _with_batch_size(self._data, batch_size) if self._sets_batch_size else self._data
         create_train_loader(reader, run, batch_size, self._loader_kwargs)
         try:
             batch: Batch | None = next(iter(run.data.required_train_loader.steps(1)), None)
@@ -218,10 +225,10 @@ class Trial:
         trainer, run = self.trainer, self.run
         with (
             replaced(trainer, callback_handler=handler, run_history=InMemoryRunHistory()),
-            replaced(run, loss_trackers=trainer.division.create_trackers(), epoch_phase=EpochPhase.TRAINING),
+            replaced(run, loss_trackers=trainer.division.create_trackers()),
             replaced(run, stepper=run.stepper, window=copy.copy(run.window), progress=Progress()),
         ):
-            run.stepper = trainer._create_step(run)
+            run.stepper = create_step(trainer, run)
             run.progress.start_epoch()
             yield
 
@@ -229,7 +236,7 @@ class Trial:
     def keeping_training(self) -> Iterator[None]:
         """Restore after a block what training changes: weights, modes, optimizers, generators."""
         with Snapshot() as before:
-            keep_training(self.trainer, before)
+            _keep_training(self.trainer, before)
             yield
 
     @contextmanager
@@ -258,6 +265,15 @@ class Trial:
             yield
 
 
+def _with_batch_size(data: Source, size: int) -> Source:
+    """Return a copy of a loader with another ``batch_size``; other data unchanged."""
+    if not isinstance(data, DataLoader):
+        return data
+    kind: Any = type(data.batch_sampler)
+    batches = kind(data.sampler, size, data.drop_last)
+    return copy_loader(data, batch_size=size, batch_sampler=batches)
+
+
 def _begin_trial(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     prepare_training(trainer, run, batch_size)
     set_optimizer_modes(trainer, training=True)
@@ -270,14 +286,14 @@ def _prepared(trainer: TrainerLike) -> Iterator[None]:
     try:
         with Snapshot(on_host=True) as before:  # on the host, to leave the device's memory to the trial
             before.enter_context(replaced(trainer, callback_handler=CallbackHandler(), scheduler=None))
-            keep_training(trainer, before)
+            _keep_training(trainer, before)
             yield
     finally:
         if not trainer.is_running:
             release_model(trainer)
 
 
-def keep_training(trainer: TrainerLike, before: Snapshot) -> None:
+def _keep_training(trainer: TrainerLike, before: Snapshot) -> None:
     """Keep weights, buffers, gradients, modes, the optimizer, the scaler and the generators.
 
     This includes the loss function, registered objects, and other modules of the trainer, such as averaged copies,

@@ -9,12 +9,10 @@ from itertools import chain
 import torch
 from accelerate.utils import recursively_apply
 
-from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.batches import BatchOutput, infer_batch_size, is_as_long, is_number
-from pytorch_accel_lite.data.splitting import concatenate_if_possible, is_list_of_samples, split_batch
-from pytorch_accel_lite.run.accumulation import Count
-from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.extending import BatchOutput, TrainerLike
+from pytorch_accel_lite.extending_callbacks import Count, Tree, is_list_of_samples, is_number
+from pytorch_accel_lite.extending_tools import concatenate_if_possible, infer_batch_size, is_as_long, split_batch
 
 
 def split_into_parts(batch: Batch, parts: int) -> list[Batch]:
