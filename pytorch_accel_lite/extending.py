@@ -22,7 +22,7 @@ from pytorch_accel_lite.checkpoint.store_choice import STORES, Store, read_state
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batch_adapter import BatchAdapter
 from pytorch_accel_lite.data.batches import Share
-from pytorch_accel_lite.data.loader_choice import SHARED_DATA_CHECKS
+from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SHARED_DATA_CHECKS, SequentialReader
 from pytorch_accel_lite.data.loss_functions import LossFunction
 from pytorch_accel_lite.data.shares import Shares
 from pytorch_accel_lite.data.step_outputs import BatchOutput
@@ -76,9 +76,9 @@ __all__ = [
     # Seams.
     "COMPANION_WRITERS", "CompanionWriter", "DIVISIONS", "Division", "ERROR_NOTES", "FENCES", "INFERENCE_STEP",
     "InferenceStep", "JOB_QUEUES", "JobObserver", "JobQueue", "MEMORY_ADVICE", "MODEL_CHANGES", "MODEL_FORMS",
-    "ModelForm", "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "SETTINGS_RECORDER", "SHARDING",
-    "SHARED_DATA_CHECKS", "STEP_COMPILER", "STEP_KINDS", "STORES", "SettingsRecorder", "Sharding", "StateStore",
-    "StepCompiler", "Store", "TRAINING_CHECKS", "USER_ATTRIBUTES", "UserAttributes", "create_division",
+    "ModelForm", "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "SEQUENTIAL_READER", "SETTINGS_RECORDER", "SHARDING",
+    "SHARED_DATA_CHECKS", "STEP_COMPILER", "STEP_KINDS", "STORES", "SequentialReader", "SettingsRecorder", "Sharding",
+    "StateStore", "StepCompiler", "Store", "TRAINING_CHECKS", "USER_ATTRIBUTES", "UserAttributes", "create_division",
     "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",

@@ -91,6 +91,7 @@ OFFERED = {
     "shuffled_streams": ("data.ShuffledStream",),
     "slurm": (),  # SaveTrainingStateCallback(requeue=True)
     "step_logging": (),  # rows of loggers
+    "streams": (),  # data that are read in turn
     "sync_batch_norm": ("callbacks.ConvertSyncBatchNormCallback",),
     "takeover": (),  # the command launch
     "throughput": ("callbacks.ThroughputCallback",),
@@ -119,9 +120,11 @@ NEEDED = {
     "logical": ("batch_parts", "sharding"),
     "memory_estimate": ("finetuning", "model_ema", "sharding", "trials"),
     "metrics_file": ("step_logging",),
+    "mixtures": ("streams",),
     "momentum_teacher": ("model_ema",),
     "recorded_settings": ("data_fingerprints",),
     "reports": ("plots",),
+    "shuffled_streams": ("streams",),
     "takeover": ("hang_watch", "logical", "sharding"),
     "throughput": ("batch_parts", "profiling"),
     "trackers": ("step_logging",),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
-from itertools import islice
-from typing import TypeVar
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -13,8 +11,6 @@ from accelerate.utils import set_seed
 
 from pytorch_accel_lite.base.generator_states import modules_with_generators
 from pytorch_accel_lite.base.reachable import RandomGenerator
-
-T = TypeVar("T")
 
 _MASK = (1 << 64) - 1
 
@@ -84,23 +80,3 @@ def seed_held_generators(generators: Iterable[RandomGenerator], seed: int) -> No
             generator.bit_generator.state = type(generator.bit_generator)(own).state
         else:
             generator.seed(own & 0xFFFFFFFF)
-
-
-def drawn_with_seeds(seeds: Iterable[int], items: Iterator[T]) -> Iterator[T]:
-    """Yield items, each drawn with all generators set to a seed, and restore torch's generators."""
-    default = torch.default_generator
-    devices = [module for name, module in modules_with_generators().items() if name != "torch"]
-    for seed in seeds:
-        state, states = default.get_state(), [module.get_rng_state() for module in devices]
-        seed_generators(seed)
-        for module in devices:
-            module.manual_seed(seed >> 1)
-        try:
-            item = list(islice(items, 1))
-        finally:
-            default.set_state(state)
-            for module, of_device in zip(devices, states, strict=True):
-                module.set_rng_state(of_device)
-        if not item:
-            return
-        yield item[0]

@@ -1,14 +1,14 @@
-"""The batches of a process: their order, shares, reading and placing on the device; streams and their positions."""
+"""The batches of a process: their order, shares, reading and placing on the device."""
 
 from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.data.batches import Batch
-from pytorch_accel_lite.data.iterables import OwnShard
 from pytorch_accel_lite.data.loader import FailedRead, LoaderKwargs, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.loader_choice import Data, NamedData, shard
 from pytorch_accel_lite.data.named_datasets import NamedDatasets, NamedSampler
-from pytorch_accel_lite.data.sources import BatchData, CollateFunction, IndexedData, Sample, Source
+from pytorch_accel_lite.data.sources import BatchData, CollateFunction, IndexedData, OwnShard, Sample, Source
 from pytorch_accel_lite.extension_names import missing_name_error
+from pytorch_accel_lite.extensions import streams as streams  # fills SEQUENTIAL_READER
 from pytorch_accel_lite.extensions.mixtures import Mixture, MixtureSampler, MixtureStream
 from pytorch_accel_lite.extensions.packing import (
     PackSequences,

@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pytorch_accel_lite.base.nested_data import tensors_in
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data.shares import WrongLengthError
-from pytorch_accel_lite.data.sources import BatchData, Index, SamplerLike
+from pytorch_accel_lite.data.sources import Index, SamplerLike
 from pytorch_accel_lite.distributed import Ranks
 
 _PIECE = 1 << 16  # indices
@@ -82,16 +81,6 @@ def checksum_of_indices(indices: Sequence[Index] | torch.Tensor | npt.NDArray[np
     for begin in range(0, len(indices), _PIECE):
         number = crc32(_as_bytes(indices[begin : begin + _PIECE]), number)
     return number
-
-
-def checksum_of_batches(batches: list[BatchData]) -> int:
-    """Return a nonzero checksum of a few of the values in batches."""
-    number = crc32(b"()")  # training states have this checksum, so keep the function as it is
-    for tensor in tensors_in(batches):
-        if tensor.layout is torch.strided and not tensor.is_nested:
-            few = tensor.detach().resolve_conj().flatten()[:: max(tensor.numel() // 64, 1)]
-            number = crc32(few.cpu().contiguous().view(torch.uint8).numpy().tobytes(), number)
-    return number or 1
 
 
 def _as_bytes(indices: Iterable[Index]) -> bytes:

@@ -6,20 +6,15 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, ClassVar, TypeAlias
 from weakref import WeakSet
 
 import torch
 from accelerate.utils import recursively_apply, send_to_device
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.nested_data import tensors_in
-from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.data.batch_sizes import infer_batch_size, is_single_sample
 from pytorch_accel_lite.data.batches import Batch
-from pytorch_accel_lite.data.consistency import checksum_of_batches
 from pytorch_accel_lite.data.shares import Shares, whole_steps
 from pytorch_accel_lite.data.sources import BatchData, Index, Sample, Source, SourceState
 from pytorch_accel_lite.data.worker_startup import start_reading
@@ -100,7 +95,6 @@ class ShardedLoader(ABC):
     undivided = ""
     is_outdated = False
     batch_size_before: int | None = None
-    _has_named = False
 
     def __init__(self, source: Source, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         self.source = source
@@ -122,10 +116,12 @@ class ShardedLoader(ABC):
         return self._device
 
     @abstractmethod
-    def _read_steps(self, epoch: int, start: int) -> Iterator[Batch]: ...
+    def _read_steps(self, epoch: int, start: int) -> Iterator[Batch]:
+        """Yield the steps of an epoch after ``start`` samples and ``_steps_done`` steps, at most ``_left`` if given."""
 
     @abstractmethod
-    def _num_steps(self) -> int: ...
+    def _num_steps(self) -> int:
+        """Return the number of steps of a whole epoch. Raise a ``TypeError`` if it is unknown."""
 
     @property
     def num_samples(self) -> int | None:
@@ -216,46 +212,12 @@ class ShardedLoader(ABC):
     def __iter__(self) -> Iterator[BatchData]:
         return (step.data for step in self.steps(self._epoch))
 
-    def _start_checked_reading(self, batches: Iterable[BatchData]) -> Iterator[BatchData]:
+    def _start_reading(self, batches: Iterable[BatchData]) -> Iterator[BatchData]:
+        """Return the iterator of a loader. ``stop_workers()`` stops its workers."""
         iterator = start_reading(batches)
         if hasattr(iterator, "_shutdown_workers"):
             self._with_workers.add(iterator)
-        if isinstance(batches, DataLoader) and batches.batch_size is None and batches.batch_sampler is None:
-            return self._naming_samples(iterator)
-        reads_stream = isinstance(getattr(batches, "dataset", None), IterableDataset)
-        if not reads_stream or getattr(batches, "num_workers", 0) < 2 or hasattr(batches, "state_dict"):
-            return iterator
-        return self._comparing_workers(iterator)
-
-    def _naming_samples(self, items: Iterator[BatchData]) -> Iterator[BatchData]:
-        """Warn if the first item of a loader of ready batches (``batch_size=None``) is a single sample."""
-        for item in items:
-            if not self._has_named and is_single_sample(item):
-                warn_outside(
-                    "A DataLoader with batch_size=None gives each item as it is, and the first looks like a single "
-                    f"sample: its {infer_batch_size(item)} features would be counted as samples. Pass batch_size=1 or "
-                    "more, which adds the dimension of the batch, or let each item be a batch, with as many targets as "
-                    "rows."
-                )
-            self._has_named = True
-            yield item
-
-    def _comparing_workers(self, batches: Iterator[BatchData]) -> Iterator[BatchData]:
-        """Warn if the first batches of two workers are the same, which suggests that each reads the whole stream."""
-        first = list(islice(batches, 1))
-        yield from first
-        second = list(islice(batches, 1))
-        rows = [t for t in tensors_in(second) if t.layout is torch.strided and not t.is_nested and t.ndim]
-        varies = any(len(tensor) > 1 and not tensor.eq(tensor[:1]).all() for tensor in rows)
-        if varies and checksum_of_batches(first) == checksum_of_batches(second):
-            warn_outside(
-                f"{type(self.source.dataset).__name__} gives the same batch to two workers, as if each of the "
-                f"num_workers={self.source.num_workers} read all samples, which would then be seen as often in an "
-                "epoch. Let its __iter__ read the part of its worker (torch.utils.data.get_worker_info()), or pass "
-                "num_workers=1."
-            )
-        yield from second
-        yield from batches
+        return iterator
 
     def stop_workers(self) -> None:
         """Stop the worker processes, if any; the next iteration starts new ones.

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from pytorch_accel_lite.data.iterables import OwnShard, PreShardedLoader
-from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions, ShardedLoader, copy_loader
+from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.map_loader import MapLoader
-from pytorch_accel_lite.data.order import of_all_processes
-from pytorch_accel_lite.data.sources import IndexedData, Sample, Source
-from pytorch_accel_lite.data.stream_shards import find_self_sharding, package_of, part_of_this_process
-from pytorch_accel_lite.data.streams import DividedLoader, StreamLoader
+from pytorch_accel_lite.data.sources import IndexedData, OwnShard, Sample, Source
 from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.extension_names import Slot
 
 #: What a trainer reads: a dataset, a ``DataLoader`` or ``OwnShard``, or anything with an element for each sample.
 Data = Dataset[Sample] | DataLoader[Sample] | OwnShard | IndexedData
@@ -26,6 +23,10 @@ NamedData = Data | Mapping[str, Data]
 SHARED_DATA_CHECKS: list[Callable[[Source, Ranks], None]] = []
 #: Options of a ``DataLoader`` that a run config reports.
 _REPORTED = ("batch_size", "drop_last", "num_workers", "persistent_workers", "pin_memory")
+#: Returns the loader for a source that is read in turn.
+SequentialReader: TypeAlias = Callable[[Source, Ranks, torch.device, LoaderOptions], ShardedLoader]
+#: What reads data in turn: streams, and batches that are ready.
+SEQUENTIAL_READER: Slot[SequentialReader] = Slot("streams")
 
 
 def is_loader(data: object) -> bool:
@@ -67,41 +68,32 @@ def create_loader(source: Source, ranks: Ranks, device: torch.device, options: L
             f"A dataloader must be an iterable of batches, not {type(source).__name__}: see what your "
             "create_train_dataloader or create_eval_dataloader returns."
         )
-    # torchdata's StatefulDataLoader has the same options as torch's DataLoader.
-    packages = ("torch", "torchdata")
-    is_own = type(source) is not DataLoader and isinstance(source, DataLoader)
-    is_of_torch = package_of(type(source).__iter__) in packages if is_own else isinstance(source, DataLoader)
-    if not is_of_torch or isinstance(source.dataset, IterableDataset) or source.batch_sampler is None:
+    if not _is_indexed(source):
+        kind = type(getattr(source, "dataset", source)).__name__
         if options.shares is not None:
-            dataset = getattr(source, "dataset", source)
             raise ValueError(
                 f"{options.shares.argument}={options.shares.total} needs data that can be indexed, in a DataLoader, "
-                f"to give each {options.shares.owner} its own share; {type(dataset).__name__} is read in turn. Use a "
+                f"to give each {options.shares.owner} its own share; {kind} is read in turn. Use a "
                 "dataset with __len__ and __getitem__."
             )
-        return _read_in_turn(source, ranks, device, options, is_of_torch)
+        read = SEQUENTIAL_READER.get(f"Reading {kind} in turn, rather than by index,")
+        return read(source, ranks, device, options)
     if ranks.world_size > 1:
         for check in SHARED_DATA_CHECKS:
             check(source.dataset, ranks)
     return MapLoader(source, ranks, device, options)
 
 
-def _read_in_turn(
-    source: Source, ranks: Ranks, device: torch.device, options: LoaderOptions, is_of_torch: bool
-) -> ShardedLoader:
-    """Return the loader for a source that cannot be indexed.
+def _is_indexed(source: Source) -> bool:
+    """Whether a source is a ``DataLoader`` that reads samples by their indices, in batches."""
+    has_batches = is_loader_of_torch(source) and source.batch_sampler is not None
+    return has_batches and not isinstance(source.dataset, IterableDataset)
 
-    Args:
-        is_of_torch: whether the source is a ``DataLoader`` of torch
-    """
-    if not is_of_torch:
-        return PreShardedLoader(source, ranks, device, options)
-    if ranks.world_size > 1 and not isinstance(source.dataset, IterableDataset):
-        source = copy_loader(source, sampler=of_all_processes(source.sampler, ranks.world_size))
-    shared_by = find_self_sharding(source.dataset, ranks)
-    if shared_by:
-        return PreShardedLoader(source, ranks, device, options, shared_by)
-    part = part_of_this_process(source.dataset, ranks) if options.divides else None
-    if part is not None:
-        return DividedLoader(source, part, ranks, device, options)
-    return StreamLoader(source, ranks, device, options)
+
+def is_loader_of_torch(source: Source) -> bool:
+    """Whether a source is a ``DataLoader`` that reads as torch's does: its class has no ``__iter__`` of a user."""
+    if not isinstance(source, DataLoader):
+        return False
+    # torchdata's StatefulDataLoader has the same options.
+    package = str(type(source).__iter__.__module__).partition(".")[0]
+    return type(source) is DataLoader or package in ("torch", "torchdata")

@@ -353,7 +353,7 @@ class MapLoader(ShardedLoader):
         source = self.source
         marks = marks_of([source.dataset, source.collate_fn, source.worker_init_fn]) if self._keeps_workers else []
         loader = self._take_idle(marks)
-        batches = self._start_checked_reading(loader)
+        batches = self._start_reading(loader)
         try:
             while True:
                 try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeAlias
 
 from pytorch_accel_lite.base.types import Tree
@@ -30,6 +30,26 @@ class IndexedData(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: Index, /) -> Sample: ...
+
+
+class OwnShard:
+    """Marks batches as this process's own, for data of which every process already reads a different part.
+
+    Pass it in place of a dataset, or return it from ``create_train_dataloader``, for example for a ``DataLoader`` over
+    an ``IterableDataset`` that shards itself, or for a list of ready batches.
+
+    If that method returns anything but a ``torch.utils.data.DataLoader``, or returns a subclass that overrides
+    ``__iter__``, the batches are assumed to be already sharded. Without this mark, a message says so.
+    """
+
+    def __init__(self, batches: Iterable[BatchData]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[BatchData]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
 
 
 class TrainingOrder(ABC):

@@ -43,6 +43,7 @@ def test_a_slice_of_a_dataloader_restarts_each_time():
         DataLoaderSlice(loader, 0)
 
 
+@pytest.mark.extension("streams")
 @pytest.mark.parametrize("dataset", [None, Stream(6)])
 def test_a_trainer_trains_on_a_slice(dataset):
     class Sliced(Trainer):

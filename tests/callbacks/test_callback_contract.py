@@ -68,6 +68,7 @@ def test_a_shipped_callback_serves_inference_before_any_run(callback_class, here
     assert trainer.predict(make_data()).shape == (6, 1)
 
 
+@pytest.mark.extension("streams")
 @pytest.mark.parametrize("callback_class", SHIPPED)
 def test_a_shipped_callback_serves_a_run_without_length(callback_class, here):
     trainer = make_trainer([build(callback_class)])

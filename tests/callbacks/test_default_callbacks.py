@@ -42,6 +42,7 @@ def test_two_trainers_share_none_of_their_default_callbacks():
     assert not set(first.callback_handler) & set(second.callback_handler)
 
 
+@pytest.mark.extension("streams")
 def test_epochs_are_announced_without_an_unknown_total(capsys):
     train(
         make_trainer([PrintProgressCallback]),

@@ -99,6 +99,7 @@ def test_the_progress_bar_shows_the_schedules_learning_rate(capfd):
     assert 0.05 in bars
 
 
+@pytest.mark.extension("streams")
 def test_the_progress_bar_works_for_data_without_length(capfd):
     trainer = make_trainer([ProgressBarCallback(show_always=True, refresh_seconds=0)])
     train(trainer, epochs=2, train_dataset=Stream(6), eval_dataset=Stream(4), train_dataloader_kwargs={})

@@ -143,7 +143,9 @@ class OwnBatches(Trainer):
 
 @pytest.mark.soak
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["in memory", "stream", "own"])
+@pytest.mark.parametrize(
+    "kind", ["in memory", *(pytest.param(kind, marks=pytest.mark.extension("streams")) for kind in ("stream", "own"))]
+)
 @pytest.mark.parametrize("limit", [None, *[3] * SOAK])
 def test_a_run_with_dropout_resumes_its_bits_from_any_data(tmp_path, kind, limit):
     """The generators are restored, also after earlier samples were read again and dropped."""

@@ -570,7 +570,7 @@ class OwnSteps(Trainer):
         return {}
 
 
-@pytest.mark.extension("failed_batches", "logical", "manual_optimization")
+@pytest.mark.extension("failed_batches", "logical", "manual_optimization", "streams")
 def test_the_table_of_the_keys_of_a_state_is_complete(tmp_path):
     found: tuple[set[str], set[str]] = set(), set()
     for number, (kind, data, of_trainer, of_train) in enumerate(

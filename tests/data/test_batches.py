@@ -553,6 +553,7 @@ def test_a_process_without_samples_needs_no_batch_size(two_ranks):
     assert equal_weights(first, second)
 
 
+@pytest.mark.extension("streams")
 @pytest.mark.parametrize("size", ["num_graphs", "batch_size", "attributes"])
 def test_sizes_of_objects_in_a_stream_are_inferred(size):
     class Packed:

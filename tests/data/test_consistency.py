@@ -181,6 +181,7 @@ def distributed_samplers() -> Any:
     }
 
 
+@pytest.mark.extension("streams")
 @two_are_enough
 @pytest.mark.processes
 def test_a_nested_distributed_sampler_gives_the_complete_order(ranks):
@@ -205,6 +206,7 @@ def other_samplers_of_parts() -> Any:
     return {name: trained_on(numbers(), make) for name, make in loaders.items()}
 
 
+@pytest.mark.extension("streams")
 @pytest.mark.processes
 def test_other_samplers_that_shard_by_rank_are_refused(ranks):
     n = ranks.world_size
@@ -304,6 +306,7 @@ def own_batches() -> dict[str, tuple[Any, str]]:
     return found
 
 
+@pytest.mark.extension("streams")
 @pytest.mark.processes
 def test_own_batches_that_each_process_reads_in_full_are_named(two_ranks):
     results = two_ranks(own_batches)
@@ -436,6 +439,7 @@ def test_subclasses_of_torchs_samplers_keep_their_order(kind, data, seed):
     assert seen == [[5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5]]
 
 
+@pytest.mark.extension("streams")
 def test_set_epoch_counts_epochs_from_zero():
     sampler = DistributedSampler(numbers(16), 1, 0, seed=4)
     by_hand = []
@@ -452,7 +456,8 @@ def test_set_epoch_counts_epochs_from_zero():
 @pytest.mark.parametrize(
     "kind",
     [
-        *("sampler", "in a batch sampler", "stream", "batches", "own batches"),
+        *("sampler", "in a batch sampler"),
+        *(pytest.param(kind, marks=pytest.mark.extension("streams")) for kind in ("stream", "batches", "own batches")),
         pytest.param("shuffled", marks=pytest.mark.extension("shuffled_streams")),
         pytest.param("mixed", marks=pytest.mark.extension("mixtures")),
     ],

@@ -148,6 +148,7 @@ def test_callbacks_see_the_dataset_of_a_loader():
     assert trainer.evaluate().keys() == {"a_evaluation_loss", "b_evaluation_loss"}
 
 
+@pytest.mark.extension("streams")
 def test_an_overridden_method_wraps_the_loader():
     class Short(Trainer):
         def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
@@ -204,7 +205,7 @@ TORCHDATA = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 KINDS = [
     ("shuffled", 0),
     ("distributed", 0),
-    pytest.param("stateful", 0, marks=TORCHDATA),
+    pytest.param("stateful", 0, marks=(TORCHDATA, pytest.mark.extension("streams"))),
     pytest.param("shuffled", 2, marks=pytest.mark.slow),
 ]
 
@@ -248,11 +249,9 @@ def sizes_of_loaders() -> Any:
         for attribute in ("total_batch_size", "total_dataset_length"):
             found[name, attribute] = {getattr(each, attribute) for each in [prepared, *of_run]}
     trainer = adamw_trainer(float64_model())
-    trainer.train(data, 1, OwnShard([tuple(data.tensors)]), per_device_batch_size=5)
+    trainer.train(data, 1, per_device_batch_size=5)
     found["dataset"] = {trainer.train_dataloader.total_batch_size, trainer.run_config.train_total_batch_size}
     assert trainer.train_dataloader.total_dataset_length == 23
-    assert trainer.eval_dataloader.total_batch_size is None
-    assert trainer.eval_dataloader.total_dataset_length is None
     return found
 
 
@@ -347,7 +346,11 @@ def seen(kind: str) -> Any:
     return samples, printed.getvalue()
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "batches", "distributed", "stream", "reads ahead", "own"])
+INDEXED = ["shuffled", "batches", "distributed"]
+READ_IN_TURN = [pytest.param(kind, marks=pytest.mark.extension("streams")) for kind in ("stream", "own", "reads ahead")]
+
+
+@pytest.mark.parametrize("kind", [*INDEXED, *READ_IN_TURN])
 def test_a_loader_gives_each_sample_once(kind):
     samples, printed = seen(kind)
     assert sorted(samples) == list(range(24))
@@ -355,13 +358,14 @@ def test_a_loader_gives_each_sample_once(kind):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["shuffled", "batches", "distributed", "stream", "own"])
+@pytest.mark.parametrize("kind", [*INDEXED, *READ_IN_TURN[:2]])
 def test_several_processes_read_each_sample_of_a_loader_once(ranks, kind):
     found = ranks.run(seen, kind)
     assert sorted(sample for samples, _ in found for sample in samples) == list(range(24))
     assert {printed for _, printed in found} == {""}
 
 
+@pytest.mark.extension("streams")
 @pytest.mark.processes
 def test_a_loader_that_each_process_reads_in_full_is_named(two_ranks):
     first, second = two_ranks.run(seen, "reads ahead")

@@ -151,6 +151,7 @@ def test_negative_indices_are_those_of_a_dataloader(seed, sampler):
         assert [batch[0].tolist() for batch in loader] == [batch[0].tolist() for batch in source]
 
 
+@pytest.mark.extension("streams")
 def test_hugging_face_datasets_train_as_tensors_do():
     datasets = pytest.importorskip("datasets")
     x, y = float64_data(10, dtype=torch.float32).tensors
@@ -227,6 +228,7 @@ def test_the_indices_of_a_batch_are_those_of_its_samples(kind, seed):
     assert seen[trained:] == [*range(len(data))] * 2
 
 
+@pytest.mark.extension("streams")
 def test_the_indices_of_a_streams_samples_are_not_known():
     known = []
     watch = listener(on_train_step_end=lambda trainer, **kwargs: known.append(trainer.batch_indices))

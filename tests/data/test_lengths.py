@@ -144,6 +144,7 @@ def test_a_wrong_dataset_length_is_not_skipped_as_a_batch():
         train(trainer, train_dataset=Rows(make_data()), train_dataloader_kwargs=kwargs)
 
 
+@pytest.mark.extension("streams")
 def test_data_without_an_end_need_a_limit_of_updates():
     trainer = adamw_trainer(float64_model(), callbacks=[ProgressBarCallback(show_always=True)])
     factory = partial(OneCycleLR, max_lr=0.1, total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS)
@@ -195,6 +196,7 @@ class Promises(Stream):
         return self.length
 
 
+@pytest.mark.extension("streams")
 @pytest.mark.parametrize(("length", "warns"), [(20, True), (8, False)])
 def test_a_stream_that_is_shorter_than_its_length_is_warned_of(length, warns):
     message = "ended after 4 steps of this epoch, but their length is 10 steps"

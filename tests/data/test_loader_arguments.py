@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import LimitBatchesCallback, LimitEvalStepsCallback
@@ -46,24 +44,6 @@ def test_a_dataloader_of_an_overridden_method_is_used(seed, accumulation):
     assert trainer.progress.update == -(-5 // accumulation)
 
 
-def test_any_iterable_of_batches_is_read():
-    x, y = float64_data(9).tensors
-
-    class Own(Trainer):
-        def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
-            return [(x[:4], y[:4]), (x[4:6], y[4:6]), (x[6:], y[6:])]
-
-        create_eval_dataloader = create_train_dataloader
-
-    model = float64_model()
-    trainer = Own(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.0), callbacks=[])
-    trainer.train(x, 2, x, gradient_accumulation_steps=2)
-    assert trainer.progress.update == 4
-    expected = nn.functional.mse_loss(model(x), y).item()
-    for name in ("train_loss_epoch", "eval_loss_epoch"):
-        assert trainer.run_history.get_metric_values(name) == pytest.approx([expected] * 2, abs=1e-12)
-
-
 @pytest.mark.parametrize("is_loader", [True, False])
 def test_a_loader_without_order_is_told_of_the_order(is_loader):
     kwargs = {"num_workers": 2, "in_order": False, "shuffle": False}
@@ -81,13 +61,6 @@ def test_a_loader_can_be_copied_and_knows_its_device():
     assert [len(x) for x, _ in again] == [2, 2, 2]
 
 
-class Words(IterableDataset[str]):
-    """A stream of samples without a tensor."""
-
-    def __iter__(self) -> Any:
-        return iter("ab")
-
-
 BAD_INPUT = [
     (
         lambda t: t.train({"a": float64_data(4), "b": TensorDataset(torch.empty(0, 1))}, 1),
@@ -100,19 +73,11 @@ BAD_INPUT = [
     (lambda t: NamedDatasets({"a": [1]}, length="mean"), "length='mean' must be 'min' or 'max'"),
     (lambda t: LimitBatchesCallback(0), "num_batches=0 must be at least 1"),
     (lambda t: LimitEvalStepsCallback(-1), "num_eval_steps=-1 must be at least 1"),
-    (lambda t: t.evaluate(Words()), "batch size cannot be determined .* Return 'batch_size'"),
 ]
 
 
 @pytest.mark.parametrize(("provoke", "message"), BAD_INPUT)
 def test_data_that_cannot_be_trained_on_are_refused(provoke, message):
-    class AnyBatch(Trainer):
-        def calculate_eval_batch_loss(self, batch):
-            return {"loss": torch.zeros(())}
-
-    if "batch size" in message:
-        trainer = AnyBatch(float64_model(), None, None, callbacks=[])
-    else:
-        trainer = adamw_trainer(float64_model())
+    trainer = adamw_trainer(float64_model())
     with pytest.raises(ValueError if "predict" not in message else TypeError, match=message):
         provoke(trainer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from functools import partial
-from itertools import product
+from itertools import product, starmap
 from typing import Any
 
 import numpy as np
@@ -150,6 +150,12 @@ SOURCES: dict[str, Any] = {
 }
 
 
+def case(kind: str, *others: Any) -> Any:
+    """The parameters of a test on a source."""
+    is_read_in_turn = kind in ("stream", "stateful stream", "iterable")
+    return pytest.param(kind, *others, marks=[pytest.mark.extension("streams")] * is_read_in_turn)
+
+
 class InterruptedHere(Exception):
     pass
 
@@ -211,14 +217,14 @@ def resumed(kind: str, at: int, folder: Any, workers: int = 0, epochs: int = 3) 
     return train(kind, workers, resume_from=folder, epochs=epochs)
 
 
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("kind", [*map(case, SOURCES)])
 def test_own_generators_and_stateful_samplers_resume_exactly(tmp_path, kind):
     whole = train(kind)
     for at in (-1, -2, 9):  # the ends of epochs, the middle of the second one
         assert torch.equal(resumed(kind, at, tmp_path / str(at)), whole), at
 
 
-@pytest.mark.parametrize("kind", ["stream", "in place", "closure"])
+@pytest.mark.parametrize("kind", [*map(case, ["stream", "in place", "closure"])])
 def test_sources_with_workers_resume_exactly(tmp_path, kind):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*gives the same batch to two workers")
@@ -232,7 +238,7 @@ EVERYWHERE = (*range(-5, 0), *range(1, 36, 3)) if SOAK else (-1, 8)  # ends of e
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("kind", "workers"), some_of(product(SOURCES, [0, 2])))
+@pytest.mark.parametrize(("kind", "workers"), some_of(starmap(case, product(SOURCES, [0, 2]))))
 def test_each_source_resumes_exactly_from_everywhere(tmp_path, kind, workers):
     if kind == "stateful stream" and workers:
         pytest.skip("a DataLoader does not report the states of its workers")
@@ -253,6 +259,7 @@ def interrupted_on_ranks() -> Any:
     return results
 
 
+@pytest.mark.extension("streams")
 @only_with_soak
 @pytest.mark.processes
 def test_own_generators_and_stateful_samplers_resume_on_ranks(two_ranks):
@@ -279,18 +286,24 @@ class Remembers(InPlace):
         return iter(np.random.default_rng(Remembers.number).permutation(SIZE).tolist())
 
 
+@pytest.mark.extension("streams")
 @pytest.mark.parametrize("at", [-2, 9])
-def test_data_that_cannot_be_repeated_are_warned_of(tmp_path, monkeypatch, at):
+def test_streams_that_cannot_be_repeated_are_warned_of(tmp_path, monkeypatch, at):
     monkeypatch.setitem(SOURCES, "lost", (ShufflesInPlace, dict))
     train("lost", interrupted=(at, tmp_path / "stream"))
     with pytest.warns(UserWarning, match="The training data, a ShufflesInPlace, give other batches than when the"):
         assert train("lost", resume_from=tmp_path / "stream") is not None
+
+
+@pytest.mark.parametrize("at", [-2, 9])
+def test_samplers_that_cannot_be_repeated_are_warned_of(tmp_path, monkeypatch, at):
     monkeypatch.setitem(SOURCES, "lost", (Rows, lambda: {"sampler": Remembers()}))
     train("lost", interrupted=(at, tmp_path / "sampler"))
     with pytest.warns(UserWarning, match="The sampler Remembers now gives another order for epoch 2 than when the"):
         assert train("lost", resume_from=tmp_path / "sampler") is not None
 
 
+@pytest.mark.extension("streams")
 def test_one_shot_iterators_are_warned_of_before_training(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(SOURCES, "once", (lambda: OwnShard(iter([X] * 9)), None))
     train("once", interrupted=(2, tmp_path / "state"), epochs=1)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
-from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, StackDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, StackDataset, Subset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.data import OwnShard
@@ -52,6 +50,7 @@ def test_the_loader_can_be_read_while_an_epoch_is_under_way(data, workers):
         assert sorted(torch.cat(epoch)[:, 0].tolist()) == sorted(float64_data(12).tensors[0][:, 0].tolist())
 
 
+@pytest.mark.extension("streams")
 def test_a_stream_with_persistent_workers_is_read_by_later_runs():
     loader = DataLoader(Stream(), 4, num_workers=1, persistent_workers=True)
     trainer = make_trainer()
@@ -213,31 +212,6 @@ def test_stop_iteration_in_a_dataset_does_not_end_the_epoch(workers):
     with pytest.raises(RuntimeError, match=r"^generator raised StopIteration") as caught:
         train(trainer, train_dataset=Ending(make_data(8)), train_dataloader_kwargs={"num_workers": workers})
     assert isinstance(caught.value.__cause__, StopIteration)
-
-
-class Read(IterableDataset[Any]):
-    """Reads samples in workers: all of them in each, or the part of each."""
-
-    def __init__(self, x: torch.Tensor, divides: bool) -> None:
-        self.samples = TensorDataset(x, x.sum(1, keepdim=True))
-        self.divides = divides
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        return iter([*self.samples][worker.id :: worker.num_workers] if self.divides else [*self.samples])
-
-
-@pytest.mark.parametrize(
-    ("stream", "warns"),
-    [
-        (Read(torch.randn(8, 4), divides=False), True),
-        (Read(torch.randn(8, 4), divides=True), False),
-        (Read(torch.ones(8, 4), divides=False), False),  # cannot be told
-    ],
-)
-def test_workers_that_each_read_a_whole_stream_are_warned_of(stream, warns):
-    with pytest.warns(UserWarning, match="Read gives the same batch to two workers") if warns else nullcontext():
-        train(make_trainer(), train_dataset=stream, train_dataloader_kwargs={"num_workers": 2})
 
 
 class Unpicklable(Rows):

@@ -8,7 +8,6 @@ import math
 import re
 import sys
 import traceback
-import warnings
 from collections import OrderedDict
 from functools import partial
 from typing import Any
@@ -35,7 +34,6 @@ from pytorch_accel_lite.schedulers import CosineLrScheduler
 from tests.shipped_callbacks import NEEDED, SHIPPED
 from tests.small_models import (
     Broken,
-    Stream,
     equal_weights,
     listener,
     make_data,
@@ -249,11 +247,6 @@ TRAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         )
         for key in (0, "", None)
     },
-    "a stream without samples": (
-        {"train_dataset": Stream(0), "train_dataloader_kwargs": {}},
-        ValueError,
-        "train_dataset gave no batch",
-    ),
     "drop_last leaves nothing": (
         {"per_device_batch_size": 7, "train_dataloader_kwargs": {"drop_last": True}},
         ValueError,
@@ -536,7 +529,6 @@ def test_an_evaluation_loss_needs_no_gradient_but_is_checked():
 EVALUATE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "nothing": ({"dataset": None}, ValueError, "dataset=None: pass a dataset"),
     "an empty dataset": ({"dataset": make_data(0)}, ValueError, "dataset is empty: TensorDataset has length 0"),
-    "a stream without samples": ({"dataset": Stream(0)}, ValueError, r"dataset.*(no batch|empty)"),
     "a number": ({"dataset": 5}, TypeError, "^dataset=5 is not a dataset"),
     "arguments beside a DataLoader": (
         {"dataset": DataLoader(make_data())},
@@ -669,17 +661,6 @@ def test_an_error_in_an_evaluated_dataset_keeps_its_traceback(method):
     with pytest.raises(OSError, match="scan 4 is unreadable") as caught:
         getattr(trainer, method)(Broken(), dataloader_kwargs={"num_workers": 0})
     assert 'raise OSError(f"scan {index} is unreadable")' in "".join(traceback.format_exception(caught.value))
-
-
-def test_an_error_in_a_stream_keeps_its_traceback():
-    class BrokenStream(Stream):
-        def __iter__(self):
-            yield self.data[0]
-            raise OSError("the line was cut")
-
-    with pytest.raises(OSError, match="the line was cut") as caught:
-        train(make_trainer(), train_dataset=BrokenStream(), train_dataloader_kwargs={})
-    assert 'raise OSError("the line was cut")' in "".join(traceback.format_exception(caught.value))
 
 
 def broken(*args, **kwargs):
@@ -869,11 +850,6 @@ def test_a_loss_named_like_the_sum_is_refused():
         trainer.evaluate(make_data())
 
 
-def test_an_empty_evaluation_is_an_error_that_names_it():
-    with pytest.raises(ValueError, match="eval_dataset gave no batch"):
-        train(make_trainer(), eval_dataset=Stream(0))
-
-
 def test_batches_that_count_no_items_are_a_clear_error():
     class Counts(Trainer):
         items = 0
@@ -988,16 +964,6 @@ def test_a_sample_of_none_is_named(workers, seed):
 def test_an_argument_that_no_dataloader_has_is_named():
     with pytest.raises(TypeError, match=r"train_dataloader_kwargs has the key 'num_worker', which is not an argument"):
         make_trainer([], nn.Linear(1, 1)).train(Sized(8), 1, train_dataloader_kwargs={"num_worker": 1})
-
-
-def test_single_samples_of_a_loader_without_batches_are_named():
-    data = [(torch.ones(3), torch.ones(1))] * 4
-    with pytest.warns(UserWarning, match=r"batch_size=None .* its 3 features would be counted as samples"):
-        make_trainer([], nn.Linear(3, 1)).train(DataLoader(data, batch_size=None), 1)
-    batches = [(torch.ones(3, 1), torch.ones(3, 1))] * 4
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        make_trainer([], nn.Linear(1, 1)).train(DataLoader(batches, batch_size=None), 1)
 
 
 def test_predictions_without_a_row_for_each_sample_are_named():

@@ -195,7 +195,7 @@ PART = DataLoader(EVALUATED, 5, sampler=range(16, 32), drop_last=True)
         (PART, {}),
         (PART, {"collate_fn": summed, "per_device_batch_size": 3}),  # which are for the training data alone
         ({"part": PART, "all": EVALUATED}, {"per_device_batch_size": 6}),
-        (OwnShard([EVALUATED[:5], EVALUATED[5:7]]), {}),
+        pytest.param(OwnShard([EVALUATED[:5], EVALUATED[5:7]]), {}, marks=pytest.mark.extension("streams")),
         (EVALUATED, {"collate_fn": summed, "per_device_batch_size": 6}),
         (EVALUATED, {"eval_dataloader_kwargs": {"sampler": range(7, 20), "batch_size": 5, "drop_last": True}}),
         (EVALUATED, {"eval_dataloader_kwargs": {"collate_fn": summed}, "per_device_batch_size": 6}),
@@ -520,6 +520,7 @@ def gather_for_metrics() -> Any:
     return results
 
 
+@pytest.mark.extension("streams")
 def test_gather_for_metrics_gives_every_evaluated_sample_once(ranks):
     x, y = float64_data(37).tensors
     loss = nn.functional.mse_loss(float64_model()(x), y).item()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback, callbacks
 from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveTrainingStateCallback
@@ -133,6 +133,7 @@ class TimeFirst(Trainer):
     calculate_eval_batch_loss = calculate_train_batch_loss
 
 
+@pytest.mark.extension("streams")
 @pytest.mark.parametrize("event", [None, "on_train_step_start", "on_backward_end", "on_train_step_end"])
 @pytest.mark.parametrize("kwargs", [{}, SPLITTING, {"gradient_accumulation_steps": 2}])
 def test_logged_numbers_are_weighed_by_the_steps_batch_size(event, kwargs):
@@ -150,7 +151,7 @@ def test_logged_numbers_are_weighed_by_the_steps_batch_size(event, kwargs):
 def test_numbers_of_a_custom_batch_are_weighed_by_the_step():
     class Texts(Trainer):
         def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
-            return OwnShard([["a"], ["b", "c", "d"]])
+            return DataLoader(["a", "b", "c", "d"], batch_sampler=[[0], [1, 2, 3]], collate_fn=list)
 
         def calculate_train_batch_loss(self, batch):
             self.log("length", float(len(batch)))

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from pytorch_accel_lite.data import OwnShard
 from tests.small_models import adamw_trainer, equal_weights, make_trainer, train, weights
 
 N = 6
@@ -53,10 +52,10 @@ def test_targets_in_a_dict_are_checked_too():
 
 
 def test_broadcasting_is_found_after_a_first_batch_of_one_sample():
-    batches = [(INPUTS[:size], TARGETS[:size, 0]) for size in (1, 2, 3)]
+    batches = DataLoader(TensorDataset(INPUTS, TARGETS[:, 0]), batch_sampler=[[0], [0, 1], [0, 1, 2]])
     trainer = make_trainer()
     with pytest.warns(UserWarning, match="Using a target size"), pytest.raises(ValueError, match=r"\(2, 2\)"):
-        trainer.train(OwnShard(batches), 1)
+        trainer.train(batches, 1)
     assert trainer.progress.update == 1
 
 

@@ -81,6 +81,7 @@ def predicted_streams() -> Any:
     return results
 
 
+@pytest.mark.extension("streams")
 @two_are_enough
 @pytest.mark.processes
 def test_streams_are_predicted_in_order_by_several_processes(ranks):

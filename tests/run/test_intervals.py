@@ -281,12 +281,14 @@ class Endless(IterableDataset[Any]):
         return (float64_data(24)[index % 24] for index in range(10**9))
 
 
+@pytest.mark.extension("streams")
 @pytest.mark.parametrize("every", ["5 updates", "20 samples"])
 def test_streams_without_a_length_have_intervals_too(every):
     kwargs = {"train_dataset": Endless(), "epochs": None, "max_num_train_steps": 12}
     assert run(every, **kwargs)[1] == [5, 10, 12]
 
 
+@pytest.mark.extension("streams")
 def test_a_fraction_of_an_unknown_length_is_an_error():
     with pytest.raises(ValueError, match=r"evaluate_every='0.5 epochs': the training data have no length"):
         run("0.5 epochs", train_dataset=Endless(), epochs=None, max_num_train_steps=12)

@@ -148,6 +148,7 @@ def test_workers_shielded_from_signals_are_initialised_as_asked(tmp_path):
     assert marks == [0, 0, 1, 1, 0, 0]
 
 
+@pytest.mark.extension("streams")
 def test_workers_of_streams_leave_signals_to_the_run_too(tmp_path):
     def look(worker_id: int) -> None:
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN

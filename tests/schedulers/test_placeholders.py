@@ -405,12 +405,16 @@ def refuse_run(match: str, factory: Any, **arguments: Any) -> None:
     assert trainer.progress.update == 3
 
 
-@pytest.mark.parametrize(("data", "reason"), [(None, "eval_dataset"), (Stream(), "length")])
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [(None, "eval_dataset"), pytest.param(Stream(), "length", marks=pytest.mark.extension("streams"))],
+)
 def test_an_unknown_length_of_evaluation_is_an_error(data, reason):
     factory = partial(StepLR, step_size=2 * P.EVAL_DATALOADER_LEN)
     refuse_run(rf"TrainerPlaceholderValues\.EVAL_DATALOADER_LEN.*{reason}", factory, eval_dataset=data)
 
 
+@pytest.mark.extension("streams")
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("NUM_EPOCHS", "EVAL_DATALOADER_LEN")])
 def test_an_update_count_of_data_without_length_is_an_error(name):
     factory = partial(StepLR, step_size=getattr(P, name) + 1)
@@ -422,6 +426,7 @@ def test_an_update_count_of_data_without_length_is_an_error(name):
     )
 
 
+@pytest.mark.extension("streams")
 def test_for_data_without_length_a_limit_of_updates_has_a_value():
     rates = learning_rates(
         partial(StepLR, step_size=P.MAX_NUM_TRAIN_STEPS - 1),
@@ -433,6 +438,7 @@ def test_for_data_without_length_a_limit_of_updates_has_a_value():
     assert rates == expected_rates(partial(StepLR, step_size=3), 4)
 
 
+@pytest.mark.extension("streams")
 def test_the_number_of_epochs_is_known_for_data_without_length():
     rates = learning_rates(
         partial(StepLR, step_size=P.NUM_EPOCHS), epochs=2, train_dataset=Stream(), train_dataloader_kwargs={}
@@ -440,6 +446,7 @@ def test_the_number_of_epochs_is_known_for_data_without_length():
     assert rates == expected_rates(partial(StepLR, step_size=2), 6)
 
 
+@pytest.mark.extension("streams")
 def test_an_epoch_count_of_data_without_length_is_an_error():
     trainer = make_trainer()
     with pytest.raises(PlaceholderError, match=r"NUM_EPOCHS.*(num_epochs|length)"):
@@ -453,6 +460,7 @@ def test_an_epoch_count_of_data_without_length_is_an_error():
         )
 
 
+@pytest.mark.extension("streams")
 def test_a_type_error_in_the_users_length_keeps_its_traceback():
     class Odd:
         def __len__(self):

@@ -14,14 +14,12 @@ from pytorch_accel_lite.extending_data import (
     Source,
     SourceState,
     StateDict,
-    can_return,
     check_are_named,
     early_end_error,
-    open_stream,
-    part_of,
     preserving_generators,
 )
 from pytorch_accel_lite.extensions.mixtures.mixture_weights import check_mixture_weights
+from pytorch_accel_lite.extensions.streams import can_return, open_stream, part_of
 
 _END = object()  # of a stream
 

@@ -13,16 +13,14 @@ from pytorch_accel_lite.extending_data import (
     Sample,
     Source,
     StateDict,
-    can_return,
     check_positive_int,
     derive_seed,
     early_end_error,
     generator_with,
-    open_stream,
-    part_of,
     preserving_generators,
     seed_generators,
 )
+from pytorch_accel_lite.extensions.streams import can_return, open_stream, part_of
 
 
 class ShuffledStream(IterableDataset[Sample]):

@@ -9,11 +9,7 @@ from typing import NamedTuple
 import torch.utils.data
 from torch.utils.data import IterableDataset
 
-from pytorch_accel_lite.base.reachable import nested_in
-from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.data.consistency import PASS_OWN_SHARD
-from pytorch_accel_lite.data.sources import Source
-from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.extending_data import PASS_OWN_SHARD, Ranks, Source, nested_in, warn_outside
 
 #: Classes of other packages that determine their rank themselves, by package and name.
 _RANK_AWARE = {("litdata", "StreamingDataset"), ("streaming", "StreamingDataset")}

@@ -1,62 +1,52 @@
-"""Batches from sources that cannot be indexed: streams, and iterables that already differ between processes."""
+"""Data that are read in turn: their random numbers, their workers, and where a resumed epoch continues."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from itertools import chain, count, islice
-from operator import attrgetter
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 from zlib import crc32
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from pytorch_accel_lite.base.change_marks import Marks, marks_of
-from pytorch_accel_lite.base.generator_states import find_held_generators, preserving_generators, state_of_generator
-from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.nested_data import tensors_in
-from pytorch_accel_lite.base.seeding import (
+from pytorch_accel_lite.extending_data import (
+    Batch,
+    BatchData,
+    LoaderOptions,
+    Marks,
+    Ranks,
+    ShardedLoader,
+    Source,
+    SourceState,
+    copy_loader,
     derive_seed,
-    drawn_with_seeds,
+    find_held_generators,
+    infer_batch_size,
+    marks_of,
+    modules_with_generators,
+    preserving_generators,
     seed_all,
     seed_generators,
     seed_held_generators,
+    skip_samples,
+    state_of_generator,
+    with_last,
 )
-from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.data.batch_sizes import infer_batch_size
-from pytorch_accel_lite.data.batches import Batch
-from pytorch_accel_lite.data.consistency import checksum_of_batches
-from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader, copy_loader
-from pytorch_accel_lite.data.lockstep import AgreedStep, Lockstep
-from pytorch_accel_lite.data.shares import with_last
-from pytorch_accel_lite.data.skipping_on_resume import cannot_split, last_samples, skip_batches, skip_samples
-from pytorch_accel_lite.data.sources import BatchData, Source, SourceState
-from pytorch_accel_lite.data.stream_positions import track_position
-from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.extensions.streams.discarding_seen_batches import last_samples, skip_batches
+from pytorch_accel_lite.extensions.streams.first_batches import (
+    comparing_workers,
+    identity_of,
+    warn_if_single_sample,
+    warn_of_other_batches,
+)
+from pytorch_accel_lite.extensions.streams.stream_positions import track_position
+
+T = TypeVar("T")
 
 #: Key, in the position of a source without a state, of the identity of the epoch's first batch.
 _FIRST_BATCH = "first_batch_of_the_epoch"
-
-
-class OwnShard:
-    """Marks batches as this process's own, for data of which every process already reads a different part.
-
-    Pass it in place of a dataset, or return it from ``create_train_dataloader``, for example for a ``DataLoader`` over
-    an ``IterableDataset`` that shards itself, or for a list of ready batches.
-
-    If that method returns anything but a ``torch.utils.data.DataLoader``, or returns a subclass that overrides
-    ``__iter__``, the batches are assumed to be already sharded. Without this mark, a message says so.
-    """
-
-    def __init__(self, batches: Iterable[BatchData]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[BatchData]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)  # type: ignore[arg-type]
 
 
 class SequentialLoader(ShardedLoader):
@@ -66,12 +56,13 @@ class SequentialLoader(ShardedLoader):
     """
 
     _compares_generators: ClassVar[bool] = True
+    _has_checked_item = False  # whether the first item of ready batches has been
 
     def __init__(self, source: Source, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         super().__init__(source, ranks, device, options)
         self._may_resume = options.fill and options.seed is not None
         self._tracker = track_position(source, keeps=self._may_resume)
-        self._first_batch: list[int] | None = None  # number of rows and checksum of the first batch of the epoch
+        self._first_batch: list[int] | None = None  # identity of the first batch of the epoch
         self._resumed_first_batch: list[int] | None = None  # the same in the state that the next epoch resumes
         self._batches_per_step = 1  # number of batches that this process reads
         self._marks: Marks | None = None  # marks of the data that persistent workers have
@@ -187,12 +178,10 @@ class SequentialLoader(ShardedLoader):
             return batches
         first = list(islice(batches, 1))
         before, self._resumed_first_batch = self._resumed_first_batch, None
-        rows = next(map(len, tensors_in(first)), 0)
-        self._first_batch = [rows, checksum_of_batches(first)]
-        has_no_batch_size = not isinstance(self.source, DataLoader)  # no batch_size that the user may have changed
-        if before not in (None, self._first_batch) and (has_no_batch_size or before[0] == rows):
+        self._first_batch = identity_of(first)
+        if before is not None:
             when = "in the middle of this epoch, so some samples will be seen twice in it and others not at all"
-            warn_outside(_describe_other_batches(self.source, when))
+            warn_of_other_batches(self.source, self._first_batch, before, when)
         return chain(first, batches)
 
     def _check_finished_epoch(self) -> None:
@@ -212,11 +201,8 @@ class SequentialLoader(ShardedLoader):
             first = list(islice(self._open(0), 1))
             self._epoch = epoch
             self._set_epoch(epoch)
-        rows = next(map(len, tensors_in(first)), 0)
-        has_no_batch_size = not isinstance(self.source, DataLoader)
-        now, before = [rows, checksum_of_batches(first)], [*read[_FIRST_BATCH]]
-        if now != before and (has_no_batch_size or before[0] == rows):
-            warn_outside(_describe_other_batches(self.source, f"for epoch {read['epoch']}, which it had finished"))
+        when = f"for epoch {read['epoch']}, which it had finished"
+        warn_of_other_batches(self.source, identity_of(first), read[_FIRST_BATCH], when)
 
     def epoch_state(self) -> SourceState:
         """Return the number of the epoch, and the identity of its first batch."""
@@ -266,7 +252,23 @@ class SequentialLoader(ShardedLoader):
         with preserving_generators():
             seed_all(seed)  # the seeds of workers follow from it
             reading = self._start_checked_reading(source)
-        return drawn_with_seeds((derive_seed(number, after=seed) for number in count(first)), reading)
+        return _drawn_with_seeds((derive_seed(number, after=seed) for number in count(first)), reading)
+
+    def _start_checked_reading(self, batches: Iterable[BatchData]) -> Iterator[BatchData]:
+        iterator = self._start_reading(batches)
+        if isinstance(batches, DataLoader) and batches.batch_size is None and batches.batch_sampler is None:
+            return self._checking_first_item(iterator)
+        reads_stream = isinstance(getattr(batches, "dataset", None), IterableDataset)
+        if not reads_stream or getattr(batches, "num_workers", 0) < 2 or hasattr(batches, "state_dict"):
+            return iterator
+        return comparing_workers(iterator, self.source)
+
+    def _checking_first_item(self, items: Iterator[BatchData]) -> Iterator[BatchData]:
+        for item in items:
+            if not self._has_checked_item:
+                warn_if_single_sample(item)
+            self._has_checked_item = True
+            yield item
 
     def _renew_workers(self) -> None:
         """Stop persistent workers if the data have changed since they started: workers have copies of the data."""
@@ -291,85 +293,6 @@ class SequentialLoader(ShardedLoader):
             yield step
 
 
-class PreShardedLoader(SequentialLoader):
-    """The batches of any other iterable, which are assumed to be this process's own.
-
-    In training, the processes agree on the number of samples in each step, for several steps at once and while they
-    compute the previous one. A process that has no batch left repeats its last one with zero weight until the others
-    are done.
-
-    Args:
-        source: the iterable
-        ranks: the processes that read different data
-        device: the device of the batches
-        options: how the source is read
-        shared_by: name of the mechanism by which a stream shards itself, if detected
-    """
-
-    has_own_position = True
-    _finds_filler: ClassVar[bool] = False  # whether a process can resume after its last batch
-
-    def __init__(
-        self, source: Source, ranks: Ranks, device: torch.device, options: LoaderOptions, shared_by: str = ""
-    ) -> None:
-        is_marked = isinstance(source, OwnShard)
-        source = source.batches if is_marked else source
-        super().__init__(source, ranks, device, options)
-        self.shared_by = shared_by
-        if ranks.world_size > 1 and not (shared_by or is_marked):
-            self.undivided = type(source).__name__
-        length = find_length(source)
-        self._length = int(ranks.max([-1 if length is None else length])[0])
-
-    @property
-    def _reads_alone(self) -> bool:
-        return self._ranks.world_size == 1 or not self.options.fill
-
-    def _steps_together(self, start: int) -> Iterator[Batch]:
-        done = 0
-        if start and not self._ranks.max([self._tracker is None or self._tracker.position is None])[0]:
-            done = start
-        steps = self._in_step(done)
-        if start > done:
-            with preserving_generators():
-                steps = skip_samples(steps, start - done, attrgetter("total_samples"), _refuse_to_split)
-        yield from steps
-
-    def _in_step(self, start: int) -> Iterator[Batch]:
-        """Yield the steps from the position of a stateful source, or from the beginning if ``start`` is 0."""
-        tracker = self._tracker
-        source = islice(self._read_lazily(start), self._left if start else self.limit)
-        batch = None
-        for step in Lockstep(source, self._ranks, infer_batch_size):
-            if batch is None and step.without:
-                batch = self._filler(step)
-            if step.item is not None:
-                batch = step.item
-                if tracker is not None:
-                    tracker.advance()
-            if tracker is not None and tracker.is_used_up and not (step.is_last or self._finds_filler):
-                tracker.position = None  # to resume, the last batch must be read again
-            yield Batch(batch, step.number, step.total, step.is_last)
-
-    def _read_lazily(self, start: int) -> Iterator[BatchData]:
-        """Open the source when its first batch is read, so that a failure counts as a failure to read that batch."""
-        yield from self._read_identically(start)
-
-    def _filler(self, first: AgreedStep[BatchData]) -> BatchData:
-        """Return a filler batch for the first step, if some processes have no batch in it."""
-        raise ValueError(
-            f"{first.without} of {self._ranks.world_size} processes have no training batch at all. Give every process "
-            "at least one."
-        )
-
-    def _num_steps(self) -> int:
-        return self._length if self._length >= 0 else len(self.source)  # raises the source's own error
-
-
-def _refuse_to_split(batch: Batch, count: int) -> Batch:
-    raise cannot_split("the batches of several processes")
-
-
 def _generators_differ(source: Source, ranks: Ranks) -> bool:
     """Whether the generators that a source holds differ between processes. Call it on every process."""
     if ranks.world_size == 1 or type(source) in (list, tuple):
@@ -378,21 +301,21 @@ def _generators_differ(source: Source, ranks: Ranks) -> bool:
     return any(other != local for other in ranks.all_gather_object(local))
 
 
-def _describe_other_batches(source: Source, when: str) -> str:
-    """Return the warning for a source that does not repeat the batches of the interrupted run.
-
-    Args:
-        when: the epoch, as part of a sentence
-    """
-    dataset = getattr(source, "dataset", source)
-    needs_arguments = callable(getattr(dataset, "state_dict", None))
-    advice = (
-        " Or pass the loader of its library, such as StreamingDataLoader, which has these." if needs_arguments else ""
-    )
-    return (
-        f"The training data, a {type(dataset).__name__}, give other batches than when the training state was saved "
-        f"{when}. An iterable must restart with each iteration and draw its order from torch's, NumPy's or Python's "
-        "generators, also those that it holds itself, which are "
-        "seeded for it, or from the epoch that set_epoch(epoch) is given; or else have the methods state_dict() and "
-        f"load_state_dict(state).{advice}"
-    )
+def _drawn_with_seeds(seeds: Iterable[int], items: Iterator[T]) -> Iterator[T]:
+    """Yield items, each drawn with all generators set to a seed, and restore torch's generators."""
+    default = torch.default_generator
+    devices = [module for name, module in modules_with_generators().items() if name != "torch"]
+    for seed in seeds:
+        state, states = default.get_state(), [module.get_rng_state() for module in devices]
+        seed_generators(seed)
+        for module in devices:
+            module.manual_seed(seed >> 1)
+        try:
+            item = list(islice(items, 1))
+        finally:
+            default.set_state(state)
+            for module, of_device in zip(devices, states, strict=True):
+                module.set_rng_state(of_device)
+        if not item:
+            return
+        yield item[0]

@@ -1,4 +1,4 @@
-"""Loaders for streams: data that cannot be indexed and that belong to all processes."""
+"""Streams of all processes that the first one reads: it deals out the batches."""
 
 from __future__ import annotations
 
@@ -7,23 +7,27 @@ from collections.abc import Iterator
 from itertools import islice
 
 import torch
-from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.base.generator_states import preserving_generators
-from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.data.batch_sizes import infer_batch_size
-from pytorch_accel_lite.data.batches import Batch
-from pytorch_accel_lite.data.iterables import PreShardedLoader, SequentialLoader
-from pytorch_accel_lite.data.loader import LoaderOptions, copy_loader
-from pytorch_accel_lite.data.lockstep import AgreedStep, deal_batches
-from pytorch_accel_lite.data.shares import count_global_batches, grouped
-from pytorch_accel_lite.data.sources import BatchData, Sample, Source, SourceState
-from pytorch_accel_lite.data.stream_shards import can_be_divided, division_method, part_of
-from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.extending_data import (
+    Batch,
+    BatchData,
+    LoaderOptions,
+    Ranks,
+    Source,
+    SourceState,
+    StateDict,
+    copy_loader,
+    count_global_batches,
+    grouped,
+    infer_batch_size,
+)
+from pytorch_accel_lite.extensions.streams.lockstep import deal_batches
+from pytorch_accel_lite.extensions.streams.sequential_loader import SequentialLoader
+from pytorch_accel_lite.extensions.streams.stream_shards import can_be_divided, part_of
 
 _END = object()  # marks the end of a part
 #: Key, in a position, of the positions in all parts of a stream.
-_PARTS = "parts_of_a_divided_stream"
+PARTS = "parts_of_a_divided_stream"
 
 
 class StreamLoader(SequentialLoader):
@@ -82,19 +86,19 @@ class StreamLoader(SequentialLoader):
 
     def position(self) -> SourceState:
         """Return the position in the stream, or in each of its parts."""
-        return {_PARTS: [part.part_position() for part in self._parts]} if self._parts else super().position()
+        return {PARTS: [part.part_position() for part in self._parts]} if self._parts else super().position()
 
     def move_to(self, position: SourceState) -> str:
         """Make the next, resumed epoch begin at a position in the stream, or at the positions in its parts."""
         self._parts = []
-        if not _is_divided(position) or not can_be_divided(self.source.dataset):
+        if not is_divided(position) or not can_be_divided(self.source.dataset):
             return super().move_to(position)
-        count = len(position[_PARTS])
+        count = len(position[PARTS])
         notes = [
             f"This epoch was read in {count} parts, one by each process. The first process reads what is left of them "
             "for all."
         ]
-        for number, part_position in enumerate(position[_PARTS]):
+        for number, part_position in enumerate(position[PARTS]):
             dataset = part_of(self.source.dataset, number, count)
             if dataset is None:
                 raise ValueError(
@@ -117,8 +121,9 @@ class StreamLoader(SequentialLoader):
         return count_global_batches(len(self.source), self._ranks.world_size)
 
 
-def _is_divided(position: SourceState) -> bool:
-    return isinstance(position, dict) and _PARTS in position
+def is_divided(position: SourceState) -> bool:
+    """Whether a position is that of a stream of which each process has read a part."""
+    return isinstance(position, dict) and PARTS in position
 
 
 class _Part(StreamLoader):
@@ -153,78 +158,3 @@ class _Part(StreamLoader):
     def part_position(self) -> StateDict:
         """Return the position in the part."""
         return {"samples": self._samples, "batches": self._steps_done, "position": self.position()}
-
-
-class DividedLoader(PreShardedLoader):
-    """The batches of a stream that can be divided: each process reads a part.
-
-    If an epoch is resumed by another number of processes, or was not read in parts, a ``StreamLoader`` completes it in
-    the way in which it was begun.
-    """
-
-    has_own_position = False
-    _finds_filler = True
-
-    def __init__(
-        self, source: DataLoader[Sample], part: Source, ranks: Ranks, device: torch.device, options: LoaderOptions
-    ) -> None:
-        super().__init__(copy_loader(source, dataset=part), ranks, device, options, division_method(source.dataset))
-        self._undivided = StreamLoader(source, ranks, device, options)
-        self._completes_undivided = False
-        self._samples = self._batches = 0  # of this part in this epoch
-
-    def _read_steps(self, epoch: int, start: int) -> Iterator[Batch]:
-        if start and self._completes_undivided:
-            self._undivided.limit = self.limit
-            return self._undivided.steps(epoch, start, self._steps_done)
-        self._completes_undivided = False
-        if not start:
-            self._samples = self._batches = 0
-        return self._counted(super()._read_steps(epoch, start))
-
-    def _counted(self, steps: Iterator[Batch]) -> Iterator[Batch]:
-        for step in steps:
-            self._samples += step.num_samples or 0
-            self._batches += bool(step.num_samples)
-            yield step
-
-    def _steps_together(self, start: int) -> Iterator[Batch]:
-        return self._in_step(self._samples if start else 0)
-
-    def _filler(self, first: AgreedStep[BatchData]) -> BatchData:
-        """Return a filler batch: the last batch of a part that ended before the resumption, or of another part."""
-        batch = next(item for item in self._ranks.all_gather_object(first.item) if item is not None)
-        if self._samples and first.item is None:
-            with preserving_generators():
-                (batch,) = deque(self._open(0), maxlen=1)
-        return batch
-
-    def stop_workers(self) -> None:
-        """Also stop the workers of the loader that completes an epoch with other parts."""
-        super().stop_workers()
-        self._undivided.stop_workers()
-
-    def position(self) -> SourceState:
-        """Return the positions in all parts. Call it on every process."""
-        if self._completes_undivided:
-            return self._undivided.position()
-        local = {"samples": self._samples, "batches": self._batches, "position": super().position()}
-        return {_PARTS: self._ranks.all_gather_object(local)}
-
-    def epoch_state(self) -> SourceState:
-        """Return the identity of the epoch in all parts. Call it on every process."""
-        return {_PARTS: self._ranks.all_gather_object(super().epoch_state())}
-
-    def restore_epoch_state(self, read: SourceState) -> None:
-        """Remember the epoch that this part has read last, if the interrupted run had equally many parts."""
-        is_alike = _is_divided(read) and len(read[_PARTS]) == self._ranks.world_size
-        super().restore_epoch_state(read[_PARTS][self._ranks.rank] if is_alike else None)
-
-    def move_to(self, position: SourceState) -> str:
-        """Make the next, resumed epoch begin at the position of this part, or complete an epoch with other parts."""
-        self._completes_undivided = not _is_divided(position) or len(position[_PARTS]) != self._ranks.world_size
-        if self._completes_undivided:
-            return self._undivided.move_to(position)
-        local = position[_PARTS][self._ranks.rank]
-        self._samples, self._batches = int(local["samples"]), int(local.get("batches", 0))
-        return super().move_to(local["position"])
