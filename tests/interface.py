@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from pytorch_accel_lite.base.presentation import AttributeElsewhere
+from pytorch_accel_lite.base.trainer_help import AttributeElsewhere
 
 FILE = Path(__file__).with_name("interface.txt")
 MODULES = (

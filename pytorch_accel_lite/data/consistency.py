@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pytorch_accel_lite.base.nested_data import tensors_in
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.data.batches import tensors_in
 from pytorch_accel_lite.data.shares import WrongLengthError
 from pytorch_accel_lite.data.sources import BatchData, Index, SamplerLike
 from pytorch_accel_lite.distributed import Ranks

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pytorch_accel_lite.data.iterables import OwnShard, PreShardedLoader
 from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions, ShardedLoader, copy_loader
-from pytorch_accel_lite.data.map_datasets import MapLoader
+from pytorch_accel_lite.data.map_loader import MapLoader
 from pytorch_accel_lite.data.order import of_all_processes
 from pytorch_accel_lite.data.sources import IndexedData, Sample, Source
 from pytorch_accel_lite.data.stream_shards import find_self_sharding, package_of, part_of_this_process

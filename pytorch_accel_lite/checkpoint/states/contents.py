@@ -12,13 +12,15 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
+from pytorch_accel_lite.base.formatting import listed
 from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
 from pytorch_accel_lite.base.seeding import derive_seed, seed_generators
-from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import HasStateDict, Keys, StateDict, Tree
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.checkpoint.disk.files import FROZEN, storable, untie
+from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
+from pytorch_accel_lite.checkpoint.disk.plain_files import storable
 from pytorch_accel_lite.checkpoint.disk.shards import extract_tensors, fits_safetensors, is_sharded_tensor, local_parts
+from pytorch_accel_lite.checkpoint.disk.tensor_files import untie
 from pytorch_accel_lite.checkpoint.models.model_forms import base_of
 from pytorch_accel_lite.checkpoint.models.trainability import (
     add_missing_groups,
@@ -50,15 +52,15 @@ from pytorch_accel_lite.checkpoint.states.directory import (
     read_tensors,
     read_weights,
 )
-from pytorch_accel_lite.checkpoint.states.machine import machine_facts
-from pytorch_accel_lite.checkpoint.states.recorded_settings import settings_recorder
-from pytorch_accel_lite.optimizers.operations import group_names, state_class_names
+from pytorch_accel_lite.checkpoint.states.machine_facts import machine_facts
+from pytorch_accel_lite.checkpoint.states.recorded_settings_seam import settings_recorder
+from pytorch_accel_lite.optimizers.optimizer_parts import group_names, parts_of_optimizer, state_class_names
 from pytorch_accel_lite.optimizers.rates import Options, set_options
 from pytorch_accel_lite.run.callback_handler import callbacks_with
 from pytorch_accel_lite.run.division import numbers_of_shares
-from pytorch_accel_lite.run.modules_and_optimizers import registered_objects
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.trainer_attributes import registered_objects
 from pytorch_accel_lite.run.training_state import TrainingState
 
 # What a training state keeps, by key, and what restores it: restore_before_start, before the starting events of the
@@ -348,6 +350,8 @@ def restore_again(trainer: TrainerLike, state: TrainingState, options: Options) 
     load_loss_state(trainer, shared.get("loss_func", {}), state.directory)
     saved, groups = shared["optimizer"] or {}, getattr(trainer.optimizer, "param_groups", ())
     if len(saved.get("param_groups", ())) == len(groups) == len(options):  # starting events may have added groups
+        for part in (parts_of_optimizer(trainer.optimizer) or {"": trainer.optimizer}).values():
+            part.state.clear()  # so that a device never holds two states
         load_state("optimizer", trainer.optimizer, saved, state.directory)
         set_options(trainer.optimizer, options)
 
