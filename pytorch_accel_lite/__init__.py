@@ -11,7 +11,6 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.distributed.launch import notebook_launcher
 from pytorch_accel_lite.extension_names import missing_name_error
-from pytorch_accel_lite.extensions import other_libraries as other_libraries  # fills OTHER_LIBRARIES
 from pytorch_accel_lite.extensions import plots as plots  # fills PLOTS
 from pytorch_accel_lite.extensions import pretrained as pretrained  # adds to MODEL_FORMS
 from pytorch_accel_lite.extensions import remote as remote

@@ -11,10 +11,12 @@ T = TypeVar("T")
 #: Names in the package; names in its modules and in ``Trainer`` are prefixed with these.
 OFFERED = {
     "advice": ("callbacks.AdviceCallback",),
+    "batch_parts": (),  # for steps that compute batches in parts
     "blocks": (),  # Trainer(activation_checkpointing=...), Trainer(compile_model="blocks")
     "checking": ("Trainer.check",),
     "closures": ("Trainer.recompute_gradients",),  # and optimizers that need a closure
     "compiled_step": (),  # Trainer(compile_step=True)
+    "data_fingerprints": (),  # data that differ between processes, or from those of a state
     "energy": ("callbacks.EnergyCallback",),
     "error_notes": (),  # notes on the errors of runs
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
@@ -39,6 +41,12 @@ OFFERED = {
     "model_ema": ("callbacks.ModelEma", "callbacks.ModelEmaCallback", "ema.ModelEma", "utils.ModelEma"),
     "model_summary": ("Trainer.summary", "callbacks.ModelSummaryCallback"),
     "momentum_teacher": ("callbacks.MomentumTeacherCallback",),
+    "monitoring": (
+        "callbacks.DeviceMemoryCallback",
+        "callbacks.GradientNormCallback",
+        "callbacks.LearningRateMonitorCallback",
+        "callbacks.LossScaleCallback",
+    ),
     "muon": ("optimizers.ParameterKinds", "optimizers.muon_with_adamw", "optimizers.split_parameters"),
     "nan_report": ("callbacks.NaNReportCallback",),
     "optuna": ("integrations.OptunaPruningCallback",),
@@ -87,6 +95,7 @@ OFFERED = {
     "takeover": (),  # the command launch
     "throughput": ("callbacks.ThroughputCallback",),
     "trackers": ("callbacks.TrackerCallback",),
+    "trials": (),  # what the checks and searches before a training are made with
     "tuning": ("Trainer.find_lr", "Trainer.find_batch_size", "Trainer.diagnose"),
     "unfreezing": ("callbacks.GradualUnfreezingCallback",),
     "user_attributes": (),  # attributes of users in training states
@@ -103,14 +112,20 @@ OFFERED = {
 ARGUMENTS = {"logical_processes": "logical"}
 #: The extensions that another one needs: it uses their public names, and is deleted with them.
 NEEDED = {
+    "advice": ("monitoring",),
+    "checking": ("trials",),
     "experiment": ("metrics_file", "plots", "predictions", "worst_samples"),
-    "logical": ("sharding",),
-    "memory_estimate": ("finetuning", "model_ema", "sharding"),
+    "failed_batches": ("batch_parts",),
+    "logical": ("batch_parts", "sharding"),
+    "memory_estimate": ("finetuning", "model_ema", "sharding", "trials"),
     "metrics_file": ("step_logging",),
     "momentum_teacher": ("model_ema",),
+    "recorded_settings": ("data_fingerprints",),
     "reports": ("plots",),
     "takeover": ("hang_watch", "logical", "sharding"),
+    "throughput": ("batch_parts", "profiling"),
     "trackers": ("step_logging",),
+    "tuning": ("trials",),
     "unfreezing": ("finetuning",),
 }
 

@@ -57,7 +57,7 @@ EVENTFUL: dict[str, dict[str, Any]] = {
 # Has a state only to load states of earlier versions.
 STATELESS = {"SaveTrainingStateCallback"}
 
-# Changes its state only with a gradient scaler: see test_monitoring.py.
+# Changes its state only with a gradient scaler: see tests/extensions/monitoring.
 NEEDS_A_SCALER = {"LossScaleCallback"}
 
 # Their recorded values differ from run to run.

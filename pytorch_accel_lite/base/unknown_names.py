@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import TypeVar
 
+from pytorch_accel_lite.base.argument_checks import check_booleans
 from pytorch_accel_lite.base.user_code import WRAPPERS, hide_frames, is_from_this_package, leave_out_libraries
-from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.base.validation import check_booleans
 
 WRAPPERS.add(__file__)
 C = TypeVar("C", bound=type)
@@ -32,8 +31,9 @@ class OtherLibraries:
         arguments: by the name of an argument here, of any method, the names elsewhere
         hooks: by the name of an event here, the names of hooks at the same point elsewhere
         advice: by words that have no corresponding argument, what to do instead
-        replaced: by methods of trainers that are never called here, the methods to override instead
-        gone: by further methods that are never called here and have no counterpart, what to do instead
+        attributes: by attributes of trainers elsewhere, ``"name"`` or ``"method()"``, what to use instead
+        methods: functions that are called with each new subclass of the trainer and the names that it defines, and warn
+            of methods that are called elsewhere and never here
         habits: functions that are called before each run, with the trainer and its callbacks, and warn of code that is
             right elsewhere and wrong here
     """
@@ -41,23 +41,13 @@ class OtherLibraries:
     arguments: dict[str, tuple[str, ...]] = field(default_factory=dict)
     hooks: dict[str, tuple[str, ...]] = field(default_factory=dict)
     advice: dict[tuple[str, ...], str] = field(default_factory=dict)
-    replaced: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    gone: dict[str, str] = field(default_factory=dict)
+    attributes: dict[str, str] = field(default_factory=dict)
+    methods: list[Callable[[type, Collection[str]], None]] = field(default_factory=list)
     habits: list[Callable[[Iterable[object]], None]] = field(default_factory=list)
 
 
-#: At first, what pytorch-accelerated calls things.
-OTHER_LIBRARIES = OtherLibraries(
-    replaced={
-        "_clip_gradients": ("clip_gradients",),
-        "_prepare_model_optimizer_and_dataloaders": ("_create_accelerator", "training_run_start"),
-        "_perform_forward_and_backward_passes": ("calculate_train_batch_loss", "backward_step"),
-        "_run_evaluation": ("evaluation_run_start", "evaluation_run_end", "evaluate"),
-        "_update_loss_tracker": ("calculate_train_batch_loss", "calculate_eval_batch_loss"),
-        "_add_epoch_loss_to_run_history": ("train_epoch_end", "eval_epoch_end"),
-    },
-    gone={"_check_eval_batch_size": "Remove it: nothing needs it."},
-)
+#: Empty without the extension.
+OTHER_LIBRARIES = OtherLibraries()
 
 
 def did_you_mean(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
@@ -152,68 +142,16 @@ def _called(cls: type, method: str) -> str:
     return f"{cls.__name__}()" if method == "__init__" else f"{method}()"
 
 
-class AttributeElsewhere:
-    """An attribute of other libraries' trainers: reading it raises an ``AttributeError`` that says what to use."""
-
-    def __init__(self, name: str, advice: str) -> None:
-        self._name = name
-        self._advice = advice
-
-    def __repr__(self) -> str:
-        return f"<not there: {self._advice}>"
-
-    def __get__(self, instance: object, owner: type) -> AttributeElsewhere:
-        if instance is None:
-            return self
-        raise AttributeError(f"{owner.__name__} has no {self._name}. {self._advice}")
-
-
-#: The attributes of other libraries' trainers that are called otherwise here, by name.
-ELSEWHERE = {
-    "fit": AttributeElsewhere("fit()", "Call train(train_dataset, num_epochs, eval_dataset)."),
-    "test": AttributeElsewhere("test()", "Call evaluate(dataset)."),
-    "validate": AttributeElsewhere("validate()", "Call evaluate(dataset)."),
-    "add_callback": AttributeElsewhere(
-        "add_callback()", "Pass callbacks to Trainer(), or to its callback_handler.add_callbacks()."
-    ),
-    "global_step": AttributeElsewhere("global_step", "Read progress.update, the number of updates."),
-    "current_epoch": AttributeElsewhere("current_epoch", "Read progress.epoch, which counts from 1."),
-}
-
-
-def _warn_of_hooks(cls: type, defined: Collection[str], events: Collection[str]) -> None:
-    """Warn of a trainer's methods that are named like events, or like hooks of other libraries, and never called."""
-    for name in defined:
-        meant = [name] if name in events else [event for event in events_meant(name) if event in events]
-        methods = [event.removeprefix("on_") for event in meant if hasattr(cls, event.removeprefix("on_"))]
-        if not meant or any(method in defined for method in methods):
-            continue
-        override = f"Override {' or '.join(methods)}, or define" if methods else "Define"
-        warn_outside(
-            f"{cls.__name__}.{name} is never called by the trainer: only callbacks have events. {override} "
-            f"{' or '.join(meant)} in a TrainerCallback."
-        )
-
-
-def check_subclass(cls: type, trainer_class: type, events: Collection[str] = ()) -> None:
-    """Warn of overrides that are never called when a subclass of the trainer is defined.
-
-    Args:
-        events: names of the events of callbacks
+def check_subclass(cls: type, trainer_class: type) -> None:
+    """Check what a subclass of the trainer defines, when it is made.
 
     Raises:
         TypeError: if the class redefines a read-only attribute, on which the trainer relies
     """
     classes = [c for c in cls.__mro__ if c is not object and (c is cls or not issubclass(c, trainer_class))]
     defined = {name: value for c in reversed(classes) for name, value in vars(c).items()}
-    never_called = {name: advice for name, advice in OTHER_LIBRARIES.gone.items() if name in defined}
-    for name in defined.keys() & OTHER_LIBRARIES.replaced.keys():
-        if defined.keys().isdisjoint(OTHER_LIBRARIES.replaced[name]):
-            never_called[name] = f"Override {' or '.join(OTHER_LIBRARIES.replaced[name])} instead."
-    if not hasattr(cls, "configure_run"):  # the class is not also a callback
-        _warn_of_hooks(cls, defined, events)
-    for name, advice in never_called.items():
-        warn_outside(f"{cls.__name__}.{name} is never called: pytorch_accel_lite has no such method. {advice}")
+    for warn_of_methods in OTHER_LIBRARIES.methods:
+        warn_of_methods(cls, defined)
     for name, value in defined.items() if not is_from_this_package(cls) else ():
         existing = vars(trainer_class).get(name)
         is_read_only = isinstance(existing, property) and existing.fset is None and not isinstance(value, property)

@@ -10,12 +10,6 @@ from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
 from pytorch_accel_lite.callbacks.default_callbacks import DefaultCallbacks, get_default_callbacks
 from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
 from pytorch_accel_lite.callbacks.metrics import MetricsCallback
-from pytorch_accel_lite.callbacks.monitoring import (
-    DeviceMemoryCallback,
-    GradientNormCallback,
-    LearningRateMonitorCallback,
-    LossScaleCallback,
-)
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.print_progress import PrintProgressCallback
 from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
@@ -36,6 +30,12 @@ from pytorch_accel_lite.extensions.model_ema import ModelEma as ModelEma  # as i
 from pytorch_accel_lite.extensions.model_ema import ModelEmaCallback
 from pytorch_accel_lite.extensions.model_summary import ModelSummaryCallback
 from pytorch_accel_lite.extensions.momentum_teacher import MomentumTeacherCallback
+from pytorch_accel_lite.extensions.monitoring import (
+    DeviceMemoryCallback,
+    GradientNormCallback,
+    LearningRateMonitorCallback,
+    LossScaleCallback,
+)
 from pytorch_accel_lite.extensions.nan_report import NaNReportCallback
 from pytorch_accel_lite.extensions.predictions import PredictionWriterCallback, iterate_predictions, read_predictions
 from pytorch_accel_lite.extensions.profiling import ProfilerCallback, TimingCallback

@@ -1,4 +1,4 @@
-"""Checking that datasets and sampler orders are the same on all processes, and in a resumed run."""
+"""Checking that the orders of samplers are the same on all processes, and in a resumed run."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
 
-from pytorch_accel_lite.base.inspection import find_length, nested_in
+from pytorch_accel_lite.base.nested_data import tensors_in
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.data.batches import tensors_in
-from pytorch_accel_lite.data.fingerprint import compare_fingerprints, fingerprint_of, is_table
 from pytorch_accel_lite.data.shares import WrongLengthError
-from pytorch_accel_lite.data.sources import BatchData, Index, SamplerLike, Source
+from pytorch_accel_lite.data.sources import BatchData, Index, SamplerLike
 from pytorch_accel_lite.distributed import Ranks
 
 _PIECE = 1 << 16  # indices
@@ -30,37 +26,6 @@ PASS_OWN_SHARD = "If each process should read its own part, pass OwnShard(DataLo
 
 class OtherOrderError(WrongLengthError):
     """A sampler gives a wrong order. Like a ``WrongLengthError``, it is never skipped as a failed batch."""
-
-
-def check_same_data(dataset: Source, ranks: Ranks) -> None:
-    """Check that a map dataset has the same samples on all processes, as far as possible without reading them.
-
-    Compares lengths, the indices of subsets, and a few rows of tensors and of Hugging Face's tables, also in datasets
-    that are attributes of others. If the contents of other kinds of datasets differ, there is only a warning, because
-    the contents need not be samples. Call it on every process.
-
-    Raises:
-        ValueError: on all processes, for example after a ``random_split`` that was not seeded
-    """
-    parts = nested_in(dataset, lambda value: isinstance(value, Dataset) or is_table(value))
-    local = find_length(dataset), [_described(part) for part in parts], fingerprint_of(dataset)
-    gathered = ranks.all_gather_object(local)
-    if any(other[:2] != gathered[0][:2] for other in gathered):
-        raise ValueError(
-            f"The processes have datasets with different rows, of lengths {[length for length, *_ in gathered]}. Each "
-            "would read only a share of its own rows, so most of the data would be lost. Pass the same dataset on "
-            "every process: call torch.manual_seed before random_split and before random data are created, and do not "
-            "split by rank, as split_dataset_by_node and shard() do: the trainer shards the data. "
-            f"{PASS_OWN_SHARD}"
-        )
-    differences = (compare_fingerprints(gathered[0][2], other[2]) for other in gathered)
-    if ranks.rank == 0 and (differs := next(filter(None, differences), "")):
-        warn_outside(
-            f"The datasets ({type(dataset).__name__}) of the processes differ: one has {differs}. Each process reads "
-            "only a share of its own dataset, so samples that the others lack may never be seen. Create the same data "
-            "on every process: call torch.manual_seed, np.random.seed and random.seed before random data are created. "
-            f"{PASS_OWN_SHARD}"
-        )
 
 
 def check_same_order(sampler: SamplerLike, order: list[Index], ranks: Ranks) -> int:
@@ -146,17 +111,3 @@ def _bytes_of(index: Index) -> bytes:
 def is_prepared(loader: object) -> bool:
     """Whether Accelerate has prepared a loader, which then gives each process a part of the data."""
     return any(base.__module__.startswith("accelerate.") for base in type(loader).__mro__)
-
-
-def _described(dataset: Source) -> tuple[str, object]:
-    """Return the type of a dataset, and checksums if it is a subset or a table, or consists of tensors or arrays."""
-    compared: object = 0
-    if isinstance(dataset, Subset):
-        compared = checksum_of_indices(dataset.indices)
-    elif is_table(dataset):  # rows as stored, before any transform
-        stored = dataset.with_format("arrow")
-        positions = sorted({0, len(dataset) // 2, len(dataset) - 1}) if len(dataset) else []
-        compared = crc32(repr([stored[index].to_pydict() for index in positions]).encode())
-    elif isinstance(dataset, (TensorDataset, torch.Tensor, np.ndarray)):
-        compared = fingerprint_of(dataset)["rows"]
-    return type(dataset).__qualname__, compared

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from pytorch_accel_lite.base.change_marks import Marks, marks_of
 from pytorch_accel_lite.base.generator_states import find_held_generators, preserving_generators, state_of_generator
 from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.nested_data import tensors_in
 from pytorch_accel_lite.base.seeding import (
     derive_seed,
     drawn_with_seeds,
@@ -23,7 +24,8 @@ from pytorch_accel_lite.base.seeding import (
     seed_held_generators,
 )
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.data.batches import Batch, infer_batch_size, tensors_in
+from pytorch_accel_lite.data.batch_sizes import infer_batch_size
+from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.consistency import checksum_of_batches
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader, copy_loader
 from pytorch_accel_lite.data.lockstep import AgreedStep, Lockstep

@@ -15,8 +15,10 @@ from accelerate.utils import recursively_apply, send_to_device
 from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.nested_data import tensors_in
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.data.batches import Batch, infer_batch_size, is_single_sample, tensors_in
+from pytorch_accel_lite.data.batch_sizes import infer_batch_size, is_single_sample
+from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.consistency import checksum_of_batches
 from pytorch_accel_lite.data.shares import Shares, whole_steps
 from pytorch_accel_lite.data.sources import BatchData, Index, Sample, Source, SourceState

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from pytorch_accel_lite.data.consistency import check_same_data
 from pytorch_accel_lite.data.iterables import OwnShard, PreShardedLoader
 from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions, ShardedLoader, copy_loader
-from pytorch_accel_lite.data.map_datasets import MapLoader
+from pytorch_accel_lite.data.map_loader import MapLoader
 from pytorch_accel_lite.data.order import of_all_processes
 from pytorch_accel_lite.data.sources import IndexedData, Sample, Source
 from pytorch_accel_lite.data.stream_shards import find_self_sharding, package_of, part_of_this_process
@@ -22,6 +21,9 @@ from pytorch_accel_lite.distributed import Ranks
 Data = Dataset[Sample] | DataLoader[Sample] | OwnShard | IndexedData
 #: Data, or several data by name.
 NamedData = Data | Mapping[str, Data]
+#: Checks of a dataset that can be indexed, before each of several processes reads its share: called on all of them. An
+#: extension adds its own.
+SHARED_DATA_CHECKS: list[Callable[[Source, Ranks], None]] = []
 #: Options of a ``DataLoader`` that a run config reports.
 _REPORTED = ("batch_size", "drop_last", "num_workers", "persistent_workers", "pin_memory")
 
@@ -41,15 +43,6 @@ def options_of(loader: Source) -> LoaderKwargs:
     """Return the options with which a loader reads its dataset, if it has any."""
     batches = loader.batches if isinstance(loader, OwnShard) else loader
     return {name: getattr(batches, name) for name in _REPORTED if hasattr(batches, name)}
-
-
-def with_batch_size(data: Source, size: int) -> Source:
-    """Return a copy of a loader with another ``batch_size``; other data unchanged."""
-    if not isinstance(data, DataLoader):
-        return data
-    kind: Any = type(data.batch_sampler)
-    batches = kind(data.sampler, size, data.drop_last)
-    return copy_loader(data, batch_size=size, batch_sampler=batches)
 
 
 def shard(
@@ -88,7 +81,8 @@ def create_loader(source: Source, ranks: Ranks, device: torch.device, options: L
             )
         return _read_in_turn(source, ranks, device, options, is_of_torch)
     if ranks.world_size > 1:
-        check_same_data(source.dataset, ranks)
+        for check in SHARED_DATA_CHECKS:
+            check(source.dataset, ranks)
     return MapLoader(source, ranks, device, options)
 
 

@@ -12,7 +12,9 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from pytorch_accel_lite.base.generator_states import preserving_generators
-from pytorch_accel_lite.data.batches import Batch, infer_batch_size, parts_in
+from pytorch_accel_lite.base.nested_data import parts_in
+from pytorch_accel_lite.data.batch_sizes import infer_batch_size
+from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.shares import with_last
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.distributed import Ranks

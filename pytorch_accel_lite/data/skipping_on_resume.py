@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import TypeVar
 
+from pytorch_accel_lite.base.nested_data import tensors_in
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.data.batches import infer_batch_size, tensors_in
+from pytorch_accel_lite.data.batch_sizes import infer_batch_size
+from pytorch_accel_lite.data.batch_slices import slice_batch
 from pytorch_accel_lite.data.shares import WrongLengthError
 from pytorch_accel_lite.data.sources import BatchData, Sample
-from pytorch_accel_lite.data.splitting import slice_batch
 
 T = TypeVar("T")
 

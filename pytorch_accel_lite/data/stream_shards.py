@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch.utils.data
 from torch.utils.data import IterableDataset
 
-from pytorch_accel_lite.base.inspection import nested_in
+from pytorch_accel_lite.base.reachable import nested_in
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.consistency import PASS_OWN_SHARD
 from pytorch_accel_lite.data.sources import Source

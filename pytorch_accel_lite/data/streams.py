@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base.generator_states import preserving_generators
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.data.batches import Batch, infer_batch_size
+from pytorch_accel_lite.data.batch_sizes import infer_batch_size
+from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.iterables import PreShardedLoader, SequentialLoader
 from pytorch_accel_lite.data.loader import LoaderOptions, copy_loader
 from pytorch_accel_lite.data.lockstep import AgreedStep, deal_batches

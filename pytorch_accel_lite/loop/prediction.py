@@ -14,23 +14,24 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 from pytorch_accel_lite.base.devices import is_asynchronous, record_event
+from pytorch_accel_lite.base.formatting import listed
 from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
-from pytorch_accel_lite.base.modules import evaluation_mode
-from pytorch_accel_lite.base.text import listed
+from pytorch_accel_lite.base.module_modes import evaluation_mode
+from pytorch_accel_lite.base.nested_data import parts_in, tensors_in
 from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data import Data
-from pytorch_accel_lite.data.batches import Batch, infer_batch_size, parts_in, tensors_in
+from pytorch_accel_lite.data.batch_sizes import infer_batch_size
+from pytorch_accel_lite.data.batches import Batch
+from pytorch_accel_lite.data.concatenation import Concatenation, ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction
-from pytorch_accel_lite.data.splitting import Concatenation, ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.loop.guards.arguments import check_dataset
-from pytorch_accel_lite.loop.inference import compute_batches, inference, preserving_randomness
+from pytorch_accel_lite.loop.guards.trainer_arguments import check_dataset
+from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import end_failed_run
-from pytorch_accel_lite.loop.run_setup import inference_run
-from pytorch_accel_lite.run.error_notes import explaining
+from pytorch_accel_lite.run.error_notes_seam import explaining
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.skipped_batches import SKIPPED

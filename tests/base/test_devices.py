@@ -8,15 +8,15 @@ from __future__ import annotations
 import functools
 import math
 import re
-import sys
 import tempfile
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.utils import backend_registration
 
-from tests.launching import launch
+from tests.launching import EarlyFork, run_forked
 from tests.scripts import on_a_device
 from tests.shipped_callbacks import SHIPPED
 from tests.small_models import equal_weights
@@ -30,6 +30,8 @@ pytestmark = [
     ),
 ]
 
+#: Everything that reads numbers of an update.
+MONITORS = pytest.mark.extension("advice", "metrics_file", "monitoring")
 # What must know a number before the update, as documented.
 READS_NUMBERS = {"GradientSpikeCallback": 1, "NaNReportCallback": 2}
 
@@ -37,9 +39,9 @@ READS_NUMBERS = {"GradientSpikeCallback": 1, "NaNReportCallback": 2}
 @functools.cache
 def _run_on_device() -> dict[str, tuple[Any, str | None]]:
     with tempfile.NamedTemporaryFile() as file:
-        # In a fresh interpreter: a copy of one that has trained does not know devices that are added.
-        done = launch([sys.executable, "tests/scripts/on_a_device.py", file.name], timeout=280)
-        assert done.returncode == 0, done.stderr
+        # An early fork: a process that has trained does not know devices that are added.
+        done = run_forked(partial(on_a_device.main, file.name), kind=EarlyFork)
+        assert done.returncode == 0, done.stdout
         return torch.load(file.name, weights_only=False)
 
 
@@ -64,7 +66,7 @@ def assert_same(on_device: dict[str, Any], on_cpu: dict[str, Any]) -> None:
     "case",
     [
         "default_callbacks",
-        pytest.param("monitors_and_rows", marks=pytest.mark.extension("metrics_file")),
+        pytest.param("monitors_and_rows", marks=MONITORS),
         "accumulated_and_clipped",
         "items_counted_on_the_device",
         pytest.param("split_batches", marks=pytest.mark.extension("failed_batches")),
@@ -98,7 +100,7 @@ def test_a_shipped_callback_does_not_wait_for_the_device(name):
     assert on_device("shipped_callbacks")[name] == on_a_device.STEPS_OF_SHIPPED * READS_NUMBERS.get(name, 0)
 
 
-@pytest.mark.extension("metrics_file")
+@MONITORS
 def test_rows_with_asynchronous_copies_are_correct():
     rows = on_device("monitors_and_rows")["rows"]
     assert [row["update"] for row in rows] == list(range(1, 101))
@@ -118,6 +120,7 @@ def test_a_non_finite_loss_is_found_a_few_steps_later():
         found_before = later["step"]
 
 
+@pytest.mark.extension("monitoring")
 def test_the_peak_of_each_epoch_is_that_of_the_device():
     history = on_device("memory")
     first, second = history["memory_allocated_mib"]
@@ -150,7 +153,7 @@ def test_a_devices_peak_follows_from_its_name_and_the_precision():
     }
 
 
-@pytest.mark.extension("error_notes")
+@pytest.mark.extension("error_notes", "monitoring")
 def test_an_out_of_memory_error_says_what_held_the_memory():
     (note,), snapshots = on_device("out_of_memory")
     text = note.replace("\n    ", " ")

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
-from pytorch_accel_lite import Trainer, TrainerCallback
+from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveTrainingStateCallback
 from tests.small_models import make_data, make_model, make_trainer, train
 
@@ -76,34 +76,6 @@ def test_unknown_arguments_of_tools_are_explained(tool):
     assert "pass resume_from to train()." in message(TypeError, lambda: call(resume_from="latest"))
     assert "pass mixed_precision to Trainer()." in message(TypeError, lambda: call(mixed_precision="bf16"))
     assert trainer.progress.update == 0
-
-
-@pytest.mark.parametrize("name", ["test", "validate"])
-def test_other_names_for_evaluate_are_suggested(name):
-    assert f"Trainer has no {name}(). Call evaluate(dataset)." in message(
-        AttributeError, lambda: getattr(make_trainer(), name)
-    )
-
-
-def test_counts_named_as_in_other_libraries_point_to_progress():
-    trainer = make_trainer()
-    advice = message(AttributeError, lambda: trainer.global_step)
-    assert advice == "Trainer has no global_step. Read progress.update, the number of updates."
-    assert "progress.epoch" in message(AttributeError, lambda: trainer.current_epoch)
-    trainer.global_step = 3  # of a program's own
-    assert trainer.global_step == 3
-
-
-def test_fit_suggests_train():
-    trainer = make_trainer()
-    assert "Trainer has no fit(). Call train(" in message(AttributeError, lambda: trainer.fit(make_data(), 3))
-    assert not hasattr(trainer, "fit")
-
-    class Fits(Trainer):
-        def fit(self):
-            return "mine"
-
-    assert make_trainer(trainer_class=Fits).fit() == "mine"
 
 
 def test_arguments_of_a_subclass_are_respected():
@@ -267,23 +239,3 @@ def test_missing_targets_are_reported_once():
     text = message(ValueError, lambda: make_trainer(callbacks=[]).train(only_inputs, 1))
     assert "holds no targets for loss_func" in text
     assert "What to do" not in text
-
-
-def test_a_trainer_that_is_a_callback_too_has_events():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        type("Both", (Trainer, TrainerCallback), {"on_train_epoch_end": lambda self, trainer, **kwargs: None})
-        type("Ours", (Trainer,), {name: lambda self, *args: None for name in ("on_train_epoch_end", "train_epoch_end")})
-
-
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    {
-        "on_train_epoch_end": "Override train_epoch_end, or define on_train_epoch_end in a TrainerCallback",
-        "on_train_step_end": "Define on_train_step_end in a TrainerCallback",
-    }.items(),
-)
-def test_an_event_that_a_trainer_defines_is_warned_of(name, advice):
-    with pytest.warns(UserWarning, match=rf"Theirs\.{name} is never called.*{advice}") as caught:
-        type("Theirs", (Trainer,), {name: lambda self, *args: None})
-    assert len(caught) == 1

@@ -107,7 +107,7 @@ def test_metrics_of_an_evaluation_cover_the_complete_dataset():
 
 @pytest.mark.programs
 def test_metrics_of_processes_with_own_devices_are_merged():
-    done = launch([*TORCHRUN, "2", "-m", "tests.scripts.metrics_on_devices"])
+    done = launch([*TORCHRUN, "2", "-m", "tests.scripts.metrics_on_devices"], warm=True)
     assert done.returncode == 0, done.stderr
     expected = {"total": pytest.approx(float(make_data(5).tensors[1].sum())), "samples": 5}
     assert json.loads(done.stdout) == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
@@ -17,7 +16,6 @@ from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
-    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -25,15 +23,13 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
-    StackDataset,
-    Subset,
     SubsetRandomSampler,
     TensorDataset,
-    random_split,
 )
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.data import OwnShard
+from pytorch_accel_lite.extending import SHARED_DATA_CHECKS
 from tests.launching import two_are_enough
 from tests.ranks import OrderedStream, rank, world_size
 from tests.small_models import Rows, changed_manifest, make_trainer
@@ -218,90 +214,24 @@ def test_other_samplers_that_shard_by_rank_are_refused(ranks):
             assert "pass OwnShard(DataLoader(...))" in said, name
 
 
-def split_datasets() -> Any:
-    """The errors for datasets that differ between processes, and the samples of equal ones."""
-    data = {}
-    torch.manual_seed(rank())
-    data["drawn"] = random_split(numbers(), [12, 4])[0]
-    data["drawn, inside another"] = Transformed(data["drawn"])
-    data["drawn, beside another"] = ConcatDataset([numbers(), data["drawn"]])
-    data["by rank"] = Subset(numbers(), range(rank(), 16 - 16 % world_size(), world_size()))
-    data["longer on the first"] = numbers(16 if rank() == 0 else 14)
-    torch.manual_seed(rank())
-    data["made before any seed"] = TensorDataset(torch.randn(16, 1), torch.zeros(16, 1))
-    data["inside a dataset"] = Transformed(TensorDataset(torch.randn(16, 1), torch.zeros(16, 1)))
-    data["stacked"] = StackDataset(TensorDataset(torch.randn(16, 1)), TensorDataset(torch.zeros(16, 1)))
-    torch.manual_seed(0)
-    data["the same"] = Transformed(random_split(numbers(), [12, 4])[0])
-    return {name: trained_on(part, lambda data: DataLoader(data, 4, shuffle=True)) for name, part in data.items()}
+def checked_as_a_user_wants() -> Any:
+    """The error of a check of one's own."""
+
+    def check(dataset: Any, ranks: Any) -> None:
+        if len(dataset) < 16:
+            raise ValueError(f"{len(dataset)} rows are too few for {ranks.world_size} processes")
+
+    SHARED_DATA_CHECKS.append(check)
+    try:
+        return trained_on(numbers(8), lambda data: DataLoader(data, 4))
+    finally:
+        SHARED_DATA_CHECKS.remove(check)
 
 
 @pytest.mark.processes
-def test_datasets_that_differ_between_processes_are_refused(ranks):
-    results = ranks(split_datasets)
-    of_all = [result.pop("the same")[0] for result in results]
-    first, second = ([sample for epochs in of_all for sample in epochs[number]] for number in (0, 1))
-    assert len(first) == len(set(first)) == 12
-    assert sorted(first) == sorted(second)
-    for result in results:
-        for name, said in result.items():
-            assert "datasets with different rows, of lengths [" in said, name
-            assert "call torch.manual_seed before random_split" in said, name
-
-
-class Holds(Dataset[Any]):
-    """A dataset of the user's own with rows in attributes."""
-
-    def __init__(self, x: Any, paths: Any = ()) -> None:
-        self.x, self.paths = x, paths
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.x[index], self.x[index]
-
-
-class Computes(Holds):
-    """Makes its samples, with noise that differs each time."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed, self.count = seed, 0
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Any:
-        self.count += 1
-        x = torch.randn(1, generator=torch.Generator().manual_seed(10 * index + self.seed))
-        return x, torch.rand(1)
-
-
-def datasets_of_their_own() -> Any:
-    same = torch.arange(8.0)[:, None]
-    data = {
-        "tensor": Holds(same + rank()),
-        "list": Holds(list(same + rank())),
-        "array": Holds((same + rank()).numpy()),
-        "computed": Computes(rank()),
-        "the same": Holds(same, [f"/on/rank {rank()}/{index}.png" for index in range(8)]),
-        "the same, computed": Computes(0),
-    }
-    said = {}
-    for name, dataset in data.items():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trained_on(dataset, lambda data: DataLoader(data, 4), num_epochs=1)
-        said[name] = [str(warning.message) for warning in caught if "of the processes differ" in str(warning.message)]
-    return said
-
-
-@pytest.mark.processes
-def test_rows_that_differ_between_processes_are_warned_of(two_ranks):
-    first, second = two_ranks(datasets_of_their_own)
-    assert {name for name, said in first.items() if said} == {"tensor", "list", "array", "computed"}
-    assert all("other rows in x" in said or "another sample at" in said for texts in first.values() for said in texts)
-    assert not any(second.values())
+def test_shared_data_have_further_checks(two_ranks):
+    assert two_ranks(checked_as_a_user_wants) == ["8 rows are too few for 2 processes"] * 2
+    assert isinstance(checked_as_a_user_wants(), tuple)  # nothing is shared
 
 
 def orders_of_their_own() -> Any:

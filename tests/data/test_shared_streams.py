@@ -592,36 +592,6 @@ def test_streams_split_by_hugging_face_are_read_by_each_process(ranks, kind):
     assert not torch.equal(own[: len(own) // 2], own[len(own) // 2 :])  # shuffled again
 
 
-def hugging_face_tables() -> dict[str, str]:
-    """The errors for tables that were split or shuffled differently on each process, and the result of equal ones."""
-    from datasets import Dataset
-    from datasets.distributed import split_dataset_by_node
-
-    rows = Dataset.from_dict({"x": [[float(i)] for i in range(24)], "y": [[1.0]] * 24}).with_format("torch")
-    said = {}
-    for name, table in {
-        "split": split_dataset_by_node(rows, own_rank(), job_size()),
-        "shuffled": rows.shuffle(seed=own_rank()),
-        "the same": rows.shuffle(seed=0),
-    }.items():
-        model = nn.Linear(1, 1)
-        trainer = adamw_trainer(model)
-        try:
-            trainer.train(table, 1, collate_fn=lambda rows: [torch.stack([row[k] for row in rows]) for k in "xy"])
-            said[name] = "trained"
-        except ValueError as error:
-            said[name] = str(error)
-    return said
-
-
-def test_a_table_that_each_process_has_a_part_of_is_refused(two_ranks):
-    pytest.importorskip("datasets")
-    for said in two_ranks(hugging_face_tables):
-        assert "different rows, of lengths [12, 12]. Each would read only a share" in said["split"]
-        assert "different rows, of lengths [24, 24]" in said["shuffled"]
-        assert said["the same"] == "trained"
-
-
 def streams_shared_out_wrongly() -> Any:
     """The errors for parts that do not match the processes."""
     data, said = list(float64_data(24)), {}

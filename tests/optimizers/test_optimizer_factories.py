@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LinearLR, StepLR
 
-from pytorch_accel_lite import Trainer, TrainerPlaceholderValues
-from pytorch_accel_lite.callbacks import EarlyStoppingCallback, LearningRateMonitorCallback
+from pytorch_accel_lite import Trainer, TrainerPlaceholderValues, callbacks
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback
 from tests.launching import CAN_SHARD, only_with_soak
 from tests.ranks import check_processes, every_state, final_weights, world_size
 from tests.sharded import gathered, large_model, mesh_of, sharding_accelerator
@@ -236,12 +236,14 @@ def test_a_compiled_model_has_its_plain_names():
 # ------------------------------------------------------------------------------------------- what works with it
 
 
+@pytest.mark.extension("monitoring")
 def test_rates_are_recorded_and_watched_for_any_groups():
     def groups(parameters):
         return SGD([{"params": parameters[:1], "lr": 0.5}, {"params": parameters[1:]}], lr=0.1)
 
     watching = EarlyStoppingCallback(watch_metric="lr_1", greater_is_better=False, early_stopping_patience=5)
-    trainer = adamw_trainer(float64_model(), optimizer=groups, callbacks=[LearningRateMonitorCallback, watching])
+    rates = callbacks.LearningRateMonitorCallback()
+    trainer = adamw_trainer(float64_model(), optimizer=groups, callbacks=[rates, watching])
     trainer.train(DATA, 2, DATA)
     assert trainer.run_history.get_metric_values("lr_0") == [0.5, 0.5]
     assert trainer.run_history.get_metric_values("lr_1") == [0.1, 0.1]

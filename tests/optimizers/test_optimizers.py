@@ -17,13 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues, callbacks
-from pytorch_accel_lite.callbacks import (
-    GradientNormCallback,
-    LearningRateMonitorCallback,
-    ProgressBarCallback,
-    SaveBestModelCallback,
-    SaveTrainingStateCallback,
-)
+from pytorch_accel_lite.callbacks import ProgressBarCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from tests.launching import only_with_soak
 from tests.ranks import check_processes, every_state, world_size
 from tests.small_models import (
@@ -188,6 +182,7 @@ class OfTwoKinds(nn.Module):
         return self.last(self.first(x.float()).double())
 
 
+@pytest.mark.extension("monitoring")
 @pytest.mark.parametrize("kind", [float64_model, OfTwoKinds])
 @pytest.mark.parametrize("limit", [0.05, 50.0])
 def test_gradients_are_clipped_to_the_bits_of_torchs_function(kind, limit):
@@ -201,7 +196,7 @@ def test_gradients_are_clipped_to_the_bits_of_torchs_function(kind, limit):
         norms.append(nn.utils.clip_grad_norm_(expected.parameters(), limit).item())
         optimizer.step()
         optimizer.zero_grad()
-    found = GradientNormCallback()
+    found = callbacks.GradientNormCallback()
     trainer = adamw_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[found])
     trainer.train(
         DATA, 1, per_device_batch_size=13, gradient_clip_norm=limit, train_dataloader_kwargs={"shuffle": False}
@@ -343,9 +338,11 @@ def test_a_schedule_of_a_metric_works_beside_one_of_steps():
     assert trainer.scheduler.get_last_lr() == pytest.approx([0.05 / 8, 0.002, 0.001])
 
 
+@pytest.mark.extension("monitoring")
 def test_rates_are_recorded_by_the_optimizers_names():
     model = float64_model()
-    trainer = adamw_trainer(model, optimizer=two_optimizers(model), callbacks=[LearningRateMonitorCallback])
+    monitor = callbacks.LearningRateMonitorCallback()
+    trainer = adamw_trainer(model, optimizer=two_optimizers(model), callbacks=[monitor])
     trainer.train(DATA, 1)
     names = ["lr_matrix", "lr_rest_0", "lr_rest_1"]
     assert [trainer.run_history.get_latest_metric(name) for name in names] == [0.05, 0.02, 0.01]

@@ -255,6 +255,7 @@ IGNORED = {
 }
 
 
+@pytest.mark.extension("other_libraries")
 @pytest.mark.parametrize(("name", "advice"), IGNORED.items())
 def test_an_override_that_nothing_calls_is_reported(name, advice):
     with pytest.warns(UserWarning, match=rf"Old\.{name} is never called.*{advice}") as caught:
@@ -268,6 +269,7 @@ def test_an_override_that_nothing_calls_is_reported(name, advice):
         type("Mixed", (mixin, Trainer), {})
 
 
+@pytest.mark.extension("other_libraries")
 def test_the_warning_points_at_the_class():
     with pytest.warns(UserWarning, match="never called") as caught:
 

@@ -35,8 +35,7 @@ FACADE = {
 #: From the bottom up: each imports only those before it. Other files of the package only re-export.
 LAYERS = (
     "extension_names", "base", "distributed", "optimizers", "schedulers", "data", "run", "checkpoint.disk",
-    "checkpoint.models", "checkpoint.states", "checkpoint", "loop.guards", "loop", "steps", "tools", "callbacks",
-    "trainer",
+    "checkpoint.models", "checkpoint.states", "checkpoint", "loop.guards", "loop", "steps", "callbacks", "trainer",
 )  # fmt: skip
 #: So that editors know what an event is passed.
 EXCEPTIONS = {("pytorch_accel_lite.run.events", "pytorch_accel_lite.trainer")}

@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_accel_lite import TrainerCallback, callbacks
-from pytorch_accel_lite.callbacks import (
-    GradientNormCallback,
-    LearningRateMonitorCallback,
-    SaveTrainingStateCallback,
-    StepBasedEvaluationCallback,
-)
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, StepBasedEvaluationCallback
 from tests.scripts.resumable import Lingers
 from tests.small_models import adamw_trainer, float64_data, float64_model
 
@@ -45,7 +40,7 @@ def run(
 ) -> Any:
     """Run, or stay in the last update until the process is killed."""
     saving = SaveTrainingStateCallback(folder / "states", save_every_n_steps=1)
-    monitors: list[Any] = [LearningRateMonitorCallback(), GradientNormCallback()]
+    monitors: list[Any] = [callbacks.LearningRateMonitorCallback(), callbacks.GradientNormCallback()]
     slow = Slow(delay), Lingers(None if is_to_end else UPDATES)
     monitors.append(
         callbacks.ShowOutputsCallback(lambda model: {"a weight": model[0].weight[0, 0].item()}, "3 updates", show=False)

@@ -27,8 +27,6 @@ from torchmetrics import MeanSquaredError, PearsonCorrCoef
 
 from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback, callbacks
 from pytorch_accel_lite.callbacks import (
-    DeviceMemoryCallback,
-    GradientNormCallback,
     MetricsCallback,
     MoveModulesToDeviceCallback,
     ProgressBarCallback,
@@ -94,7 +92,7 @@ def case_monitors_and_rows() -> Any:
     def run(size: int) -> Trainer:
         files = callbacks.MetricsFileCallback("rows.jsonl", every_n_updates=1)
         return train(
-            make_trainer([GradientNormCallback(), files, callbacks.AdviceCallback()]),
+            make_trainer([callbacks.GradientNormCallback(), files, callbacks.AdviceCallback()]),
             size=size,
             epochs=2,
             gradient_clip_norm=0.3,
@@ -224,7 +222,7 @@ def case_split_evaluation_batches() -> Any:
 def case_out_of_memory() -> Any:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.Adam(model.parameters())
-    trainer = make_trainer([DeviceMemoryCallback], model, FullInEvaluation, optimizer=optimizer)
+    trainer = make_trainer([callbacks.DeviceMemoryCallback], model, FullInEvaluation, optimizer=optimizer)
     try:
         train(trainer, epochs=1, eval_dataset=make_data(), batch_size=3)
     except torch.OutOfMemoryError as error:
@@ -287,7 +285,7 @@ def case_a_loss_that_is_nan_on_devices_that_lag_behind() -> Any:
 
 
 def case_memory() -> Any:
-    return results_of(train(make_trainer([DeviceMemoryCallback]), epochs=2))["history"]
+    return results_of(train(make_trainer([callbacks.DeviceMemoryCallback]), epochs=2))["history"]
 
 
 def case_flops() -> Any:

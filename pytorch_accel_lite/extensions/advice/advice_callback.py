@@ -16,7 +16,6 @@ from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
 from pytorch_accel_lite.extending_callbacks import (
     BatchData,
     BatchOutput,
-    GradientNorms,
     default_transform,
     is_terminal,
     set_listening,
@@ -24,6 +23,7 @@ from pytorch_accel_lite.extending_callbacks import (
     wrapped,
 )
 from pytorch_accel_lite.extending_tools import check_range, faster_data, is_overridden
+from pytorch_accel_lite.extensions.monitoring import GradientNorms
 
 _FIRST_STEPS = 16  # the mean loss of these steps is compared with the epoch's
 _LEAST_UPDATES = 48
@@ -133,7 +133,7 @@ class AdviceCallback(TrainerCallback):
         if waited >= max(0.2 * duration, self.min_seconds):
             yield (
                 f"The model waited for data for {waited:.1f} of {duration:.1f} seconds ({waited / duration:.0%}). "
-                f"{faster_data(trainer)}"
+                f"{faster_data(trainer.train_dataloader, trainer.accelerator.num_processes)}"
             )
         waits = trainer.all_gather_object(waited)
         longest = max(waits)

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from pytorch_accel_lite.callbacks import TrainerCallback
 from pytorch_accel_lite.data import Batch, BatchData
-from pytorch_accel_lite.extending import DIVISIONS, Share, TrainerLike, Trial, UserCallbacks, create_division
+from pytorch_accel_lite.extending import DIVISIONS, Share, TrainerLike, create_division
 from pytorch_accel_lite.extending_tools import (
     TARGET_KEYS,
     all_optimized_parameters,
@@ -32,6 +32,7 @@ from pytorch_accel_lite.extending_tools import (
     select_samples,
     tensors_in,
 )
+from pytorch_accel_lite.extensions.trials import Trial, UserCallbacks
 from pytorch_accel_lite.schedulers import schedule_values
 
 #: Functions of torch that compare outputs, their first argument, with targets, their second.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pytorch_accel_lite.data import NamedData
-from pytorch_accel_lite.extending import Division, RunRequest, Snapshot, TrainerLike, Trial
+from pytorch_accel_lite.extending import Division, RunRequest, Snapshot, TrainerLike
 from pytorch_accel_lite.extending_tools import Report, check_range, describe_error, render, replaced
 from pytorch_accel_lite.extensions.checking import (
     batch_checks,
@@ -25,6 +25,7 @@ from pytorch_accel_lite.extensions.checking import (
     unused_data_checks,
 )
 from pytorch_accel_lite.extensions.checking.probe import Finding, NotApplicableError, Probe, Status
+from pytorch_accel_lite.extensions.trials import Trial
 from pytorch_accel_lite.schedulers import resolve_names
 
 #: A function that tries a program and yields findings. Reports show its name, without ``check_``, and its docstring:

@@ -7,7 +7,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -72,7 +72,7 @@ class Parser:
     """
 
     def __init__(self, document: Document, tool: str | None = None) -> None:
-        self._library = import_extra("jsonargparse", "cli", "An experiment file")
+        self._library = _jsonargparse()
         self._document = document
         self._tool = tool
         content = document.content
@@ -83,7 +83,7 @@ class Parser:
         self.parts = dict(self._import_parts())
         check_kinds(document, self.parts | self._import_callbacks())
         self._expressions = self._extract_expressions()
-        self._parser = self._create()
+        self._parser = self._find_parser()
         self._keys = set(self._parser.get_defaults().keys())
         self._add_extra_arguments()
         self._check_keys(content)
@@ -174,50 +174,28 @@ class Parser:
 
     # ------------------------------------------------------------------------------------- the parser
 
-    def _create(self) -> Any:
-        parser = self._library.ArgumentParser(
-            exit_on_error=False,
-            allow_abbrev=False,
-            formatter_class=partial(self._library.DefaultHelpFormatter, width=_UNWRAPPED),
-        )
-        for key, thing in self.parts.items():
-            parser.add_argument(f"--{key}.class_path", type=str, default=full_name(thing), help="a class or a function")
-            skip: set[Any] = {_CALLED_LATER[key]} if key in _CALLED_LATER else set()
-            parameters = _parameters(thing) or {}
-            if key == "trainer":
-                skip = _TRAINER_ARGUMENTS & parameters.keys()
-            skip |= {name for name, value in parameters.items() if type(value.default) is object}  # sentinels
-            if not inspect.isclass(thing):
-                parser.add_function_arguments(thing, f"{key}.init_args", skip=skip, fail_untyped=False)
-                continue
-            skip = set() if key == "loss_func" else skip
-            parser.add_class_arguments(thing, f"{key}.init_args", skip=skip, fail_untyped=False, instantiate=False)
-        kind = list[TrainerCallback]
-        parser.add_argument("--callbacks", type=kind, default=[], help="callbacks, in addition to the default ones")
-        part = self.parts["trainer"]
-        trainer = part if inspect.isclass(part) and issubclass(part, Trainer) else Trainer
-        parser.add_method_arguments(trainer, "train", "train", skip={*_TRAIN_ARGUMENTS})
-        parser.add_argument("--train.create_scheduler_fn", type=ScheduleName | None, help="the name of a schedule")
-        if self._tool is not None:
-            function = run_tests if self._tool == "test" else getattr(trainer, self._tool)
-            shared = {*inspect.signature(trainer.train).parameters, "self", "extra", *_TEST_ARGUMENTS}
-            skip = shared & set(inspect.signature(function).parameters)
-            parser.add_function_arguments(function, self._tool, skip=skip)
-        parser.add_argument("--output_dir", type=str, default="runs/experiment", help="where the run writes its files")
-        parser.add_argument("--overwrite", type=bool, default=False, help="replace the newest run")
-        return parser
+    def _find_parser(self) -> Any:
+        """Return a parser of jsonargparse's, perhaps that of an earlier experiment: creating one takes long."""
+        try:
+            return _shared_parser(tuple(self.parts.items()), self._tool)
+        except TypeError:  # a part without a hash
+            return _create_parser(tuple(self.parts.items()), self._tool)
 
     def _add_extra_arguments(self) -> None:
         """Add the arguments in the file that a part accepts as undocumented ``**kwargs``."""
+        extra: list[str] = []
         for key, thing in self.parts.items():
             prefix = f"{key}.init_args."
             existing = {name.removeprefix(prefix) for name in self._keys if name.startswith(prefix)}
             parameters = _parameters(thing)
             is_open = parameters is None or any(value.kind is value.VAR_KEYWORD for value in parameters.values())
             if is_open and existing <= (parameters or {}).keys():
-                for name in self._arguments(key).keys() - existing:
-                    self._parser.add_argument(f"--{prefix}{name}", type=Any, help="passed on as it is")
-                    self._keys.add(f"{prefix}{name}")
+                extra += [f"{prefix}{name}" for name in self._arguments(key).keys() - existing]
+        if extra:
+            self._parser = _create_parser(tuple(self.parts.items()), self._tool)  # others share the one found
+        for name in extra:
+            self._parser.add_argument(f"--{name}", type=Any, help="passed on as it is")
+            self._keys.add(name)
 
     def _check_keys(self, content: dict[str, Any], under: str = "") -> None:
         """Raise an error for unknown keys, and drop the keys of a class that has been replaced."""
@@ -407,3 +385,49 @@ def _without_unwritable(content: Any) -> Any:
         written = {key: value for key, value in content.items() if not str(value).startswith(_UNWRITABLE)}
         return {key: _without_unwritable(value) for key, value in written.items()}
     return [_without_unwritable(value) for value in content] if isinstance(content, list) else content
+
+
+def _jsonargparse() -> Any:
+    return import_extra("jsonargparse", "cli", "An experiment file")
+
+
+def _create_parser(parts: tuple[tuple[str, Any], ...], tool: str | None) -> Any:
+    """Return a parser with an option for each argument of each part.
+
+    Args:
+        parts: classes and functions, each with the key of the file that names it
+        tool: see ``Parser``
+    """
+    library, by_key = _jsonargparse(), dict(parts)
+    parser = library.ArgumentParser(
+        exit_on_error=False, allow_abbrev=False, formatter_class=partial(library.DefaultHelpFormatter, width=_UNWRAPPED)
+    )
+    for key, thing in parts:
+        parser.add_argument(f"--{key}.class_path", type=str, default=full_name(thing), help="a class or a function")
+        skip: set[Any] = {_CALLED_LATER[key]} if key in _CALLED_LATER else set()
+        parameters = _parameters(thing) or {}
+        if key == "trainer":
+            skip = _TRAINER_ARGUMENTS & parameters.keys()
+        skip |= {name for name, value in parameters.items() if type(value.default) is object}  # sentinels
+        if not inspect.isclass(thing):
+            parser.add_function_arguments(thing, f"{key}.init_args", skip=skip, fail_untyped=False)
+            continue
+        skip = set() if key == "loss_func" else skip
+        parser.add_class_arguments(thing, f"{key}.init_args", skip=skip, fail_untyped=False, instantiate=False)
+    kind = list[TrainerCallback]
+    parser.add_argument("--callbacks", type=kind, default=[], help="callbacks, in addition to the default ones")
+    part = by_key["trainer"]
+    trainer = part if inspect.isclass(part) and issubclass(part, Trainer) else Trainer
+    parser.add_method_arguments(trainer, "train", "train", skip={*_TRAIN_ARGUMENTS})
+    parser.add_argument("--train.create_scheduler_fn", type=ScheduleName | None, help="the name of a schedule")
+    if tool is not None:
+        function = run_tests if tool == "test" else getattr(trainer, tool)
+        shared = {*inspect.signature(trainer.train).parameters, "self", "extra", *_TEST_ARGUMENTS}
+        skip = shared & set(inspect.signature(function).parameters)
+        parser.add_function_arguments(function, tool, skip=skip)
+    parser.add_argument("--output_dir", type=str, default="runs/experiment", help="where the run writes its files")
+    parser.add_argument("--overwrite", type=bool, default=False, help="replace the newest run")
+    return parser
+
+
+_shared_parser = lru_cache(maxsize=8)(_create_parser)

@@ -24,15 +24,8 @@ from pytorch_accel_lite.extending import (
     TrainerLike,
 )
 from pytorch_accel_lite.extending_callbacks import Tree
-from pytorch_accel_lite.extending_tools import (
-    explain,
-    infer_batch_size,
-    is_out_of_memory,
-    list_samples,
-    merge_outputs,
-    replaced,
-    split_into_parts,
-)
+from pytorch_accel_lite.extending_tools import explain, infer_batch_size, is_out_of_memory, list_samples, replaced
+from pytorch_accel_lite.extensions.batch_parts import merge_outputs, split_into_parts
 from pytorch_accel_lite.extensions.failed_batches.failures import NEVER_SKIPPED, describe_failure
 
 #: Returns the output of a batch, or of a part of it.

@@ -29,14 +29,8 @@ from pytorch_accel_lite.extending import (
     backward,
 )
 from pytorch_accel_lite.extending_callbacks import Count, Failure, StateDict, sync_ddp_buffers
-from pytorch_accel_lite.extending_tools import (
-    as_returned,
-    infer_batch_size,
-    is_out_of_memory,
-    merge_outputs,
-    split_into_parts,
-    unwrapped_model,
-)
+from pytorch_accel_lite.extending_tools import infer_batch_size, is_out_of_memory, unwrapped_model
+from pytorch_accel_lite.extensions.batch_parts import as_returned, merge_outputs, split_into_parts
 from pytorch_accel_lite.extensions.failed_batches.failures import NEVER_SKIPPED, describe_failure
 
 #: How a step ends on a process, from good to bad. The worst counts: a fatal error is raised on all processes.

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from accelerate.utils import convert_file_size_to_int
 
 from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedData
-from pytorch_accel_lite.extending import RunRequest, Snapshot, TrainerLike, Trial
+from pytorch_accel_lite.extending import RunRequest, Snapshot, TrainerLike
 from pytorch_accel_lite.extending_callbacks import is_quantised_by
 from pytorch_accel_lite.extending_tools import Report, capacity_of, check_positive_int, infer_batch_size, is_overridden
 from pytorch_accel_lite.extensions.memory_estimate.fake_training import Scenario, measure_step
 from pytorch_accel_lite.extensions.memory_estimate.live_bytes import KINDS
+from pytorch_accel_lite.extensions.trials import Trial
 from pytorch_accel_lite.utils import format_bytes
 
 #: Share of a device's memory that is left for fragmentation, the buffers of libraries, and the driver.

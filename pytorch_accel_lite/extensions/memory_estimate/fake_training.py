@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from pytorch_accel_lite.callbacks import CallbackHandler
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.extending import MODEL_CHANGES, TrainerLike, Trial
+from pytorch_accel_lite.extending import MODEL_CHANGES, TrainerLike
 from pytorch_accel_lite.extending_tools import (
     infer_batch_size,
     is_overridden,
@@ -34,6 +34,7 @@ from pytorch_accel_lite.extensions.finetuning import find_blocks
 from pytorch_accel_lite.extensions.memory_estimate.live_bytes import LiveBytes
 from pytorch_accel_lite.extensions.model_ema import ModelEmaCallback
 from pytorch_accel_lite.extensions.sharding import ShardedStep, shard_model
+from pytorch_accel_lite.extensions.trials import Trial
 from pytorch_accel_lite.optimizers import CombinedOptimizer
 from pytorch_accel_lite.tracking import LossTrackers
 

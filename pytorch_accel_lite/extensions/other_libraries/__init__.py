@@ -2,13 +2,14 @@
 
 from pytorch_accel_lite.extending import OTHER_LIBRARIES
 from pytorch_accel_lite.extensions.other_libraries.epoch_zero import warn_of_epoch_zero
-from pytorch_accel_lite.extensions.other_libraries.names import ADVICE, ARGUMENTS, GONE, HOOKS, REPLACED
+from pytorch_accel_lite.extensions.other_libraries.methods import warn_of_methods
+from pytorch_accel_lite.extensions.other_libraries.names import ADVICE, ARGUMENTS, ATTRIBUTES, HOOKS
 
 __all__ = ["HOOKS"]
 
 OTHER_LIBRARIES.arguments.update(ARGUMENTS)
 OTHER_LIBRARIES.hooks.update(HOOKS)
 OTHER_LIBRARIES.advice.update(ADVICE)
-OTHER_LIBRARIES.replaced.update(REPLACED)
-OTHER_LIBRARIES.gone.update(GONE)
+OTHER_LIBRARIES.attributes.update(ATTRIBUTES)
+OTHER_LIBRARIES.methods.append(warn_of_methods)
 OTHER_LIBRARIES.habits.append(warn_of_epoch_zero)

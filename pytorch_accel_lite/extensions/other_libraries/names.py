@@ -169,35 +169,12 @@ ADVICE = {
     ("args", "training_args"): "there is no arguments object: pass the arguments to Trainer() and train().",
 }
 
-#: Methods of other libraries' trainers that are never called here, with those to override instead.
-REPLACED = {
-    "training_step": ("calculate_train_batch_loss", "train_step"),
-    "run_step": ("calculate_train_batch_loss", "train_step"),
-    "train_step_single": ("calculate_train_batch_loss", "train_step"),
-    "one_batch": ("calculate_train_batch_loss", "train_step"),
-    "get_loss": ("calculate_train_batch_loss", "calculate_eval_batch_loss"),
-    "eval_forward": ("calculate_eval_batch_loss",),
-    "compute_loss": ("calculate_train_batch_loss", "train_step"),
-    "validation_step": ("calculate_eval_batch_loss",),
-    "test_step": ("calculate_eval_batch_loss",),
-    "prediction_step": ("calculate_eval_batch_loss", "calculate_predict_batch_output"),
-    "predict_step": ("calculate_predict_batch_output",),
-    "get_train_dataloader": ("create_train_dataloader",),
-    "get_eval_dataloader": ("create_eval_dataloader",),
-    "build_train_loader": ("create_train_dataloader",),
-    "build_test_loader": ("create_eval_dataloader",),
-    "build_lr_scheduler": ("create_scheduler",),
-    "val_dataloader": ("create_eval_dataloader",),
-}
-_OF_OPTIMIZERS = (
-    "Pass the optimizer, or a function that creates it from the parameters, to the trainer, and create_scheduler_fn to "
-    "train()."
-)
-#: Further ones, which have no counterpart to override, with what to do instead.
-GONE = {
-    "configure_optimizers": _OF_OPTIMIZERS,
-    "build_optimizer": _OF_OPTIMIZERS,
-    "create_optimizer": _OF_OPTIMIZERS,
-    "create_optimizer_and_scheduler": _OF_OPTIMIZERS,
-    "build_hooks": "Pass callbacks to the trainer.",
+#: Attributes of other libraries' trainers, with what to use instead.
+ATTRIBUTES = {
+    "fit()": "Call train(train_dataset, num_epochs, eval_dataset).",
+    "test()": "Call evaluate(dataset).",
+    "validate()": "Call evaluate(dataset).",
+    "add_callback()": "Pass callbacks to Trainer(), or to its callback_handler.add_callbacks().",
+    "global_step": "Read progress.update, the number of updates.",
+    "current_epoch": "Read progress.epoch, which counts from 1.",
 }

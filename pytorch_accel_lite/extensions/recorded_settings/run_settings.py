@@ -17,13 +17,13 @@ from pytorch_accel_lite.extending_callbacks import dataset_of, is_created, parts
 from pytorch_accel_lite.extending_tools import (
     Options,
     arguments_of,
-    fingerprint_of,
     initial_options,
     is_overridden,
     may_differ,
     named_callbacks,
     saved_optimizers,
 )
+from pytorch_accel_lite.extensions.data_fingerprints import fingerprint_of
 from pytorch_accel_lite.extensions.recorded_settings.described_values import (
     class_name,
     describe_object,

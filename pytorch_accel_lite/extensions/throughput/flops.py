@@ -16,9 +16,9 @@ from pytorch_accel_lite.extending_tools import (
     loss_of,
     preserving_attributes,
     replaced,
-    split_into_parts,
     unwrapped_model,
 )
+from pytorch_accel_lite.extensions.batch_parts import split_into_parts
 
 
 class CountedFlops(NamedTuple):

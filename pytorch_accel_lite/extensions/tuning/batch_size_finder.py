@@ -8,8 +8,9 @@ from accelerate.utils.memory import clear_device_cache
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedData, NamedDatasets, OwnShard, Source
-from pytorch_accel_lite.extending import RunRequest, TrainerLike, Trial
+from pytorch_accel_lite.extending import RunRequest, TrainerLike
 from pytorch_accel_lite.extending_tools import check_positive_int, is_out_of_memory
+from pytorch_accel_lite.extensions.trials import Trial
 
 
 def find_batch_size(

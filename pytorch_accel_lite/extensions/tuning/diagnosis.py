@@ -12,8 +12,9 @@ import torch
 
 from pytorch_accel_lite.callbacks import TrainerCallback
 from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedData
-from pytorch_accel_lite.extending import RunRequest, TrainerLike, Trial, UserCallbacks
+from pytorch_accel_lite.extending import RunRequest, TrainerLike
 from pytorch_accel_lite.extending_tools import Report, check_positive_int, faster_data, infer_batch_size
+from pytorch_accel_lite.extensions.trials import Trial, UserCallbacks
 from pytorch_accel_lite.extensions.tuning.batch_size_finder import update_from
 from pytorch_accel_lite.extensions.tuning.fused_optimizers import unfused_class
 
@@ -174,7 +175,8 @@ def _advise(trainer: TrainerLike, result: Diagnosis) -> Iterator[str]:
     on_gpu = trainer.device.type == "cuda"
     compute = result.forward + result.backward + result.update
     if result.waiting > 0.1:
-        yield f"The model waits for data during {100 * result.waiting:.0f} % of a step. {faster_data(trainer)}"
+        advice = faster_data(trainer.train_dataloader, trainer.accelerator.num_processes)
+        yield f"The model waits for data during {100 * result.waiting:.0f} % of a step. {advice}"
     in_callbacks = sum(result.callbacks.values())
     if in_callbacks > 0.1 * result.step:
         slowest, seconds = max(result.callbacks.items(), key=lambda item: item[1])

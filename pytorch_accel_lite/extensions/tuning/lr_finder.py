@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pytorch_accel_lite.data import CollateFunction, LoaderKwargs, NamedData
-from pytorch_accel_lite.extending import PLOTS, RunRequest, TrainerLike, Trial
+from pytorch_accel_lite.extending import PLOTS, RunRequest, TrainerLike
 from pytorch_accel_lite.extending_tools import check_positive_int, check_range, layer_scales
+from pytorch_accel_lite.extensions.trials import Trial
 from pytorch_accel_lite.optimizers import CombinedOptimizer
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import GradientNormCallback
+from pytorch_accel_lite import Trainer, callbacks
 from tests.launching import some_of
 from tests.ranks import check_processes, every_state, final_weights, world_size
 from tests.shared_trainings import Contrastive, both_ways
@@ -208,12 +207,13 @@ class Looks(Trainer):
         super().optimizer_step()
 
 
+@pytest.mark.extension("monitoring")
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_recomputing_without_a_change_returns_the_windows_loss(accumulation):
     found = {}
     for trainer_class in (Trainer, Looks):
         model = noisy_model()
-        trainer = trainer_class(model, nn.MSELoss(), sgd(model), callbacks=[GradientNormCallback], seed=1)
+        trainer = trainer_class(model, nn.MSELoss(), sgd(model), callbacks=[callbacks.GradientNormCallback], seed=1)
         trainer.train(DATA, 1, per_device_batch_size=6, gradient_accumulation_steps=accumulation, **IN_ORDER)
         found[trainer_class] = weights(model), trainer.run_history
     assert equal_weights(found[Trainer][0], found[Looks][0])

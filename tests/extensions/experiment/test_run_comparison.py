@@ -16,12 +16,7 @@ from torchmetrics import R2Score
 pytest.importorskip("jsonargparse", reason="needs the extra cli")
 
 from pytorch_accel_lite import Trainer, callbacks, compare_runs
-from pytorch_accel_lite.callbacks import (
-    LearningRateMonitorCallback,
-    MetricsCallback,
-    MetricsFileCallback,
-    SaveTrainingStateCallback,
-)
+from pytorch_accel_lite.callbacks import MetricsCallback, MetricsFileCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.experiment import Experiment, RunComparison
 from pytorch_accel_lite.extensions.experiment.command_line import main
 from tests.extensions.experiment import parts
@@ -65,7 +60,7 @@ def runs(tmp_path_factory) -> dict[str, Trainer]:
         found[str(folder / name)] = Experiment.from_file(folder / "small.yaml", overrides).train()
     script, states = folder / "script", folder / "states"
     log = callbacks.RunLogCallback(script / "log", {"idea": "<wider>"})
-    found[str(script)] = train(script, 1, LearningRateMonitorCallback(), log)
+    found[str(script)] = train(script, 1, callbacks.LearningRateMonitorCallback(), log)
     rows = MetricsFileCallback(states / "metrics.csv", every_n_updates=1)
     found[str(states)] = train(states, 2, rows, SaveTrainingStateCallback(states / "kept"))
     (folder / "empty").mkdir()
@@ -77,7 +72,7 @@ def compared(runs) -> RunComparison:
     return compare_runs(runs)
 
 
-@pytest.mark.extension("reports")
+@pytest.mark.extension("monitoring", "reports")
 def test_each_run_is_found_with_its_best_metrics(runs, compared):
     assert [run.name for run in compared.runs] == ["adam-2", "adam-10", "sgd", "script", "states"]
     assert list(map(str, compared.metrics)) == ["eval_loss_epoch (min)", "r2 (max)", "train_loss_epoch (last)"]
@@ -92,7 +87,7 @@ def test_each_run_is_found_with_its_best_metrics(runs, compared):
 
 
 @pytest.mark.slow
-@pytest.mark.extension("reports")
+@pytest.mark.extension("monitoring", "reports")
 def test_derived_settings_are_not_listed_as_differences(runs):
     from_files = compare_runs(list(runs)[:3])
     assert from_files.differences == [
@@ -111,7 +106,7 @@ def test_derived_settings_are_not_listed_as_differences(runs):
     assert compare_runs(next(iter(runs))).differences == []
 
 
-@pytest.mark.extension("reports")
+@pytest.mark.extension("monitoring", "reports")
 def test_a_table_fits_a_terminal_and_marks_the_best(runs, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     found = compare_runs(list(runs)[:3])
@@ -125,7 +120,7 @@ def test_a_table_fits_a_terminal_and_marks_the_best(runs, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.extension("reports")
+@pytest.mark.extension("monitoring", "reports")
 def test_the_page_has_the_curves_of_all_runs_and_loads_nothing(compared, tmp_path):
     page = compared.save(tmp_path / "pages" / "comparison.html").read_text()
     curves = re.findall(r"<figure>(.*?)</figure>", page, re.DOTALL)
@@ -139,7 +134,7 @@ def test_the_page_has_the_curves_of_all_runs_and_loads_nothing(compared, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.extension("reports")
+@pytest.mark.extension("monitoring", "reports")
 def test_runs_are_sorted_by_a_metric(runs):
     by_metric = [row["r2"] for row in compare_runs(runs, sort_by="r2").rows()]
     assert by_metric == sorted(by_metric, reverse=True)
@@ -149,7 +144,7 @@ def test_runs_are_sorted_by_a_metric(runs):
         compare_runs(runs, sort_by="r22")
 
 
-@pytest.mark.extension("reports")
+@pytest.mark.extension("monitoring", "reports")
 def test_the_command_compares_a_folder_of_runs(runs, capsys, monkeypatch):
     folder = Path(next(iter(runs))).parent
     monkeypatch.chdir(folder.parent)

@@ -120,7 +120,7 @@ def test_files_are_compared_on_the_command_line(tmp_path, monkeypatch, capsys):
     assert "error: a='narrow.yaml' and b='narrow.yaml' are the same setting" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@only_with_soak  # tests/repository/test_docs.py runs the page's code
 def test_the_comparison_of_the_page_gives_its_results(tmp_path, monkeypatch, capsys):
     pytest.importorskip("jsonargparse")
     monkeypatch.chdir(tmp_path)

@@ -32,7 +32,6 @@ from pytorch_accel_lite import (
 )
 from pytorch_accel_lite import data as sources
 from pytorch_accel_lite.callbacks import (
-    GradientNormCallback,
     MetricsCallback,
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
@@ -139,7 +138,7 @@ def images(
         model,
         nn.CrossEntropyLoss(),
         torch.optim.AdamW(model.parameters(), lr=0.01),
-        [ema, squares, StepBasedEvaluationCallback(2), GradientNormCallback(), *extra],
+        [ema, squares, StepBasedEvaluationCallback(2), callbacks.GradientNormCallback(), *extra],
         seed=3,
         logical_processes=logical,
     )
@@ -306,7 +305,7 @@ def unfreezing() -> dict[str, Any]:
 ALL: list[Callable[[], Any]] = [images, with_workers, few_samples, tokens, metrics, combined, unfreezing]
 FEW = [with_workers, few_samples, combined]
 NEEDED: dict[Callable[[], Any], tuple[str, ...]] = {
-    **dict.fromkeys([images, with_workers, few_samples], ("model_ema",)),
+    **dict.fromkeys([images, with_workers, few_samples], ("model_ema", "monitoring")),
     combined: ("mixtures",),
     unfreezing: ("mixtures", "unfreezing"),
 }
@@ -374,7 +373,7 @@ def test_any_number_of_processes_gives_the_same_bits(ranks, case):
 
 
 @only_with_soak
-@pytest.mark.extension("model_ema")
+@pytest.mark.extension("model_ema", "monitoring")
 @pytest.mark.processes
 @pytest.mark.parametrize("processes", [4, 8])
 def test_eight_logical_processes_have_the_same_bits_on_4_and_8(job, processes):
@@ -383,11 +382,12 @@ def test_eight_logical_processes_have_the_same_bits_on_4_and_8(job, processes):
             assert differences(alone(case), result) == [], case.__name__
 
 
+@pytest.mark.extension("monitoring")
 def test_logical_processes_train_as_one_with_the_whole_batch():
     found = []
     for count, batch in ((4, 3), (None, 12)):
         model = float64_model()
-        trainer = adamw_trainer(model, seed=1, logical_processes=count, callbacks=[GradientNormCallback()])
+        trainer = adamw_trainer(model, seed=1, logical_processes=count, callbacks=[callbacks.GradientNormCallback()])
         trainer.train(
             float64_data(41),
             2,
@@ -491,7 +491,7 @@ def resumed(state: Path, options: dict[str, Any] | None = None) -> dict[str, Any
 
 
 @only_with_soak
-@pytest.mark.extension("model_ema")
+@pytest.mark.extension("model_ema", "monitoring")
 def test_a_run_resumes_the_same_bits_on_any_number_of_processes(uninterrupted, job):
     """Resumes within an epoch and at its end."""
     whole, states = uninterrupted
@@ -503,7 +503,7 @@ def test_a_run_resumes_the_same_bits_on_any_number_of_processes(uninterrupted, j
             assert [differences(whole, found) for found in job(processes).run(resumed, state)] == [[]] * processes
 
 
-@pytest.mark.extension("model_ema")
+@pytest.mark.extension("model_ema", "monitoring")
 def test_states_of_several_processes_resume_on_others(uninterrupted, job, tmp_path):
     whole, states = uninterrupted
     for found in job(3).run(save, tmp_path):
@@ -556,7 +556,7 @@ def test_any_run_resumes_from_any_update_on_any_process_count(job, tmp_path):
         assert [differences(whole, other) for other in others] == [[]] * len(others), options
 
 
-@pytest.mark.extension("model_ema")
+@pytest.mark.extension("model_ema", "monitoring")
 def test_resuming_with_other_logical_processes_loses_no_sample(uninterrupted, capsys):
     whole, states = uninterrupted
     for count in (4, None):
@@ -569,7 +569,7 @@ def test_resuming_with_other_logical_processes_loses_no_sample(uninterrupted, ca
         assert found["progress"]["samples"] == whole["progress"]["samples"]
 
 
-@pytest.mark.extension("model_ema")
+@pytest.mark.extension("model_ema", "monitoring")
 def test_a_state_records_its_environment(uninterrupted, capsys):
     _, states = uninterrupted
     print_contents(states[0])
@@ -578,7 +578,7 @@ def test_a_state_records_its_environment(uninterrupted, capsys):
     assert re.search(r"machine: device cpu, torch .*threads 1", shown)
 
 
-@pytest.mark.extension("model_ema")
+@pytest.mark.extension("model_ema", "monitoring")
 def test_a_machine_that_computes_other_bits_is_reported(uninterrupted, capsys):
     _, states = uninterrupted
     torch.set_float32_matmul_precision("high")

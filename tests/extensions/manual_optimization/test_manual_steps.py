@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer, callbacks
-from pytorch_accel_lite.callbacks import GradientNormCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.ranks import check_processes, every_state, shared_folder, world_size
 from tests.small_models import (
     adamw_trainer,
@@ -400,6 +400,7 @@ def test_gradients_of_an_optimizer_that_begins_late_are_used():
     assert not all(torch.equal(now[name], before[name]) for name in now if name.startswith("generator."))
 
 
+@pytest.mark.extension("monitoring")
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_each_optimizer_has_its_gradient_norms(clip):
     norms: dict[str, list[float]] = {"generator": [], "critic": []}
@@ -410,7 +411,7 @@ def test_each_optimizer_has_its_gradient_norms(clip):
             norms[self.current_run.stepper.updating].append(float(nn.utils.get_total_norm(gradients)))
             super().clip_gradients()
 
-    trainer = Norms(callbacks=[GradientNormCallback])
+    trainer = Norms(callbacks=[callbacks.GradientNormCallback])
     trainer.train(FULL, 1, per_device_batch_size=9, gradient_clip_norm=clip)
     expected = {}
     for name, values in norms.items():
@@ -481,10 +482,11 @@ def test_calling_backward_directly_is_refused():
 # -------------------------------------------------------------------------------------------- gradient scalers
 
 
+@pytest.mark.extension("monitoring")
 @pytest.mark.parametrize(("accumulation", "clip"), [(1, None), (2, 0.1)])
 def test_scaled_gradients_are_those_of_the_loop_by_hand(scaled_accelerator, accumulation, clip):
     scaled_accelerator.scaler.set_growth_interval(1)  # the scale is another one in each step
-    norms = GradientNormCallback()
+    norms = callbacks.GradientNormCallback()
     trainer = GAN(callbacks=[norms], accelerator=scaled_accelerator, seed=0)
     arguments = {"gradient_accumulation_steps": accumulation, "gradient_clip_norm": clip}
     trainer.train(FULL, 2, per_device_batch_size=4, train_dataloader_kwargs={"shuffle": False}, **arguments)

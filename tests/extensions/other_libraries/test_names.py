@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pydoc
 import warnings
 from typing import Any
 
 import pytest
 
-from pytorch_accel_lite import Trainer
+from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveBestModelCallback
 from pytorch_accel_lite.extensions.other_libraries import HOOKS
 from pytorch_accel_lite.run.events import EVENTS
@@ -91,6 +92,36 @@ def test_renamed_arguments_of_callbacks_are_suggested(callback, word, answer):
     assert answer in message(TypeError, lambda: callback(**{word: 3}))
 
 
+@pytest.mark.parametrize("name", ["test", "validate"])
+def test_other_names_for_evaluate_are_suggested(name):
+    assert f"Trainer has no {name}(). Call evaluate(dataset)." in message(
+        AttributeError, lambda: getattr(make_trainer(), name)
+    )
+
+
+def test_counts_named_as_in_other_libraries_point_to_progress():
+    trainer = make_trainer()
+    advice = message(AttributeError, lambda: trainer.global_step)
+    assert advice == "Trainer has no global_step. Read progress.update, the number of updates."
+    assert "progress.epoch" in message(AttributeError, lambda: trainer.current_epoch)
+    trainer.global_step = 3  # of a program's own
+    assert trainer.global_step == 3
+
+
+def test_fit_suggests_train():
+    trainer = make_trainer()
+    assert "Trainer has no fit(). Call train(" in message(AttributeError, lambda: trainer.fit(make_data(), 3))
+    assert not hasattr(trainer, "fit")
+    assert "fit" not in dir(trainer)
+    assert " |  fit = <not there: Call train(" in pydoc.plain(pydoc.render_doc(Trainer))
+
+    class Fits(Trainer):
+        def fit(self):
+            return "mine"
+
+    assert make_trainer(trainer_class=Fits).fit() == "mine"
+
+
 @pytest.mark.parametrize(
     ("name", "advice"),
     {
@@ -129,3 +160,23 @@ def test_a_hook_that_a_trainer_defines_is_warned_of(name, advice):
 
 def test_hooks_of_other_libraries_map_to_existing_events():
     assert set(HOOKS) <= {*EVENTS, "state_dict", "load_state_dict"}
+
+
+def test_a_trainer_that_is_a_callback_too_has_events():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        type("Both", (Trainer, TrainerCallback), {"on_train_epoch_end": lambda self, trainer, **kwargs: None})
+        type("Ours", (Trainer,), {name: lambda self, *args: None for name in ("on_train_epoch_end", "train_epoch_end")})
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    {
+        "on_train_epoch_end": "Override train_epoch_end, or define on_train_epoch_end in a TrainerCallback",
+        "on_train_step_end": "Define on_train_step_end in a TrainerCallback",
+    }.items(),
+)
+def test_an_event_that_a_trainer_defines_is_warned_of(name, advice):
+    with pytest.warns(UserWarning, match=rf"Theirs\.{name} is never called.*{advice}") as caught:
+        type("Theirs", (Trainer,), {name: lambda self, *args: None})
+    assert len(caught) == 1

@@ -17,11 +17,10 @@ from torch.utils.data import TensorDataset
 from torchmetrics import MeanAbsoluteError
 
 from pytorch_accel_lite import StopTrainingError, Trainer, callbacks, get_default_callbacks
-from pytorch_accel_lite.base import environment
+from pytorch_accel_lite.base import displays
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     EarlyStoppingCallback,
-    GradientNormCallback,
     MetricsCallback,
     ProgressBarCallback,
     ProgressTableCallback,
@@ -69,7 +68,7 @@ def _eighty_columns(monkeypatch):
 
 @pytest.fixture
 def _notebook(monkeypatch):
-    monkeypatch.setattr(environment, "in_notebook", lambda: True)
+    monkeypatch.setattr(displays, "in_notebook", lambda: True)
     monkeypatch.setattr(progress_table_callback, "in_notebook", lambda: True)
 
 
@@ -297,13 +296,14 @@ def test_rows_within_an_epoch_can_be_requested(capsys):
 # ----------------------------------------------------------------------------------------------- width
 
 
-@pytest.mark.extension("profiling")
+@pytest.mark.extension("monitoring", "profiling")
 def test_a_wide_table_is_cut_and_names_the_hidden_columns(capsys, monkeypatch):
     def follow(trainer: Trainer) -> None:
         monkeypatch.setenv("COLUMNS", {1: "45", 2: "160"}.get(trainer.progress.epoch, "80"))
 
     metrics = MetricsCallback({"mae": MeanAbsoluteError()})
-    others = [metrics, GradientNormCallback(), callbacks.TimingCallback(), listener(on_train_epoch_start=follow)]
+    measured = [callbacks.GradientNormCallback(), callbacks.TimingCallback()]
+    others = [metrics, *measured, listener(on_train_epoch_start=follow)]
     trainer = train(make_trainer(table(*others)), epochs=3, eval_dataset=True)
     lines = printed(capsys)
     notes = [line for line in lines if "more metric" in line]

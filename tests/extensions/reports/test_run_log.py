@@ -18,12 +18,8 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torchmetrics import R2Score
 
-from pytorch_accel_lite.callbacks import (
-    LearningRateMonitorCallback,
-    MetricsCallback,
-    RunLogCallback,
-    SaveTrainingStateCallback,
-)
+from pytorch_accel_lite import callbacks
+from pytorch_accel_lite.callbacks import MetricsCallback, RunLogCallback, SaveTrainingStateCallback
 from tests.ranks import shared_folder
 from tests.small_models import adamw_trainer, float64_data, float64_model, listener, make_data, make_trainer, train
 
@@ -47,13 +43,15 @@ def test_the_folder_of_a_run_records_its_course(tmp_path):
     assert "| epoch | train_loss_epoch | eval_loss_epoch |" in text
 
 
+@pytest.mark.extension("monitoring")
 def test_a_runs_page_starts_with_its_result(tmp_path):
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD([{"params": [model.weight], "lr": 0.01}, {"params": [model.bias]}], 0.1, momentum=0.5)
     metrics = MetricsCallback({"r2": R2Score()})
     states = SaveTrainingStateCallback(tmp_path / "states")
     log = RunLogCallback(tmp_path / "log", name="first <try>")
-    trainer = make_trainer([metrics, states, LearningRateMonitorCallback(), log], model=model, optimizer=optimizer)
+    rates = callbacks.LearningRateMonitorCallback()
+    trainer = make_trainer([metrics, states, rates, log], model=model, optimizer=optimizer)
     train(trainer, epochs=3, eval_dataset=make_data(8), create_scheduler_fn=partial(StepLR, step_size=2))
     text = (tmp_path / "log" / "summary.md").read_text()
     best = max(trainer.run_history.get_metric_values("r2"))

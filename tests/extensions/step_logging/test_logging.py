@@ -22,7 +22,7 @@ from tests.scripts.logged import EPOCHS, UPDATES, run, run_with_mlflow
 from tests.small_models import listener, make_trainer, train
 
 #: Has every logger.
-OF_THE_SCRIPT = pytest.mark.extension("metrics_file", "reports", "trackers")
+OF_THE_SCRIPT = pytest.mark.extension("metrics_file", "monitoring", "reports", "trackers")
 
 
 class Rows(StepLogger):

@@ -1,0 +1,433 @@
+"""Batches of map datasets: each process reads its share of one global order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice, starmap
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from pytorch_accel_lite.base.change_marks import Marks, marks_of
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.reachable import nested_in
+from pytorch_accel_lite.base.seeding import derive_seed, draw_seed, generator_with, seed_generators
+from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.data.batches import Batch, Share
+from pytorch_accel_lite.data.consistency import check_order
+from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader
+from pytorch_accel_lite.data.order import (
+    ComputedOrder,
+    Order,
+    draw_order,
+    in_turn,
+    indices_at,
+    length_error,
+    of_all_processes,
+    order_of_sampler,
+)
+from pytorch_accel_lite.data.reading import InMemory, add_missing_note, as_rows, read_rows, reader_of, tensors_in_memory
+from pytorch_accel_lite.data.sample_seeds import SeededReader, as_collated
+from pytorch_accel_lite.data.sampler_states import EpochRead, advance_sampler, state_of_sampler, warn_of_other_order
+from pytorch_accel_lite.data.shares import (
+    Shares,
+    WrongLengthError,
+    count_global_batches,
+    global_batches,
+    grouped,
+    share_bounds,
+    with_last,
+)
+from pytorch_accel_lite.data.skipping_on_resume import skip_samples
+from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Sample, SamplerLike, SourceState
+from pytorch_accel_lite.distributed import Ranks
+
+#: Samplers whose orders depend on the seed and the epoch alone.
+_OF_TORCH = (RandomSampler, SequentialSampler)
+
+
+class _PlannedStep(NamedTuple):
+    """A step whose indices have been handed out, for the reader of its batch.
+
+    Args:
+        seed: the seed of this process's share
+        num_samples: the number of samples on this process
+        total_samples: the number of samples on all processes
+        is_last: whether it is the last step of the epoch
+        indices: the indices of this process's samples
+        share: the share, if the number of shares is fixed
+    """
+
+    seed: int | None
+    num_samples: int
+    total_samples: int
+    is_last: bool
+    indices: Sequence[Index] | torch.Tensor
+    share: Share | None
+
+
+class _Iteration(NamedTuple):
+    """How to iterate over an epoch.
+
+    Args:
+        epoch: the number of the epoch
+        start: the number of samples before the first step
+        limit: the largest number of steps
+        min_share: the smallest share of a process
+        planned: the queue to fill
+    """
+
+    epoch: int
+    start: int
+    limit: int | None
+    min_share: int
+    planned: deque[_PlannedStep]
+
+
+class _EpochShares:
+    """This process's share of an epoch, batch by batch: the batch sampler of a ``MapLoader``.
+
+    It has no reference to its loader: a reference cycle would keep workers alive after the loader is dropped.
+
+    Args:
+        source: the user's ``DataLoader``, or one that the trainer has created
+        ranks: the processes that read different data
+        options: how the source is read
+        rows: number of rows of data in memory; their indices are tensors if the order is fixed when the epoch begins.
+            ``None`` for other data.
+
+    Attributes:
+        is_batched: whether the source has a batch sampler of the user's
+        sampler: the sampler of the whole order: of indices, or the user's of batches
+        per_step: number of samples in a step of all processes, or of the user's batches
+        drop_last: whether a last step with fewer samples is left out
+        order_id: identity of the order of the epoch, see ``check_order()``
+        resumed_order_id: identity of the order that a resumed run must continue; ``None`` if it continues none
+        epoch_read: identity of the epoch that was begun last
+        resumed_epoch_read: identity of the epoch that the interrupted run had begun last, until the next epoch begins
+        planned: the queue of the steps whose indices have been handed out, for the reader of their batches
+        next_iteration: how to iterate next
+    """
+
+    def __init__(self, source: DataLoader[Sample], ranks: Ranks, options: LoaderOptions, rows: int | None) -> None:
+        self._shares = options.shares or Shares(ranks.world_size, range(ranks.rank, ranks.rank + 1))
+        self.is_batched = source.batch_size is None
+        self.sampler: SamplerLike = source.batch_sampler if self.is_batched else source.sampler
+        if type(self.sampler) not in _OF_TORCH:
+            self.sampler = of_all_processes(self.sampler, self._shares.total)
+        self.per_step = (source.batch_size or 1) * self._shares.total
+        self.drop_last = source.drop_last
+        self._ranks = ranks
+        self._options = options
+        self.rows = rows
+        self.order_id: SourceState = {}
+        self.resumed_order_id: SourceState | None = None
+        self.epoch_read: EpochRead = {}
+        self.resumed_epoch_read: EpochRead | None = None
+        self.planned = deque[_PlannedStep]()
+        self.next_iteration: _Iteration | None = None
+
+    def begin(self, epoch: int, start: int, limit: int | None, min_share: int) -> deque[_PlannedStep]:
+        """Set the start of the next iteration, without affecting running ones; return the queue that it will fill."""
+        self.planned = deque()
+        self.next_iteration = _Iteration(epoch, start, limit, min_share, self.planned)
+        return self.planned
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the indices to read in each step; with a seed, as a ``SeededShare`` unless data are in memory."""
+        assert self.next_iteration is not None, "begin() has not been called"
+        epoch, position, limit, min_share, planned = self.next_iteration
+        num_shares = self._shares.total
+        least = min(min_share, self.per_step // num_shares)
+        run_seed = self._options.seed
+        epoch_seed = None if run_seed is None else derive_seed(run_seed, epoch)
+        is_seeded = epoch_seed is not None and self.rows is None
+        lengths: list[int] = []
+        seed = share = None
+        for group, is_last in with_last(islice(self._indices_of_steps(epoch, position), limit)):
+            indices = group
+            if self.is_batched:
+                indices = list(chain(*group))
+                lengths = [len(batch) for batch in group]
+                least = min(min_share, max(lengths))
+            size = len(indices)
+            shares = [(0, 0, size)] if num_shares == 1 else self._local_shares(size, least, lengths)
+            for place, (number, begin, end) in enumerate(shares, start=1):
+                count = end - begin
+                local = indices if count == size else indices[begin:end]
+                first, to_read = (position + begin, local) if count else (position, indices[:least])
+                if epoch_seed is not None:
+                    seed = derive_seed(first, after=epoch_seed)
+                if self._options.shares is not None:
+                    share = Share(
+                        number, derive_seed(run_seed or 0, epoch, 0, position), ends_step=place == len(shares)
+                    )
+                planned.append(_PlannedStep(seed, count, size, is_last, local, share))
+                yield (seed, epoch_seed, first, to_read) if is_seeded else to_read
+            position += size
+
+    def _local_shares(self, size: int, least: int, lengths: list[int]) -> list[tuple[int, int, int]]:
+        """Return the numbers and bounds of this process's shares of a step. The bounds of a filler batch are equal."""
+        every, options = self._shares, self._options
+        shares = [(number, *share_bounds(size, number, every.total, least, lengths)) for number in every.local]
+        if options.evens_shares:  # a missing share gets the number of the last one
+            return shares + [(every.local[-1], size, size)] * every.lacking(self._ranks.world_size)
+        has_first = shares[:1] if options.fill else []
+        others = shares[len(has_first) :]
+        return has_first + [(number, begin, end) for number, begin, end in others if end > begin]
+
+    def _indices_of_steps(self, epoch: int, start: int) -> Iterator[BatchData]:
+        """Return the indices of all processes in each step or, with the user's batches, the batches of each step."""
+        order = self._draw_checked_order(epoch)
+        if self.is_batched:
+            batches = skip_samples(filter(len, order), start, len, lambda batch, left: batch[-left:], "batch_sampler")
+            return grouped(batches, self.per_step)
+        if self.rows is not None and (isinstance(order, list) or type(order) is RandomSampler):
+            drawn = np.asarray(order) if isinstance(order, list) else np.fromiter(order, dtype=np.int64)
+            order = as_rows(drawn, self.rows)  # once rather than for each batch
+        size = find_length(self.sampler)
+        if size is None:
+            return grouped(islice(order, start, None), self.per_step)
+        if isinstance(order, (list, torch.Tensor)) and len(order) != size:
+            raise length_error(self.sampler, size, len(order))
+        min_last = 1 if self._options.fill else self._shares.total
+        bounds = global_batches(size, self.per_step, start, self.drop_last, min_last)
+        if isinstance(order, list):
+            return map(order.__getitem__, starmap(slice, bounds))
+        if isinstance(order, (torch.Tensor, range, ComputedOrder)):
+            rows = indices_at(order, bounds)
+            return map(torch.Tensor.tolist, rows) if self.rows is None else rows
+        return in_turn(self.sampler, order, start, [end - begin for begin, end in bounds])
+
+    def _draw_checked_order(self, epoch: int) -> Order:
+        seed = self._options.seed
+        before = self._bring_sampler_to(epoch)
+        state = None if seed is None else state_of_sampler(self.sampler)
+        order = draw_order(self.sampler, self._ranks, seed, epoch, self._options.reported_epoch(epoch))
+        self.order_id = {"length": None if self.is_batched else find_length(self.sampler)}
+        # Without a seed, all processes have the order of the first one.
+        drawn_by_user = order if isinstance(order, list) and seed is not None else None
+        if drawn_by_user is not None or self.resumed_order_id is not None:
+            check_order(self.sampler, drawn_by_user, self._ranks, self.order_id, self.resumed_order_id)
+            self.resumed_order_id = None
+        if before is not None and before["epoch"] == epoch and before["checksum"] != self.order_id.get("checksum"):
+            warn_of_other_order(self.sampler, epoch, is_left=True)
+        self.epoch_read = {"epoch": epoch, **self.order_id, "sampler": state}
+        return order
+
+    def _bring_sampler_to(self, epoch: int) -> EpochRead | None:
+        """In a resumed run, bring a user's sampler to the state that it had in the interrupted run.
+
+        Returns:
+            the epoch that the interrupted run had read last, if its sampler had an order comparable with this one
+        """
+        read, self.resumed_epoch_read = self.resumed_epoch_read, None
+        if read is None and self.resumed_order_id is not None:  # the state is of an earlier version
+            read = {"epoch": epoch, **self.resumed_order_id}
+        seed, reported = self._options.seed, self._options.reported_epoch
+        if read is None or seed is None or "checksum" not in read or hasattr(self.sampler, "order_of_epoch"):
+            return None
+        now = find_length(self.sampler), getattr(self.sampler, "batch_size", None)
+        length = now[0] if read["length"] is None else read["length"]
+        if now[0] is None or now != (length, read["batch_size"]) or type(self.sampler) in _OF_TORCH:
+            return None  # with drop_last, batches of another size end elsewhere
+        ends = read["epoch"] < epoch
+        advance_sampler(self.sampler, read, ends, lambda s, n: order_of_sampler(s, seed, n, reported(n)))
+        return read
+
+
+class _Idle(NamedTuple):
+    """A loader that is not in use, with its workers and marks of the data from when they started."""
+
+    loader: DataLoader[Sample]
+    batches: Any
+    marks: Marks
+
+
+class MapLoader(ShardedLoader):
+    """The batches of a ``DataLoader`` over a map dataset, divided among the processes.
+
+    Each step takes the next ``batch_size`` samples for every process from one global order; a smaller remainder is
+    divided evenly. With a user's ``batch_sampler``, each step takes one of its batches for every process. Tensors in
+    memory are indexed a whole batch at a time.
+    """
+
+    def __init__(self, source: DataLoader[Sample], ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
+        super().__init__(source, ranks, device, options)
+        in_order = getattr(source, "in_order", True)  # older torchdata has no such option
+        if source.num_workers > 1 and not in_order and ranks.rank == 0:
+            warn_outside(
+                "in_order=False of a DataLoader has no effect: a run reads batches in their order, so that it gives "
+                "the same results each time and can be resumed. Leave it out."
+            )
+        self._memory = self._find_memory()
+        rows = None if self._memory is None else len(source.dataset)  # type: ignore[arg-type]
+        self._shares = _EpochShares(source, ranks, options, rows)
+        self._idle: _Idle | None = None  # kept with its workers for the next iteration
+        self._collate: CollateFunction = source.collate_fn
+        if self._memory is not None or options.seed is None:
+            self._reader = reader_of(source.dataset)
+        else:
+            self._reader, self._collate = SeededReader(source.dataset, source.collate_fn), as_collated
+
+    def _find_memory(self) -> InMemory | None:
+        """Return the data if they are in memory and are read directly, in this process."""
+        if self.source.num_workers or self.source.collate_fn is not default_collate:
+            return None
+        memory = tensors_in_memory(self.source.dataset)
+        if memory is not None:
+            self._is_placed = self._device.type == "cpu" or memory.is_on(self._device)
+        return memory
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """Pass the epoch to the datasets, and take up what has changed in them since the last epoch."""
+        source = self.source
+        for dataset in nested_in(source.dataset, lambda value: isinstance(value, Dataset)):
+            set_epoch = getattr(dataset, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(self.options.reported_epoch(epoch))
+        if self._memory is None:
+            if isinstance(self._reader, SeededReader):
+                self._reader.forget_generators()
+        else:  # its tensors may have been replaced
+            self._memory = self._find_memory()
+            self._shares.rows = len(source.dataset)
+
+    def _create_inner(self) -> DataLoader[Sample]:
+        source = self.source
+        seed = self.options.seed
+        return DataLoader(
+            self._reader,
+            batch_sampler=self._shares,
+            collate_fn=self._collate,
+            generator=source.generator if seed is None else generator_with(derive_seed(seed)),
+            num_workers=source.num_workers,
+            pin_memory=source.pin_memory,
+            timeout=source.timeout,
+            worker_init_fn=source.worker_init_fn,
+            multiprocessing_context=source.multiprocessing_context,
+            prefetch_factor=source.prefetch_factor,
+            persistent_workers=source.persistent_workers,
+        )
+
+    def _read_steps(self, epoch: int, start: int) -> Iterator[Batch]:
+        self._begin_epoch(epoch)
+        planned = self._shares.begin(epoch, start, self._left, self._min_share)
+        for batch in self._read():
+            seed, count, total, is_last, indices, share = planned.popleft()
+            if seed is not None:
+                # Reading in this process advances python's and numpy's generators; reading in workers does not. So
+                # they are seeded again for the step, which must not draw the same numbers as the reading.
+                seed_generators(~seed, with_torch=False)
+            yield Batch(batch, count, total, is_last, indices, share)
+
+    def _read(self) -> Iterator[BatchData]:
+        if self.source.num_workers:
+            return self._read_in_workers()
+        if self.options.seed is None:
+            draw_seed(self.source.generator)  # as a DataLoader does, to draw the numbers of a hand-written loop
+        return self._read_here() if self._memory is None else self._read_memory(self._memory)
+
+    def _read_here(self) -> Iterator[BatchData]:
+        """Read in this process, as a ``DataLoader`` does, but without recording each batch for profilers."""
+        read, collate = self._reader.__getitems__, self._collate
+        is_collated = collate is as_collated  # saves a call in each step
+        pins = self.source.pin_memory and torch.accelerator.is_available()
+        for indices in self._shares:
+            try:
+                batch = read(indices) if is_collated else collate(read(indices))
+                batch = pin_memory(batch) if pins else batch  # type: ignore[no-untyped-call]
+            except Exception as error:
+                add_missing_note(error, self.source.dataset, self.next_indices())
+                if not self.options.yields_failures:
+                    raise
+                batch = FailedRead(error)
+            yield batch
+
+    def _read_in_workers(self) -> Iterator[BatchData]:
+        """Read with a loader that is not in use: with persistent workers, torch's loader has only one iterator."""
+        source = self.source
+        marks = marks_of([source.dataset, source.collate_fn, source.worker_init_fn]) if self._keeps_workers else []
+        loader = self._take_idle(marks)
+        batches = self._start_checked_reading(loader)
+        try:
+            while True:
+                try:
+                    batch = next(batches)
+                except Exception as error:
+                    if isinstance(error, StopIteration) and not error.args:
+                        return  # the end, unlike a StopIteration of the dataset, which torch raises again with its text
+                    add_missing_note(error, self.source.dataset, self.next_indices())
+                    if isinstance(error, WrongLengthError) or not self.options.yields_failures:
+                        raise  # in a generator, Python makes an error of a StopIteration
+                    batch = FailedRead(error)
+                yield batch
+        finally:
+            if batches in self._with_workers:  # the workers were not stopped meanwhile
+                self._idle = _Idle(loader, batches, marks)
+
+    @property
+    def _keeps_workers(self) -> bool:
+        return bool(self.source.persistent_workers)
+
+    def _take_idle(self, marks: Marks) -> DataLoader[Sample]:
+        """Return the idle loader, or a new one if its workers would read outdated data."""
+        idle, self._idle = self._idle, None
+        if idle is None:
+            return self._create_inner()
+        if idle.marks == marks:
+            return idle.loader
+        self._with_workers.discard(idle.batches)
+        idle.batches._shutdown_workers()
+        return self._create_inner()
+
+    def _read_memory(self, memory: InMemory) -> Iterator[BatchData]:
+        pin = self.source.pin_memory and self._device.type == "cuda" and memory.is_on(torch.device("cpu"))
+        # Nothing in an epoch affects the orders of torch's samplers, so they may be drawn ahead.
+        has_fixed_order = type(self._shares.sampler) in _OF_TORCH
+        return read_rows(memory, self._shares, len(self.source.dataset), has_fixed_order, pin)
+
+    def stop_workers(self) -> None:
+        super().stop_workers()
+        self._idle = None
+
+    def next_indices(self) -> list[Index] | None:
+        if not self._shares.planned:
+            return None
+        return list(self._shares.planned[0].indices)
+
+    def position(self) -> SourceState:
+        return {"order": self._shares.resumed_order_id or self._shares.order_id}
+
+    def epoch_state(self) -> SourceState:
+        return self._shares.resumed_epoch_read or self._shares.epoch_read
+
+    def restore_epoch_state(self, read: SourceState) -> None:
+        self._shares.resumed_epoch_read = read or None
+
+    def move_to(self, position: SourceState) -> str:
+        self._shares.resumed_order_id = position.get("order") if isinstance(position, dict) else None
+        return ""
+
+    @property
+    def num_samples(self) -> int | None:
+        return None if self._shares.is_batched else find_length(self._shares.sampler)
+
+    def steps_left(self, start: int) -> int | None:
+        size = self.num_samples
+        return None if size is None else self._count_steps(max(size - start, 0))
+
+    def _num_steps(self) -> int:
+        return self._count_steps(len(self._shares.sampler))
+
+    def _count_steps(self, size: int) -> int:
+        return count_global_batches(size, self._shares.per_step, self._shares.drop_last)
+
+    def ends_in_one_sample(self, steps: float) -> bool:
+        size = self.num_samples
+        has_single = size is not None and not self._shares.drop_last and size % self._shares.per_step == 1
+        return has_single and min(self.limit or steps, steps) >= self._num_steps()

@@ -1,0 +1,115 @@
+"""The data of a run and their loaders, and what it evaluates on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import WeakSet
+
+from pytorch_accel_lite.data import NamedData, ShardedLoader
+from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.loader_defaults import DEFAULT_BATCH_SIZE
+from pytorch_accel_lite.data.sources import CollateFunction
+from pytorch_accel_lite.distributed import Ranks
+
+
+class EvalArguments(NamedTuple):
+    """What to evaluate on, as it was passed to ``train()`` or ``evaluate()``, and how to read it.
+
+    Args:
+        dataset: a dataset or a loader, or several by name
+        batch_size: number of samples in a batch of one process
+        loader_kwargs: the user's arguments for the loaders, which come before the batch size and the function
+        collate_fn: the user's function that makes a batch from a list of samples, if one was passed
+        auto_microbatch: whether batches that do not fit into memory are split
+    """
+
+    dataset: NamedData | None = None
+    batch_size: int = DEFAULT_BATCH_SIZE
+    loader_kwargs: LoaderKwargs | None = None
+    collate_fn: CollateFunction | None = None
+    auto_microbatch: bool = False
+
+    def completed_by(self, other: EvalArguments) -> EvalArguments:
+        """Return these arguments, with those of ``other`` where these are the defaults."""
+        kwargs = self.loader_kwargs
+        has_size, has_function = self.batch_size != DEFAULT_BATCH_SIZE, self.collate_fn is not None
+        if kwargs is None and other.loader_kwargs is not None:
+            own = {"batch_size": has_size, "collate_fn": has_function}
+            kwargs = {name: value for name, value in other.loader_kwargs.items() if not own.get(name)}
+        return EvalArguments(
+            other.dataset if self.dataset is None else self.dataset,
+            self.batch_size if has_size else other.batch_size,
+            kwargs,
+            self.collate_fn if has_function else other.collate_fn,
+            self.auto_microbatch or other.auto_microbatch,
+        )
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class RunData:
+    """The data of a run, and their loaders.
+
+    Attributes:
+        ranks: the processes among which the data are divided; in tensor parallelism, several processes count as one,
+            because they share each batch
+        train_dataset: the dataset that the run trains on
+        eval_dataset: the dataset that the run evaluates on, or a dict of datasets
+        collate_fn: the user's function that makes a batch from a list of samples, if one was passed
+        seed: the seed that determines the order of the data; ``None`` without a seed
+        first_epoch: the number passed to ``set_epoch`` of samplers and datasets in the first epoch; 1 in runs resumed
+            from states of version 0.2 and earlier
+        train_loader: the loader of this process's training batches; ``None`` in an evaluation or prediction alone
+        train_loader_kwargs: arguments of ``train_loader``
+        eval_loader: the evaluation loader being read; one of ``eval_loaders``, which is empty for a single dataset
+            without a name
+        eval_dataset_name: name of the dataset being evaluated, if there are several
+        eval_loaders: the loaders of evaluation batches by the names of their datasets, if there are several
+        eval_loader_kwargs: arguments of the evaluation loaders
+        made_loaders: loaders created for this run, whose workers end with it
+        has_fillers: whether a process without samples in a step takes part in it with a filler batch
+        eval_arguments: what a training run evaluates on, as it was passed, and how it is read
+    """
+
+    ranks: Ranks
+    train_dataset: NamedData | None
+    eval_dataset: NamedData | None
+    collate_fn: CollateFunction | None
+    seed: int | None = None
+    first_epoch: int = 0
+    train_loader: ShardedLoader | None = None
+    train_loader_kwargs: LoaderKwargs | None = None
+    eval_loader: ShardedLoader | None = None
+    eval_dataset_name: str | None = None
+    eval_loaders: dict[str, ShardedLoader] = field(default_factory=dict)
+    eval_loader_kwargs: LoaderKwargs | None = None
+    made_loaders: WeakSet[ShardedLoader] = field(default_factory=WeakSet)
+    has_fillers: bool = True
+    eval_arguments: EvalArguments = field(default_factory=EvalArguments)
+
+    @property
+    def required_train_loader(self) -> ShardedLoader:
+        """The loader of the training batches.
+
+        Raises:
+            RuntimeError: if the run does not train
+        """
+        if self.train_loader is None:
+            raise RuntimeError("There is no train_dataloader before train() has been called.")
+        return self.train_loader
+
+    @property
+    def required_eval_loader(self) -> ShardedLoader:
+        """The loader of the current evaluation or prediction.
+
+        Raises:
+            RuntimeError: if there is no such loader
+        """
+        if self.eval_loader is None:
+            raise RuntimeError("There is no eval_dataloader before evaluate() has been called.")
+        return self.eval_loader
+
+    @property
+    def all_eval_loaders(self) -> list[ShardedLoader]:
+        """The loaders of this process's evaluation batches, for all datasets."""
+        return list(self.eval_loaders.values()) or [loader for loader in [self.eval_loader] if loader is not None]

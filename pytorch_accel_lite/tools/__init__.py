@@ -1,1 +1,0 @@
-"""Tools for extensions and callbacks, on top of the training loop. A run itself calls none of them."""

@@ -1,0 +1,53 @@
+"""Batches in parts: the parts, and their outputs merged, are worth the whole. ``failed_batches`` trains on parts."""
+
+from __future__ import annotations
+
+import torch
+
+from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.extensions.batch_parts import as_returned, merge_outputs, split_into_parts
+from tests.small_models import listener, make_trainer
+
+WHOLE = Batch((torch.arange(5.0), ["a", "b", "c", "d", "e"]), 5, 5, True, indices=[7, 3, 4, 0, 1])
+
+
+def test_parts_have_the_samples_of_the_whole():
+    parts = split_into_parts(WHOLE, 2)
+    assert [part.data[1] for part in parts] == [["a", "b"], ["c", "d", "e"]]
+    assert [part.indices for part in parts] == [[7, 3], [4, 0, 1]]
+    assert [part.num_samples for part in parts] == [2, 3]
+    assert [part.total_samples for part in parts] == [5, 0]  # counted once
+
+
+def test_one_part_and_fillers_are_left_whole():
+    filler = WHOLE._replace(num_samples=0)
+    assert split_into_parts(WHOLE, 1)[0] is WHOLE
+    assert split_into_parts(filler, 3)[0] is filler
+
+
+def test_merged_outputs_are_those_of_the_whole():
+    x = torch.arange(5.0)
+    outputs = [
+        {
+            "loss": part.mean(),
+            "batch_size": len(part),
+            "model_outputs": part,
+            "losses": {"a": part.mean()},
+            "text": None,
+        }
+        for part in (x[:2], x[2:])
+    ]
+    merged = merge_outputs(outputs)
+    assert merged["batch_size"] == 5
+    torch.testing.assert_close(merged["loss"], x.mean())
+    torch.testing.assert_close(merged["losses"]["a"], x.mean())
+    assert torch.equal(merged["model_outputs"], x)
+    assert merged["text"] is None
+
+
+def test_losses_are_copied_only_if_a_callback_may_change_them():
+    output = {"loss": torch.ones(()), "batch_size": 1, "model_outputs": torch.ones(1)}
+    assert as_returned(make_trainer(), output) is output
+    kept = as_returned(make_trainer([listener(on_backward_start=lambda trainer, **_: None)]), output)
+    output["loss"].add_(1)
+    assert kept == {"loss": torch.ones(()), "batch_size": 1}
