@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_accel_lite.base.presentation import AttributeElsewhere
 from torch import nn
 from torchmetrics import MeanSquaredError
 
 import pytorch_accel_lite.callbacks as shipped
 from pytorch_accel_lite import InMemoryRunHistory, LossTracker, RunHistory, Trainer, TrainerCallback
+from pytorch_accel_lite.base.trainer_help import AttributeElsewhere
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     EarlyStoppingCallback,
