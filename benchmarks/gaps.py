@@ -58,7 +58,7 @@ def by_hand(task: Task, batches: list[Any]) -> list[float]:
 
 def ours(task: Task, batches: list[Any]) -> list[float]:
     from pytorch_accel_lite import Trainer, get_default_callbacks
-    from pytorch_accel_lite.optimizers.operations import take_step
+    from pytorch_accel_lite.optimizers.optimizer_steps import take_step
 
     marks: list[float] = []
 

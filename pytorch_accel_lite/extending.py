@@ -6,21 +6,26 @@ sources of data, and ``extending_tools.py`` the functions that the package's own
 
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
+from pytorch_accel_lite.checkpoint.disk.atomic_files import FENCES
 from pytorch_accel_lite.checkpoint.disk.checksums import verify as verify_tensors
-from pytorch_accel_lite.checkpoint.disk.files import FENCES, check_is_shared, load_verified, write_tensors
 from pytorch_accel_lite.checkpoint.disk.locks import lock_path
+from pytorch_accel_lite.checkpoint.disk.plain_files import load_verified
+from pytorch_accel_lite.checkpoint.disk.shared_disks import check_is_shared
+from pytorch_accel_lite.checkpoint.disk.tensor_files import write_tensors
 from pytorch_accel_lite.checkpoint.models.companion_files import COMPANION_WRITERS, CompanionWriter, SavedModel
 from pytorch_accel_lite.checkpoint.models.model_forms import ADAPTERS, MODEL_FORMS, ModelForm, WriteModel
 from pytorch_accel_lite.checkpoint.states.directory import CapturedState, read_model, read_verified, write_files
 from pytorch_accel_lite.checkpoint.states.manifest import catch_damage, manifest_text, read_manifest
-from pytorch_accel_lite.checkpoint.states.recorded_settings import SETTINGS_RECORDER, SettingsRecorder
+from pytorch_accel_lite.checkpoint.states.recorded_settings_seam import SETTINGS_RECORDER, SettingsRecorder
 from pytorch_accel_lite.checkpoint.states.store import StateStore
 from pytorch_accel_lite.checkpoint.store_choice import STORES, Store, read_state
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, Share
+from pytorch_accel_lite.data.batch_adapter import BatchAdapter
+from pytorch_accel_lite.data.batches import Share
 from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SHARED_DATA_CHECKS, SequentialReader
-from pytorch_accel_lite.data.loss_errors import LossFunction
+from pytorch_accel_lite.data.loss_functions import LossFunction
 from pytorch_accel_lite.data.shares import Shares
+from pytorch_accel_lite.data.step_outputs import BatchOutput
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.control_group import OtherCallError
 from pytorch_accel_lite.distributed.lost_processes import ProcessLostError
@@ -34,16 +39,16 @@ from pytorch_accel_lite.loop.training import TRAINING_CHECKS
 from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.division import DIVISIONS, Division, create_division
-from pytorch_accel_lite.run.error_notes import ERROR_NOTES, MEMORY_ADVICE
+from pytorch_accel_lite.run.error_notes_seam import ERROR_NOTES, MEMORY_ADVICE
 from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.job_queues import JOB_QUEUES, JobQueue
+from pytorch_accel_lite.run.job_queues_seam import JOB_QUEUES, JobQueue
+from pytorch_accel_lite.run.latest_records import LoadedWeights
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.metric_panels import MONITORS, MetricPanel
-from pytorch_accel_lite.run.parts import LoadedWeights
-from pytorch_accel_lite.run.plots import PLOTS, Plots
+from pytorch_accel_lite.run.plots_seam import PLOTS, Plots
 from pytorch_accel_lite.run.run import USER_ATTRIBUTES, InferenceStep, Run, Step, TrainerLike, UserAttributes
 from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.sharding import SHARDING, Sharding
+from pytorch_accel_lite.run.sharding_seam import SHARDING, Sharding
 from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches, SkippedStep
 from pytorch_accel_lite.run.stop_errors import NonFiniteLossError, RunInterruptedError, StopTrainingError
 from pytorch_accel_lite.run.training_state import TrainingState

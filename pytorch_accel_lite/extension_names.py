@@ -126,7 +126,7 @@ NEEDED = {
     "reports": ("plots",),
     "shuffled_streams": ("streams",),
     "takeover": ("hang_watch", "logical", "sharding"),
-    "throughput": ("batch_parts",),
+    "throughput": ("batch_parts", "profiling"),
     "trackers": ("step_logging",),
     "tuning": ("trials",),
     "unfreezing": ("finetuning",),

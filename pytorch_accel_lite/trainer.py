@@ -16,14 +16,15 @@ from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.base.constructor_calls import LIBRARY_ATTRIBUTES
 from pytorch_accel_lite.base.devices import launched_on_cpus
-from pytorch_accel_lite.base.environment import LIMIT_BATCHES_ENV_VAR
-from pytorch_accel_lite.base.modules import is_sharded, unwrap, without_gradients
+from pytorch_accel_lite.base.module_modes import without_gradients
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
-from pytorch_accel_lite.base.presentation import names_for_users, presented
 from pytorch_accel_lite.base.reprs import join_wrapped
 from pytorch_accel_lite.base.shadowable import Shadowable
+from pytorch_accel_lite.base.sharded_weights import is_sharded
+from pytorch_accel_lite.base.trainer_help import names_for_users, presented
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.base.unknown_names import check_subclass, suggest_arguments
+from pytorch_accel_lite.base.unwrapping import unwrap
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     LogMetricsCallback,
@@ -34,15 +35,16 @@ from pytorch_accel_lite.callbacks import (
     StopTrainingError,
     TerminateOnNaNCallback,
 )
-from pytorch_accel_lite.callbacks.batch_limits import limit_from_environment
+from pytorch_accel_lite.callbacks.batch_limits import LIMIT_BATCHES_ENV_VAR, limit_from_environment
 from pytorch_accel_lite.checkpoint import loading, saving
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
-from pytorch_accel_lite.data.batches import BatchAdapter, BatchOutput, total_loss
-from pytorch_accel_lite.data.defaults import dataloader_for, default_loader_kwargs
+from pytorch_accel_lite.data.batch_adapter import BatchAdapter
 from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.data.loss_errors import LossFunction
+from pytorch_accel_lite.data.loader_defaults import dataloader_for, default_loader_kwargs
+from pytorch_accel_lite.data.loss_functions import LossFunction
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
+from pytorch_accel_lite.data.step_outputs import BatchOutput, total_loss
 from pytorch_accel_lite.distributed import Ranks, accelerate_settings, launch, shutdown
 from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extension_names import add_missing_method_errors
@@ -64,49 +66,51 @@ from pytorch_accel_lite.extensions.model_summary import layer_summary
 from pytorch_accel_lite.extensions.tuning import batch_size_finder, diagnosis, lr_finder
 from pytorch_accel_lite.loop import (
     clipping,
-    collectives,
     custom_loops,
     evaluation,
     logged_values,
     model_preparation,
     optimizer_factories,
     prediction,
-    run_setup,
-    scheduling,
+    resolved_settings,
+    scheduler_creation,
     training,
+    user_collectives,
 )
 from pytorch_accel_lite.loop.fit import fit
-from pytorch_accel_lite.loop.guards import arguments, optimizer_checks, replicas, schedule_checks
-from pytorch_accel_lite.optimizers.operations import (
+from pytorch_accel_lite.loop.guards import optimizer_checks, replicas, schedule_checks, trainer_arguments
+from pytorch_accel_lite.optimizers.optimizer_parts import is_created
+from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients, take_step
+from pytorch_accel_lite.optimizers.optimizer_types import (
     OptimizerFactory,
     Optimizers,
     SchedulerFactory,
     TrainerOptimizer,
     TrainerScheduler,
-    clear_gradients,
-    is_created,
-    take_step,
 )
 from pytorch_accel_lite.run.accumulation import Count
+from pytorch_accel_lite.run.assigned_attributes import run_for_assignment
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.division import create_division
 from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.forward_interface import CompiledForwardLike
 from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.history import InMemoryRunHistory, MetricValue, RunHistory
 from pytorch_accel_lite.run.intervals import Interval, parse_interval
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import Progress
-from pytorch_accel_lite.run.run import CompiledForwardLike, Run, Step, run_for_assignment
+from pytorch_accel_lite.run.run import Run, Step
+from pytorch_accel_lite.run.scheduler_steps import step_after_epoch
 from pytorch_accel_lite.run.settings import LoaderArguments, RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.stop_errors import RunPausedError
 from pytorch_accel_lite.run.watched_metric import latest_metric
-from pytorch_accel_lite.schedulers.named_schedules import ScheduleArgument, resolve_names
 from pytorch_accel_lite.schedulers.placeholders import (
     PlaceholderError,
     TrainerPlaceholderValues,
     replace_trainer_placeholder_values,
 )
+from pytorch_accel_lite.schedulers.schedule_arguments import ScheduleArgument, resolve_names
 from pytorch_accel_lite.steps.choice import create_step
 from pytorch_accel_lite.steps.compilation import create_compiled_forward
 
@@ -229,14 +233,14 @@ class Trainer:
     ) -> None:
         before = vars(self).keys() - _GIVEN
         launch.respect_launcher()
-        arguments.check_types(
+        trainer_arguments.check_types(
             model=model,
             run_history=run_history,
             accelerator=accelerator,
             compile_model=True if compile_model == "blocks" else compile_model,
             compile_step=compile_step,
         )
-        arguments.check_constructor(loss_func, optimizer, seed)
+        trainer_arguments.check_constructor(loss_func, optimizer, seed)
         self.model = model
         self.loss_func = loss_func
         self.optimizer: TrainerOptimizer = optimizer_factories.combine_or_defer(optimizer)
@@ -363,14 +367,18 @@ class Trainer:
                 "first by raising StopTrainingError, or close the iterator."
             )
         size, train_kwargs, eval_kwargs = per_device_batch_size, train_dataloader_kwargs, eval_dataloader_kwargs
-        arguments.check_dataset(self, "train_dataset", train_dataset, size, train_kwargs, collate_fn, eval_dataset)
-        arguments.check_training(self.optimizer, self.accelerator, request)
-        arguments.check_resume_from(resume_from)
+        trainer_arguments.check_dataset(
+            self, "train_dataset", train_dataset, size, train_kwargs, collate_fn, eval_dataset
+        )
+        trainer_arguments.check_training(self.optimizer, self.accelerator, request)
+        trainer_arguments.check_resume_from(resume_from)
         has_schedule = create_scheduler_fn is not None or warmup_steps
         schedule = resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval) if has_schedule else None
         optimizer_checks.check_optimizers(self)
         if eval_dataset is not None:
-            arguments.check_dataset(self, "eval_dataset", eval_dataset, size, eval_kwargs, collate_fn, train_dataset)
+            trainer_arguments.check_dataset(
+                self, "eval_dataset", eval_dataset, size, eval_kwargs, collate_fn, train_dataset
+            )
         self.create_scheduler_fn = schedule
         run = Run.create(self, request, train_dataset, eval_dataset, collate_fn)
         loaders = LoaderArguments(int(size), train_kwargs, eval_kwargs)  # the size may be an integer of numpy
@@ -850,7 +858,7 @@ class Trainer:
         """Return the scheduler of a run, or ``None``. Calls ``create_scheduler_fn(optimizer)`` by default."""
         if self.create_scheduler_fn is None:
             return None
-        return scheduling.create_scheduler_from(self, self.create_scheduler_fn)
+        return scheduler_creation.create_scheduler_from(self, self.create_scheduler_fn)
 
     def parallelize_model(self, mesh: DeviceMesh) -> str | os.PathLike[str] | None:
         """Override it to shard ``self.model`` in place, before the first run. The optimizer must then be a factory.
@@ -878,19 +886,19 @@ class Trainer:
     def _create_run_config(self, per_device_batch_size: int, **settings: Any) -> TrainerRunConfig:
         """Return the settings of the run, of which some are passed. The run calls it only if it is overridden."""
         run = self.current_run
-        return run_setup.resolve_run_config(self, run, replace(run.request, **settings), per_device_batch_size)
+        return resolved_settings.resolve_run_config(self, run, replace(run.request, **settings), per_device_batch_size)
 
     # --------------------------------------------------------------------- for steps and callbacks to use
 
     # Bound directly, not wrapped: a wrapper would cost a call in every step, and hide the call in reports of hangs.
     log = logged_values.log
     recompute_gradients = replaying_step.recompute_gradients
-    gather = collectives.gather
-    barrier = collectives.barrier
-    broadcast_object = collectives.broadcast_object
-    all_gather_object = collectives.all_gather_object
-    tensor_to_numeric = collectives.tensor_to_numeric
-    sync_buffers = collectives.sync_buffers
+    gather = user_collectives.gather
+    barrier = user_collectives.barrier
+    broadcast_object = user_collectives.broadcast_object
+    all_gather_object = user_collectives.all_gather_object
+    tensor_to_numeric = user_collectives.tensor_to_numeric
+    sync_buffers = user_collectives.sync_buffers
 
     def update(
         self,
@@ -1249,7 +1257,7 @@ class Trainer:
 
     def _step_after_epoch(self) -> None:
         """Step the scheduler after an epoch and its evaluation, if it is due."""
-        scheduling.step_after_epoch(self)
+        step_after_epoch(self)
 
     # ---------------------------------------------------------- creating, closing and showing the trainer
 
@@ -1257,13 +1265,15 @@ class Trainer:
         self, accelerator: Accelerator | None, mixed_precision: str | None, find_unused: bool
     ) -> Accelerator:
         """Return the accelerator passed, or a new one, after all checks."""
-        arguments.check_mixed_precision(mixed_precision, accelerator)
+        trainer_arguments.check_mixed_precision(mixed_precision, accelerator)
         self._requested_precision = mixed_precision
         if accelerator is None:
             accelerator = accelerate_settings.create_accelerator(self._create_accelerator, mixed_precision)
-        arguments.check_mixed_precision(mixed_precision, accelerator)  # an overridden method may have created it
+        trainer_arguments.check_mixed_precision(
+            mixed_precision, accelerator
+        )  # an overridden method may have created it
         launch.check_launch(accelerator)
-        arguments.check_parallelism(accelerator)
+        trainer_arguments.check_parallelism(accelerator)
         if find_unused:
             accelerate_settings.find_unused_parameters(accelerator)
         return accelerator

@@ -3,10 +3,12 @@
 from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.base.compat_names import DataLoaderSlice, worker_init_fn
-from pytorch_accel_lite.base.environment import LIMIT_BATCHES_ENV_VAR, import_extra
-from pytorch_accel_lite.base.text import as_cell, as_json, format_bytes, format_metric, format_value, from_cell, listed
+from pytorch_accel_lite.base.escaping import as_cell, from_cell
+from pytorch_accel_lite.base.extras import import_extra
+from pytorch_accel_lite.base.formatting import format_bytes, format_metric, format_value, listed
+from pytorch_accel_lite.base.plain_values import as_json
 from pytorch_accel_lite.base.unknown_names import suggest
-from pytorch_accel_lite.callbacks.batch_limits import LimitBatches
+from pytorch_accel_lite.callbacks.batch_limits import LIMIT_BATCHES_ENV_VAR, LimitBatches
 from pytorch_accel_lite.distributed.launch import record_error
 from pytorch_accel_lite.distributed.process_decorators import (
     local_process_zero_first,
@@ -16,7 +18,7 @@ from pytorch_accel_lite.distributed.process_decorators import (
 from pytorch_accel_lite.extension_names import missing_name_error
 from pytorch_accel_lite.extensions.idle_gpus import use_idle_gpus
 from pytorch_accel_lite.extensions.model_ema import ModelEma
-from pytorch_accel_lite.loop.collectives import remove_padding, result_of_first
+from pytorch_accel_lite.loop.user_collectives import remove_padding, result_of_first
 
 __all__ = [
     "LIMIT_BATCHES_ENV_VAR",

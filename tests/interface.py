@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from pytorch_accel_lite.base.presentation import AttributeElsewhere
+from pytorch_accel_lite.base.trainer_help import AttributeElsewhere
 
 FILE = Path(__file__).with_name("interface.txt")
 MODULES = (
@@ -27,6 +27,7 @@ MODULES = (
     ".extending_data",
     ".extending_schedulers",
     ".extensions.monitoring",
+    ".extensions.profiling",
     ".extensions.trials",
     ".integrations",
     ".plotting",

@@ -7,8 +7,8 @@ from itertools import islice
 
 import torch
 
+from pytorch_accel_lite.base.argument_checks import check_positive_int
 from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.base.validation import check_positive_int
 
 
 class CallbackMethodNotImplementedError(Exception):

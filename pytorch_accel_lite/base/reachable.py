@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import TypeAlias, TypeGuard, TypeVar, get_args
@@ -122,3 +122,21 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from codes_in(constant)
+
+
+def nested_in(root: object, is_kind: Callable[[object], bool]) -> list[object]:
+    """Return an object and the objects of a kind inside it: in attributes, and in lists and dicts among them.
+
+    Lists that begin with an object of another kind are not searched, because they may be long.
+    """
+    nested = [root]
+    seen = {id(root)}
+    for item in nested:  # grows in the loop
+        for value in getattr(item, "__dict__", {}).values():
+            values = list(value.values()) if isinstance(value, dict) else value
+            parts = values if isinstance(values, (list, tuple)) else [value]
+            for part in parts if parts and is_kind(parts[0]) else []:
+                if is_kind(part) and id(part) not in seen:
+                    seen.add(id(part))
+                    nested.append(part)
+    return nested

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from pytorch_accel_lite.base.formatting import align, wrapped
 from pytorch_accel_lite.base.reprs import html_table
-from pytorch_accel_lite.base.text import align, wrapped
 
 
 class Report:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import TypeVar
 
+from pytorch_accel_lite.base.argument_checks import check_booleans
 from pytorch_accel_lite.base.user_code import WRAPPERS, hide_frames, is_from_this_package, leave_out_libraries
-from pytorch_accel_lite.base.validation import check_booleans
 
 WRAPPERS.add(__file__)
 C = TypeVar("C", bound=type)

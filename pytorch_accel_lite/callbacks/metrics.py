@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 from accelerate.utils import recursively_apply, send_to_device
 
+from pytorch_accel_lite.base.error_texts import add_note
 from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.reprs import short_repr
-from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.data.batches import TARGET_KEYS, BatchOutput
+from pytorch_accel_lite.data.batch_adapter import TARGET_KEYS
 from pytorch_accel_lite.data.sources import BatchData
+from pytorch_accel_lite.data.step_outputs import BatchOutput
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.events import TrainerCallback

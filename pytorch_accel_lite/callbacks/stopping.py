@@ -6,10 +6,10 @@ import math
 from datetime import timedelta
 from typing import Literal
 
-from pytorch_accel_lite.base.text import wrapped
+from pytorch_accel_lite.base.argument_checks import check_choice, check_positive_int, check_positive_number
+from pytorch_accel_lite.base.formatting import wrapped
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.unknown_names import suggest_arguments
-from pytorch_accel_lite.base.validation import check_choice, check_positive_int, check_positive_number
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import Run, TrainerLike

@@ -1,14 +1,8 @@
 """Writing, verifying, finding and loading portable checkpoints of weights and training states."""
 
 from pytorch_accel_lite.base.paths import as_file_name, file_path, folder_path, local_path
-from pytorch_accel_lite.checkpoint.disk.files import (
-    no_link,
-    read_checkpoint,
-    replacing,
-    try_lock,
-    write_checkpoint,
-    write_text,
-)
+from pytorch_accel_lite.checkpoint.disk.atomic_files import no_link, replacing, try_lock, write_text
+from pytorch_accel_lite.checkpoint.disk.checkpoint_files import read_checkpoint, write_checkpoint
 from pytorch_accel_lite.checkpoint.models.weights import fit_model_state, model_state
 from pytorch_accel_lite.checkpoint.printed_states import print_contents
 from pytorch_accel_lite.checkpoint.states.directory import read_learned

@@ -11,8 +11,9 @@ from torch import nn
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, name_of, parse_location
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN, read_checkpoint
 from pytorch_accel_lite.checkpoint.disk.checksums import verify
-from pytorch_accel_lite.checkpoint.disk.files import FROZEN, check_on_all_ranks, read_checkpoint
+from pytorch_accel_lite.checkpoint.disk.shared_disks import check_on_all_ranks
 from pytorch_accel_lite.checkpoint.models.supported_engines import refuse_engines
 from pytorch_accel_lite.checkpoint.models.trained_object_states import load_loss_state, load_trained_object_states
 from pytorch_accel_lite.checkpoint.models.weights import (
@@ -25,11 +26,11 @@ from pytorch_accel_lite.checkpoint.models.weights import (
 from pytorch_accel_lite.checkpoint.states.contents import restore_after_start, restore_before_start
 from pytorch_accel_lite.checkpoint.states.directory import read_learned
 from pytorch_accel_lite.checkpoint.states.manifest import MANIFEST
-from pytorch_accel_lite.checkpoint.states.recorded_settings import settings_recorder
+from pytorch_accel_lite.checkpoint.states.recorded_settings_seam import settings_recorder
 from pytorch_accel_lite.checkpoint.store_choice import read_state, store_of
 from pytorch_accel_lite.distributed.lost_processes import naming_call
-from pytorch_accel_lite.run.modules_and_optimizers import evaluating_optimizers, set_optimizer_modes
-from pytorch_accel_lite.run.parts import LoadedWeights
+from pytorch_accel_lite.run.latest_records import LoadedWeights
+from pytorch_accel_lite.run.optimizer_modes import evaluating_optimizers, set_optimizer_modes
 from pytorch_accel_lite.run.run import TrainerLike
 
 

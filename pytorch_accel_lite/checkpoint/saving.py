@@ -11,20 +11,16 @@ from pathlib import Path
 
 import torch
 
+from pytorch_accel_lite.base.formatting import listed
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, file_path, name_of, parse_location
-from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.checkpoint.disk.atomic_files import replacing
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
+from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN, write_checkpoint
 from pytorch_accel_lite.checkpoint.disk.checksums import UNSEALED, seal
-from pytorch_accel_lite.checkpoint.disk.files import (
-    FROZEN,
-    check_on_all_ranks,
-    replacing,
-    write_checkpoint,
-    write_sealed,
-    write_tensors,
-)
+from pytorch_accel_lite.checkpoint.disk.shared_disks import check_on_all_ranks
+from pytorch_accel_lite.checkpoint.disk.tensor_files import write_sealed, write_tensors
 from pytorch_accel_lite.checkpoint.models.companion_files import COMPANION_WRITERS, SavedModel
 from pytorch_accel_lite.checkpoint.models.model_forms import MODEL_FORMS, WriteModel, find_writer, write_in_form
 from pytorch_accel_lite.checkpoint.models.supported_engines import (
@@ -50,7 +46,7 @@ from pytorch_accel_lite.checkpoint.store_choice import open_folder, write_state
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.extension_names import missing_extension_text
-from pytorch_accel_lite.run.modules_and_optimizers import evaluating_optimizers
+from pytorch_accel_lite.run.optimizer_modes import evaluating_optimizers
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.stop_errors import NonFiniteLossError
 from pytorch_accel_lite.run.trainer_parameters import weights_are_finite

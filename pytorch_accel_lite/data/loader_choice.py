@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions, ShardedLoader
-from pytorch_accel_lite.data.map_datasets import MapLoader
+from pytorch_accel_lite.data.map_loader import MapLoader
 from pytorch_accel_lite.data.sources import IndexedData, OwnShard, Sample, Source
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.extension_names import Slot

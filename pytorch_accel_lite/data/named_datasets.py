@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from pytorch_accel_lite.base.argument_checks import check_choice
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.validation import check_choice
 from pytorch_accel_lite.data.sources import Index, IndexedData, Sample
 
 

@@ -1,15 +1,17 @@
-"""Averaging the gradients that ``DistributedDataParallel`` does not, and copying buffers."""
+"""Averaging gradients: at the end of an accumulation window, and those that ``DistributedDataParallel`` does not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.base.modules import local_shard
+from pytorch_accel_lite.base.sharded_weights import local_shard
 from pytorch_accel_lite.distributed.ranks import Ranks
 
 _NO_GRADIENT = -1  # stands for the number of sparse dimensions, which is 0 for a dense gradient
@@ -70,3 +72,19 @@ def sync_ddp_buffers(model: nn.Module, ranks: Ranks) -> None:
     """
     if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
         ranks.copy_from_first(model.buffers())
+
+
+_NOTHING = nullcontext()
+
+
+def no_sync_within_window(
+    accelerator: Accelerator, model: nn.Module, ends_window: bool
+) -> AbstractContextManager[None]:
+    """Return a context for the backward pass on a batch, in which gradients are reduced only if it ends a window.
+
+    Also sets ``accelerator.sync_gradients``, which stays set after the context.
+    """
+    accelerator.sync_gradients = ends_window
+    if ends_window or accelerator.num_processes == 1:
+        return _NOTHING
+    return accelerator.no_sync(model)  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from pytorch_accel_lite.base.inspection import distinct_elements
+from pytorch_accel_lite.base.tensor_bits import distinct_elements
 from pytorch_accel_lite.distributed.control_group import CAPACITY, ControlGroup, find_purpose
 from pytorch_accel_lite.distributed.messages import decode, encode, leaves_device
 from pytorch_accel_lite.distributed.stack_frames import MACHINERY

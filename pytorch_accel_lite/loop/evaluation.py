@@ -9,26 +9,27 @@ from functools import partial
 from torch import nn
 
 from pytorch_accel_lite.base.generator_states import preserving_generators
-from pytorch_accel_lite.base.modules import preserving_modes
+from pytorch_accel_lite.base.module_modes import preserving_modes
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data import Batch, NamedData
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.loop.guards.arguments import check_dataset
 from pytorch_accel_lite.loop.guards.modes import fire_start_event
-from pytorch_accel_lite.loop.inference import compute_batches, inference, preserving_randomness
+from pytorch_accel_lite.loop.guards.trainer_arguments import check_dataset
+from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import ending, entering
 from pytorch_accel_lite.loop.run_loaders import loader_of_run
-from pytorch_accel_lite.loop.run_setup import inference_run
 from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
-from pytorch_accel_lite.run.error_notes import explaining
+from pytorch_accel_lite.run.error_notes_seam import explaining
 from pytorch_accel_lite.run.history import MetricValue, RunHistory, count_values
 from pytorch_accel_lite.run.intervals import Interval
-from pytorch_accel_lite.run.parts import EvalArguments, Evaluation
+from pytorch_accel_lite.run.latest_records import EvaluationRecord
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.run.run_data import EvalArguments
+from pytorch_accel_lite.run.scheduler_steps import step_within_epoch
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches
 from pytorch_accel_lite.run.stop_errors import StopTrainingError
@@ -112,8 +113,7 @@ def evaluate_if_due(trainer: TrainerLike, run: Run, ends_epoch: bool = False) ->
         stopped = stop
     if inner.epoch_phase == EpochPhase.EVALUATED:
         interval.advance(run)
-        if run.request.scheduler_metric is not None and trainer.scheduler is not None:
-            trainer.scheduler_step()
+        step_within_epoch(trainer)
     if stopped is not None:
         raise stopped
 
@@ -224,7 +224,7 @@ def evaluate(
         trainer.call_event("on_evaluation_run_start")
         evaluate_all(trainer, run, is_training=False)
     if run.outer is None:
-        run.latest.evaluation = Evaluation(dataset, result)
+        run.latest.evaluation = EvaluationRecord(dataset, result)
     return result
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 
-from pytorch_accel_lite.loop import custom_loops, lifecycle, run_setup, scheduling, training
+from pytorch_accel_lite.loop import custom_loops, lifecycle, scheduler_creation, training, training_setup
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import LoaderArguments
 from pytorch_accel_lite.run.signals import ending_at_signals, exit_after_signal
@@ -21,12 +21,12 @@ def fit(
     """Train in a run, from the beginning or from a state."""
     call = "train()" if resume_from is None else "train(resume_from=...)"
     with run.goodput.running(), lifecycle.entering(trainer, run, call):
-        run_setup.configure(trainer, run)
-        run_setup.find_state_to_resume(trainer, run, resume_from)
-        run_setup.prepare_data(trainer, run, loader_arguments)
-        run_setup.prepare_training(trainer, run, loader_arguments.batch_size)
-        scheduling.begin_schedule(trainer, run)
-        run_setup.begin_or_resume(trainer, run, reset_run_history)
+        training_setup.configure(trainer, run)
+        training_setup.find_state_to_resume(trainer, run, resume_from)
+        training_setup.prepare_data(trainer, run, loader_arguments)
+        training_setup.prepare_training(trainer, run, loader_arguments.batch_size)
+        scheduler_creation.begin_schedule(trainer, run)
+        training_setup.begin_or_resume(trainer, run, reset_run_history)
         with ending_at_signals(run.control.request) if run.request.ends_at_signals else nullcontext():
             training.begin_training(trainer, run)
             with custom_loops.completing_custom_loop(trainer, run):

@@ -1,24 +1,32 @@
-"""Computing batches without training: what evaluation and prediction share."""
+"""Evaluation and prediction, what they share: their run, and how it computes batches without training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
 import torch
 
-from pytorch_accel_lite.base.devices import mixed_precision
 from pytorch_accel_lite.base.generator_states import preserving_generators
-from pytorch_accel_lite.base.modules import reshard, unwrap
+from pytorch_accel_lite.base.mixed_precision import mixed_precision
+from pytorch_accel_lite.base.sharded_weights import reshard
 from pytorch_accel_lite.base.types import Tree
+from pytorch_accel_lite.base.unwrapping import unwrap
+from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.batches import complete_output
-from pytorch_accel_lite.data.sources import BatchData
+from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Source
+from pytorch_accel_lite.data.step_outputs import complete_output
 from pytorch_accel_lite.extension_names import Slot
 from pytorch_accel_lite.loop.guards.modes import restoring_mode_between_batches
-from pytorch_accel_lite.run.modules_and_optimizers import evaluating_optimizers
+from pytorch_accel_lite.loop.lifecycle import entering
+from pytorch_accel_lite.loop.model_preparation import prepare_model
+from pytorch_accel_lite.loop.resolved_settings import create_config
+from pytorch_accel_lite.loop.run_loaders import create_eval_loaders
+from pytorch_accel_lite.run.optimizer_modes import evaluating_optimizers
 from pytorch_accel_lite.run.run import InferenceStep, Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.skipped_batches import SkippedBatches
@@ -27,6 +35,43 @@ from pytorch_accel_lite.run.skipped_batches import SkippedBatches
 Compute: TypeAlias = Callable[[BatchData], Tree]
 #: Creates what computes the batches of a run that may fail.
 INFERENCE_STEP: Slot[Callable[[TrainerLike, Run], InferenceStep]] = Slot("failed_batches")
+
+
+@contextmanager
+def inference_run(
+    trainer: TrainerLike,
+    request: RunRequest,
+    dataset: Source,
+    batch_size: int,
+    loader_kwargs: LoaderKwargs | None,
+    collate_fn: CollateFunction | None,
+) -> Iterator[Run]:
+    """Enter an evaluation or prediction run, with its loaders and the model prepared.
+
+    An outer run is left unchanged. Without an outer run, an evaluation becomes the latest run.
+    """
+    batch_size = int(batch_size)
+    latest = trainer.current_run
+    run = latest.derive() if latest in trainer.open_runs else latest.derive_after()
+    run.kind = request.kind
+    run.overridden = overridden_methods(trainer)
+    run.data.eval_dataset = dataset
+    run.data.collate_fn = collate_fn
+    with entering(trainer, run, "evaluate()" if request.kind == "evaluation" else "predict()"):
+        trainer.callback_handler.configure_run(trainer, request)
+        splits = run.request.auto_microbatch or request.auto_microbatch
+        requested = replace(
+            run.request, max_batches=request.max_batches, first_sample=request.first_sample, auto_microbatch=splits
+        )
+        run.request = request if run.outer is None else requested
+        choose_inference_step(trainer, run, request)
+        create_eval_loaders(trainer, run, batch_size, loader_kwargs)
+        prepare_model(trainer, training=False)
+        if run.outer is None:
+            run.config = create_config(trainer, run, batch_size)
+            if request.kind == "evaluation":
+                run.drop_previous()
+        yield run
 
 
 def choose_inference_step(trainer: TrainerLike, run: Run, request: RunRequest) -> None:

@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Literal
 
-from pytorch_accel_lite.base.backends import deterministic_kernels
-from pytorch_accel_lite.base.text import wrapped
+from pytorch_accel_lite.base.formatting import wrapped
+from pytorch_accel_lite.base.kernel_settings import deterministic_kernels
 from pytorch_accel_lite.distributed import shutdown
 from pytorch_accel_lite.distributed.accelerate_settings import in_effect
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.distributed.observers import observed
-from pytorch_accel_lite.loop.collectives import gathering_uneven_batches
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_call
 from pytorch_accel_lite.loop.model_preparation import check_model_has_values, release_model
+from pytorch_accel_lite.loop.user_collectives import gathering_uneven_batches
 from pytorch_accel_lite.optimizers.rates import learning_rates, note_initial_options
-from pytorch_accel_lite.run.error_notes import explain
-from pytorch_accel_lite.run.modules_and_optimizers import set_optimizer_modes
+from pytorch_accel_lite.run.error_notes_seam import explain
+from pytorch_accel_lite.run.optimizer_modes import set_optimizer_modes
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.sharding import find_sharding
+from pytorch_accel_lite.run.sharding_seam import find_sharding
 from pytorch_accel_lite.run.stop_errors import NonFiniteLossError, StopTrainingError
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pytorch_accel_lite.base.formatting import listed
 from pytorch_accel_lite.base.quantised import keep_as_they_are, trained_and_quantised
-from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.checkpoint.models.model_forms import is_of_peft
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.prepared_model import PreparedModel
@@ -102,7 +102,7 @@ def release_model(trainer: TrainerLike) -> None:
     """Release the model and the optimizer, unless their weights exist only in prepared form."""
     prepared = trainer.prepared_model
     if prepared is not None and not prepared.outlives_runs:
-        trainer.model, trainer.optimizer = prepared.release(trainer.model)
+        trainer.model, trainer.optimizer = prepared.release(trainer.model, trainer.optimizer)
         trainer.prepared_model = None
 
 

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 from pytorch_accel_lite.base.devices import is_asynchronous, record_event
+from pytorch_accel_lite.base.formatting import listed
 from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
-from pytorch_accel_lite.base.modules import evaluation_mode
+from pytorch_accel_lite.base.module_modes import evaluation_mode
+from pytorch_accel_lite.base.nested_data import parts_in, tensors_in
 from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data import Data
-from pytorch_accel_lite.data.batches import Batch, infer_batch_size, parts_in, tensors_in
+from pytorch_accel_lite.data.batch_sizes import infer_batch_size
+from pytorch_accel_lite.data.batches import Batch
+from pytorch_accel_lite.data.concatenation import Concatenation, ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction
-from pytorch_accel_lite.data.splitting import Concatenation, ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.loop.guards.arguments import check_dataset
-from pytorch_accel_lite.loop.inference import compute_batches, inference, preserving_randomness
+from pytorch_accel_lite.loop.guards.trainer_arguments import check_dataset
+from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import end_failed_run
-from pytorch_accel_lite.loop.run_setup import inference_run
-from pytorch_accel_lite.run.error_notes import explaining
+from pytorch_accel_lite.run.error_notes_seam import explaining
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.skipped_batches import SKIPPED
@@ -277,6 +280,7 @@ def _own_outputs(
             shares.append(to_cpu(output, size, copy))
             if not is_checked:
                 is_checked = _warn_of_rows(batch, shares[-1])
+                _warn_of_lost_lists(batch, output)
         del output  # before the next takes memory
         if batch.share is None or batch.share.ends_step:
             yield shares
@@ -311,3 +315,21 @@ def _outer_run_between_parts(trainer: TrainerLike, run: Run, steps: Iterator[lis
             if run in trainer.open_runs:
                 run.previous = trainer.current_run
                 trainer.current_run = run
+
+
+def _warn_of_lost_lists(batch: Batch, output: Tree) -> None:
+    """Warn of entries with an element for each sample that are left out of a dict, as they are not tensors."""
+    entries = output.items() if isinstance(output, Mapping) else ()
+    lost = [
+        repr(name)
+        for name, value in entries
+        if isinstance(value, (list, tuple, np.ndarray))
+        and len(value) == batch.num_samples
+        and value[0] is not None
+        and next(tensors_in(value), None) is None
+    ]
+    if lost:
+        warn_outside(
+            f"predict leaves out {listed(lost)}: in a dict of outputs, only tensors are kept. Return tensors, such as "
+            "the indices of samples, or a list with a dict for each sample."
+        )

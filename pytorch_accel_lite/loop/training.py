@@ -9,12 +9,11 @@ from contextlib import contextmanager
 
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.data import Batch, ShardedLoader
-from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.sources import Source
-from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.distributed.no_sync import no_sync_within_window
+from pytorch_accel_lite.data.step_outputs import BatchOutput
+from pytorch_accel_lite.distributed.gradient_averaging import no_sync_within_window, sync_ddp_buffers
+from pytorch_accel_lite.loop.ddp_warm_up import warm_up_ddp
 from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, evaluate_if_due
-from pytorch_accel_lite.loop.extra_passes import warm_up_ddp
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, warn_of_nonfinite_weights
 from pytorch_accel_lite.loop.guards.modes import check_global_modes, fire_start_event, restoring_mode_between_batches
@@ -23,9 +22,9 @@ from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.resuming import end_if_complete, end_resuming, ending_resumption, print_state_contents
 from pytorch_accel_lite.loop.run_loaders import loader_of_run
 from pytorch_accel_lite.optimizers.rates import all_options
-from pytorch_accel_lite.run.error_notes import explaining
-from pytorch_accel_lite.run.modules_and_optimizers import set_optimizer_modes
-from pytorch_accel_lite.run.parts import GlobalModes
+from pytorch_accel_lite.run.error_notes_seam import explaining
+from pytorch_accel_lite.run.loop_state import GlobalModes
+from pytorch_accel_lite.run.optimizer_modes import set_optimizer_modes
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import Run, TrainerLike
 

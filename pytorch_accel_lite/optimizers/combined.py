@@ -10,18 +10,14 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.optimizers.operations import (
-    CreateScheduler,
+from pytorch_accel_lite.optimizers.optimizer_parts import (
     NamedParts,
-    SchedulerLike,
-    TrainerOptimizer,
-    clear_gradients,
     follows_metric,
     optimized_parameters,
     parts_of_optimizer,
-    set_mode,
-    take_step,
 )
+from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients, set_mode, take_step
+from pytorch_accel_lite.optimizers.optimizer_types import CreateScheduler, SchedulerLike, TrainerOptimizer
 from pytorch_accel_lite.optimizers.rates import ParamGroup
 
 

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.optim import Optimizer
 
-from pytorch_accel_lite.base.text import to_number
-from pytorch_accel_lite.optimizers.operations import TrainerOptimizer
+from pytorch_accel_lite.base.plain_values import to_number
+from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 
 # Options that schedules change in parameter groups. torch and timm also store the initial rate there, as "initial_lr".
 _SCHEDULED = ("lr", "momentum", "betas")

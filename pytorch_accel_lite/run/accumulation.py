@@ -10,9 +10,9 @@ import torch
 from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.devices import accumulation_dtype
-from pytorch_accel_lite.base.modules import local_shard
+from pytorch_accel_lite.base.sharded_weights import local_shard
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.optimizers.operations import optimized_parameters
+from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 
 
 class Accumulation:

@@ -10,11 +10,11 @@ from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pytorch_accel_lite.base.constructor_calls import IS_CONSTRUCTED
-from pytorch_accel_lite.base.text import add_note
+from pytorch_accel_lite.base.error_texts import add_note
 from pytorch_accel_lite.base.unknown_names import events_meant, suggest
 from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_overridden
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.data.batches import BatchOutput
+from pytorch_accel_lite.data.step_outputs import BatchOutput
 from pytorch_accel_lite.run.events import EVENTS, TrainerCallback, events_between, keywords_of
 from pytorch_accel_lite.run.stop_errors import NonFiniteLossError, RunPausedError, StopTrainingError
 

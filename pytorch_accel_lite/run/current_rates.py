@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from pytorch_accel_lite.optimizers.operations import parts_of_optimizer
+from pytorch_accel_lite.optimizers.optimizer_parts import parts_of_optimizer
 from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.scheduler_steps import is_stepped_after_updates
 
 
 def current_rates(trainer: TrainerLike) -> dict[str, float | torch.Tensor]:
@@ -23,4 +24,4 @@ def current_rates(trainer: TrainerLike) -> dict[str, float | torch.Tensor]:
 
 def rates_change_in_each_update(trainer: TrainerLike) -> bool:
     """Return whether a schedule sets the next rate in each update, so that the rate in use must be noted before it."""
-    return trainer.scheduler is not None and trainer.run.request.scheduler_interval == "update"
+    return is_stepped_after_updates(trainer)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from pytorch_accel_lite.base.text import escape_unprintable
+from pytorch_accel_lite.base.escaping import escape_unprintable
 
 #: The value of a metric: usually a number, but a program may record anything.
 MetricValue: TypeAlias = Any

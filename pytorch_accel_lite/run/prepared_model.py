@@ -9,10 +9,12 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.base.modules import PLAIN, is_sharded, unwrap
 from pytorch_accel_lite.base.quantised import is_frozen_and_quantised, quantised_entries
+from pytorch_accel_lite.base.sharded_weights import PLAIN, is_sharded
+from pytorch_accel_lite.base.unwrapping import unwrap
 from pytorch_accel_lite.optimizers.combined import AcceleratedCombinedOptimizer
-from pytorch_accel_lite.optimizers.operations import TrainerOptimizer, is_created, parts_of_optimizer
+from pytorch_accel_lite.optimizers.optimizer_parts import is_created, parts_of_optimizer
+from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 
 _PREPARED_TOGETHER = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM}  # these have optimizers of their own
 
@@ -100,9 +102,15 @@ class PreparedModel:
         """Whether the prepared model can be rewrapped: its weights are not sharded and its wrapper is not compiled."""
         return not (self.is_sharded or isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel))
 
-    def release(self, model: nn.Module) -> tuple[nn.Module, TrainerOptimizer]:
-        """Return the model, which a callback may have replaced, and the optimizer as the user passed them."""
-        original, optimizer = self._as_passed
+    def release(self, model: nn.Module, optimizer: TrainerOptimizer) -> tuple[nn.Module, TrainerOptimizer]:
+        """Return the model and the optimizer as the user passed them, or those with which a callback has replaced them.
+
+        Args:
+            model: the trainer's model now
+            optimizer: the trainer's optimizer now
+        """
+        original, passed = self._as_passed
+        optimizer = passed if optimizer is self.optimizer else optimizer
         for module in (original, unwrap(original, keep_torch_compile=False)):
             for mark in ("_is_accelerate_prepared", "_original_forward"):
                 vars(module).pop(mark, None)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -16,53 +16,42 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pytorch_accel_lite.base.formatting import listed
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
-from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
-from pytorch_accel_lite.data.batches import BatchOutput
 from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.data.loss_errors import LossFunction
+from pytorch_accel_lite.data.loss_functions import LossFunction
 from pytorch_accel_lite.data.named_datasets import NamedDatasets
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index
+from pytorch_accel_lite.data.step_outputs import BatchOutput
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.extension_names import Slot, missing_extension_text
-from pytorch_accel_lite.optimizers.operations import SchedulerFactory, TrainerOptimizer, TrainerScheduler
+from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, TrainerOptimizer, TrainerScheduler
 from pytorch_accel_lite.run.accumulation import Accumulation, Count, GradientWindow
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.division import Division
 from pytorch_accel_lite.run.events import Phase
+from pytorch_accel_lite.run.forward_interface import CompiledForwardLike
 from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.history import MetricValue, RunHistory
 from pytorch_accel_lite.run.intervals import Interval
+from pytorch_accel_lite.run.latest_records import LatestRecords
+from pytorch_accel_lite.run.loop_state import LoopState
 from pytorch_accel_lite.run.losses import LossTrackers
-from pytorch_accel_lite.run.parts import GlobalModes, Latest, RunData, RunEnd, RunSchedule
 from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import EpochPhase, Progress
+from pytorch_accel_lite.run.run_data import RunData
+from pytorch_accel_lite.run.run_end import RunEnd
+from pytorch_accel_lite.run.run_schedule import RunSchedule
 from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.skipped_batches import SkippedBatches
 from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
 from pytorch_accel_lite.run.training_state import TrainingState
 
 T = TypeVar("T")
-
-
-class CompiledForwardLike(Protocol):
-    """A compiled ``calculate_train_batch_loss``.
-
-    Attributes:
-        logged: the values logged during compilation: name, value and weight of each
-    """
-
-    logged: list[tuple[str, torch.Tensor | float, Count | None]]
-
-    def begin_run(self, run: Run) -> None: ...
-    def __call__(self, batch: BatchData) -> BatchOutput: ...
-    def outputs_and_loss(
-        self, model: nn.Module, loss_func: LossFunction | None, batch: BatchData, read: Batch | None
-    ) -> BatchOutput: ...
 
 
 class Step:
@@ -233,43 +222,6 @@ def _create_user_attributes() -> UserAttributes:
     return (USER_ATTRIBUTES.content or UserAttributes)()
 
 
-class ClippingOrder(NamedTuple):
-    """The parameters whose gradients were clipped last.
-
-    Args:
-        ids: their ids, in the order of the optimizer
-        parameters: the parameters, in the order of the model
-    """
-
-    ids: list[int]
-    parameters: list[nn.Parameter]
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class LoopState:
-    """What only the functions in ``loop/`` need to know of a run, and its ``is_finished``.
-
-    Attributes:
-        uses_builtin_loop: whether the package's own loop has begun, rather than that of an overridden ``_run_training``
-        has_reached_limit: whether the last epoch made the last requested update
-        has_update_schedules: whether evaluations, or the sizes of windows, are scheduled by updates
-        global_modes: settings of torch after the starting events
-        must_warm_up_ddp: whether ``DistributedDataParallel`` still has to arrange its gradients
-        must_compare_replicas: whether the first update still has to be compared between the processes
-        without_gradient: the parameters that had no gradient on this process in the first update
-        clipping_order: the parameters whose gradients were clipped last, if any
-    """
-
-    uses_builtin_loop: bool = False
-    has_reached_limit: bool = False
-    has_update_schedules: bool = False
-    global_modes: GlobalModes | None = None
-    must_warm_up_ddp: bool = False
-    must_compare_replicas: bool = False
-    without_gradient: list[nn.Parameter] = field(default_factory=list)
-    clipping_order: ClippingOrder | None = None
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class Run:
     """The state of a run. A trainer always has one, ``trainer.run``: the active run, the last one, or an idle one.
@@ -343,7 +295,7 @@ class Run:
     trained_model: nn.Module | None = None
     skipped: SkippedBatches | None = None
     resumed: TrainingState | None = None
-    latest: Latest = field(default_factory=Latest)
+    latest: LatestRecords = field(default_factory=LatestRecords)
 
     # For the trainer only.
     previous: Run | None = None  # the run that is current again when this one ends
@@ -674,24 +626,3 @@ class TrainerLike(Protocol):
     def save_training_state(self, output_dir: StrPath, *args: Any, **options: Any) -> None: ...
     def load_training_state(self, input_dir: StrPath) -> StateDict: ...
     def close(self) -> None: ...
-
-
-def run_for_assignment(trainer: TrainerLike, loader_of: Literal["train", "eval"] | None = None) -> Run:
-    """Return the current run, for a program to set an attribute of it.
-
-    Args:
-        loader_of: for a dataloader, whether it trains or evaluates
-
-    Raises:
-        AttributeError: before the trainer is initialised; or, for a dataloader, while nothing is running, because the
-            next run would replace the dataloader
-    """
-    if "current_run" not in vars(trainer):
-        raise AttributeError(f"{type(trainer).__name__}: call super().__init__(...) before setting attributes.")
-    if loader_of is not None and not trainer.open_runs:
-        raise AttributeError(
-            f"{type(trainer).__name__}.{loader_of}_dataloader is the loader of the current run, but nothing is "
-            f"running. Store your own loader under another name, and return it from create_{loader_of}_dataloader()."
-        )
-    run: Run = trainer.current_run
-    return run

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
 
 from pytorch_accel_lite.distributed.ranks import Ranks
 from pytorch_accel_lite.run.stop_errors import (
@@ -88,15 +89,42 @@ class StopCoordinator:
     def _raise_first(self, what: str) -> NoReturn:
         """Raise the error that was requested first. Other ranks recreate the error, because it may not be picklable."""
         request = self._requests.pop(what, None)  # a later run or evaluation must not see the request
-        description: Any = None
-        if request is not None:
-            calls, error = request
-            kind = next(kind for kind in _KINDS if isinstance(error, kind))
-            source = getattr(error, "raised_by", None)
-            description = calls, self.ranks.rank, kind, getattr(error, "signum", str(error)), source
-        _, rank, kind, argument, source = min(filter(None, self.ranks.all_gather_object(description)))
-        if request is not None and rank == self.ranks.rank:
+        own = None if request is None else _Requested.describe(*request, self.ranks.rank)
+        by_rank = self.ranks.all_gather_object(own)
+        first = min((other for other in by_rank if other is not None), key=lambda other: (other.calls, other.rank))
+        if request is not None and first.rank == self.ranks.rank:
             raise request[1]
-        error = kind(argument)
-        error.raised_by = source
-        raise error
+        raise first.recreate()
+
+
+class _Requested(NamedTuple):
+    """A request to stop or to pause, as it is sent to the other ranks.
+
+    Args:
+        calls: number of calls of ``sync()`` before the request
+        rank: the rank with the request
+        kind: the class of the error
+        argument: what an error of this class is created from
+        raised_by: the callback that raised the error
+    """
+
+    calls: int
+    rank: int
+    kind: type[RunInterruptedError | RunPausedError | NonFiniteLossError | StopTrainingError]
+    argument: int | str
+    raised_by: str | None
+
+    @classmethod
+    def describe(cls, calls: int, error: Exception, rank: int) -> _Requested:
+        """Return the description of an error, which may be of a subclass that only its rank knows."""
+        kind = next(kind for kind in _KINDS if isinstance(error, kind))
+        argument = error.signum if isinstance(error, RunInterruptedError) else str(error)
+        return cls(calls, rank, kind, argument, getattr(error, "raised_by", None))
+
+    def recreate(self) -> Exception:
+        """Return an error of the same class."""
+        create: Callable[[int | str], Exception] = self.kind
+        error = create(self.argument)
+        if isinstance(error, StopTrainingError):
+            error.raised_by = self.raised_by
+        return error

@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from itertools import chain
-from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from pytorch_accel_lite.base.modules import local_shard
-from pytorch_accel_lite.optimizers.operations import is_created, optimized_parameters
-from pytorch_accel_lite.run.modules_and_optimizers import other_optimizers
+from pytorch_accel_lite.base.sharded_weights import local_shard
+from pytorch_accel_lite.optimizers.optimizer_parts import is_created, optimized_parameters
 from pytorch_accel_lite.run.run import TrainerLike
-
-T = TypeVar("T")
+from pytorch_accel_lite.run.trainer_attributes import other_optimizers
 
 
 def all_optimized_parameters(trainer: TrainerLike) -> list[nn.Parameter]:

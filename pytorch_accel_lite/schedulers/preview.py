@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.validation import check_positive_int
-from pytorch_accel_lite.optimizers.operations import CreateScheduler
-from pytorch_accel_lite.schedulers.named_schedules import ScheduleName, resolve_names
+from pytorch_accel_lite.base.argument_checks import check_positive_int
+from pytorch_accel_lite.optimizers.optimizer_types import CreateScheduler
 from pytorch_accel_lite.schedulers.placeholders import replace_trainer_placeholder_values
+from pytorch_accel_lite.schedulers.schedule_arguments import ScheduleName, resolve_names
 from pytorch_accel_lite.schedulers.scheduler_base import SchedulerBase
 
 

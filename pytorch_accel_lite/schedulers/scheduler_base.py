@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from pytorch_accel_lite.base.text import to_number
+from pytorch_accel_lite.base.plain_values import to_number
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.optimizers.rates import layer_scales, set_option
 from pytorch_accel_lite.schedulers.placeholders import TrainerPlaceholderValues, Unresolved

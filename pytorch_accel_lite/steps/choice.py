@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
-from pytorch_accel_lite.run.sharding import find_sharding
+from pytorch_accel_lite.run.sharding_seam import find_sharding
 from pytorch_accel_lite.steps.compilation import CHECKPOINTED, COMPILED
 from pytorch_accel_lite.steps.features import OF_EXTENSIONS, STEP_KINDS, Feature, StepKind
 from pytorch_accel_lite.steps.plain_step import PlainStep
@@ -26,8 +26,8 @@ def create_step(trainer: TrainerLike, run: Run) -> Step:
         ValueError: if the run uses features that do not work together, or of an extension that is missing
     """
     features = find_features(trainer, run)
-    if trainer.compiled_forward is not None:
-        trainer.compiled_forward.begin_run(run)
+    if trainer.compiled_forward is not None and (conflict := COMPILED.find_conflict(trainer, run)):
+        trainer.compiled_forward.disable(f"with {conflict.other.name}, {conflict.reason}")
     step = _choose_kind(trainer, run, features)(trainer, run)
     step.begin_replicas(trainer, run)
     return step

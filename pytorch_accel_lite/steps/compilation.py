@@ -6,9 +6,10 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from pytorch_accel_lite.data.batches import BatchAdapter
+from pytorch_accel_lite.data.batch_adapter import BatchAdapter
 from pytorch_accel_lite.extension_names import Slot
-from pytorch_accel_lite.run.run import CompiledForwardLike, TrainerLike
+from pytorch_accel_lite.run.forward_interface import CompiledForwardLike
+from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.steps.features import MANUAL, SHARDED, Conflict, Feature
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from pytorch_accel_lite.base.reachable import codes_in
 from pytorch_accel_lite.base.user_code import is_from_this_package, is_overridden
-from pytorch_accel_lite.optimizers.operations import needs_closure
+from pytorch_accel_lite.optimizers.optimizer_steps import needs_closure
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
 
 

@@ -8,15 +8,14 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.devices import mixed_precision
+from pytorch_accel_lite.base.mixed_precision import mixed_precision
 from pytorch_accel_lite.checkpoint.models.trained_object_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.batches import BatchOutput, as_scalars, complete_output, total_loss
-from pytorch_accel_lite.data.loss_errors import check_loss
 from pytorch_accel_lite.data.sources import BatchData
+from pytorch_accel_lite.data.step_outputs import BatchOutput, as_scalars, check_loss, complete_output, total_loss
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
 from pytorch_accel_lite.loop.guards.first_batch import examine_first_batch
-from pytorch_accel_lite.optimizers.operations import optimized_parameters
+from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
 from pytorch_accel_lite.run.trainer_parameters import parameters_not_in_model
@@ -102,6 +101,7 @@ class PlainStep(Step):
         prepared = trainer.prepared_model
         may_overflow = prepared is not None and not prepared.is_plain  # otherwise, not asking saves calls in each step
         was_skipped = (self.skips_update or may_overflow) and self.count_if_skipped(trainer)
+        # Inlines is_stepped_after_updates().
         if trainer.scheduler is not None and not was_skipped and run.request.scheduler_interval == "update":
             trainer.scheduler_step()
         trainer.optimizer_zero_grad()

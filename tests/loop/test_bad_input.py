@@ -802,6 +802,25 @@ def test_an_optimizer_of_another_model_is_warned_of():
         train(make_trainer(optimizer=forgotten))
 
 
+def test_a_head_that_is_newer_than_the_optimizer_is_warned_of():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[2] = nn.Linear(8, 1)
+    match = r"No optimizer has the model's 2\.weight, 2\.bias, .* has 2 parameters that are in no module"
+    with pytest.warns(UserWarning, match=match):
+        train(make_trainer(model=model, optimizer=optimizer))
+
+
+def test_adapters_newer_than_the_optimizer_are_warned_of():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.requires_grad_(False)
+    model.insert(2, nn.Linear(8, 8))
+    match = r"No optimizer has the model's 2\.weight, 2\.bias, .* has only parameters that are frozen"
+    with pytest.warns(UserWarning, match=match):
+        train(make_trainer(model=model, optimizer=optimizer))
+
+
 def test_an_optimizer_of_the_loss_functions_parameters_is_fine(recwarn):
     class Scaled(nn.Module):
         def __init__(self) -> None:

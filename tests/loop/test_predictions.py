@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.data.splitting import concatenate
+from pytorch_accel_lite.data.concatenation import concatenate
 from tests.launching import run_code, two_are_enough
 from tests.ranks import OrderedStream
 from tests.small_models import adamw_trainer, float64_data, float64_model, listener, on_one_process
@@ -208,3 +209,17 @@ def test_an_abandoned_prediction_leaves_the_model_unchanged():
     parts.close()
     assert trainer.model.training
     trainer.train(float64_data(10), 1)
+
+
+@pytest.mark.parametrize("convert", [list, np.array])
+def test_names_that_a_prediction_leaves_out_are_warned_of(convert):
+    class Naming(Trainer):
+        def calculate_predict_batch_output(self, batch):
+            outputs = self.model(batch[0])
+            return {"outputs": outputs, "name": convert([f"{value:.2f}" for value in batch[1][:, 0]]), "cache": [None]}
+
+    model = float64_model()
+    trainer = Naming(model, nn.MSELoss(), None, callbacks=[])
+    with pytest.warns(UserWarning, match="predict leaves out 'name': in a dict of outputs, only tensors") as caught:
+        assert trainer.predict(float64_data(20)).keys() == {"outputs"}
+    assert len(caught) == 1

@@ -154,6 +154,23 @@ def test_a_replaced_optimizer_step_is_called():
     assert equal_weights(*trained)
 
 
+@pytest.mark.parametrize("replaces", [False, True])
+def test_an_optimizer_that_a_callback_has_replaced_stays(replaces):
+    class Replaces(TrainerCallback):
+        def on_train_epoch_start(self, trainer, **kwargs):
+            if replaces and trainer.progress.epoch == 2:
+                trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+
+    model = float64_model()
+    before = torch.optim.AdamW(model.parameters())
+    trainer = adamw_trainer(model, optimizer=before, callbacks=[Replaces])
+    trainer.train(DATA, 2, per_device_batch_size=13)
+    now = trainer.optimizer
+    assert (now is before) != replaces
+    trainer.train(DATA, 1, per_device_batch_size=13)
+    assert trainer.optimizer is now
+
+
 class OfTwoKinds(nn.Module):
     """Has weights of two types."""
 

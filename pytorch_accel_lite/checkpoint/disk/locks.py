@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from pytorch_accel_lite.base.text import add_note
-from pytorch_accel_lite.checkpoint.disk.files import hidden_name, no_link, try_lock
+from pytorch_accel_lite.base.error_texts import add_note
+from pytorch_accel_lite.checkpoint.disk.atomic_files import hidden_name, no_link, try_lock
 
 _OF_A_LOCK = re.compile(rb"[\d\s\0]{0,64}")
 _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS)

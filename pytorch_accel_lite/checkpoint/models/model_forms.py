@@ -16,8 +16,9 @@ from torch import nn
 
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.checkpoint.disk.atomic_files import naming_file, replacing
 from pytorch_accel_lite.checkpoint.disk.checksums import UNSEALED, seal
-from pytorch_accel_lite.checkpoint.disk.files import naming_file, open_tensors, replacing, write_tensors
+from pytorch_accel_lite.checkpoint.disk.tensor_files import open_tensors, write_tensors
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.run import TrainerLike
 

@@ -23,8 +23,8 @@ from pytorch_accel_lite.checkpoint.models.weights import (
     model_state,
     sharded_like,
 )
-from pytorch_accel_lite.run.modules_and_optimizers import buffers_in, other_modules
 from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.trainer_attributes import buffers_in, other_modules
 
 #: An object that is saved with a trainer. The state of a tensor is the tensor itself.
 Owner: TypeAlias = HasStateDict | torch.Tensor

@@ -13,9 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.types import HasStateDict
-from pytorch_accel_lite.optimizers.operations import is_created
+from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.modules_and_optimizers import (
+from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.trainer_attributes import (
     instances_in,
     other_modules,
     other_optimizers,
@@ -23,7 +24,6 @@ from pytorch_accel_lite.run.modules_and_optimizers import (
     parameters_in,
     registered_objects,
 )
-from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters
 
 T = TypeVar("T")

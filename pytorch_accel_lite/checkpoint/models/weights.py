@@ -23,16 +23,18 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pytorch_accel_lite.base.inspection import sums_of_bits
+from pytorch_accel_lite.base.formatting import listed
 from pytorch_accel_lite.base.quantised import plain_parts, quantised_entries
-from pytorch_accel_lite.base.text import listed
+from pytorch_accel_lite.base.tensor_bits import sums_of_bits
 from pytorch_accel_lite.base.types import Keys, StateDict, Tree
 from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
 from pytorch_accel_lite.checkpoint.disk.checksums import verify
-from pytorch_accel_lite.checkpoint.disk.files import FROZEN, map_nested, open_tensors
+from pytorch_accel_lite.checkpoint.disk.plain_files import map_nested
 from pytorch_accel_lite.checkpoint.disk.shards import find_tensors, gather_tensor, is_sharded_tensor
+from pytorch_accel_lite.checkpoint.disk.tensor_files import open_tensors
 from pytorch_accel_lite.checkpoint.models.model_forms import read_in_form
-from pytorch_accel_lite.optimizers.operations import TrainerOptimizer
+from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 from pytorch_accel_lite.run.run import TrainerLike
 
 #: The file of a model's weights in a directory, and the index of a large model's files, as on the Hugging Face Hub.

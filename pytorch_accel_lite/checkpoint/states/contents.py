@@ -12,13 +12,15 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
+from pytorch_accel_lite.base.formatting import listed
 from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
 from pytorch_accel_lite.base.seeding import derive_seed, seed_generators
-from pytorch_accel_lite.base.text import listed
 from pytorch_accel_lite.base.types import HasStateDict, Keys, StateDict, Tree
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.checkpoint.disk.files import FROZEN, storable, untie
+from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
+from pytorch_accel_lite.checkpoint.disk.plain_files import storable
 from pytorch_accel_lite.checkpoint.disk.shards import extract_tensors, fits_safetensors, is_sharded_tensor, local_parts
+from pytorch_accel_lite.checkpoint.disk.tensor_files import untie
 from pytorch_accel_lite.checkpoint.models.model_forms import base_of
 from pytorch_accel_lite.checkpoint.models.trainability import (
     add_missing_groups,
@@ -50,15 +52,15 @@ from pytorch_accel_lite.checkpoint.states.directory import (
     read_tensors,
     read_weights,
 )
-from pytorch_accel_lite.checkpoint.states.machine import machine_facts
-from pytorch_accel_lite.checkpoint.states.recorded_settings import settings_recorder
-from pytorch_accel_lite.optimizers.operations import group_names, state_class_names
+from pytorch_accel_lite.checkpoint.states.machine_facts import machine_facts
+from pytorch_accel_lite.checkpoint.states.recorded_settings_seam import settings_recorder
+from pytorch_accel_lite.optimizers.optimizer_parts import group_names, parts_of_optimizer, state_class_names
 from pytorch_accel_lite.optimizers.rates import Options, set_options
 from pytorch_accel_lite.run.callback_handler import callbacks_with
 from pytorch_accel_lite.run.division import numbers_of_shares
-from pytorch_accel_lite.run.modules_and_optimizers import registered_objects
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.trainer_attributes import registered_objects
 from pytorch_accel_lite.run.training_state import TrainingState
 
 # What a training state keeps, by key, and what restores it: restore_before_start, before the starting events of the
@@ -335,24 +337,28 @@ def restore_again(trainer: TrainerLike, state: TrainingState, options: Options) 
     current: dict[str, torch.Tensor] = model.state_dict()
     read = read_weights(state, without_compile(current))
     weights = fit_model_state(model, read, state.directory, frozen_left_out=frozen_left_out)
-    changed = sorted(name for name, value in weights.items() if not _are_equal(current[name], value))
-    if changed:
+    comparable = {name for name, value in weights.items() if _is_plain(value) and _is_plain(current[name])}
+    changed = [
+        name for name in sorted(comparable) if not torch.equal(current[name], weights[name].to(current[name].device))
+    ]
+    if changed or comparable < weights.keys():
         model.load_state_dict(weights, strict=not frozen_left_out)
+    if changed:
         trainer.print(
             f"The starting events have changed {listed(changed, 3)}. The run resumes with the weights of the state."
         )
     load_loss_state(trainer, shared.get("loss_func", {}), state.directory)
     saved, groups = shared["optimizer"] or {}, getattr(trainer.optimizer, "param_groups", ())
     if len(saved.get("param_groups", ())) == len(groups) == len(options):  # starting events may have added groups
+        for part in (parts_of_optimizer(trainer.optimizer) or {"": trainer.optimizer}).values():
+            part.state.clear()  # so that a device never holds two states
         load_state("optimizer", trainer.optimizer, saved, state.directory)
         set_options(trainer.optimizer, options)
 
 
-def _are_equal(now: object, saved: object) -> bool:
-    """Whether a weight is the saved one. It is unknown for sharded weights, which only collectives can compare."""
-    if not (isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor)) or is_sharded_tensor(now):
-        return False
-    return torch.equal(now, saved.to(now.device))
+def _is_plain(weight: object) -> bool:
+    """Whether a weight can be compared. Sharded ones would take a collective; others may be of a module's own kind."""
+    return isinstance(weight, torch.Tensor) and not is_sharded_tensor(weight)
 
 
 def _restore_user_attributes(trainer: TrainerLike, state: TrainingState, is_final: bool) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
-from pytorch_accel_lite.checkpoint.disk.files import check_is_shared, remove
+from pytorch_accel_lite.checkpoint.disk.atomic_files import remove
 from pytorch_accel_lite.checkpoint.disk.locks import FileLock, LockedError
+from pytorch_accel_lite.checkpoint.disk.shared_disks import check_is_shared
 from pytorch_accel_lite.checkpoint.states.directory import read_directory
 from pytorch_accel_lite.checkpoint.states.manifest import DamagedStateError, read_manifest, recover
 from pytorch_accel_lite.distributed import Ranks

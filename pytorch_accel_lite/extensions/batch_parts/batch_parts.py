@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, pairwise
 
 import torch
 from accelerate.utils import recursively_apply
 
-from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.data import Batch, BatchData
 from pytorch_accel_lite.extending import BatchOutput, TrainerLike
-from pytorch_accel_lite.extending_callbacks import Count, Tree, is_list_of_samples, is_number
-from pytorch_accel_lite.extending_tools import concatenate_if_possible, infer_batch_size, is_as_long, split_batch
+from pytorch_accel_lite.extending_callbacks import Count, Tree, is_list_of_samples, is_number, slice_batch
+from pytorch_accel_lite.extending_tools import (
+    WHAT_CAN_BE_SPLIT,
+    concatenate,
+    infer_batch_size,
+    is_as_long,
+    parts_in,
+    tensors_in,
+)
 
 
 def split_into_parts(batch: Batch, parts: int) -> list[Batch]:
@@ -21,7 +28,7 @@ def split_into_parts(batch: Batch, parts: int) -> list[Batch]:
         return [batch]
     begin = 0
     pieces: list[Batch] = []
-    for data, size in split_batch(batch.data, parts, infer_batch_size(batch.data, batch.num_samples)):
+    for data, size in _split_batch(batch.data, parts, infer_batch_size(batch.data, batch.num_samples)):
         part = batch._replace(
             data=data,
             num_samples=None if batch.num_samples is None else size,
@@ -31,6 +38,28 @@ def split_into_parts(batch: Batch, parts: int) -> list[Batch]:
         pieces.append(part)
         begin += size
     return pieces
+
+
+def _split_batch(batch: BatchData, parts: int, size: int) -> list[tuple[BatchData, int]]:
+    """Split a batch as evenly as possible, and return each part with its size.
+
+    What ``select_samples()`` selects in is split. Anything else is repeated in every part.
+
+    Args:
+        parts: number of parts, capped at the number of samples
+        size: number of samples in the batch
+
+    Raises:
+        ValueError: if nothing in the batch has an element for each sample, or if an object that cannot be split has
+    """
+    if not any(is_as_long(part, size) for part in parts_in([batch])):
+        raise ValueError(
+            f"A batch of type {type(batch).__name__} cannot be split into micro-batches: nothing in it has an element "
+            f"for each of its {size} samples. {WHAT_CAN_BE_SPLIT}"
+        )
+    parts = min(parts, size)
+    bounds = [size * part // parts for part in range(parts + 1)]
+    return [(slice_batch(batch, begin, end, size), end - begin) for begin, end in pairwise(bounds)]
 
 
 def as_returned(trainer: TrainerLike, output: BatchOutput) -> BatchOutput:
@@ -111,3 +140,13 @@ def _mean(values: list[Tree], shares: list[Count]) -> Tree:
         torch.where(share > 0, value, 0) if isinstance(share, torch.Tensor) else value
         for value, share in zip(weighted, shares, strict=True)
     )
+
+
+def concatenate_if_possible(parts: Sequence[Tree]) -> Tree:
+    """Concatenate nested outputs along their first dimension, or lists; return the list of parts if that fails."""
+    if next(tensors_in(parts), None) is None:
+        return list(chain(*parts)) if isinstance(parts[0], list) else list(parts)
+    try:
+        return concatenate(parts)
+    except (ValueError, TypeError, KeyError):
+        return list(parts)

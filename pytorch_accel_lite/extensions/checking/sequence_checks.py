@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from pytorch_accel_lite.extending_data import IGNORED_LABEL
 from pytorch_accel_lite.extending_tools import TARGET_KEYS, tensors_in
 from pytorch_accel_lite.extensions.checking.probe import (
     TOLERANCE,
@@ -108,7 +109,7 @@ def check_padding(probe: Probe) -> Iterator[Finding]:
     batch = probe.batch
     size = probe.require_samples(batch)
     first = probe.train(batch, quiet=True, gradients=True).without_randomness()
-    ignored = next((call.ignored for call in first.watch.losses if call.name == "cross_entropy"), -100)
+    ignored = next((call.ignored for call in first.watch.losses if call.name == "cross_entropy"), IGNORED_LABEL)
     parts = tensors_by_name(batch.data)
     marker, real = _find_padding(probe, parts, ignored)
     longer = {n: _pad(str(n), part, real, ignored) for n, part in parts.items() if part.shape[:2] == real.shape}
@@ -146,7 +147,7 @@ def _find_padding(probe: Probe, parts: Mapping[Part, torch.Tensor], ignored: int
             if int(lengths.max()) == part.shape[1] and (is_constant or "len" in str(name).lower()):
                 candidates[f"the lengths in {name!r}"] = real
     indices: list[int | None] = [getattr(part, "padding_idx", None) for part in probe.modules.values()]
-    fillers = {index for index in (*indices, ignored, -100) if index is not None}
+    fillers = {index for index in (*indices, ignored, IGNORED_LABEL) if index is not None}
     for name, part in rows.items():
         for value in fillers if part.ndim == 2 and not part.is_floating_point() else ():
             if bool(part.eq(value).any()):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pytorch_accel_lite.extending import COMPILED, Batch, BatchAdapter, BatchOutput, LossFunction, Run, TrainerLike
+from pytorch_accel_lite.extending import Batch, BatchAdapter, BatchOutput, LossFunction, Run, TrainerLike
 from pytorch_accel_lite.extending_callbacks import BatchData, Count, Tree
 from pytorch_accel_lite.extending_tools import (
     infer_batch_size,
@@ -114,11 +114,12 @@ class CompiledForward:
             self._trainer.log(name, _copied(value) if self._replays else value, weight)
         return output
 
-    def begin_run(self, run: Run) -> None:
-        """Begin a run. If there is a conflict, its batches are computed without compilation."""
-        conflict = COMPILED.find_conflict(self._trainer, run)
-        if conflict is not None and self._runs_compiled:
-            self._disable(f"with {conflict.other.name}, {conflict.reason}")
+    def disable(self, reason: str) -> None:
+        """Compute all further batches without compilation, and warn once of the reason."""
+        if self._runs_compiled:
+            self._runs_compiled = False
+            self._compiled = None
+            warn_outside(f"compile_step: the step is not compiled, because {reason}.")
 
     def _begin(self, run: Run) -> None:
         """Prepare for the steps of a run."""
@@ -175,13 +176,8 @@ class CompiledForward:
             except _dynamo().Error as other:
                 error = other
         output = self._usual(batch)
-        self._disable(_summarize(error))
+        self.disable(_summarize(error))
         return output
-
-    def _disable(self, reason: str) -> None:
-        self._runs_compiled = False
-        self._compiled = None
-        warn_outside(f"compile_step: the step is not compiled, because {reason}.")
 
     def _warn(self, reason: str) -> None:
         if not self._has_warned:

@@ -31,14 +31,8 @@ from pytorch_accel_lite.extending import (
     backward,
 )
 from pytorch_accel_lite.extending_callbacks import Count, accumulation_dtype, plain_parts, seed_all, to_float
-from pytorch_accel_lite.extending_tools import (
-    all_optimized_parameters,
-    as_weight,
-    concatenate_if_possible,
-    other_modules,
-    share_bounds,
-)
-from pytorch_accel_lite.extensions.batch_parts import as_returned, merge_outputs
+from pytorch_accel_lite.extending_tools import all_optimized_parameters, as_weight, other_modules, share_bounds
+from pytorch_accel_lite.extensions.batch_parts import as_returned, concatenate_if_possible, merge_outputs
 from pytorch_accel_lite.extensions.logical.gradient_sum import GradientSum
 from pytorch_accel_lite.extensions.logical.logical_processes import LogicalProcesses
 from pytorch_accel_lite.extensions.logical.sharded_gradients import ShardedGradients, is_fully_sharded

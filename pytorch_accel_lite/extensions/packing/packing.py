@@ -13,10 +13,8 @@ from accelerate.utils import send_to_device
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from pytorch_accel_lite.extending_data import Sample, Tree, evaluation_mode, first_label, tensors_in
+from pytorch_accel_lite.extending_data import IGNORED_LABEL, Sample, Tree, evaluation_mode, first_label, tensors_in
 
-#: The default ``ignore_index`` of torch's cross entropy.
-IGNORED_LABEL = -100
 _ROW_KEYS = ("input_ids", "labels")
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import DeviceTimer, Moment, align, is_asynchronous
+from pytorch_accel_lite.extending_callbacks import align, is_asynchronous
+from pytorch_accel_lite.extensions.profiling.device_timer import DeviceTimer, Moment
 
 _PHASES = ("data", "forward", "backward", "optimizer", "evaluation", "saving")
 

@@ -11,8 +11,8 @@ from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.batches import BatchOutput
-from pytorch_accel_lite.data.loss_errors import LossFunction
+from pytorch_accel_lite.data.loss_functions import LossFunction
+from pytorch_accel_lite.data.step_outputs import BatchOutput
 from pytorch_accel_lite.run.events import events_between, keywords_of
 from pytorch_accel_lite.run.run import TrainerLike
 

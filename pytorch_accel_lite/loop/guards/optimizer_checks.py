@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from pytorch_accel_lite.base.text import listed
+from pytorch_accel_lite.base.formatting import listed
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.optimizers.operations import is_created, optimized_parameters, parts_of_optimizer
-from pytorch_accel_lite.run.modules_and_optimizers import other_modules
+from pytorch_accel_lite.optimizers.optimizer_parts import is_created, optimized_parameters, parts_of_optimizer
 from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.trainer_attributes import other_modules
 from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters
 
 
@@ -37,7 +37,10 @@ def check_optimizers(trainer: TrainerLike) -> None:
             "change the model, unless the optimizer works on copies. Create the optimizer from model.parameters() of "
             "the model passed to the trainer, and recreate it whenever you recreate the model."
         )
-    elif in_optimizer and isinstance(loss_func, nn.Module):
+        return
+    if missed := _not_optimized(model, optimized):
+        _warn_of_replaced_parts(trainer, in_optimizer, in_modules, missed)
+    if in_optimizer and isinstance(loss_func, nn.Module):
         missed = _not_optimized(loss_func, {*model.parameters(), *optimized})
         if missed:
             warn_outside(
@@ -45,6 +48,26 @@ def check_optimizers(trainer: TrainerLike) -> None:
                 f"{missed}. Create the optimizer from [*model.parameters(), *loss_func.parameters()], or call "
                 "loss_func.requires_grad_(False) if they should not be trained."
             )
+
+
+def _warn_of_replaced_parts(
+    trainer: TrainerLike, in_optimizer: list[nn.Parameter], in_modules: set[nn.Parameter], missed: str
+) -> None:
+    """Warn if the model seems to have got new parameters after the optimizer was created, such as a head or adapters.
+
+    Args:
+        missed: the model's trainable parameters that no optimizer has
+    """
+    of_loss = trainer.loss_func.parameters() if isinstance(trainer.loss_func, nn.Module) else ()
+    known = {*in_modules, *of_loss, *(value for value in vars(trainer).values() if isinstance(value, nn.Parameter))}
+    strays = [parameter for parameter in in_optimizer if parameter not in known]
+    has = f"{len(strays)} parameters that are in no module" if strays else "only parameters that are frozen"
+    if strays or (in_optimizer and not any(parameter.requires_grad for parameter in in_optimizer)):
+        warn_outside(
+            f"No optimizer has the model's {missed}, so they stay as they are, while the optimizer has {has}. If parts "
+            "of the model have been replaced or added, create the optimizer afterwards. Otherwise, call "
+            "requires_grad_(False) on what should not be trained."
+        )
 
 
 def _not_optimized(module: nn.Module, optimized: set[nn.Parameter]) -> str:

@@ -12,7 +12,7 @@ from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.lost_processes import naming_call
-from pytorch_accel_lite.optimizers.operations import TrainerOptimizer
+from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import TrainerLike
 

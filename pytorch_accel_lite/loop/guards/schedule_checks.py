@@ -8,15 +8,16 @@ from collections.abc import Mapping
 import torch
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
+from pytorch_accel_lite.base.formatting import wrapped
 from pytorch_accel_lite.base.inspection import accepts
 from pytorch_accel_lite.base.reprs import short_repr
-from pytorch_accel_lite.base.text import wrapped
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.optimizers.operations import SchedulerFactory, TrainerScheduler, follows_metric, schedulers_in
+from pytorch_accel_lite.optimizers.optimizer_parts import follows_metric, schedulers_in
+from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, TrainerScheduler
 from pytorch_accel_lite.optimizers.rates import Options, format_rates, has_unused_scales
-from pytorch_accel_lite.run.modules_and_optimizers import other_optimizers
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.run.trainer_attributes import other_optimizers
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.schedulers.placeholders import Placeholder
 from pytorch_accel_lite.schedulers.scheduler_base import PlannedLrScheduler

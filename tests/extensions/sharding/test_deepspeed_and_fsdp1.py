@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
-from pytorch_accel_lite.run.sharding import find_sharding
+from pytorch_accel_lite.run.sharding_seam import find_sharding
 from tests.sharded import sharding_accelerator
 from tests.small_models import float64_data, largest_difference, make_trainer
 from tests.small_models import train as train_small

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import math
 import signal
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import safetensors.torch
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed import barrier
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
@@ -34,7 +37,7 @@ from tests.sharded import (
     sharded_trainer,
     train_and_resume,
 )
-from tests.small_models import adamw_trainer, equal_weights, largest_difference, same_bits
+from tests.small_models import adamw_trainer, equal_weights, largest_difference, listener, same_bits
 
 
 def saved(how: str, folder: Path, **options: Any) -> dict[str, Any]:
@@ -66,6 +69,36 @@ def test_runs_resume_from_shards_to_the_same_bits(tmp_path, job, how, processes,
     assert {"model.0.weight", "optimizer.state.0.exp_avg"} <= stored.keys()
     assert sum(math.prod(sizes) for _, sizes, _ in stored["model.0.weight"].parts) == 40
     assert any("ModelEmaCallback" in name for name in stored)
+
+
+def changed_at_the_start(folder: Path) -> dict[str, Any]:
+    """The rows of a run that a starting event changes, of runs that resume it, and what the last of these printed."""
+
+    def change(trainer: Trainer, **_: Any) -> None:
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.mul_(0.5)
+
+    def train(**kwargs: Any) -> dict[str, Any]:
+        saving = SaveTrainingStateCallback(folder, 1, 2, max_checkpoints=None)
+        callbacks = [listener(on_training_run_start=change), saving]
+        return result_of(fit(sharded_trainer("fsdp", callbacks), "fsdp", **kwargs))
+
+    whole, printed = train(), io.StringIO()
+    barrier()
+    resumed = []
+    for state in sorted(folder.glob("update-*"))[:2]:
+        with redirect_stdout(printed):
+            resumed.append(train(resume_from=state))
+    return {"whole": whole, "resumed": resumed, "printed": printed.getvalue()}
+
+
+def test_starting_events_change_a_sharded_run_once(tmp_path, job):
+    for found in job(2).run(changed_at_the_start, tmp_path):
+        for again in found["resumed"]:
+            assert equal_weights(again["weights"], found["whole"]["weights"])
+            assert again["history"] == found["whole"]["history"]
+        assert "The starting events have changed" not in found["printed"]  # unknown, as weights are not gathered for it
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.backends import describe_settings, deterministic_kernels
+from pytorch_accel_lite.base.kernel_settings import describe_settings, deterministic_kernels
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.run.division import numbers_of_shares
 from pytorch_accel_lite.run.run import TrainerLike

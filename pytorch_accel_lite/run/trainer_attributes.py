@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeGuard, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.types import HasStateDict
-from pytorch_accel_lite.optimizers.operations import SchedulerLike, set_mode
+from pytorch_accel_lite.optimizers.optimizer_types import SchedulerLike
 from pytorch_accel_lite.run.run import TrainerLike
 
 T = TypeVar("T")
@@ -58,27 +57,6 @@ def buffers_in(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
     """Return the buffers of modules and their submodules, each as a submodule and a name in it."""
     parts = (part for module in modules for part in module.modules())
     return [(part, name) for part in parts for name, _ in part.named_buffers(recurse=False)]
-
-
-def set_optimizer_modes(trainer: TrainerLike, training: bool) -> None:
-    """Set the mode of all optimizers that have modes."""
-    if trainer.prepared_model is not None:
-        trainer.prepared_model.trains = training
-    for optimizer in (trainer.optimizer, *other_optimizers(trainer).values()):
-        set_mode(optimizer, training)
-
-
-@contextmanager
-def evaluating_optimizers(trainer: TrainerLike) -> Iterator[None]:
-    """Set optimizers that have modes to evaluation mode for a block."""
-    if trainer.prepared_model is None or not trainer.prepared_model.trains:
-        yield
-        return
-    set_optimizer_modes(trainer, training=False)
-    try:
-        yield
-    finally:
-        set_optimizer_modes(trainer, training=True)
 
 
 def instances_in(trainer: TrainerLike, kind: type[T]) -> dict[str, T]:

@@ -1,4 +1,4 @@
-"""Splitting batches into parts, and concatenating the outputs of several batches or parts."""
+"""Concatenating the outputs of several batches, or of the parts of a batch."""
 
 from __future__ import annotations
 
@@ -6,95 +6,13 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 from accelerate.utils import recursively_apply
 from accelerate.utils.operations import honor_type
 
-from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.nested_data import is_dataclass, tensors_in
 from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.data.batches import is_as_long, is_dataclass, parts_in, tensors_in
-from pytorch_accel_lite.data.sources import BatchData
-
-
-def is_list_of_samples(data: Tree, size: int) -> bool:
-    """Whether a list has one element per sample, rather than a column over all samples in each element.
-
-    If both are possible, because there are as many columns as samples, it is a list of samples only if all elements
-    have the same type and, except for the length, the same shape. Dicts with the same keys are always samples, as for
-    detectors, whose images may have as many boxes as the batch has images.
-    """
-    if not isinstance(data, (list, tuple)) or len(data) != size:
-        return False
-    if size and all(isinstance(element, Mapping) and element.keys() == data[0].keys() for element in data):
-        return True
-    as_long = [is_as_long(element, size) for element in data]
-    kinds = {(type(element), element.shape[1:] if isinstance(element, torch.Tensor) else None) for element in data}
-    return not any(as_long) or (not all(as_long) and len(kinds) == 1)
-
-
-def split_batch(batch: BatchData, parts: int, size: int) -> list[tuple[BatchData, int]]:
-    """Split a batch as evenly as possible, and return each part with its size.
-
-    Tensors and arrays with the samples as their first dimension are split, and so are lists with an element for each
-    sample, in dicts, lists, tuples and dataclasses. Anything else is repeated in every part.
-
-    Args:
-        parts: number of parts, capped at the number of samples
-        size: number of samples in the batch
-
-    Raises:
-        ValueError: if nothing in the batch has an element for each sample, or if an object that cannot be split has
-    """
-    if not any(is_as_long(part, size) for part in parts_in([batch])):
-        raise ValueError(
-            f"A batch of type {type(batch).__name__} cannot be split into micro-batches: nothing in it has an element "
-            f"for each of its {size} samples. {_WHAT_CAN_BE_SPLIT}"
-        )
-    parts = min(parts, size)
-    bounds = [size * part // parts for part in range(parts + 1)]
-    return [(slice_batch(batch, begin, end, size), end - begin) for begin, end in itertools.pairwise(bounds)]
-
-
-def slice_batch(data: BatchData, begin: int, end: int, size: int) -> BatchData:
-    """Return the samples from ``begin`` to ``end`` of a batch of ``size`` samples; see ``split_batch()``."""
-    return select_samples(data, slice(begin, end), size)
-
-
-def select_samples(data: BatchData, rows: slice | list[int], size: int) -> BatchData:
-    """Return some of the ``size`` samples of a batch, in any order and possibly repeated; see ``split_batch()``."""
-    if isinstance(data, (torch.Tensor, np.ndarray)):
-        return data[rows] if data.ndim and len(data) == size else data
-    if isinstance(data, Mapping):
-        return {key: select_samples(value, rows, size) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        if is_list_of_samples(data, size):
-            return data[rows] if isinstance(rows, slice) else type(data)(data[row] for row in rows)
-        return honor_type(data, [select_samples(value, rows, size) for value in data])
-    if is_dataclass(data):
-        names = [field.name for field in dataclasses.fields(data) if field.init]  # the constructor sets others
-        return dataclasses.replace(data, **{name: select_samples(getattr(data, name), rows, size) for name in names})
-    check_belongs_to_all(data, size)
-    return data
-
-
-_WHAT_CAN_BE_SPLIT = "Let collate_fn return tensors, or lists, dicts or dataclasses of tensors."
-
-
-def check_belongs_to_all(data: Tree, size: int) -> None:
-    """Check that an object in a batch belongs to all of its samples.
-
-    Raises:
-        ValueError: if the object, or something in it, seems to have an element for each sample
-    """
-    if isinstance(data, (str, bytes)):
-        return
-    parts = parts_in([data, *getattr(data, "__dict__", {}).values()])
-    if (hasattr(data, "__getitem__") and find_length(data) == size) or any(is_as_long(part, size) for part in parts):
-        raise ValueError(
-            f"A {type(data).__name__} in a batch of {size} samples has an element for each, but cannot be split. "
-            f"{_WHAT_CAN_BE_SPLIT}"
-        )
+from pytorch_accel_lite.data.batch_slices import is_list_of_samples
 
 
 class ListOfSamples(list[Tree]):
@@ -130,16 +48,6 @@ def to_cpu(
         f"predict: the model returned {type(outputs).__name__}, but must return tensors, or tuples, lists or dicts of "
         "tensors. Override calculate_predict_batch_output to convert its outputs."
     )
-
-
-def concatenate_if_possible(parts: Sequence[Tree]) -> Tree:
-    """Concatenate nested outputs along their first dimension, or lists; return the list of parts if that fails."""
-    if next(tensors_in(parts), None) is None:
-        return list(itertools.chain(*parts)) if isinstance(parts[0], list) else list(parts)
-    try:
-        return concatenate(parts)
-    except (ValueError, TypeError, KeyError):
-        return list(parts)
 
 
 def concatenate(parts: Sequence[Tree]) -> Tree:

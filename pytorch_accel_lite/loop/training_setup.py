@@ -1,44 +1,39 @@
-"""Setting up runs: what callbacks need, the data, the model and the step, the settings, and where a run starts."""
+"""Setting up a training run: what callbacks need, the data, the model and the step, and where it starts."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
-from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.seeding import seed_run
 from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
-from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.locks import lock_path
 from pytorch_accel_lite.checkpoint.state_to_resume import find_state
 from pytorch_accel_lite.checkpoint.states.contents import check_history
-from pytorch_accel_lite.checkpoint.states.recorded_settings import settings_recorder
-from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.data.sources import CollateFunction, Source
-from pytorch_accel_lite.loop.guards.arguments import check_training
+from pytorch_accel_lite.checkpoint.states.recorded_settings_seam import settings_recorder
 from pytorch_accel_lite.loop.guards.optimizer_checks import check_optimizers
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_ranks, settings_of_optimizer
 from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length
+from pytorch_accel_lite.loop.guards.trainer_arguments import check_training
 from pytorch_accel_lite.loop.inference import choose_inference_step
-from pytorch_accel_lite.loop.lifecycle import entering
 from pytorch_accel_lite.loop.model_preparation import apply_model_options, prepare_model
+from pytorch_accel_lite.loop.resolved_settings import create_config
 from pytorch_accel_lite.loop.resuming import begin_resuming
 from pytorch_accel_lite.loop.run_loaders import check_gives_batches, create_eval_loaders, create_train_loader
-from pytorch_accel_lite.optimizers.operations import clear_gradients, is_created
+from pytorch_accel_lite.optimizers.optimizer_parts import is_created
+from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients
 from pytorch_accel_lite.run.accumulation import Accumulation, GradientWindow
 from pytorch_accel_lite.run.history import InMemoryRunHistory
-from pytorch_accel_lite.run.parts import EvalArguments, Training
+from pytorch_accel_lite.run.latest_records import TrainingRecord
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.settings import LoaderArguments, RunRequest, TrainerRunConfig
-from pytorch_accel_lite.run.sharding import find_sharding
+from pytorch_accel_lite.run.run_data import EvalArguments
+from pytorch_accel_lite.run.settings import LoaderArguments
+from pytorch_accel_lite.run.sharding_seam import find_sharding
 
 
 def configure(trainer: TrainerLike, run: Run) -> None:
@@ -133,7 +128,7 @@ def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     if not had_optimizer and not has_copies:
         check_optimizers(trainer)
     run.config = create_config(trainer, run, batch_size)
-    run.latest.training = Training(run.config, run.end, run.data.eval_arguments)
+    run.latest.training = TrainingRecord(run.config, run.end, run.data.eval_arguments)
     _check_same_settings(trainer, run)
     _create_window(run)
     clear_gradients(trainer.optimizer)  # a run that failed within a window may have left gradients
@@ -159,72 +154,6 @@ def _create_window(run: Run) -> None:
             f"gradient_accumulation_steps={run.request.gradient_accumulation_steps!r} has a change that is never "
             f"reached: the run has {updates} updates."
         )
-
-
-def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRunConfig:
-    """Return the settings of a run; from ``_create_run_config`` if it is overridden, as in pytorch-accelerated."""
-    request = run.request
-    if "_create_run_config" not in run.overridden:
-        return resolve_run_config(trainer, run, request, batch_size)
-    return trainer._create_run_config(
-        per_device_batch_size=batch_size,
-        num_epochs=request.num_epochs,
-        gradient_accumulation_steps=request.gradient_accumulation_steps,
-        max_num_train_steps=request.max_num_train_steps,
-        gradient_clip_value=request.gradient_clip_value,
-    )
-
-
-def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batch_size: int) -> TrainerRunConfig:
-    """Derive the settings of a run from its request and the length of its data."""
-    accelerator = trainer.accelerator
-    data = run.data
-    steps = find_length(data.train_loader)
-    accumulation = Accumulation(request.gradient_accumulation_steps)
-    is_evaluation = data.train_loader is None
-    updates_per_epoch = 0 if is_evaluation else None if steps is None else accumulation.updates_after(steps)
-    request = _complete_lengths(request, accumulation, steps)
-    shares = trainer.division.count
-    processes = shares or data.ranks.world_size
-    train_batch_size = (data.train_loader_kwargs or {}).get("batch_size") or batch_size
-    eval_batch_size = (data.eval_loader_kwargs or {}).get("batch_size") or batch_size
-    return TrainerRunConfig(
-        num_epochs=request.num_epochs,
-        max_num_train_steps=request.max_num_train_steps,
-        gradient_accumulation_steps=request.gradient_accumulation_steps,
-        gradient_clip_value=request.gradient_clip_value,
-        gradient_clip_norm=request.gradient_clip_norm,
-        scheduler_interval=request.scheduler_interval,
-        scheduler_metric=request.scheduler_metric,
-        eval_every_n_epochs=request.eval_every_n_epochs,
-        evaluate_every=request.evaluate_every,
-        auto_microbatch=request.auto_microbatch,
-        train_per_device_batch_size=train_batch_size,
-        train_dl_kwargs=data.train_loader_kwargs,
-        eval_per_device_batch_size=eval_batch_size,
-        eval_dl_kwargs=data.eval_loader_kwargs,
-        train_total_batch_size=train_batch_size * processes * accumulation.window_size_after(0),
-        eval_total_batch_size=eval_batch_size * processes,
-        num_update_steps_per_epoch=updates_per_epoch,
-        is_local_process_zero=accelerator.is_local_main_process,
-        is_world_process_zero=accelerator.is_main_process,
-        is_distributed=accelerator.num_processes > 1,
-        mixed_precision=accelerator.mixed_precision,
-        num_processes=accelerator.num_processes,
-        seed=trainer.seed,
-        logical_processes=shares,
-        deterministic=trainer.deterministic,
-    )
-
-
-def _complete_lengths(request: RunRequest, accumulation: Accumulation, steps: int | None) -> RunRequest:
-    """Derive epochs from updates, or updates from epochs of ``steps`` steps; updates take precedence."""
-    updates, epochs = request.max_num_train_steps, request.num_epochs
-    if updates is not None:
-        return replace(request, num_epochs=None if steps is None else accumulation.epochs_for(updates, steps))
-    if steps is None or epochs is None:
-        return request
-    return replace(request, max_num_train_steps=accumulation.updates_in(epochs, steps))
 
 
 def begin_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> None:
@@ -260,40 +189,3 @@ def _plan_first_update(trainer: TrainerLike, run: Run) -> None:
     run.loop.must_compare_replicas = trainer.check_replicas and run.ranks.world_size > 1
     reorders = isinstance(trainer.model, DistributedDataParallel) and run.ranks.world_size > 2
     run.loop.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0
-
-
-@contextmanager
-def inference_run(
-    trainer: TrainerLike,
-    request: RunRequest,
-    dataset: Source,
-    batch_size: int,
-    loader_kwargs: LoaderKwargs | None,
-    collate_fn: CollateFunction | None,
-) -> Iterator[Run]:
-    """Enter an evaluation or prediction run, with its loaders and the model prepared.
-
-    An outer run is left unchanged. Without an outer run, an evaluation becomes the latest run.
-    """
-    batch_size = int(batch_size)
-    latest = trainer.current_run
-    run = latest.derive() if latest in trainer.open_runs else latest.derive_after()
-    run.kind = request.kind
-    run.overridden = overridden_methods(trainer)
-    run.data.eval_dataset = dataset
-    run.data.collate_fn = collate_fn
-    with entering(trainer, run, "evaluate()" if request.kind == "evaluation" else "predict()"):
-        trainer.callback_handler.configure_run(trainer, request)
-        splits = run.request.auto_microbatch or request.auto_microbatch
-        requested = replace(
-            run.request, max_batches=request.max_batches, first_sample=request.first_sample, auto_microbatch=splits
-        )
-        run.request = request if run.outer is None else requested
-        choose_inference_step(trainer, run, request)
-        create_eval_loaders(trainer, run, batch_size, loader_kwargs)
-        prepare_model(trainer, training=False)
-        if run.outer is None:
-            run.config = create_config(trainer, run, batch_size)
-            if request.kind == "evaluation":
-                run.drop_previous()
-        yield run

@@ -1,4 +1,4 @@
-"""Schedules by name: ``create_scheduler_fn="cosine"``."""
+"""The argument ``create_scheduler_fn``: functions, and names such as ``"cosine"``, for which an extension has them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, cast, get_args
 
 from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.extension_names import Slot
-from pytorch_accel_lite.optimizers.operations import CreateScheduler, SchedulerFactory
+from pytorch_accel_lite.optimizers.optimizer_types import CreateScheduler, SchedulerFactory
 
 #: The names that ``train(create_scheduler_fn=...)`` takes: ``"constant"``, ``"linear"``, ``"cosine"``, ``"wsd"``.
 ScheduleName = Literal["constant", "linear", "cosine", "wsd"]

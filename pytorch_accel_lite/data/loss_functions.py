@@ -1,4 +1,4 @@
-"""Checks of the loss that a step returns, and of the shapes that a loss function compares, perhaps wrongly."""
+"""Loss functions: their type, and checks of the shapes that they compare, perhaps wrongly."""
 
 from __future__ import annotations
 
@@ -21,9 +21,6 @@ _ELEMENTWISE = {
     *(functional.poisson_nll_loss, functional.kl_div),
 }
 _CROSS_ENTROPY = {nn.CrossEntropyLoss, functional.cross_entropy}
-
-
-_EXAMPLE = "For example: return {'loss': loss, 'model_outputs': outputs}."
 
 
 class LossShapeError(ValueError):
@@ -72,39 +69,3 @@ def _check_broadcasting(outputs: tuple[int, ...], targets: tuple[int, ...]) -> N
             "comparing each output with the targets of other samples. Make the shapes equal, for example with "
             "targets.unsqueeze(1) in the dataset or outputs.squeeze(1) in the model."
         )
-
-
-def check_loss(output: object, method: str, training: bool) -> None:
-    """Check that a step returned a loss with one element, or several by name, and in training with gradients.
-
-    In evaluation, a loss may have an element for each sample, or be ``None``.
-    """
-    if not isinstance(output, Mapping):
-        raise TypeError(f"{method} must return a dict with 'loss', not {type(output).__name__}. {_EXAMPLE}")
-    if "loss" not in output:
-        hint = "" if training else " Return 'loss': None to evaluate without a loss."
-        raise ValueError(f"{method} must return a dict with 'loss'; it has the keys {sorted(map(str, output))}.{hint}")
-    losses = output["loss"]
-    if losses is None and not training:
-        return
-    named = losses if isinstance(losses, Mapping) else {"loss": losses}
-    if not named:
-        raise ValueError(f"{method} returned an empty dict of losses.")
-    if "loss" in named and len(named) > 1:
-        raise ValueError(f"{method} returned a dict of losses with one called 'loss', like their sum. Rename it.")
-    for name, loss in named.items():
-        if not isinstance(loss, torch.Tensor):
-            hint = " Return the loss itself, not loss.item()." if isinstance(loss, float) else ""
-            raise TypeError(f"{method}: {name!r} must be a tensor, not {type(loss).__name__} ({loss!r}).{hint}")
-        if loss.numel() != 1 and (training or not loss.numel()):
-            raise ValueError(
-                f"{method}: {name!r} must have one element, but has shape {tuple(loss.shape)}. Reduce it with .mean()."
-            )
-    if training and not any(loss.requires_grad for loss in named.values()):
-        reason = (
-            ". Is the model frozen, or was the loss detached, or computed under torch.no_grad()?"
-            if torch.is_grad_enabled()
-            else ", because they are disabled: train() was called under torch.no_grad(), or something has called "
-            "torch.set_grad_enabled(False)."
-        )
-        raise ValueError(f"{method}: the loss does not require gradients{reason}")

@@ -18,24 +18,29 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from pytorch_accel_lite.base.argument_checks import (
+    check_choice,
+    check_number,
+    check_positive_int,
+    check_positive_number,
+)
+from pytorch_accel_lite.base.error_texts import add_note
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.reprs import short_repr
-from pytorch_accel_lite.base.text import add_note
 from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_code import is_overridden
-from pytorch_accel_lite.base.validation import check_choice, check_number, check_positive_int, check_positive_number
 from pytorch_accel_lite.data.consistency import is_prepared
-from pytorch_accel_lite.data.defaults import DEFAULT_BATCH_SIZE
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, options_of
+from pytorch_accel_lite.data.loader_defaults import DEFAULT_BATCH_SIZE
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.distributed.process_decorators import current_process
-from pytorch_accel_lite.optimizers.operations import TrainerOptimizer
+from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 from pytorch_accel_lite.run.history import RunHistory
 from pytorch_accel_lite.run.intervals import parse_interval
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.sharding import tensor_parallel_size
+from pytorch_accel_lite.run.sharding_seam import tensor_parallel_size
 
 _COMPILE = (bool, dict), "True, False, or a dict of arguments for torch.compile, such as {'mode': 'max-autotune'}"
 #: The types of a trainer's arguments.

@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from pytorch_accel_lite.base.environment import cores_per_process
+from pytorch_accel_lite.base.cores import cores_per_process
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loader_choice import is_loader, options_of
 from pytorch_accel_lite.data.named_datasets import NamedDatasets

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from pytorch_accel_lite.base.change_marks import Marks, marks_of
-from pytorch_accel_lite.base.inspection import find_length, nested_in
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.reachable import nested_in
 from pytorch_accel_lite.base.seeding import derive_seed, draw_seed, generator_with, seed_generators
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.batches import Batch, Share

@@ -1,4 +1,4 @@
-"""The learning rate schedule of a run: where it begins, and when it is stepped."""
+"""Creating the scheduler of a run, which starts from the initial rates of the optimizer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pytorch_accel_lite.loop.guards.schedule_checks import (
     warn_of_unused_scales,
 )
 from pytorch_accel_lite.optimizers.combined import create_schedulers
-from pytorch_accel_lite.optimizers.operations import SchedulerFactory, TrainerScheduler, parts_of_optimizer
+from pytorch_accel_lite.optimizers.optimizer_parts import parts_of_optimizer
+from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, TrainerScheduler
 from pytorch_accel_lite.optimizers.rates import Options, initial_options, scheduled_options, set_options
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.schedulers.named_schedules import check_factory
 from pytorch_accel_lite.schedulers.placeholders import replace_trainer_placeholder_values
+from pytorch_accel_lite.schedulers.schedule_arguments import check_factory
 
 
 def begin_schedule(trainer: TrainerLike, run: Run) -> None:
@@ -96,13 +97,3 @@ def create_scheduler_from(trainer: TrainerLike, create: SchedulerFactory) -> Tra
     for name, function in create.items():
         check_factory(function, f"create_scheduler_fn[{name!r}]")
     return create_schedulers(create, trainer.optimizer)
-
-
-def step_after_epoch(trainer: TrainerLike) -> None:
-    """Step a per-epoch scheduler. A scheduler that follows a metric is stepped only after an evaluation."""
-    run = trainer.current_run
-    request = run.request
-    each_epoch = trainer.scheduler is not None and request.scheduler_interval == "epoch"
-    has_metric = request.scheduler_metric is None or run.evaluation_is_due or not run.data.all_eval_loaders
-    if each_epoch and has_metric:
-        trainer.scheduler_step()

@@ -1,0 +1,82 @@
+"""Formatting for users: metrics, durations, sizes, lists of names, wrapped and aligned lines."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from tqdm import tqdm
+
+from pytorch_accel_lite.base.displays import is_terminal
+from pytorch_accel_lite.base.escaping import escape_unprintable
+from pytorch_accel_lite.base.plain_values import to_number
+
+
+def format_metric(value: object) -> str:
+    """Format a value for display: floats, including those of numpy and in scalar tensors, with six digits."""
+    value = to_number(value)
+    return f"{value:.6g}" if isinstance(value, float) else escape_unprintable(value)
+
+
+def format_value(value: object, scientific: bool = False) -> str:
+    """Return a number with four decimals, or with three digits if it is small or large; an empty text for other values.
+
+    Args:
+        scientific: always use scientific notation
+    """
+    value = to_number(value)
+    if not isinstance(value, (int, float)):
+        return ""
+    if isinstance(value, int) and not scientific:
+        return f"{value:,}"
+    is_extreme = value != 0 and not 1e-3 <= abs(value) < 1e5
+    return f"{value:.2e}" if is_extreme or scientific else f"{value:.4f}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a readable duration such as ``0.42s``, ``12.3s``, ``4:05`` or ``2:04:05``."""
+    if seconds < 59.95:
+        return f"{seconds:.2f}s" if seconds < 9.995 else f"{seconds:.1f}s"
+    interval: str = tqdm.format_interval(round(seconds))
+    return interval.removeprefix("0")
+
+
+def format_bytes(size: float) -> str:
+    """Return a number of bytes as text, in the largest binary unit that fits."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB" if size < 1000 else f"{size:,.0f} GiB"
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """Wrap a text to the width of the terminal, or leave it in one line if the output is not a terminal.
+
+    Args:
+        indent: prefix of all lines after the first
+    """
+    if not is_terminal(sys.stdout):
+        return text
+    columns = shutil.get_terminal_size().columns
+    return textwrap.fill(text, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def listed(names: Iterable[object], most: int = 5) -> str:
+    """Return the first of some names, and how many more there are."""
+    texts = [str(name) for name in names]
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
+
+
+def align(rows: Sequence[Sequence[str]], num_left: int = 0) -> list[str]:
+    """Return rows of cells as lines with aligned columns: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[:num_left] = [cell.ljust(width) for cell, width in zip(row[:num_left], widths, strict=False)]
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -1,0 +1,76 @@
+"""The settings of a run, resolved from its request, its data and its processes: its length, sizes of batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.run.accumulation import Accumulation
+from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
+
+
+def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRunConfig:
+    """Return the settings of a run; from ``_create_run_config`` if it is overridden, as in pytorch-accelerated."""
+    request = run.request
+    if "_create_run_config" not in run.overridden:
+        return resolve_run_config(trainer, run, request, batch_size)
+    return trainer._create_run_config(
+        per_device_batch_size=batch_size,
+        num_epochs=request.num_epochs,
+        gradient_accumulation_steps=request.gradient_accumulation_steps,
+        max_num_train_steps=request.max_num_train_steps,
+        gradient_clip_value=request.gradient_clip_value,
+    )
+
+
+def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batch_size: int) -> TrainerRunConfig:
+    """Derive the settings of a run from its request and the length of its data."""
+    accelerator = trainer.accelerator
+    data = run.data
+    steps = find_length(data.train_loader)
+    accumulation = Accumulation(request.gradient_accumulation_steps)
+    is_evaluation = data.train_loader is None
+    updates_per_epoch = 0 if is_evaluation else None if steps is None else accumulation.updates_after(steps)
+    request = _complete_lengths(request, accumulation, steps)
+    shares = trainer.division.count
+    processes = shares or data.ranks.world_size
+    train_batch_size = (data.train_loader_kwargs or {}).get("batch_size") or batch_size
+    eval_batch_size = (data.eval_loader_kwargs or {}).get("batch_size") or batch_size
+    return TrainerRunConfig(
+        num_epochs=request.num_epochs,
+        max_num_train_steps=request.max_num_train_steps,
+        gradient_accumulation_steps=request.gradient_accumulation_steps,
+        gradient_clip_value=request.gradient_clip_value,
+        gradient_clip_norm=request.gradient_clip_norm,
+        scheduler_interval=request.scheduler_interval,
+        scheduler_metric=request.scheduler_metric,
+        eval_every_n_epochs=request.eval_every_n_epochs,
+        evaluate_every=request.evaluate_every,
+        auto_microbatch=request.auto_microbatch,
+        train_per_device_batch_size=train_batch_size,
+        train_dl_kwargs=data.train_loader_kwargs,
+        eval_per_device_batch_size=eval_batch_size,
+        eval_dl_kwargs=data.eval_loader_kwargs,
+        train_total_batch_size=train_batch_size * processes * accumulation.window_size_after(0),
+        eval_total_batch_size=eval_batch_size * processes,
+        num_update_steps_per_epoch=updates_per_epoch,
+        is_local_process_zero=accelerator.is_local_main_process,
+        is_world_process_zero=accelerator.is_main_process,
+        is_distributed=accelerator.num_processes > 1,
+        mixed_precision=accelerator.mixed_precision,
+        num_processes=accelerator.num_processes,
+        seed=trainer.seed,
+        logical_processes=shares,
+        deterministic=trainer.deterministic,
+    )
+
+
+def _complete_lengths(request: RunRequest, accumulation: Accumulation, steps: int | None) -> RunRequest:
+    """Derive epochs from updates, or updates from epochs of ``steps`` steps; updates take precedence."""
+    updates, epochs = request.max_num_train_steps, request.num_epochs
+    if updates is not None:
+        return replace(request, num_epochs=None if steps is None else accumulation.epochs_for(updates, steps))
+    if steps is None or epochs is None:
+        return request
+    return replace(request, max_num_train_steps=accumulation.updates_in(epochs, steps))

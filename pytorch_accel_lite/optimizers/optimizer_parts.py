@@ -1,0 +1,87 @@
+"""What a trainer's optimizer and scheduler consist of: parts by name, parameters, names of groups."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Generic, TypeGuard, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from pytorch_accel_lite.optimizers.optimizer_types import SchedulerLike, TrainerOptimizer, TrainerScheduler
+
+T = TypeVar("T")
+
+
+class NamedParts(Generic[T]):
+    """Several optimizers, or their schedulers, by optimizer name."""
+
+    _parts: dict[str, T]
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._parts:
+            raise KeyError(f"There is no optimizer {name!r}, only {', '.join(map(repr, self._parts))}.")
+        return self._parts[name]
+
+    @property
+    def parts(self) -> dict[str, T]:
+        """The optimizers or schedulers, by optimizer name."""
+        return dict(self._parts)
+
+
+def is_created(optimizer: object) -> TypeGuard[Optimizer]:
+    """Whether a value is an optimizer, rather than ``None`` or a factory that has not been called yet."""
+    return hasattr(optimizer, "param_groups")
+
+
+def optimized_parameters(optimizer: Optimizer) -> list[torch.nn.Parameter]:
+    """Return the parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def parts_of_optimizer(optimizer: TrainerOptimizer) -> dict[str, Optimizer]:
+    """Return the parts of a combined optimizer by name, even if Accelerate has wrapped it; else an empty dict."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return inner.parts if isinstance(inner, NamedParts) else {}
+
+
+def state_class_names(optimizer: TrainerOptimizer) -> list[list[str]]:
+    """Return, for each parameter group, the names of the classes that define its optimizer's state.
+
+    These are its class without wrappers, and the bases up to the first class of torch: torch's AdamW does not count as
+    an Adam, although it is derived from it.
+    """
+    parts = parts_of_optimizer(optimizer).values() or [optimizer]
+    return [_classes(part) for part in parts for _ in part.param_groups]
+
+
+def _classes(optimizer: TrainerOptimizer) -> list[str]:
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
+    names = []
+    for kind in type(optimizer).__mro__:
+        if issubclass(kind, Optimizer) and kind is not Optimizer:
+            names.append(kind.__qualname__.rpartition(".")[2])  # decorators that rename a class keep it
+            if kind.__module__.startswith("torch.optim"):
+                break
+    return names
+
+
+def schedulers_in(scheduler: TrainerScheduler) -> dict[str, SchedulerLike]:
+    """Return the schedulers by optimizer name, which is ``""`` for a single scheduler."""
+    return scheduler.parts if isinstance(scheduler, NamedParts) else {"": scheduler}
+
+
+def group_names(optimizer: Optimizer) -> list[str]:
+    """Return a name for each parameter group: its number, or ``""`` for the only one, after the optimizer's name."""
+    names: list[str] = []
+    for name, part in (parts_of_optimizer(optimizer) or {"": optimizer}).items():
+        count = len(part.param_groups)
+        numbers = [""] if count == 1 else map(str, range(count))
+        names += ["_".join(filter(None, (name, number))) for number in numbers]
+    return names
+
+
+def follows_metric(scheduler: SchedulerLike) -> bool:
+    """Whether a scheduler is stepped with the value of a metric, like ``ReduceLROnPlateau``."""
+    return next(iter(inspect.signature(scheduler.step).parameters), "epoch") != "epoch"
