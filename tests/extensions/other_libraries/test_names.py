@@ -112,7 +112,8 @@ def test_fit_suggests_train():
     trainer = make_trainer()
     assert "Trainer has no fit(). Call train(" in message(AttributeError, lambda: trainer.fit(make_data(), 3))
     assert not hasattr(trainer, "fit")
-    assert "fit" not in dir(trainer)
+    hidden = {name for name in object.__dir__(trainer) if not name.startswith("_")} - {*dir(trainer)}
+    assert hidden == {"add_callback", "current_epoch", "fit", "global_step", "test", "validate"}
     assert " |  fit = <not there: Call train(" in pydoc.plain(pydoc.render_doc(Trainer))
 
     class Fits(Trainer):
