@@ -41,9 +41,8 @@ from pytorch_accel_lite.distributed.messages import Message, decode
 __all__ = [
     # Sources, samples and batches.
     "Batch", "BatchData", "IGNORED_LABEL", "IndexedData", "LoaderKwargs", "OwnShard", "Sample", "Source",
-    "TrainingOrder", "Tree", "find_length", "first_label", "infer_batch_size", "is_loader_of_torch",
-    "is_single_sample", "nested_in", "parts_in",
-    "slice_batch", "tensors_in",
+    "TrainingOrder", "Tree", "find_length", "first_label", "infer_batch_size", "is_loader_of_torch", "is_single_sample",
+    "nested_in", "parts_in", "slice_batch", "tensors_in",
     # Several datasets by name.
     "check_are_named", "sizes_of",
     # Loaders of data that are read in turn.

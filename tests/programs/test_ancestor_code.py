@@ -181,6 +181,7 @@ def test_attributes_of_the_run_are_set_after_the_constructor():
         make_trainer(trainer_class=Early)
 
 
+@pytest.mark.extension("streams")
 def test_a_callback_may_replace_the_loader_of_the_run():
     def halve(trainer: Trainer, **kwargs: Any) -> None:
         trainer._train_dataloader = [(torch.ones(2, 4), torch.ones(2, 1))]

@@ -195,6 +195,7 @@ class Countdown(IterableDataset):
         return iter(float64_data(10))
 
 
+@pytest.mark.extension("streams")
 def test_dict_batches_and_iterable_datasets_train_alike():
     class Named(nn.Module):
         def __init__(self):

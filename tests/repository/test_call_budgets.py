@@ -106,8 +106,8 @@ QUIET = get_default_callbacks(progress_bar=False)
 @pytest.mark.parametrize(
     ("trainer_class", "data", "callbacks", "kwargs", "budget"),
     [
-        (Ready, batches, (), {}, 22),
-        (Ready, batches, QUIET, {}, 26),
+        pytest.param(Ready, batches, (), {}, 22, marks=pytest.mark.extension("streams")),
+        pytest.param(Ready, batches, QUIET, {}, 26, marks=pytest.mark.extension("streams")),
         (Trainer, lambda steps: Whole(8 * steps), (), {}, 25),
         (Trainer, lambda steps: Whole(8 * steps), (), {"seed": 1}, 29),
     ],
@@ -142,7 +142,7 @@ def test_samples_without_random_draws_are_not_seeded():
     assert total - found["__getitem__"] - found["derive_seed"] <= 34, found.most_common()
 
 
-@pytest.mark.extension("model_ema")
+@pytest.mark.extension("model_ema", "streams")
 @pytest.mark.slow
 def test_callbacks_and_clipping_keep_their_call_budget():
     from pytorch_accel_lite.callbacks import ModelEmaCallback
@@ -158,6 +158,7 @@ def test_callbacks_and_clipping_keep_their_call_budget():
     assert total <= 180, found.most_common()  # torch makes some more once it has compiled anything
 
 
+@pytest.mark.extension("streams")
 @pytest.mark.parametrize(("callbacks", "budget"), [((), 11), (QUIET, 11)], ids=["bare", "default callbacks"])
 def test_an_evaluation_batch_keeps_its_call_budget(callbacks, budget):
     counts = []
@@ -182,6 +183,7 @@ def calls_by_hand(data: list[Any]) -> int:
     return calls.by_name.total()
 
 
+@pytest.mark.extension("streams")
 def test_a_step_calls_fewer_functions_than_a_hand_written_one():
     less, more = map(calls_by_hand, (batches(STEPS), batches(2 * STEPS)))
     total, found = calls_per_step(Ready, batches, (), everywhere=True)

@@ -1322,6 +1322,7 @@ class Endless(torch.utils.data.IterableDataset[Any]):
             yield make_data()[0]
 
 
+@pytest.mark.extension("streams")
 @row("training by iterations on an endless stream", "a first iteration other than 0")
 def test_an_endless_stream_is_trained_on_by_updates():
     rates: list[float] = []
@@ -1348,6 +1349,7 @@ def test_an_overridden_step_records_each_of_its_losses():
     assert fit == more == pytest.approx(both / 2)
 
 
+@pytest.mark.extension("streams")
 @row("a loader is replaced in mid-run", "a loader that wraps another")
 def test_a_loader_is_replaced_in_mid_run_or_wrapped():
     class Wraps:

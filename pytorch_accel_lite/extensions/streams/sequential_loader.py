@@ -56,7 +56,7 @@ class SequentialLoader(ShardedLoader):
     """
 
     _compares_generators: ClassVar[bool] = True
-    _has_checked_item = False  # whether the first item of ready batches has been
+    _has_checked_item = False  # whether the first of ready batches has been examined
 
     def __init__(self, source: Source, ranks: Ranks, device: torch.device, options: LoaderOptions) -> None:
         super().__init__(source, ranks, device, options)

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("no_accelerator")  # some programs compute 
 
 OWNERS = {"gradients depend on the processes": "logical", "logical processes": "logical", "LBFGS": "closures"}
 OWNERS |= dict.fromkeys(["generative adversarial", "two updates in a step"], "manual_optimization")
+OWNERS |= dict.fromkeys(["nodes of a graph", "stream"], "streams")
 
 
 def marked(names: Iterable[str]) -> list[Any]:
@@ -200,6 +201,7 @@ def test_check_accepts_arguments_of_train():
     assert check(RIGHT["classifier"](), only=["gradients"], **arguments).ok
 
 
+@pytest.mark.extension("streams")
 def test_a_loader_without_batches_is_reported():
     data = float64_data(16)
     loader = DataLoader(data, batch_size=None)

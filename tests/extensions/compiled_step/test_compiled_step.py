@@ -226,6 +226,7 @@ def test_a_run_with_a_compiled_step_repeats_and_resumes_its_bits(tmp_path):
     assert same_run(mixed, whole)
 
 
+@pytest.mark.extension("streams")
 @pytest.mark.slow
 def test_varying_sizes_are_recompiled_once():
     lengths = [3, 5, 4, 7, 6, 2, 8, 9, 5, 3]

@@ -288,7 +288,7 @@ READING = [
     (Scans(5), None, "In reading Scans[5].", "dataset: Scans; samples [4, 5]"),
     (Subset(Scans(5), [3, 1, 5]), None, "In reading Subset[2], which is Scans[5].", "dataset: Subset; samples [2]"),
     (ManyScans(5), None, "", "dataset: ManyScans; samples [4, 5]"),
-    (ScanStream(), None, "", "dataset: ScanStream"),
+    pytest.param(ScanStream(), None, "", "dataset: ScanStream", marks=pytest.mark.extension("streams")),
     (Scans(), pad, "", "dataset: Scans; samples [0, 1]\n  collate_fn: pad"),
     (Scans(wide=3), None, "", "dataset: Scans; samples [2, 3]\n  What to do: the samples of a batch differ in shape."),
 ]
@@ -379,6 +379,7 @@ def note_of_an_unreadable_stream() -> str:
     return f"{caught.value}\n{note_of(caught.value)}"
 
 
+@pytest.mark.extension("streams")
 @pytest.mark.processes
 def test_an_unreadable_batch_is_named_on_all_processes(two_ranks):
     first, second = two_ranks(note_of_an_unreadable_stream)

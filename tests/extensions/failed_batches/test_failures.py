@@ -325,6 +325,7 @@ def test_an_update_whose_last_batch_was_skipped_is_logged(tmp_path):
     assert len(trainer.run_history.get_metric_values("intermediate_eval_loss")) == 4
 
 
+@pytest.mark.extension("streams")
 def test_a_stream_continues_when_the_model_refuses_a_batch():
     class Refuses(nn.Linear):
         def forward(self, x):
@@ -750,6 +751,7 @@ def evaluated_on_processes() -> Any:
     return history, expected
 
 
+@pytest.mark.extension("streams")
 def test_one_process_splits_its_evaluation_batches_by_itself(two_ranks):
     for history, expected in two_ranks(evaluated_on_processes):
         for name, values in expected.items():

@@ -359,10 +359,14 @@ def test_the_memory_of_logical_processes_is_not_estimated():
         trainer_of_blocks(logical_processes=2, seed=0).estimate_memory(rows())
 
 
+@pytest.mark.extension("streams")
+def test_the_memory_of_a_stream_without_samples_is_not_estimated():
+    with pytest.raises(ValueError, match="train_dataset gave no batch"):
+        trainer_of_blocks().estimate_memory(Stream(0))
+
+
 def test_settings_whose_memory_cannot_be_estimated_are_refused():
     with pytest.raises(ValueError, match=r"sharded=False, but Sharding\.parallelize_model"):
         trainer_of_blocks(Sharding).estimate_memory(rows(), world_size=2, sharded=False)
-    with pytest.raises(ValueError, match="train_dataset gave no batch"):
-        trainer_of_blocks().estimate_memory(Stream(0))
     with pytest.raises(ValueError, match="fewer than 10000 samples, all of which drop_last=True leaves out"):
         trainer_of_blocks().estimate_memory(rows(), 10_000, train_dataloader_kwargs={"drop_last": True})

@@ -180,6 +180,7 @@ def test_a_schedule_that_leaves_its_range_is_an_error():
         train(trainer)
 
 
+@pytest.mark.extension("streams")
 def test_a_schedule_needs_the_length_of_the_run():
     trainer = taught(MomentumTeacherCallback(cosine))
     with pytest.raises(ValueError, match=r"no length\. Pass max_num_train_steps to train"):

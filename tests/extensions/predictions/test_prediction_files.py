@@ -178,14 +178,18 @@ class CountedStream(Stream):
         return len(self.data)
 
 
-def test_predictions_continue_only_for_matching_data(tmp_path):
-    predict(tmp_path, float64_data(9))
-    with pytest.raises(ValueError, match="contains predictions for 9 samples, not 10"):
-        predict(tmp_path, float64_data(10))
+@pytest.mark.extension("streams")
+def test_predictions_of_a_stream_are_not_written(tmp_path):
     with pytest.raises(TypeError, match="needs a dataset with a length"):
         predict(tmp_path / "stream", Stream())
     with pytest.raises(TypeError, match="needs a dataset whose samples have indices, not a stream"):
         predict(tmp_path / "counted", CountedStream(), model=make_model())
+
+
+def test_predictions_continue_only_for_matching_data(tmp_path):
+    predict(tmp_path, float64_data(9))
+    with pytest.raises(ValueError, match="contains predictions for 9 samples, not 10"):
+        predict(tmp_path, float64_data(10))
     with pytest.raises(FileNotFoundError, match="contains no predictions"):
         read_predictions(tmp_path / "none")
     with pytest.raises(ValueError, match="shard_size=0 must be at least 1"):

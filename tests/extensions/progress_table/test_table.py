@@ -192,6 +192,7 @@ def test_an_evaluation_outside_a_run_prints_a_line(capsys):
     assert printed(capsys)[-1].startswith("Evaluated in")
 
 
+@pytest.mark.extension("streams")
 def test_epochs_of_data_without_a_length_have_numbers_alone(capsys):
     train(make_trainer(table()), None, max_num_train_steps=4, train_dataset=Stream(6), train_dataloader_kwargs={})
     lines = printed(capsys)
@@ -250,6 +251,7 @@ def test_a_metric_that_is_not_recorded_has_no_column(capsys):
     assert head == ["epoch", "train loss", "samples_per_second", "lr", "time"]
 
 
+@pytest.mark.extension("streams")
 @pytest.mark.parametrize(("updates", "every"), [(45, 10), (420, 20)])
 def test_a_stream_has_rows_within_its_epoch_with_running_means(updates, every, capsys):
     seen: list[float] = []
@@ -276,6 +278,7 @@ def rows_of_a_stream() -> list[float]:
     return seen
 
 
+@pytest.mark.extension("streams")
 @two_are_enough
 def test_rows_within_an_epoch_are_means_over_all_processes(ranks):
     results = ranks(rows_of_a_stream)

@@ -264,7 +264,9 @@ class Stream(IterableDataset):
         return iter(make_data())
 
 
-@pytest.mark.parametrize(("data", "updates"), [(Stream, 3), (Faulty, 2)])
+@pytest.mark.parametrize(
+    ("data", "updates"), [pytest.param(Stream, 3, marks=pytest.mark.extension("streams")), (Faulty, 2)]
+)
 def test_data_without_random_access_are_not_compared(data, updates, tmp_path, capsys):
     train = {"max_num_train_steps": updates, "train_dataloader_kwargs": {"shuffle": False} if data is Faulty else None}
     run(tmp_path, None, data=data, train=train)

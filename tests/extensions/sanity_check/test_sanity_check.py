@@ -148,7 +148,7 @@ class Listens(TrainerCallback):
 @pytest.mark.parametrize(
     "case",
     [
-        "stream",
+        pytest.param("stream", marks=pytest.mark.extension("streams")),
         "own step",
         "own event",
         "hook",

@@ -140,6 +140,7 @@ def source_that_fails(how: str) -> tuple[str, int]:
     return "no error", trainer.progress.update
 
 
+@pytest.mark.extension("streams")
 def test_a_source_that_fails_on_one_process_ends_the_run_on_all(two_ranks):
     first, failed = two_ranks.run(source_that_fails, "tp")
     assert failed == ("OSError: the disk is gone", 4)
@@ -425,6 +426,7 @@ def random_data_alike(how: str) -> list[tuple[Any, Any]]:
     return found
 
 
+@pytest.mark.extension("streams")
 @pytest.mark.soak
 @pytest.mark.parametrize(("how", "processes"), [("tp", 2), *[("tp_fsdp", 4)] * SOAK])
 def test_tensor_parallel_processes_share_random_numbers(job, how, processes):

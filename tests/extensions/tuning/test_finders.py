@@ -316,7 +316,12 @@ def test_other_errors_than_out_of_memory_are_raised():
         (lambda t, d: t.find_lr(d, num_steps=5), ValueError, "num_steps=5 must be at least 10"),
         (lambda t, d: t.find_lr(d, diverged=1), ValueError, "diverged=1 must be greater than 1"),
         (lambda t, d: t.find_lr([]), ValueError, "train_dataset is empty"),
-        (lambda t, d: t.find_lr(Stream(0)), ValueError, "train_dataset gave no batch"),
+        pytest.param(
+            lambda t, d: t.find_lr(Stream(0)),
+            ValueError,
+            "train_dataset gave no batch",
+            marks=pytest.mark.extension("streams"),
+        ),
         (lambda t, d: t.find_batch_size([]), ValueError, "0 samples, too few for a batch on every process"),
         (lambda t, d: t.find_batch_size(d, start=0), ValueError, "start=0 must be at least 1"),
         (lambda t, d: t.find_batch_size(d, max_batch_size=0), ValueError, "max_batch_size=0 must be at least 1"),

@@ -68,13 +68,18 @@ def test_worst_samples_work_for_several_outputs_and_a_nan(capsys):
         )
 
 
-def test_a_custom_loss_and_streams_and_evaluations_by_name():
+def test_a_custom_loss_and_evaluations_by_name():
     worst = WorstSamplesCallback(2, loss=lambda outputs, targets: (outputs - targets).abs().squeeze(1))
     trainer = make_trainer([worst])
     train(trainer, eval_dataset={"a": make_data(6), "b": make_data(3)})
     assert {sample.dataset for sample in worst.samples} <= {"a", "b"}
     assert len(worst.samples) == 2
-    trainer.evaluate(Stream(), per_device_batch_size=2)
+
+
+@pytest.mark.extension("streams")
+def test_the_worst_samples_of_a_stream_have_no_indices():
+    worst = WorstSamplesCallback(2)
+    make_trainer([worst]).evaluate(Stream(), per_device_batch_size=2)
     assert [sample.index for sample in worst.samples] == [None, None]
 
 

@@ -156,6 +156,7 @@ def test_checkpoint_steps_end_at_the_last_step():
         assert steps[-1] == 2**number
 
 
+@pytest.mark.extension("streams")
 def test_data_without_length_still_gives_a_schedule_its_updates():
     create = partial(WSDLrScheduler, total_steps=P.MAX_NUM_TRAIN_STEPS, num_warmup_steps=None)
     data = {"train_dataset": Stream(6), "train_dataloader_kwargs": {}}
