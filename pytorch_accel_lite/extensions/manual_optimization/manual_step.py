@@ -31,6 +31,7 @@ from pytorch_accel_lite.extending_callbacks import (
     mixed_precision,
     parts_of_optimizer,
     schedulers_in,
+    short_repr,
 )
 from pytorch_accel_lite.extending_tools import (
     all_optimized_parameters,
@@ -161,7 +162,7 @@ class ManualStep(Step):
         if name not in self.optimizers:
             has_names = bool(parts_of_optimizer(trainer.optimizer))
             existing = ", ".join(map(repr, self.optimizers)) if has_names else "one without a name"
-            raise ValueError(f"update(optimizer={optimizer!r}): there is no such optimizer, only {existing}.")
+            raise ValueError(f"update(optimizer={short_repr(optimizer)}): there is no such optimizer, only {existing}.")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise _loss_error(loss)
         loss = loss.reshape(())

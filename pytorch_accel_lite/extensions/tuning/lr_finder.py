@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from pytorch_accel_lite.data import CollateFunction, LoaderKwargs, NamedData
 from pytorch_accel_lite.extending import PLOTS, RunRequest, TrainerLike
+from pytorch_accel_lite.extending_callbacks import short_repr
 from pytorch_accel_lite.extending_tools import check_positive_int, check_range, layer_scales
 from pytorch_accel_lite.extensions.trials import Trial
 from pytorch_accel_lite.optimizers import CombinedOptimizer
@@ -124,7 +125,9 @@ def _groups_to_test(trial: Trial, name: str | None) -> list[dict[str, Any]]:
     if name is None and trial.run.stepper.updates_one_by_one and len(parts) > 1:
         raise ValueError(f"find_lr() needs optimizer=, one of {names}: {type(trainer).__name__} updates each alone.")
     if name is not None and name not in parts:
-        raise ValueError(f"optimizer={name!r}: there is no such optimizer, only {names or 'one without a name'}.")
+        raise ValueError(
+            f"optimizer={short_repr(name)}: there is no such optimizer, only {names or 'one without a name'}."
+        )
     groups: list[dict[str, Any]] = (trainer.optimizer if name is None else parts[name]).param_groups
     return groups
 

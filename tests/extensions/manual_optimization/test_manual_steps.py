@@ -307,6 +307,16 @@ def test_schedules_may_be_stepped_once_an_epoch(name):
     assert rates == [0.02 / 4 if name is None else 0.02, 0.05 / 4]
 
 
+def test_an_optimizer_passed_in_place_of_its_name_is_an_error():
+    class PassesIt(GAN):
+        def train_step(self, batch):
+            self.update(self.model(batch[1]).sum(), optimizer=self.optimizer["critic"])
+
+    names = "'generator', 'critic'"
+    with pytest.raises(ValueError, match=rf"optimizer=\w+\(\.\.\.\)\): there is no such optimizer, only {names}"):
+        PassesIt().train(FULL, 1)
+
+
 def test_an_optimizer_may_be_updated_several_times_in_a_step():
     class Twice(GAN):
         def train_step(self, batch):
