@@ -46,7 +46,7 @@ def marks_of(roots: Iterable[object]) -> Marks:
     while left and len(seen) < _MOST_OBJECTS:
         item = left.pop()
         if is_a(item, *_PLAIN):
-            marks.append(hash(item))
+            marks.append(_hash_of(item))
         elif id(item) not in seen:
             seen[id(item)] = item
             marks.append(type(item))
@@ -64,7 +64,7 @@ def _own_marks(item: object) -> Iterator[object]:
     elif is_a(item, ModuleType, type):
         yield id(item)
     elif is_a(item, dict) and len(item) <= _SHORT:
-        yield from map(hash, item)
+        yield from map(_hash_of, item)
     elif is_a(item, list, tuple, dict, set, frozenset):
         yield id(item) if len(item) > _SHORT else None
         yield _mark_of_elements(item)
@@ -121,14 +121,19 @@ def _mark_of_elements(elements: _Elements) -> int:
     """Return a hash of the elements of a list, dict, set or array of objects; of very many, only some count."""
     length = len(elements)
     if isinstance(elements, (set, frozenset)):
-        return hash((length, frozenset(elements) if length <= _MOST_PLAIN else None))
+        return hash((length, frozenset(map(_hash_of, elements)) if length <= _MOST_PLAIN else None))
     if isinstance(elements, dict):
         elements = [*elements.items()]
-    few = _some_of(elements, _MOST_PLAIN)
+    few = tuple(_some_of(elements, _MOST_PLAIN))
     if {*map(type, few)} <= {*_PLAIN}:
-        return hash((length, tuple(few)))
+        return hash((length, *(map(_hash_of, few) if -1 in few else few)))
     few = _some_of(elements, _MOST_OTHERS)
     return hash((length, *(_mark_of_element(element, depth=3) for element in few)))
+
+
+def _hash_of(value: object) -> int:
+    """Hash a number, a text or a key. To Python, -1 and -2 have the same hash."""
+    return hash((value, "not -2")) if type(value) in (int, float) and value == -1 else hash(value)
 
 
 def _some_of(elements: Sequence[object] | npt.NDArray[Any], most: int) -> Sequence[object] | npt.NDArray[Any]:
@@ -137,7 +142,7 @@ def _some_of(elements: Sequence[object] | npt.NDArray[Any], most: int) -> Sequen
 
 def _mark_of_element(element: object, depth: int) -> int:
     if is_a(element, *_PLAIN):
-        return hash(element)
+        return _hash_of(element)
     if is_a(element, torch.Tensor):
         return hash((id(element), _version_of(element)))
     if is_a(element, np.ndarray):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -70,14 +71,34 @@ def total_norm(trainer: TrainerLike) -> torch.Tensor:
     run = trainer.current_run
     if run.stepper.gradient_norm is None:
         updates_all = not run.stepper.updates_one_by_one  # otherwise the gradients being used are already unscaled
-        has_scaler = trainer.accelerator.scaler is not None
-        if updates_all and has_scaler and run.required_config.gradient_clip_value is None:
-            trainer.accelerator.unscale_gradients(trainer.optimizer)
+        if updates_all and trainer.accelerator.scaler is not None:
+            unscale(trainer)
         optimized = optimized_parameters(run.stepper.optimizer_to_update(trainer))
         gradients = [parameter.grad for parameter in optimized if parameter.grad is not None]
         run.stepper.gradient_norm = _norm_function(trainer, optimized)(gradients)
     norm: torch.Tensor = run.stepper.gradient_norm
     return norm
+
+
+def unscale(trainer: TrainerLike) -> None:
+    """Remove the loss scale from the gradients of an update, unless that has been done, as by clipping."""
+    with suppress(RuntimeError):  # a gradient scaler refuses to do it twice
+        trainer.accelerator.unscale_gradients(trainer.optimizer)
+
+
+def clip_as_overridden(trainer: TrainerLike) -> None:
+    """Call an overridden ``clip_gradients`` on unscaled gradients, whether it uses functions of torch or Accelerate."""
+    accelerator = trainer.accelerator
+    accelerator.unscale_gradients(trainer.optimizer)
+    vars(accelerator)["unscale_gradients"] = _leave_unscaled  # called by Accelerate's functions that clip
+    try:
+        trainer.clip_gradients()
+    finally:
+        del vars(accelerator)["unscale_gradients"]
+
+
+def _leave_unscaled(optimizer: object = None) -> None:
+    """Stands for ``Accelerator.unscale_gradients`` while gradients are unscaled."""
 
 
 def _norm_function(trainer: TrainerLike, parameters: list[torch.nn.Parameter]) -> NormFunction:

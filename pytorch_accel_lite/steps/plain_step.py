@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.data.step_outputs import BatchOutput, as_scalars, check_loss, complete_output, total_loss
 from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
+from pytorch_accel_lite.loop.clipping import clip_as_overridden, unscale
 from pytorch_accel_lite.loop.guards.first_batch import examine_first_batch
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.run.accumulation import GradientWindow
@@ -89,7 +89,10 @@ class PlainStep(Step):
         run.window.finish(trainer.optimizer)
         self.gradient_norm = None
         self.skips_update, self.can_skip_update = False, True
-        trainer.clip_gradients()
+        if "clip_gradients" in run.overridden and trainer.accelerator.scaler is not None:
+            clip_as_overridden(trainer)
+        else:
+            trainer.clip_gradients()
         if listeners["on_optimizer_step_start"]:
             trainer.call_event("on_optimizer_step_start")
         if not self.skips_update:
@@ -113,8 +116,7 @@ def _tell_scaler(trainer: TrainerLike) -> None:
     """Let the gradient scaler see the gradients of a skipped update, if any: it finds its scale by overflows."""
     if all(parameter.grad is None for parameter in optimized_parameters(trainer.optimizer)):
         return
-    with suppress(RuntimeError):  # they are unscaled already if their norm has been computed
-        trainer.accelerator.unscale_gradients(trainer.optimizer)
+    unscale(trainer)
     trainer.accelerator.scaler.update()
 
 

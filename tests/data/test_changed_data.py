@@ -102,6 +102,15 @@ def test_persistent_workers_see_data_changed_by_callbacks(how):
     assert {epoch: rows[:, column].unique().tolist() for epoch, rows in seen.items()} == {1: [1], 2: [2], 3: [3]}
 
 
+@pytest.mark.parametrize("how", ["transform's attribute", "list in place", "dict in a list"])
+def test_workers_see_a_change_from_minus_one_to_minus_two(how):
+    column, change = CHANGES[how]  # Python gives both numbers the same hash
+    data = Samples()
+    data.set_epoch = None
+    seen = train(data, lambda epoch: change(data, -epoch), workers=1, epochs=2)
+    assert {epoch: rows[:, column].unique().tolist() for epoch, rows in seen.items()} == {1: [-1], 2: [-2]}
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_set_epoch_of_a_dataset_is_called_and_reaches_workers(wrapper, workers):

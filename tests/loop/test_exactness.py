@@ -235,6 +235,31 @@ def test_clipping_sees_unscaled_gradients(scaled_accelerator):
     assert norms[1] == pytest.approx(norms[0], rel=1e-2)  # the second computes in reduced precision
 
 
+class ClipsWithTorch(Trainer):
+    def clip_gradients(self):
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+
+
+class ClipsWithAccelerate(Trainer):
+    def clip_gradients(self):
+        self.accelerator.clip_grad_norm_(self.model.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("limit", [None, 100.0])
+@pytest.mark.parametrize("trainer_class", [ClipsWithTorch, ClipsWithAccelerate])
+def test_overridden_clipping_sees_unscaled_gradients(trainer_class, limit, scaled_accelerator):
+    model, seen = float64_model(dtype=torch.float32), SeesGradients()
+    norms = listener(on_optimizer_step_start=lambda t, **_: t.log("norm", t.gradient_norm))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trainer = trainer_class(model, nn.MSELoss(), optimizer, callbacks=[seen, norms], accelerator=scaled_accelerator)
+    before = weights(model)
+    trainer.train(float64_data(16, dtype=torch.float32), 1, per_device_batch_size=4, gradient_clip_value=limit)
+    assert seen.norms == pytest.approx([0.1] * 4, rel=1e-3)
+    assert trainer.run_history.get_metric_values("train_norm_epoch") == pytest.approx([0.1], rel=1e-3)
+    assert largest_difference(weights(model), before) > 0.02  # in four updates of length 0.1
+    assert "unscale_gradients" not in vars(scaled_accelerator)
+
+
 def test_named_losses_are_summed_and_recorded_by_name():
     class TwoLosses(Trainer):
         def calculate_train_batch_loss(self, batch):
