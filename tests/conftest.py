@@ -90,18 +90,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Freeze the garbage collector's view of imported objects, create the fork server of jobs, and start autograd.
+    """Start autograd, freeze the garbage collector's view of imported objects, and create the fork server of jobs.
 
     If fake tensors, as in ``torch.compile``, precede the first backward pass, torch starts device threads for them, and
-    forks of this process cannot train. Where it has started, no device can be added: the fork server comes first.
+    forks of this process cannot train.
     """
+    torch.zeros((), requires_grad=True).backward()
     gc.enable()
     gc.set_threshold(20_000, 10, 10)  # collect less often than by default
     gc.collect()
     gc.freeze()  # later collections skip what exists now
     _use_huge_pages()
     EarlyFork.copy = EarlyCopy()
-    torch.zeros((), requires_grad=True).backward()
 
 
 def _use_huge_pages() -> None:

@@ -124,9 +124,9 @@ def _mark_of_elements(elements: _Elements) -> int:
         return hash((length, frozenset(map(_hash_of, elements)) if length <= _MOST_PLAIN else None))
     if isinstance(elements, dict):
         elements = [*elements.items()]
-    few = tuple(_some_of(elements, _MOST_PLAIN))
-    if {*map(type, few)} <= {*_PLAIN}:
-        return hash((length, *(map(_hash_of, few) if -1 in few else few)))
+    plain = tuple(_some_of(elements, _MOST_PLAIN))
+    if {*map(type, plain)} <= {*_PLAIN}:
+        return hash((length, *(map(_hash_of, plain) if -1 in plain else plain)))
     few = _some_of(elements, _MOST_OTHERS)
     return hash((length, *(_mark_of_element(element, depth=3) for element in few)))
 

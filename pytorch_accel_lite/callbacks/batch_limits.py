@@ -16,6 +16,8 @@ LIMIT_BATCHES_ENV_VAR = "PT_ACC_LIMIT_BATCHES"
 class LimitBatchesCallback(TrainerCallback):
     """Limit the number of batches in each training epoch and each evaluation.
 
+    If several limits apply, the smallest wins.
+
     Progress bars, the run config and placeholders reflect the limit. Setting the environment variable
     ``PT_ACC_LIMIT_BATCHES`` adds this callback to every trainer; see also
     ``pytorch_accel_lite.utils.LimitBatches``.
@@ -28,7 +30,8 @@ class LimitBatchesCallback(TrainerCallback):
         self.num_batches = check_positive_int("num_batches", num_batches)
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
-        request.max_batches = self.num_batches
+        limits = (self.num_batches, request.max_batches)
+        request.max_batches = min(limit for limit in limits if limit is not None)
 
 
 def limit_from_environment() -> list[TrainerCallback]:

@@ -58,7 +58,7 @@ def inference_run(
     run.data.eval_dataset = dataset
     run.data.collate_fn = collate_fn
     with entering(trainer, run, "evaluate()" if request.kind == "evaluation" else "predict()"):
-        trainer.callback_handler.configure_run(trainer, request)
+        trainer.callback_handler.configure_run(trainer, request, is_outermost=run.outer is None)
         splits = run.request.auto_microbatch or request.auto_microbatch
         requested = replace(
             run.request, max_batches=request.max_batches, first_sample=request.first_sample, auto_microbatch=splits

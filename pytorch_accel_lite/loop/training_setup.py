@@ -43,7 +43,7 @@ def configure(trainer: TrainerLike, run: Run) -> None:
         trainer.callback_handler.warn_of_unknown_events()
         for warn_of_habit in OTHER_LIBRARIES.habits:
             warn_of_habit([trainer, *trainer.callback_handler.callbacks])
-    trainer.callback_handler.configure_run(trainer, request)
+    trainer.callback_handler.configure_run(trainer, request, is_outermost=True)
     choose_inference_step(trainer, run, request)
     _lock_paths(trainer, run)
     check_training(trainer.optimizer, trainer.accelerator, request)  # again, as callbacks may have changed the request

@@ -132,6 +132,18 @@ class CallbackHandler:
         self.callbacks.insert(0 if first else len(self.callbacks), instance)
         self.listeners.clear()
 
+    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Remove a callback, or all callbacks of exactly a class. In a run, it is not called from the next event on.
+
+        Raises:
+            ValueError: if there is no such callback
+        """
+        left = [other for other in self.callbacks if other is not callback and type(other) is not callback]
+        if len(left) == len(self.callbacks):
+            raise ValueError(f"callback={callback!r} is not in this handler, which has {self.callback_list}.")
+        self.callbacks = left
+        self.listeners.clear()
+
     def clear_callbacks(self) -> None:
         """Remove all callbacks."""
         self.callbacks = []
@@ -150,8 +162,14 @@ class CallbackHandler:
         """The class names of the callbacks, in order."""
         return [type(callback).__name__ for callback in self.callbacks]
 
-    def configure_run(self, trainer: object, request: RunRequest) -> None:
-        """Let every callback declare what it needs from a run, and find the listeners of all events."""
+    def configure_run(self, trainer: object, request: RunRequest, *, is_outermost: bool = False) -> None:
+        """Let every callback declare what it needs from a run, and find the listeners of all events.
+
+        Args:
+            is_outermost: whether no other run is open: the list of callbacks may then have been changed
+        """
+        if is_outermost:
+            self.listeners.clear()
         for callback in self.callbacks:
             configure: Listener = callback.configure_run  # typed with the trainer of the layers above
             configure(trainer, request)

@@ -8,15 +8,15 @@ from __future__ import annotations
 import functools
 import math
 import re
+import sys
 import tempfile
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.utils import backend_registration
 
-from tests.launching import EarlyFork, run_forked
+from tests.launching import launch
 from tests.scripts import on_a_device
 from tests.shipped_callbacks import SHIPPED
 from tests.small_models import equal_weights
@@ -39,9 +39,9 @@ READS_NUMBERS = {"GradientSpikeCallback": 1, "NaNReportCallback": 2}
 @functools.cache
 def _run_on_device() -> dict[str, tuple[Any, str | None]]:
     with tempfile.NamedTemporaryFile() as file:
-        # An early fork: a process that has trained does not know devices that are added.
-        done = run_forked(partial(on_a_device.main, file.name), kind=EarlyFork)
-        assert done.returncode == 0, done.stdout
+        # In a fresh interpreter: a copy of one that has trained does not know devices that are added.
+        done = launch([sys.executable, "tests/scripts/on_a_device.py", file.name], timeout=280)
+        assert done.returncode == 0, done.stderr
         return torch.load(file.name, weights_only=False)
 
 

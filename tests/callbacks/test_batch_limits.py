@@ -46,6 +46,14 @@ def test_loaders_end_at_a_limit_of_batches(how, monkeypatch):
     assert trainer.progress.samples == 24
 
 
+@pytest.mark.parametrize(("limit", "of_all", "expected"), [(3, "5", 3), (5, "3", 3)])
+def test_the_smallest_of_several_limits_of_batches_counts(limit, of_all, expected, monkeypatch):
+    monkeypatch.setenv("PT_ACC_LIMIT_BATCHES", of_all)
+    trainer = adamw_trainer(float64_model(), callbacks=[LimitBatchesCallback(limit)])
+    trainer.train(float64_data(40), 1, per_device_batch_size=4)
+    assert trainer.progress.update == expected
+
+
 class CountsEvaluationSteps(TrainerCallback):
     """Counts the steps of each evaluation within an epoch (``True``) and after one."""
 

@@ -989,3 +989,32 @@ def test_evaluate_without_arguments_uses_the_last_runs_eval_data():
     trainer.evaluate(make_data(3))
     trainer.predict(make_data(2))
     assert trainer.evaluate()["evaluation_loss"] == expected
+
+
+def test_a_callback_that_is_removed_is_no_longer_called():
+    calls: list[str] = []
+
+    class Counts(TrainerCallback):
+        def on_train_step_end(self, trainer, **kwargs):
+            calls.append("class")
+
+    handler = make_trainer().callback_handler
+    one, other = (listener(on_train_step_end=lambda t, name=name, **_: calls.append(name)) for name in ("one", "other"))
+    for callback in (one, other, Counts, Counts):
+        handler.add_callback(callback)
+    with pytest.raises(ValueError, match=r"SaveBestModelCallback.* is not in this handler, which has \[.*'Counts'"):
+        handler.remove_callback(SaveBestModelCallback)
+    trainer = make_trainer()
+    trainer.callback_handler = handler
+
+    def heard() -> set[str]:
+        calls.clear()
+        train(trainer)
+        return {*calls}
+
+    assert heard() == {"one", "other", "class"}
+    handler.remove_callback(one)
+    handler.remove_callback(Counts)
+    assert heard() == {"other"}
+    handler.callbacks.remove(other)  # between runs, the list may be changed, too
+    assert heard() == set()

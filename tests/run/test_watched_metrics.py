@@ -509,7 +509,6 @@ def test_a_run_that_fails_is_not_reported_as_finished(error, capsys):
         train(trainer)
     assert capsys.readouterr().out.splitlines() == ["Starting training run", "Starting epoch 1/1"]
     trainer.callback_handler.callbacks.pop()
-    trainer.callback_handler.listeners.clear()
     train(trainer)
     assert capsys.readouterr().out.splitlines()[-1] == "Finishing training run"
 

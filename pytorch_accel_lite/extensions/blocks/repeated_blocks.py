@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -58,6 +58,7 @@ def choose(argument: str, chosen: ChosenModules, model: nn.Module) -> dict[str, 
         argument: name of the argument, for errors
 
     Raises:
+        TypeError: if the choice is none, such as ``None``
         ValueError: if no module is chosen, or a chosen module is never called
     """
     if isinstance(chosen, (bool, float)):
@@ -97,8 +98,13 @@ def _matching(argument: str, chosen: ChosenModules, model: nn.Module) -> dict[st
         if not found:
             raise ValueError(f"{argument}={chosen!r} chooses no module of {type(model).__name__}.")
         return found
+    if not isinstance(chosen, (str, type, Iterable)):
+        raise TypeError(
+            f"{argument}={chosen!r} must be True, False, a fraction of the repeated blocks, names or classes of "
+            "modules, or a function of a module's name and the module."
+        )
     found = {}
-    for choice in [chosen] if isinstance(chosen, (str, type)) else chosen:  # type: ignore[union-attr]
+    for choice in [chosen] if isinstance(chosen, (str, type)) else chosen:
         matching = {name: module for name, module in parts.items() if _matches(choice, name, module)}
         if not matching:
             names = [*parts, *{type(module).__name__ for module in parts.values()}]

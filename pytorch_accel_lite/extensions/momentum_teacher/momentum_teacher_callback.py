@@ -34,7 +34,7 @@ class MomentumTeacherCallback(ModelEmaCallback):
     Args:
         momentum: fraction of the teacher retained at each update, from 0 to 1, or a function that is called with the
             number of updates made before this one, from 0, and the number of updates of the run. 0 copies the model.
-        every_n_updates: number of updates between two updates of the teacher
+        every_n_updates: number of updates between two updates of the teacher, which leaves out a skipped one
         save_path: portable checkpoint file for the teacher, saved after every epoch; ``None`` does not save it
 
     Attributes:
@@ -103,7 +103,7 @@ class MomentumTeacherCallback(ModelEmaCallback):
 
     def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         update = trainer.progress.update
-        if update % self.every_n_updates:
+        if update % self.every_n_updates or trainer.update_was_skipped:
             return
         average = self._average
         if self._schedule is not None:

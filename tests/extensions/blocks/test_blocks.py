@@ -201,10 +201,12 @@ def test_blocks_are_found_and_printed(model, chosen, said, capsys):
         (Repeats(), ["layer.0"], r"activation_checkpointing has 'layer.0', which is neither.*Did you mean 'layers.0'"),
         (Repeats(), ["layers"], r"includes 'layers', a ModuleList, which the model does not call.*'layers\.\*'"),
         (Repeats(), lambda *_: False, r"activation_checkpointing=.* chooses no module of Repeats"),
+        (Repeats(), None, r"activation_checkpointing=None must be True, False, a fraction"),
+        (Repeats(), 1, r"activation_checkpointing=1 must be True, False, a fraction"),
     ],
 )
 def test_invalid_choices_of_blocks_are_refused(model, chosen, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         adamw_trainer(model, activation_checkpointing=chosen)
 
 

@@ -17,7 +17,7 @@ from pytorch_accel_lite.callbacks import MomentumTeacherCallback, SaveTrainingSt
 from tests.launching import CAN_SHARD
 from tests.ranks import OrderedStream, check_processes, every_state, world_size
 from tests.sharded import fit, gathered, sharded_trainer
-from tests.small_models import equal_weights, float64_data, float64_model, largest_difference, weights
+from tests.small_models import equal_weights, float64_data, float64_model, largest_difference, listener, weights
 
 DATA = float64_data(26)
 IN_ORDER = {"shuffle": False}
@@ -92,6 +92,16 @@ def test_a_teacher_equals_that_of_a_hand_written_loop(arguments, momentum, every
     assert equal_weights(trainer.model.state_dict(), model.state_dict())
     assert equal_weights(teacher.module.state_dict(), expected.state_dict())
     assert not equal_weights(teacher.module.state_dict(), model.state_dict())
+
+
+def test_a_skipped_update_does_not_move_the_teacher():
+    moved: list[dict[str, torch.Tensor]] = []
+    teacher = MomentumTeacherCallback(0.9)
+    skip = listener(on_optimizer_step_start=lambda t: t.skip_update() if t.progress.update == 1 else None)
+    look = listener(on_optimizer_step_end=lambda t: moved.append(copy.deepcopy(teacher.module.state_dict())))
+    train(taught(teacher, [skip, look]))
+    assert equal_weights(moved[0], moved[1])
+    assert not equal_weights(moved[1], moved[2])
 
 
 def pair(trainer: Any) -> dict[str, torch.Tensor]:
