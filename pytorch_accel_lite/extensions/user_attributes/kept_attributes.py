@@ -25,7 +25,6 @@ from pytorch_accel_lite.extensions.user_attributes.attribute_owners import (
     saved_elsewhere,
 )
 from pytorch_accel_lite.extensions.user_attributes.changed_settings import describe_settings, is_moved
-from pytorch_accel_lite.extensions.user_attributes.module_numbers import Mark, marks_in_modules
 from pytorch_accel_lite.extensions.user_attributes.plain_objects import (
     Decoder,
     Encoder,
@@ -58,12 +57,10 @@ class KeptAttributes(UserAttributes):
         self._settings: dict[Key, Node] = {}  # those that hold only numbers and texts
         self._names: dict[str, set[str]] = {}  # of all attributes that the program had created, by owner
         self._changed: set[Key] = set()  # known to have changed
-        self._marks: dict[str, Mark] = {}  # of numbers and tensors that modules hold in plain attributes
         self._warned_of: set[str] = set()  # paths of values that states cannot keep, or that are large
 
     def note_created(self, trainer: TrainerLike) -> None:
         """Note the attributes created by the program, before a run changes them."""
-        self._marks = marks_in_modules(trainer)
         is_saved = saved_elsewhere(trainer)
         for key, value in attributes_of_users(trainer):
             self._names.setdefault(key[0], set()).add(key[1])
@@ -115,7 +112,6 @@ class KeptAttributes(UserAttributes):
             "own": _by_owner(dict.fromkeys(sorted(own))),
         }
         self._print_large(trainer, of_all["kept"])
-        self._print_changed_in_modules(trainer)
         return of_all, _by_owner({key: nodes[key] for key in nodes if key in own})
 
     def describe_unsaved(self, trainer: TrainerLike) -> str:
@@ -155,18 +151,6 @@ class KeptAttributes(UserAttributes):
                 if size >= _LARGE and f"{path}: size" not in self._warned_of:
                     self._warned_of.add(f"{path}: size")
                     trainer.print(f"Each training state holds {path}, {size / 1e9:.1f} GB.")
-
-    def _print_changed_in_modules(self, trainer: TrainerLike) -> None:
-        """Print once which plain attributes of the model the run has changed, as states do not hold them."""
-        before, now = self._marks, marks_in_modules(trainer) if self._marks else {}
-        changed = [path for path in before if now.get(path, before[path]) != before[path]]
-        self._marks = {path: mark for path, mark in before.items() if path not in changed}
-        if changed:
-            trainer.print(
-                f"Training states do not hold {listed(changed, 10)}, which the run has changed: a resumed run has what "
-                "the program creates. If that matters, make it a buffer (register_buffer), or return it by "
-                "get_extra_state()."
-            )
 
     def changed_modules(self, trainer: TrainerLike) -> dict[str, nn.Module]:
         """Return the modules in attributes of the trainer that no optimizer trains, but that the run has changed."""

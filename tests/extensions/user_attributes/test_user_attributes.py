@@ -483,37 +483,3 @@ def test_a_shipped_callback_has_no_attributes_like_a_users(kind, tmp_path, monke
     trainer.save_training_state(tmp_path / "state")
     found = torch.load(tmp_path / "state/trainer.pt", weights_only=True)["user_attributes"]
     assert [*found["kept"].get(kind.__name__, found["settings"].get(kind.__name__))] == ["of_the_user"]
-
-
-class Counting(nn.Linear):
-    """Counts its batches in a plain attribute, or in one that its state has."""
-
-    def __init__(self) -> None:
-        super().__init__(5, 1, dtype=torch.float64)
-        self.num_batches = 0
-        self.center = torch.zeros(5, dtype=torch.float64)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.num_batches += 1
-            self.center = 0.9 * self.center + 0.1 * inputs.mean(0)
-        return super().forward(inputs - self.center) / self.num_batches
-
-
-class Remembering(Counting):
-    def get_extra_state(self) -> Any:
-        return {"num_batches": self.num_batches, "center": self.center}
-
-    def set_extra_state(self, state: Any) -> None:
-        vars(self).update(state)
-
-
-@pytest.mark.parametrize("kind", [Counting, Remembering])
-def test_changed_numbers_of_a_model_are_reported_once(tmp_path, capsys, kind):
-    model = nn.Sequential(kind(), nn.Dropout(0.0))
-    saving = SaveTrainingStateCallback(tmp_path, save_every_n_steps=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    Trainer(model, nn.MSELoss(), optimizer, [saving], seed=1).train(DATA, 2)
-    said = capsys.readouterr().out
-    assert said.count("Training states do not hold model.0.num_batches, model.0.center") == (kind is Counting)
-    assert "model.1" not in said
