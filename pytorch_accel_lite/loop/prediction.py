@@ -318,18 +318,20 @@ def _outer_run_between_parts(trainer: TrainerLike, run: Run, steps: Iterator[lis
 
 
 def _warn_of_lost_lists(batch: Batch, output: Tree) -> None:
-    """Warn of entries with an element for each sample that are left out of a dict, as they are not tensors."""
-    entries = output.items() if isinstance(output, Mapping) else ()
-    lost = [
-        repr(name)
-        for name, value in entries
-        if isinstance(value, (list, tuple, np.ndarray))
-        and len(value) == batch.num_samples
-        and value[0] is not None
-        and next(tensors_in(value), None) is None
-    ]
+    """Warn of texts and numbers of each sample that are left out of a dict of outputs, as they are not tensors."""
+    size = batch.num_samples
+    if not isinstance(output, Mapping) or size is None or size < 2:  # of one sample, each list may be a setting
+        return
+    lost = [repr(name) for name, value in output.items() if _has_values_of_samples(value, size)]
     if lost:
         warn_outside(
             f"predict leaves out {listed(lost)}: in a dict of outputs, only tensors are kept. Return tensors, such as "
             "the indices of samples, or a list with a dict for each sample."
         )
+
+
+def _has_values_of_samples(value: object, size: int) -> bool:
+    """Whether an array, or a list of texts or numbers, has an element for each sample."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0 and len(value) == size
+    return type(value) is list and len(value) == size and all(isinstance(item, (str, int, float)) for item in value)

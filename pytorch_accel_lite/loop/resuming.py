@@ -54,7 +54,8 @@ def end_resuming(trainer: TrainerLike, run: Run, options: Options | None = None)
             it trained; by default, those of now
     """
     if run.resumed is not None:
-        if has_starting_code(trainer, run):
+        # What an overridden method has loaded is not known.
+        if has_starting_code(trainer, run) and is_from_this_package(trainer.load_training_state):
             restore_again(trainer, run.resumed, all_options(trainer.optimizer) if options is None else options)
         restore_after_start(trainer, run.resumed)
         run.resumed = None

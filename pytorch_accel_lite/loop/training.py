@@ -16,7 +16,12 @@ from pytorch_accel_lite.loop.ddp_warm_up import warm_up_ddp
 from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, evaluate_if_due
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, warn_of_nonfinite_weights
-from pytorch_accel_lite.loop.guards.modes import check_global_modes, fire_start_event, restoring_mode_between_batches
+from pytorch_accel_lite.loop.guards.modes import (
+    check_global_modes,
+    fire_start_event,
+    has_starting_code,
+    restoring_mode_between_batches,
+)
 from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.resuming import end_if_complete, end_resuming, ending_resumption, print_state_contents
@@ -124,7 +129,8 @@ def train_epoch(trainer: TrainerLike, run: Run, source: Source) -> bool:
 
 def _begin_train_epoch(trainer: TrainerLike, run: Run) -> ShardedLoader:
     """Fire the starting events of the steps of an epoch, restore what they reset, and return the loader to read."""
-    options = None if run.resumed is None else all_options(trainer.optimizer)
+    is_noted = run.resumed is not None and has_starting_code(trainer, run)
+    options = all_options(trainer.optimizer) if is_noted else None
     trainer.train_epoch_start()
     run.loss_trackers = run.unrecorded_losses = trainer.division.create_trackers()
     if trainer.callback_handler.listeners["on_train_epoch_start"]:

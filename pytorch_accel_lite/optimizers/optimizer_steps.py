@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -59,7 +60,7 @@ def take_step(optimizer: TrainerOptimizer, *closure: Callable[[], torch.Tensor])
     torch creates the record, which takes as long as a small layer, in the wrapper that calls hooks. torch's schedulers
     replace ``optimizer.step`` by a function that notes the call; this function notes it, too.
     """
-    wrapped = type(optimizer).step
+    wrapped: Any = getattr(type(optimizer), "step", None)  # a wrapper may pass all names on
     replaced = vars(optimizer).get("step")
     has_scheduler = replaced is not None and getattr(replaced, "_wrapped_by_lr_sched", False)
     only_profiled = (

@@ -59,9 +59,23 @@ def set_options(optimizer: Optimizer, options: Options) -> None:
 
 
 def all_options(optimizer: TrainerOptimizer) -> Options:
-    """Return a copy of all options of each parameter group."""
+    """Return a copy of the options of each parameter group, but for objects that may be large or cannot be copied."""
     groups = getattr(optimizer, "param_groups", ())  # there are none without an optimizer
-    return [deepcopy({name: value for name, value in group.items() if name != "params"}) for group in groups]
+    return [
+        {name: deepcopy(value) for name, value in group.items() if name != "params" and _is_plain(value)}
+        for group in groups
+    ]
+
+
+def _is_plain(option: object) -> bool:
+    """Whether an option is a number, a text, a tensor without gradients, or a list or dict of these."""
+    if isinstance(option, (list, tuple)):
+        return all(map(_is_plain, option))
+    if isinstance(option, dict):
+        return all(map(_is_plain, option.values()))
+    if isinstance(option, torch.Tensor):
+        return not option.requires_grad
+    return option is None or isinstance(option, (bool, int, float, complex, str))
 
 
 def initial_options(optimizer: Optimizer, final_rates: Sequence[Rate] = ()) -> Options:

@@ -105,12 +105,15 @@ class PreparedModel:
     def release(self, model: nn.Module, optimizer: TrainerOptimizer) -> tuple[nn.Module, TrainerOptimizer]:
         """Return the model and the optimizer as the user passed them, or those with which a callback has replaced them.
 
+        An optimizer that a callback has wrapped is returned without the wrapper, which the next run would wrap again.
+
         Args:
             model: the trainer's model now
             optimizer: the trainer's optimizer now
         """
         original, passed = self._as_passed
-        optimizer = passed if optimizer is self.optimizer else optimizer
+        held = (optimizer, *getattr(optimizer, "__dict__", {}).values())
+        optimizer = passed if any(part is self.optimizer or part is passed for part in held) else optimizer
         for module in (original, unwrap(original, keep_torch_compile=False)):
             for mark in ("_is_accelerate_prepared", "_original_forward"):
                 vars(module).pop(mark, None)

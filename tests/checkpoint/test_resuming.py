@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -682,6 +683,78 @@ def test_overridden_starting_methods_change_a_resumed_run_once(tmp_path, capsys)
     resumed = train_until(None, resume_from="latest")
     assert equal_weights(resumed.model.state_dict(), whole.model.state_dict())
     assert "The starting events have changed" in capsys.readouterr().out
+
+
+def _do_nothing(trainer, **kwargs):
+    pass
+
+
+def test_what_an_overridden_load_training_state_loads_is_kept(tmp_path, capsys):
+    class Loads(Trainer):
+        def load_training_state(self, input_dir):
+            found = super().load_training_state(input_dir)
+            nn.init.constant_(self.model[2].bias, 7.0)
+            return found
+
+    seen: list[float] = []
+
+    def look(trainer, **kwargs):
+        seen.append(trainer.model[2].bias.item())
+
+    def train_with(update: int | None, **kwargs: Any) -> None:
+        model = float64_model(3)
+        saving = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)
+        stop = raises_at(update, RunPausedError("paused"), "on_train_step_checkpoint")
+        events = listener(on_training_run_start=_do_nothing, on_train_step_start=look)
+        trainer = Loads(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), [saving, stop, events])
+        trainer.train(float64_data(12), 2, None, 2, **kwargs)
+
+    train_with(4)
+    seen.clear()
+    train_with(None, resume_from="latest")
+    assert seen[0] == 7.0
+    assert "The starting events have changed" not in capsys.readouterr().out
+
+
+class PlainDescent:
+    """An optimizer of no library, without a state, one of whose options cannot be copied."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.param_groups = [{"params": [*parameters], "lr": 0.01, "lock": threading.Lock()}]
+
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(parameter.grad, alpha=self.param_groups[0]["lr"])
+
+    def zero_grad(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        groups = [{"params": [*range(len(group["params"]))], "lr": group["lr"]} for group in self.param_groups]
+        return {"state": {}, "param_groups": groups}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.param_groups[0]["lr"] = state["param_groups"][0]["lr"]
+
+
+def test_unusual_weights_and_optimizers_resume_after_starting_events(tmp_path, capsys):
+    def train_until(update: int | None, **kwargs: Any) -> Trainer:
+        model = float64_model(3)
+        model.register_buffer("neighbours", torch.eye(3).to_sparse())
+        saving = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)
+        stop = raises_at(update, RunPausedError("paused"), "on_train_step_checkpoint")
+        callbacks = [listener(on_train_epoch_start=_do_nothing), saving, stop]
+        trainer = Trainer(model, nn.MSELoss(), PlainDescent(model.parameters()), callbacks, seed=1)
+        trainer.train(float64_data(12), 2, None, 2, **kwargs)
+        return trainer
+
+    whole = train_until(None)
+    shutil.rmtree(tmp_path / "states")
+    train_until(8)
+    resumed = train_until(None, resume_from="latest")
+    assert equal_weights(*({name: p.detach() for name, p in t.model.named_parameters()} for t in (resumed, whole)))
+    assert "The starting events have changed" not in capsys.readouterr().out
 
 
 def test_rates_set_at_the_start_of_a_resumed_run_hold(tmp_path):

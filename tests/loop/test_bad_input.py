@@ -811,6 +811,17 @@ def test_a_head_that_is_newer_than_the_optimizer_is_warned_of():
         train(make_trainer(model=model, optimizer=optimizer))
 
 
+def test_a_head_that_is_trained_with_a_critic_is_fine(recwarn):
+    model, critic = make_model(), nn.Linear(1, 1)
+    trainer = make_trainer(
+        model=model, optimizer=torch.optim.SGD([*model[2].parameters(), *critic.parameters()], lr=0.1)
+    )
+    trainer.parts = {"critic": [*critic.parameters(), nn.Parameter(torch.ones(()))]}
+    trainer.optimizer.add_param_group({"params": trainer.parts["critic"][2:]})
+    train(trainer)
+    assert not list(recwarn)
+
+
 def test_adapters_newer_than_the_optimizer_are_warned_of():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

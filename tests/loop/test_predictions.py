@@ -223,3 +223,15 @@ def test_names_that_a_prediction_leaves_out_are_warned_of(convert):
     with pytest.warns(UserWarning, match="predict leaves out 'name': in a dict of outputs, only tensors") as caught:
         assert trainer.predict(float64_data(20)).keys() == {"outputs"}
     assert len(caught) == 1
+
+
+def test_settings_that_a_prediction_leaves_out_are_not_warned_of(recwarn):
+    class Describing(Trainer):
+        def calculate_predict_batch_output(self, batch):
+            settings = {"size": (480, 640), "temperature": np.array(0.5), "names": ["cat", "dog"], "version": 3}
+            return {"outputs": self.model(batch[0]), **settings}
+
+    trainer = Describing(float64_model(), nn.MSELoss(), None, callbacks=[])
+    for size in (1, 4):
+        assert trainer.predict(float64_data(9), per_device_batch_size=size).keys() == {"outputs"}
+    assert not list(recwarn)

@@ -171,6 +171,25 @@ def test_an_optimizer_that_a_callback_has_replaced_stays(replaces):
     assert trainer.optimizer is now
 
 
+def test_an_optimizer_that_a_callback_wraps_is_wrapped_once():
+    class Wrapper:
+        def __init__(self, optimizer: Any) -> None:
+            self.optimizer = optimizer
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.optimizer, name)
+
+    class Wraps(TrainerCallback):
+        def on_training_run_start(self, trainer, **kwargs):
+            trainer.optimizer = Wrapper(trainer.optimizer)
+
+    trainer = adamw_trainer(float64_model(), callbacks=[Wraps])
+    before = trainer.optimizer
+    for _ in range(2):
+        trainer.train(DATA, 1, per_device_batch_size=13)
+        assert trainer.optimizer is before
+
+
 class OfTwoKinds(nn.Module):
     """Has weights of two types."""
 

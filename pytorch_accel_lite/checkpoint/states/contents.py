@@ -339,9 +339,9 @@ def restore_again(trainer: TrainerLike, state: TrainingState, options: Options) 
     weights = fit_model_state(model, read, state.directory, frozen_left_out=frozen_left_out)
     comparable = {name for name, value in weights.items() if _is_plain(value) and _is_plain(current[name])}
     changed = [
-        name for name in sorted(comparable) if not torch.equal(current[name], weights[name].to(current[name].device))
+        name for name in sorted(comparable) if not torch.equal(weights[name].to(current[name].device), current[name])
     ]
-    if changed or comparable < weights.keys():
+    if changed or len(comparable) < len(weights):
         model.load_state_dict(weights, strict=not frozen_left_out)
     if changed:
         trainer.print(
@@ -351,14 +351,15 @@ def restore_again(trainer: TrainerLike, state: TrainingState, options: Options) 
     saved, groups = shared["optimizer"] or {}, getattr(trainer.optimizer, "param_groups", ())
     if len(saved.get("param_groups", ())) == len(groups) == len(options):  # starting events may have added groups
         for part in (parts_of_optimizer(trainer.optimizer) or {"": trainer.optimizer}).values():
-            part.state.clear()  # so that a device never holds two states
+            if isinstance(held := getattr(part, "state", None), dict):
+                held.clear()  # so that a device never holds two states
         load_state("optimizer", trainer.optimizer, saved, state.directory)
         set_options(trainer.optimizer, options)
 
 
-def _is_plain(weight: object) -> bool:
-    """Whether a weight can be compared. Sharded ones would take a collective; others may be of a module's own kind."""
-    return isinstance(weight, torch.Tensor) and not is_sharded_tensor(weight)
+def _is_plain(weight: torch.Tensor) -> bool:
+    """Whether a weight can be compared. Sharded ones would take a collective; others may be of a kind of their own."""
+    return type(weight) in (torch.Tensor, nn.Parameter) and weight.layout is torch.strided and not weight.is_meta
 
 
 def _restore_user_attributes(trainer: TrainerLike, state: TrainingState, is_final: bool) -> None:

@@ -38,8 +38,7 @@ def check_optimizers(trainer: TrainerLike) -> None:
             "the model passed to the trainer, and recreate it whenever you recreate the model."
         )
         return
-    if missed := _not_optimized(model, optimized):
-        _warn_of_replaced_parts(trainer, in_optimizer, in_modules, missed)
+    _warn_of_replaced_parts(trainer, in_optimizer, in_modules, _untrained(model, optimized))
     if in_optimizer and isinstance(loss_func, nn.Module):
         missed = _not_optimized(loss_func, {*model.parameters(), *optimized})
         if missed:
@@ -51,26 +50,36 @@ def check_optimizers(trainer: TrainerLike) -> None:
 
 
 def _warn_of_replaced_parts(
-    trainer: TrainerLike, in_optimizer: list[nn.Parameter], in_modules: set[nn.Parameter], missed: str
+    trainer: TrainerLike,
+    in_optimizer: list[nn.Parameter],
+    in_modules: set[nn.Parameter],
+    untrained: dict[str, nn.Parameter],
 ) -> None:
     """Warn if the model seems to have got new parameters after the optimizer was created, such as a head or adapters.
 
-    Args:
-        missed: the model's trainable parameters that no optimizer has
+    Parameters in no module may be meant, such as those of a critic: they count if they are as many as the untrained
+    ones, and as many of them are matrices and vectors.
     """
     of_loss = trainer.loss_func.parameters() if isinstance(trainer.loss_func, nn.Module) else ()
     known = {*in_modules, *of_loss, *(value for value in vars(trainer).values() if isinstance(value, nn.Parameter))}
     strays = [parameter for parameter in in_optimizer if parameter not in known]
-    has = f"{len(strays)} parameters that are in no module" if strays else "only parameters that are frozen"
-    if strays or (in_optimizer and not any(parameter.requires_grad for parameter in in_optimizer)):
+    are_alike = sorted(p.ndim for p in strays) == sorted(p.ndim for p in untrained.values())
+    is_frozen = bool(in_optimizer) and not any(parameter.requires_grad for parameter in in_optimizer)
+    if untrained and (are_alike or is_frozen):
+        has = f"{len(strays)} parameters that are in no module" if strays else "only parameters that are frozen"
         warn_outside(
-            f"No optimizer has the model's {missed}, so they stay as they are, while the optimizer has {has}. If parts "
-            "of the model have been replaced or added, create the optimizer afterwards. Otherwise, call "
-            "requires_grad_(False) on what should not be trained."
+            f"No optimizer has the model's {listed([*untrained], 3)}, so they stay as they are, while the optimizer "
+            f"has {has}. If parts of the model have been replaced or added, create the optimizer afterwards. "
+            "Otherwise, call requires_grad_(False) on what should not be trained."
         )
+
+
+def _untrained(module: nn.Module, optimized: set[nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters that no optimizer has, by name."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad and p not in optimized}
 
 
 def _not_optimized(module: nn.Module, optimized: set[nn.Parameter]) -> str:
     """Return the names of trainable parameters that no optimizer has, or the first three of them."""
-    missed = [name for name, p in module.named_parameters() if p.requires_grad and p not in optimized]
-    return listed(missed, 3) if missed else ""
+    missed = _untrained(module, optimized)
+    return listed([*missed], 3) if missed else ""
