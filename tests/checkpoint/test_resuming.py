@@ -738,7 +738,7 @@ class PlainDescent:
         self.param_groups[0]["lr"] = state["param_groups"][0]["lr"]
 
 
-def test_unusual_weights_and_optimizers_resume_after_starting_events(tmp_path, capsys):
+def test_unusual_weights_and_optimizers_resume_their_bits(tmp_path, capsys):
     def train_until(update: int | None, **kwargs: Any) -> Trainer:
         model = float64_model(3)
         model.register_buffer("neighbours", torch.eye(3).to_sparse())

@@ -225,7 +225,7 @@ def test_names_that_a_prediction_leaves_out_are_warned_of(convert):
     assert len(caught) == 1
 
 
-def test_settings_that_a_prediction_leaves_out_are_not_warned_of(recwarn):
+def test_settings_in_outputs_of_predictions_are_left_out(recwarn):
     class Describing(Trainer):
         def calculate_predict_batch_output(self, batch):
             settings = {"size": (480, 640), "temperature": np.array(0.5), "names": ["cat", "dog"], "version": 3}
