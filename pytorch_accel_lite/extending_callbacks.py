@@ -57,7 +57,7 @@ from pytorch_accel_lite.data.loader_choice import dataset_of
 from pytorch_accel_lite.data.sources import BatchData, Index
 from pytorch_accel_lite.data.step_outputs import BatchOutput, is_number
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
+from pytorch_accel_lite.distributed.gradient_sync import sync_ddp_buffers
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.loop.clipping import total_norm
 from pytorch_accel_lite.loop.inference import inference

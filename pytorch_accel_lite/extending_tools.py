@@ -48,7 +48,7 @@ from pytorch_accel_lite.data.reading import add_missing_note, list_samples, name
 from pytorch_accel_lite.data.shares import share_bounds
 from pytorch_accel_lite.data.step_outputs import check_items, complete_output
 from pytorch_accel_lite.distributed.control_group import ControlGroup
-from pytorch_accel_lite.distributed.gradient_averaging import average_gradients, no_sync_within_window
+from pytorch_accel_lite.distributed.gradient_sync import average_gradients, no_sync_within_window
 from pytorch_accel_lite.distributed.launch import die_with_parent
 from pytorch_accel_lite.distributed.lost_processes import names_connection
 from pytorch_accel_lite.distributed.ranks import chosen_timeout, set_timeout, timeout_of, use_ranks
@@ -62,9 +62,10 @@ from pytorch_accel_lite.distributed.stack_frames import (
     is_in_backward,
     is_library_frame,
 )
-from pytorch_accel_lite.loop.ddp_warm_up import loss_of
+from pytorch_accel_lite.loop.extra_passes import loss_of
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
-from pytorch_accel_lite.loop.guards.trainer_arguments import check_dataset, check_training
+from pytorch_accel_lite.loop.guards.dataset_checks import check_dataset
+from pytorch_accel_lite.loop.guards.trainer_arguments import check_training
 from pytorch_accel_lite.loop.inference import inference_run, unwrapped_model
 from pytorch_accel_lite.loop.lifecycle import entering
 from pytorch_accel_lite.loop.model_preparation import prepare_model, release_model

@@ -45,7 +45,8 @@ from pytorch_accel_lite.data.loader_defaults import dataloader_for, default_load
 from pytorch_accel_lite.data.loss_functions import LossFunction
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
 from pytorch_accel_lite.data.step_outputs import BatchOutput, total_loss
-from pytorch_accel_lite.distributed import Ranks, accelerate_settings, launch, shutdown
+from pytorch_accel_lite.distributed import Ranks, launch, shutdown
+from pytorch_accel_lite.distributed.accelerator import create_accelerator, find_unused_in_ddp
 from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extension_names import add_missing_method_errors
 from pytorch_accel_lite.extensions import blocks as blocks  # adds to MODEL_CHANGES
@@ -78,7 +79,13 @@ from pytorch_accel_lite.loop import (
     user_collectives,
 )
 from pytorch_accel_lite.loop.fit import fit
-from pytorch_accel_lite.loop.guards import optimizer_checks, replicas, schedule_checks, trainer_arguments
+from pytorch_accel_lite.loop.guards import (
+    dataset_checks,
+    optimizer_checks,
+    replicas,
+    schedule_checks,
+    trainer_arguments,
+)
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients, take_step
 from pytorch_accel_lite.optimizers.optimizer_types import (
@@ -367,16 +374,14 @@ class Trainer:
                 "first by raising StopTrainingError, or close the iterator."
             )
         size, train_kwargs, eval_kwargs = per_device_batch_size, train_dataloader_kwargs, eval_dataloader_kwargs
-        trainer_arguments.check_dataset(
-            self, "train_dataset", train_dataset, size, train_kwargs, collate_fn, eval_dataset
-        )
+        dataset_checks.check_dataset(self, "train_dataset", train_dataset, size, train_kwargs, collate_fn, eval_dataset)
         trainer_arguments.check_training(self.optimizer, self.accelerator, request)
         trainer_arguments.check_resume_from(resume_from)
         has_schedule = create_scheduler_fn is not None or warmup_steps
         schedule = resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval) if has_schedule else None
         optimizer_checks.check_optimizers(self)
         if eval_dataset is not None:
-            trainer_arguments.check_dataset(
+            dataset_checks.check_dataset(
                 self, "eval_dataset", eval_dataset, size, eval_kwargs, collate_fn, train_dataset
             )
         self.create_scheduler_fn = schedule
@@ -1268,14 +1273,14 @@ class Trainer:
         trainer_arguments.check_mixed_precision(mixed_precision, accelerator)
         self._requested_precision = mixed_precision
         if accelerator is None:
-            accelerator = accelerate_settings.create_accelerator(self._create_accelerator, mixed_precision)
+            accelerator = create_accelerator(self._create_accelerator, mixed_precision)
         trainer_arguments.check_mixed_precision(
             mixed_precision, accelerator
         )  # an overridden method may have created it
         launch.check_launch(accelerator)
         trainer_arguments.check_parallelism(accelerator)
         if find_unused:
-            accelerate_settings.find_unused_parameters(accelerator)
+            find_unused_in_ddp(accelerator)
         return accelerator
 
     def __init_subclass__(cls, **kwargs: object) -> None:

@@ -98,3 +98,9 @@ def _booleans_of(function: Callable[..., object]) -> tuple[inspect.Signature, di
     kinds = {"bool": False, "bool | None": True}  # annotations are strings here
     declared = {parameter.name: parameter.annotation for parameter in signature.parameters.values()}
     return signature, {name: kinds[kind] for name, kind in declared.items() if kind in kinds}
+
+
+def refuse_class(name: str, value: object) -> None:
+    """Raise a ``TypeError`` if an argument is a class in place of an instance."""
+    if isinstance(value, type):
+        raise TypeError(f"{name}={value!r} must be an instance, not a class: {value.__name__}(...).")

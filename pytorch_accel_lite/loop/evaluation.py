@@ -14,9 +14,9 @@ from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data import Batch, NamedData
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Source
-from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
+from pytorch_accel_lite.distributed.gradient_sync import sync_ddp_buffers
+from pytorch_accel_lite.loop.guards.dataset_checks import check_dataset
 from pytorch_accel_lite.loop.guards.modes import fire_start_event
-from pytorch_accel_lite.loop.guards.trainer_arguments import check_dataset
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import ending, entering
 from pytorch_accel_lite.loop.run_loaders import loader_of_run

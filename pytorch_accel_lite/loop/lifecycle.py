@@ -10,7 +10,7 @@ from typing import Literal
 from pytorch_accel_lite.base.formatting import wrapped
 from pytorch_accel_lite.base.kernel_settings import deterministic_kernels
 from pytorch_accel_lite.distributed import shutdown
-from pytorch_accel_lite.distributed.accelerate_settings import in_effect
+from pytorch_accel_lite.distributed.accelerator import in_effect
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.distributed.observers import observed
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_call

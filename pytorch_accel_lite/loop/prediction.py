@@ -27,8 +27,8 @@ from pytorch_accel_lite.data.concatenation import Concatenation, ListOfSamples, 
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.distributed.gradient_averaging import sync_ddp_buffers
-from pytorch_accel_lite.loop.guards.trainer_arguments import check_dataset
+from pytorch_accel_lite.distributed.gradient_sync import sync_ddp_buffers
+from pytorch_accel_lite.loop.guards.dataset_checks import check_dataset
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import end_failed_run
 from pytorch_accel_lite.run.error_notes_seam import explaining

@@ -11,9 +11,9 @@ from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.data import Batch, ShardedLoader
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.data.step_outputs import BatchOutput
-from pytorch_accel_lite.distributed.gradient_averaging import no_sync_within_window, sync_ddp_buffers
-from pytorch_accel_lite.loop.ddp_warm_up import warm_up_ddp
+from pytorch_accel_lite.distributed.gradient_sync import no_sync_within_window, sync_ddp_buffers
 from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, evaluate_if_due
+from pytorch_accel_lite.loop.extra_passes import warm_up_ddp
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, warn_of_nonfinite_weights
 from pytorch_accel_lite.loop.guards.modes import (

@@ -12,7 +12,7 @@ from pytorch_accel_lite.checkpoint.models.trained_object_states import buffers_b
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.data.step_outputs import BatchOutput, as_scalars, check_loss, complete_output, total_loss
-from pytorch_accel_lite.distributed.gradient_averaging import average_gradients
+from pytorch_accel_lite.distributed.gradient_sync import average_gradients
 from pytorch_accel_lite.loop.clipping import clip_as_overridden, unscale
 from pytorch_accel_lite.loop.guards.first_batch import examine_first_batch
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters

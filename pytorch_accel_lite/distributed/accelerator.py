@@ -1,4 +1,4 @@
-"""Accelerate keeps one settings object per process. This gives each trainer its own."""
+"""The accelerator of a trainer, with settings of its own: Accelerate keeps one settings object per process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def create_accelerator(create: Callable[[], Accelerator], precision: str | None)
     return accelerator
 
 
-def find_unused_parameters(accelerator: Accelerator) -> None:
+def find_unused_in_ddp(accelerator: Accelerator) -> None:
     """Make ``DistributedDataParallel`` find unused parameters in models that an accelerator wraps from now on."""
     options = accelerator.ddp_handler or DistributedDataParallelKwargs()
     accelerator.ddp_handler = replace(options, find_unused_parameters=True)

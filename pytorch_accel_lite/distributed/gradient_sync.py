@@ -1,4 +1,4 @@
-"""Averaging gradients: at the end of an accumulation window, and those that ``DistributedDataParallel`` does not."""
+"""What the processes synchronise of gradients and buffers beside ``DistributedDataParallel``, and when it does not."""
 
 from __future__ import annotations
 
