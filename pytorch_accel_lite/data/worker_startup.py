@@ -136,7 +136,7 @@ class BatchQueue(Queue):  # type: ignore[type-arg] # it takes no argument at run
     A thread of the worker pickles the batches. A tensor that requires gradients, for example, cannot be.
     """
 
-    def _on_queue_feeder_error(self, error: Exception, sent: Any) -> None:
+    def _on_queue_feeder_error(self, error: Exception, sent: tuple[int, object]) -> None:
         info = get_worker_info()
         if info is None:  # in the training process, which sends indices
             super()._on_queue_feeder_error(error, sent)  # type: ignore[misc]
