@@ -38,7 +38,7 @@ from torchmetrics import MeanSquaredError
 from benchmarks.report import footnote
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite import callbacks as shipped
-from pytorch_accel_lite.callbacks import MetricsCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 
 UPDATES, EPOCHS, EVALUATED = 4, 2, 2  # updates an epoch, epochs, and samples that a process evaluates
 _SECONDS_UNTIL_SENT = 0.02  # other threads may still be sending what belongs to the phase before
@@ -163,6 +163,8 @@ def by_hand(ledger: Ledger, folder: Path) -> None:
 
 def ours(ledger: Ledger, folder: Path, sharded: bool = False) -> None:
     """Train with a trainer that evaluates a metric, saves a state an epoch and watches for hangs."""
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     accelerator = Accelerator(cpu=True)
     ranks = accelerator.num_processes
     model = make_model()

@@ -45,6 +45,7 @@ from pytorch_accel_lite.run.job_queues_seam import JOB_QUEUES, JobQueue
 from pytorch_accel_lite.run.latest_records import LoadedWeights
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.metric_panels import MONITORS, MetricPanel
+from pytorch_accel_lite.run.metrics_seam import METRICS
 from pytorch_accel_lite.run.plots_seam import PLOTS, Plots
 from pytorch_accel_lite.run.run import USER_ATTRIBUTES, InferenceStep, Run, Step, TrainerLike, UserAttributes
 from pytorch_accel_lite.run.settings import RunRequest
@@ -75,11 +76,11 @@ __all__ = [
     "StopTrainingError", "TrainerCallback", "TrainerLike", "TrainingState", "WatchedMetric",
     # Seams.
     "COMPANION_WRITERS", "CompanionWriter", "DIVISIONS", "Division", "ERROR_NOTES", "FENCES", "INFERENCE_STEP",
-    "InferenceStep", "JOB_QUEUES", "JobObserver", "JobQueue", "MEMORY_ADVICE", "MODEL_CHANGES", "MODEL_FORMS",
-    "ModelForm", "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "SEQUENTIAL_READER", "SETTINGS_RECORDER", "SHARDING",
-    "SHARED_DATA_CHECKS", "STEP_COMPILER", "STEP_KINDS", "STORES", "SequentialReader", "SettingsRecorder", "Sharding",
-    "StateStore", "StepCompiler", "Store", "TRAINING_CHECKS", "USER_ATTRIBUTES", "UserAttributes", "create_division",
-    "replace_step",
+    "InferenceStep", "JOB_QUEUES", "JobObserver", "JobQueue", "MEMORY_ADVICE", "METRICS", "MODEL_CHANGES",
+    "MODEL_FORMS", "ModelForm", "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "SEQUENTIAL_READER",
+    "SETTINGS_RECORDER", "SHARDING", "SHARED_DATA_CHECKS", "STEP_COMPILER", "STEP_KINDS", "STORES", "SequentialReader",
+    "SettingsRecorder", "Sharding", "StateStore", "StepCompiler", "Store", "TRAINING_CHECKS", "USER_ATTRIBUTES",
+    "UserAttributes", "create_division", "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",
     "RECOMPUTED", "SHARDED", "SKIPPED_BATCHES", "backward",

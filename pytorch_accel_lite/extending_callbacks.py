@@ -13,7 +13,6 @@ from pytorch_accel_lite.base.generator_states import preserving_generators
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.mixed_precision import mixed_precision
 from pytorch_accel_lite.base.module_modes import keep_in_eval, preserving_modes, release_from_eval
-from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.plain_values import as_number_or_text, as_plain, to_number
 from pytorch_accel_lite.base.quantised import is_frozen_and_quantised, is_quantised_by, plain_parts, quantised_entries
@@ -27,7 +26,6 @@ from pytorch_accel_lite.base.unwrapping import class_of, unwrap
 from pytorch_accel_lite.callbacks.default_callbacks import DEFAULTS
 from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
-from pytorch_accel_lite.callbacks.metrics import default_transform
 from pytorch_accel_lite.callbacks.print_progress import epoch_of
 from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
 from pytorch_accel_lite.checkpoint.disk.atomic_files import write_bytes
@@ -51,6 +49,7 @@ from pytorch_accel_lite.checkpoint.models.weights import (
 from pytorch_accel_lite.checkpoint.states.rotation import remove_old_states
 from pytorch_accel_lite.checkpoint.states.store import state_name
 from pytorch_accel_lite.checkpoint.store_choice import open_store
+from pytorch_accel_lite.data.batch_adapter import default_transform
 from pytorch_accel_lite.data.batch_slices import is_list_of_samples, slice_batch
 from pytorch_accel_lite.data.concatenation import to_cpu
 from pytorch_accel_lite.data.loader_choice import dataset_of
@@ -87,7 +86,7 @@ __all__ = [
     "add_note", "check_bool", "check_choice", "check_positive_number", "did_you_mean", "missing_extension_text",
     "optional", "suggest_arguments",
     # Models, their outputs and gradients.
-    "Classification", "NamedMetric", "ParamGroup", "TrainerOptimizer", "are_sharded", "class_of",
+    "ParamGroup", "TrainerOptimizer", "are_sharded", "class_of",
     "dataset_of", "default_transform", "evaluating_optimizers", "find_length", "group_names", "inference",
     "is_created", "is_frozen_and_quantised", "is_list_of_samples", "is_number", "keep_in_eval", "derive_seed",
     "parts_of_optimizer", "preserving_generators", "preserving_modes", "release_from_eval", "reshard",

@@ -36,6 +36,7 @@ OFFERED = {
     "logical": ("Trainer.logical",),
     "manual_optimization": (),  # a trainer that overrides train_step
     "memory_estimate": ("Trainer.estimate_memory",),
+    "metrics": ("callbacks.MetricsCallback",),  # and Trainer(metrics=...)
     "metrics_file": ("callbacks.MetricsFileCallback",),
     "mixtures": ("callbacks.MixtureScheduleCallback", "data.Mixture", "data.MixtureSampler", "data.MixtureStream"),
     "model_ema": ("callbacks.ModelEma", "callbacks.ModelEmaCallback", "ema.ModelEma", "utils.ModelEma"),
@@ -110,7 +111,7 @@ OFFERED = {
     ),
 }
 #: The extensions that have arguments of a trainer.
-ARGUMENTS = {"logical_processes": "logical"}
+ARGUMENTS = {"logical_processes": "logical", "metrics": "metrics"}
 #: The extensions that another one needs: it uses their public names, and is deleted with them.
 NEEDED = {
     "advice": ("monitoring",),

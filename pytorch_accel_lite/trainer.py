@@ -28,7 +28,6 @@ from pytorch_accel_lite.base.unwrapping import unwrap
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     LogMetricsCallback,
-    MetricsCallback,
     MoveModulesToDeviceCallback,
     PrintProgressCallback,
     ProgressBarCallback,
@@ -105,6 +104,7 @@ from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.history import InMemoryRunHistory, MetricValue, RunHistory
 from pytorch_accel_lite.run.intervals import Interval, parse_interval
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
+from pytorch_accel_lite.run.metrics_seam import METRICS
 from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.run import Run, Step
@@ -254,7 +254,8 @@ class Trainer:
         self._callbacks = callbacks
         self.callback_handler = self._create_callback_handler()
         if metrics is not None:
-            self.callback_handler.add_callback(MetricsCallback(metrics), first=True)
+            create = METRICS.get(f"metrics={metrics!r}")
+            self.callback_handler.add_callback(create(metrics), first=True)
         self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
         # The second is the name in pytorch-accelerated.
         self.accelerator = self._accelerator = self._find_accelerator(

@@ -26,6 +26,7 @@ MODULES = (
     ".extending_callbacks",
     ".extending_data",
     ".extending_schedulers",
+    ".extensions.metrics",
     ".extensions.monitoring",
     ".extensions.profiling",
     ".extensions.trials",

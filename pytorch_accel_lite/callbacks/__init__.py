@@ -9,7 +9,6 @@ from pytorch_accel_lite.callbacks.batch_limits import LimitBatchesCallback, Limi
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
 from pytorch_accel_lite.callbacks.default_callbacks import DefaultCallbacks, get_default_callbacks
 from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
-from pytorch_accel_lite.callbacks.metrics import MetricsCallback
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.print_progress import PrintProgressCallback
 from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
@@ -24,6 +23,7 @@ from pytorch_accel_lite.extensions.energy import EnergyCallback
 from pytorch_accel_lite.extensions.failed_batches import SkipFailedBatchesCallback
 from pytorch_accel_lite.extensions.gradient_spikes import GradientSpikeCallback
 from pytorch_accel_lite.extensions.hang_watch import HangWatchCallback
+from pytorch_accel_lite.extensions.metrics import MetricsCallback  # fills METRICS
 from pytorch_accel_lite.extensions.metrics_file import MetricsFileCallback
 from pytorch_accel_lite.extensions.mixtures.mixture_schedule_callback import MixtureScheduleCallback
 from pytorch_accel_lite.extensions.model_ema import ModelEma as ModelEma  # as in pytorch-accelerated

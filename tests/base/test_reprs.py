@@ -23,7 +23,6 @@ from pytorch_accel_lite.base.trainer_help import AttributeElsewhere
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     EarlyStoppingCallback,
-    MetricsCallback,
     SaveTrainingStateCallback,
     get_default_callbacks,
 )
@@ -291,7 +290,10 @@ def test_losses_are_shown_if_that_needs_no_device_read():
     assert repr(tracker) == "LossTracker(running_count=2)"
 
 
+@pytest.mark.extension("metrics")
 def test_metrics_are_shown_by_name():
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     assert repr(MetricsCallback({"mse": MeanSquaredError()})) == "MetricsCallback(metrics={'mse': MeanSquaredError()})"
 
 

@@ -19,7 +19,6 @@ from pytorch_accel_lite import Trainer, TrainerCallback, callbacks, get_default_
 from pytorch_accel_lite.callbacks import (
     GradientNormCallback,
     LearningRateMonitorCallback,
-    MetricsCallback,
     ProgressBarCallback,
     SaveTrainingStateCallback,
 )
@@ -82,6 +81,8 @@ def default_callbacks(folder: Path) -> list[Any]:
 
 
 def all_callbacks(folder: Path) -> list[Any]:
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     accuracy = MulticlassAccuracy(10, average="micro", validate_args=False)  # by class, it waits: torch.bincount does
     return [
         *default_callbacks(folder),

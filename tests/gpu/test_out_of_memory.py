@@ -18,7 +18,6 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import MetricsCallback
 from tests.gpu.parts import DEVICE, IN_ORDER, MIB, ON_GPU, adamw, copied, free_memory, moved, peak_of, sized
 
 FEATURES = 64
@@ -160,6 +159,8 @@ def test_find_batch_size_ends_and_frees_its_memory():
 @pytest.mark.extension("failed_batches")
 def test_evaluation_splits_batches_too():
     from torchmetrics import MeanSquaredError
+
+    from pytorch_accel_lite.callbacks import MetricsCallback
 
     found = []
     for limited in (False, True):

@@ -85,11 +85,6 @@ CONSTRUCTOR: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"loss_func=SGD.*must be callable.*comes after it: Trainer\(model, loss_func, optimizer\)",
     ),
     "model is a dataset": ({"model": make_data()}, TypeError, r"model=.*The arguments are Trainer\(model, loss_func"),
-    "a metric is a function": (
-        {"metrics": {"share": lambda outputs, targets: outputs.mean()}},
-        TypeError,
-        r"metrics=\{'share'.*Log the mean of a function of your own by trainer\.log",
-    ),
     "loss_func is a class of modules": ({"loss_func": nn.MSELoss}, TypeError, r"loss_func=.*MSELoss.*(instance|\(\))"),
     "optimizer is a number": ({"optimizer": 0.1}, TypeError, r"optimizer=0\.1 must be an instance"),
     "callbacks=None": ({"callbacks": None}, TypeError, "callbacks=None must be a list"),

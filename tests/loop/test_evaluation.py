@@ -22,7 +22,6 @@ from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import (
     EarlyStoppingCallback,
     LogMetricsCallback,
-    MetricsCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
@@ -331,7 +330,10 @@ def losses_after_updates(epochs: int) -> dict[int, float]:
     return found
 
 
+@pytest.mark.extension("metrics")
 def test_evaluations_within_epochs_are_those_of_the_run(tmp_path):
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     best = SaveBestModelCallback(tmp_path / "best.pt")
     squares = MetricsCallback({"squares": MeanSquaredError()})
     trainer = only_within_epochs([squares, best])
@@ -443,7 +445,7 @@ def test_evaluations_refuse_bad_intervals_and_missing_data():
 
 @only_with_soak
 @pytest.mark.processes
-@pytest.mark.extension("failed_batches", "gradient_spikes", "model_ema", "nan_report", "unfreezing")
+@pytest.mark.extension("failed_batches", "gradient_spikes", "metrics", "model_ema", "nan_report", "unfreezing")
 def test_all_callbacks_resume_the_same_bits_on_two_processes(tmp_path, job):
     for folder in ("whole", "killed"):
         (tmp_path / folder).mkdir()

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torchmetrics import MeanAbsoluteError
 
 from pytorch_accel_lite import CallbackHandler, StopTrainingError, Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import MetricsCallback, ProgressBarCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import ProgressBarCallback, SaveTrainingStateCallback
 from tests.launching import CAN_SHARD, SOAK
 from tests.sharded import gathered, large_model, mesh_of, sharding_accelerator
 from tests.small_models import (
@@ -414,8 +414,11 @@ def test_predicting_in_a_run_with_unequal_shares_does_not_hang(ranks):
         assert shapes == [[1, 1], [1, 1]]
 
 
+@pytest.mark.extension("metrics")
 @pytest.mark.parametrize("event", ["on_train_epoch_end", "on_eval_epoch_end", "on_training_run_epoch_end"])
 def test_the_history_keeps_only_a_runs_own_values_of_a_metric(event):
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     def metrics_of(*extra):
         trainer = make_trainer([MetricsCallback({"mae": MeanAbsoluteError()}), *extra], seed=0)
         trainer.train(make_data(), 2, make_data())

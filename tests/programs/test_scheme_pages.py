@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from pytorch_accel_lite.callbacks import MetricsCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.launching import ROOT
 from tests.ranks import IN_ORDER, global_batch
 from tests.small_models import equal_weights, weights
@@ -54,6 +54,8 @@ def test_simclr_on_two_processes_learns_the_same(two_ranks):
 
 def detection(*callbacks: Any, num_epochs: int = 2, **kwargs: Any) -> Any:
     """Weights and metrics of the page's detector after a short run on eight images."""
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     page = names_on("detection", [0, 1, 2], until="precision = MetricsCallback(")
     images = page["train_set"]
     precision = MetricsCallback(
@@ -73,6 +75,7 @@ def detection(*callbacks: Any, num_epochs: int = 2, **kwargs: Any) -> Any:
     return {"weights": weights(model), "history": trainer.run_history.to_dict()}
 
 
+@pytest.mark.extension("metrics")
 def test_a_detector_resumes_to_the_same_bits(tmp_path):
     pytest.importorskip("torchvision")
     pytest.importorskip("pycocotools")

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from torchmetrics.regression import MeanSquaredError
 
 from pytorch_accel_lite import Trainer, get_default_callbacks
-from pytorch_accel_lite.callbacks import MetricsCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.data import OwnShard
 from tests.small_models import make_trainer, train
 
@@ -142,10 +142,10 @@ def test_samples_without_random_draws_are_not_seeded():
     assert total - found["__getitem__"] - found["derive_seed"] <= 34, found.most_common()
 
 
-@pytest.mark.extension("model_ema", "streams")
+@pytest.mark.extension("metrics", "model_ema", "streams")
 @pytest.mark.slow
 def test_callbacks_and_clipping_keep_their_call_budget():
-    from pytorch_accel_lite.callbacks import ModelEmaCallback
+    from pytorch_accel_lite.callbacks import MetricsCallback, ModelEmaCallback
 
     callbacks = [ModelEmaCallback(evaluate_during_training=False, save_path=None)]
     callbacks += [MetricsCallback(MeanSquaredError(), train=True)]

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from torchmetrics import MeanAbsoluteError
 
 from pytorch_accel_lite import InMemoryRunHistory, LossTracker, Progress, RunHistory, Trainer, TrainerRunConfig
-from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, MetricsCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveTrainingStateCallback
 from tests.launching import run_code
 from tests.small_models import listener, make_data, make_trainer, train
 
@@ -537,8 +537,11 @@ def test_the_run_config_is_none_before_the_first_run():
     assert make_trainer().run_config is None
 
 
+@pytest.mark.extension("metrics")
 @pytest.mark.parametrize("is_reloaded", [False, True])
 def test_later_evaluations_do_not_change_a_runs_values(is_reloaded):
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     x = torch.arange(12.0).view(-1, 1)
     easy, hard = TensorDataset(x, x), TensorDataset(x, x + 9)
     model = nn.Linear(1, 1)

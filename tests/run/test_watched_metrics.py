@@ -24,7 +24,6 @@ from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, call
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     EarlyStoppingCallback,
-    MetricsCallback,
     PrintProgressCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
@@ -67,8 +66,10 @@ class Script(Metric):
         return torch.tensor(self.values.pop(0))
 
 
-def scores(values: list[float], higher: bool | None = True) -> MetricsCallback:
+def scores(values: list[float], higher: bool | None = True) -> TrainerCallback:
     """Records given values as ``score``, with a declared direction."""
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     return MetricsCallback({"score": type("Said", (Script,), {"higher_is_better": higher})(values)})
 
 
@@ -94,6 +95,7 @@ def steps_of(trainer: Trainer, error: type[Exception], match: str, **kwargs: Any
 # --------------------------------------------------------------------------------- which values are better
 
 
+@pytest.mark.extension("metrics")
 @pytest.mark.parametrize(
     ("values", "higher_is_better", "best"), [([1, 3, 2], True, 2), ([2, 1, 3], False, 2), ([3, 1, 2], True, 1)]
 )
@@ -104,6 +106,7 @@ def test_the_best_model_is_the_best_by_its_metrics_direction(values, higher_is_b
     assert torch.load("best.pt")["score"] == values[best - 1]
 
 
+@pytest.mark.extension("metrics")
 def test_a_run_whose_accuracy_rises_is_not_stopped(here):
     stopping = EarlyStoppingCallback(watch_metric="score")
     trainer = train(make_trainer([scores([0.1, 0.5, 0.9]), stopping]), epochs=3, eval_dataset=True)
@@ -111,7 +114,7 @@ def test_a_run_whose_accuracy_rises_is_not_stopped(here):
     assert stopping.best_metric == pytest.approx(0.9)
 
 
-@pytest.mark.extension("model_ema")
+@pytest.mark.extension("model_ema", "metrics")
 def test_the_kept_averages_are_the_best_by_their_metric(here):
     ema = callbacks.ModelEmaCallback(0.5, watch_metric="ema_model_score", callbacks=[scores([1.0, 3.0, 2.0])])
     train(make_trainer([scores([1.0, 3.0, 2.0]), ema], seed=0), epochs=3, eval_dataset=True)
@@ -126,6 +129,8 @@ NESTED = ["on_train_step_end", "on_train_epoch_end", "on_eval_epoch_end", "on_tr
 @pytest.mark.parametrize(("event", "every"), some_of(some_of(product(NESTED, [1, 2]))))
 def test_an_evaluation_within_a_run_adds_no_watched_value(here, event, every):
     """The targets of the test data are the opposite, so the error of the best epoch is the largest there."""
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     x, y = make_data(12).tensors
     data, test_data = TensorDataset(x, 3 + y), TensorDataset(x, -(3 + y))
 
@@ -172,7 +177,7 @@ def test_a_metric_that_only_nested_evaluations_record_is_watched(here):
     assert best.best_metric == min(trainer.run_history["evaluation_loss"])
 
 
-@pytest.mark.extension("model_ema")
+@pytest.mark.extension("model_ema", "metrics")
 @pytest.mark.parametrize("where", BY_NAME)
 def test_an_argument_that_contradicts_the_metric_is_an_error(where, here):
     average = callbacks.ModelEmaCallback(save_path="other.pt", prefix="other_", callbacks=[scores([1.0])])
@@ -205,6 +210,7 @@ def test_an_unknown_direction_means_smaller_with_a_warning(where, here):
         assert (Path("states") / "update-000000003").is_dir()
 
 
+@pytest.mark.extension("metrics")
 @pytest.mark.parametrize(("greater", "best"), [(True, 2), (False, 1)])
 def test_the_argument_decides_the_direction_of_a_plain_metric(greater, best, here):
     callback = SaveBestModelCallback("best.pt", "score", greater)
@@ -242,6 +248,7 @@ def test_a_custom_callback_may_declare_what_it_records(here):
     assert steps_of(trainer, ValueError, r"'mien'\): the run will not record it. Did you mean 'mine'") == 0
 
 
+@pytest.mark.extension("metrics")
 @pytest.mark.parametrize(
     ("name", "callbacks", "data"),
     [
@@ -252,6 +259,8 @@ def test_a_custom_callback_may_declare_what_it_records(here):
     ],
 )
 def test_the_direction_is_known_under_each_name_of_a_metric(name, callbacks, data, here):
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     metrics = MetricsCallback({"score": MulticlassAccuracy(2)}, lambda *_: (torch.zeros(1), torch.zeros(1)), train=True)
     best = SaveBestModelCallback("best.pt", name)
     trainer = make_trainer([metrics, *callbacks, best])
@@ -262,7 +271,10 @@ def test_the_direction_is_known_under_each_name_of_a_metric(name, callbacks, dat
     assert best.state_dict()["greater_is_better"] is True
 
 
+@pytest.mark.extension("metrics")
 def test_the_directions_of_a_collection_are_those_of_its_members(here):
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     collection = MetricCollection({"mae": MeanAbsoluteError(), "score": Script([1, 2])}, prefix="eval_")
     low = SaveBestModelCallback("low.pt", "eval_mae")
     high = SaveBestModelCallback("high.pt", "eval_score")
@@ -271,6 +283,7 @@ def test_the_directions_of_a_collection_are_those_of_its_members(here):
     assert [low.state_dict()["greater_is_better"], high.state_dict()["greater_is_better"]] == [False, True]
 
 
+@pytest.mark.extension("metrics")
 @pytest.mark.parametrize(("mode", "higher"), [("min", True), ("max", False)])
 def test_a_plateau_of_the_wrong_direction_is_an_error(mode, higher):
     arguments = {"scheduler_interval": "epoch", "scheduler_metric": "score", "eval_dataset": True, "epochs": 2}
@@ -282,7 +295,7 @@ def test_a_plateau_of_the_wrong_direction_is_an_error(mode, higher):
     train(trainer, create_scheduler_fn=partial(ReduceLROnPlateau, mode=right), **arguments)
 
 
-@pytest.mark.extension("progress_table")
+@pytest.mark.extension("progress_table", "metrics")
 def test_messages_name_the_direction_after_the_epochs_metrics(here, capsys):
     stopping = EarlyStoppingCallback(2, watch_metric="score")
     best = SaveBestModelCallback("best.pt", "score")
@@ -332,6 +345,7 @@ def test_one_process_warns_of_watched_metrics_on_behalf_of_all(ranks):
 # ------------------------------------------------------------------------- what is known before training
 
 
+@pytest.mark.extension("metrics")
 @pytest.mark.parametrize("where", BY_NAME)
 def test_an_unrecorded_metric_is_named_before_training(where, here):
     trainer = make_trainer([scores([1.0]), WATCHERS[where]("scroe", True)])
@@ -342,6 +356,7 @@ def test_an_unrecorded_metric_is_named_before_training(where, here):
     assert trainer.progress.step == 0
 
 
+@pytest.mark.extension("metrics")
 @pytest.mark.parametrize("name", ["eval_loss_epoch", "score", "intermediate_eval_loss"])
 @pytest.mark.parametrize("where", [where for where in WATCHERS if "Ema" not in where])
 def test_a_metric_of_evaluations_needs_an_eval_dataset(where, name, here):
@@ -406,7 +421,10 @@ def test_the_best_training_loss_is_that_of_the_epochs_end(here, capsys):
     assert "a mean over that epoch; the weights are those at its end" in capsys.readouterr().out
 
 
+@pytest.mark.extension("metrics")
 def test_metrics_of_a_custom_trainer_are_not_refused(here):
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     class Records(Trainer):
         def train_epoch_end(self):
             self.run_history.update_metric("mine_loss", 1.0)
@@ -464,6 +482,7 @@ def test_a_metric_recorded_after_its_watcher_names_the_order(here):
     train(make_trainer(callbacks[::-1]), eval_dataset=True)
 
 
+@pytest.mark.extension("metrics")
 @pytest.mark.parametrize("where", BY_NAME)
 def test_a_metric_of_several_numbers_is_named(where, here):
     trainer = make_trainer([scores([[0.5, 1.0]]), WATCHERS[where]("score")])
@@ -472,6 +491,7 @@ def test_a_metric_of_several_numbers_is_named(where, here):
         train(trainer, eval_dataset=True)
 
 
+@pytest.mark.extension("metrics")
 def test_a_metric_of_several_numbers_is_not_for_a_schedule():
     trainer = make_trainer([scores([[0.5, 1.0]])])
     plateau = {"create_scheduler_fn": partial(ReduceLROnPlateau, mode="max"), "scheduler_interval": "epoch"}

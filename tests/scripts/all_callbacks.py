@@ -15,7 +15,6 @@ from pytorch_accel_lite import TrainerCallback, callbacks, get_default_callbacks
 from pytorch_accel_lite.callbacks import (
     LimitBatchesCallback,
     LimitEvalStepsCallback,
-    MetricsCallback,
     ProgressBarCallback,
     StepBasedEvaluationCallback,
     TimeLimitCallback,
@@ -36,7 +35,9 @@ class Dies(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def metrics(train: bool = False) -> MetricsCallback:
+def metrics(train: bool = False) -> TrainerCallback:
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     return MetricsCallback(
         {"mae": MeanAbsoluteError()}, lambda batch, output: (output["model_outputs"], batch[1]), train=train
     )

@@ -27,7 +27,6 @@ from torchmetrics import MeanSquaredError, PearsonCorrCoef
 
 from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback, callbacks
 from pytorch_accel_lite.callbacks import (
-    MetricsCallback,
     MoveModulesToDeviceCallback,
     ProgressBarCallback,
     SaveBestModelCallback,
@@ -319,7 +318,7 @@ def case_peaks() -> Any:
 
 
 def case_evaluated_and_predicted() -> Any:
-    from pytorch_accel_lite.callbacks import ModelEmaCallback
+    from pytorch_accel_lite.callbacks import MetricsCallback, ModelEmaCallback
 
     callbacks = [
         MetricsCallback(MeanSquaredError(), train=True),
@@ -339,6 +338,8 @@ def _flat(batch: Any, batch_output: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def case_resumed() -> Any:
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     def run(**kwargs: Any) -> Trainer:
         callbacks = [
             SaveTrainingStateCallback("states", save_every_n_steps=1),

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from torchmetrics import MeanAbsoluteError
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import MetricsCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 
 
 class Net(nn.Module):
@@ -177,6 +177,8 @@ TRAINING = {"train_dataset": DATA, "num_epochs": 2, "eval_dataset": DATA, "per_d
 
 
 def make(lr: float, seed: int, folder: Path, *callbacks: Any) -> tuple[Trainer, dict[str, Any]]:
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     model = Net(dropout=0.1)
     metrics = MetricsCallback({"error": MeanAbsoluteError()})
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)

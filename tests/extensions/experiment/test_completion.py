@@ -82,17 +82,19 @@ def offered(scripts) -> dict[str, list[str]]:
     return dict(zip(lines, completions(scripts / "all", *lines), strict=True))
 
 
+@pytest.mark.extension("metrics")
 @pytest.mark.parametrize(("line", "expected"), OFFERED)
 def test_completion_in_shells_offers_known_values(offered, line, expected):
     assert offered[line] == expected
 
 
-@pytest.mark.extension("takeover")
+@pytest.mark.extension("takeover", "metrics")
 @pytest.mark.parametrize(("line", "expected"), OF_TAKEOVER)
 def test_completion_in_shells_offers_options_of_launch(offered, line, expected):
     assert offered[line] == expected
 
 
+@pytest.mark.extension("metrics")
 def test_the_options_of_a_file_are_completed_if_it_is_named(scripts):
     line = "train digits.yaml --optimizer.l"
     assert completions(scripts / "all", line) == [[]]

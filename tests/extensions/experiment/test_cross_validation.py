@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from torchmetrics import MeanAbsoluteError
 
 from pytorch_accel_lite import Trainer, cross_validate
-from pytorch_accel_lite.callbacks import MetricsCallback, RunPausedError, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import RunPausedError, SaveTrainingStateCallback
 from pytorch_accel_lite.experiment import CrossValidation, Experiment
 from tests.extensions.experiment import parts
 from tests.extensions.experiment.parts import Net, load_data
@@ -37,6 +37,8 @@ ARGUMENTS: dict[str, Any] = {"num_epochs": 2, "per_device_batch_size": 2, "seed"
 
 
 def fold_trainer(folder: Path, *callbacks: Any) -> Trainer:
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     model = parts.Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     metrics = MetricsCallback({"error": MeanAbsoluteError()})
@@ -53,6 +55,7 @@ def result(tmp_path_factory) -> CrossValidation:
     return cross_validate(saving, DATA, splitters.KFold(3), save_dir=folder, **ARGUMENTS)
 
 
+@pytest.mark.extension("metrics")
 def test_each_fold_is_trained_on_others_and_tested_on_its_own(result):
     assert [fold.test_indices for fold in result.folds] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     fold = result.folds[1]
@@ -79,6 +82,7 @@ def test_predictions_are_in_the_order_of_the_dataset(result, tmp_path):
     assert torch.equal(other.predictions[fold.test_indices], fold.predictions)
 
 
+@pytest.mark.extension("metrics")
 def test_metrics_have_a_mean_and_a_deviation_and_a_table(result):
     errors = [fold.metrics["error"] for fold in result.folds]
     assert result.mean["error"] == statistics.fmean(errors)
@@ -96,6 +100,7 @@ def test_metrics_have_a_mean_and_a_deviation_and_a_table(result):
     assert table["error"].tolist() == errors
 
 
+@pytest.mark.extension("metrics")
 def test_columns_that_do_not_fit_the_terminal_follow_below(result, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     lines = repr(result).splitlines()[1:]
@@ -103,6 +108,7 @@ def test_columns_that_do_not_fit_the_terminal_follow_below(result, monkeypatch):
     assert [line.split()[0] for line in lines if line].count("fold-1") == 2
 
 
+@pytest.mark.extension("metrics")
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("splitter", "further"),
@@ -129,6 +135,7 @@ def test_complete_splitters_have_all_predictions(splitter, further, tmp_path):
             assert not {GROUPS[i] for i in fold.train_indices} & {GROUPS[i] for i in fold.test_indices}
 
 
+@pytest.mark.extension("metrics")
 @pytest.mark.soak
 @pytest.mark.parametrize(
     "splitter", some_of([splitters.ShuffleSplit(2, test_size=4, random_state=0), splitters.TimeSeriesSplit(2)])
@@ -172,6 +179,7 @@ def test_a_fold_whose_training_is_paused_is_not_tested_yet(result, tmp_path):
     assert [fold.metrics for fold in found.folds] == [fold.metrics for fold in result.folds]
 
 
+@pytest.mark.extension("metrics")
 def test_only_a_resumed_cross_validation_keeps_its_drawn_split(tmp_path, capsys):
     splitter = splitters.KFold(2, shuffle=True)
     arguments = ARGUMENTS | {"max_num_train_steps": 1, "save_dir": tmp_path, "seed": None}
@@ -204,6 +212,7 @@ class Stream(IterableDataset):
         yield from DATA
 
 
+@pytest.mark.extension("metrics")
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -228,6 +237,7 @@ def test_invalid_cross_validations_are_refused(changes, error, message, tmp_path
         assert not [*tmp_path.glob("fold-*")]
 
 
+@pytest.mark.extension("metrics")
 def test_the_deviation_of_one_fold_is_unknown(tmp_path):
     arguments = ARGUMENTS | {"max_num_train_steps": 1}
     found = cross_validate(fold_trainer, DATA, [(range(6), range(6, 12))], save_dir=tmp_path, **arguments)
@@ -290,6 +300,7 @@ def test_all_ranks_have_the_same_results(two_ranks):
         assert losses[tested].mean().item() == pytest.approx(found["evaluation_loss"], rel=1e-5)
 
 
+@pytest.mark.extension("metrics")
 def test_resuming_needs_the_same_cross_validation_arguments(tmp_path):
     pairs = [([*range(4, 12)], [0, 1, 2, 3]), ([*range(8)], [8, 9, 10, 11])]
     schedule = partial(StepLR, step_size=2)

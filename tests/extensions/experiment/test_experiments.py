@@ -895,7 +895,7 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
 # ------------------------------------------------------------------------------------------------ short forms
 
 
-@pytest.mark.extension("wsd")
+@pytest.mark.extension("wsd", "metrics")
 def test_named_parts_equal_the_objects_of_a_script(file):
     file.write_text(
         FILE.replace(
@@ -942,7 +942,7 @@ def test_invalid_short_forms_are_named(file, arguments, error):
         read(file, *arguments).trainer  # noqa: B018
 
 
-@pytest.mark.extension("reports")  # which the example uses
+@pytest.mark.extension("reports", "metrics")  # which the example uses
 def test_the_command_line_exits_with_1_if_a_check_fails(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     options = ["--check.only", '["schedule", "broadcast"]']

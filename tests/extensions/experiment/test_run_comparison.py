@@ -16,7 +16,7 @@ from torchmetrics import R2Score
 pytest.importorskip("jsonargparse", reason="needs the extra cli")
 
 from pytorch_accel_lite import Trainer, callbacks, compare_runs
-from pytorch_accel_lite.callbacks import MetricsCallback, MetricsFileCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import MetricsFileCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.experiment import Experiment, RunComparison
 from pytorch_accel_lite.extensions.experiment.command_line import main
 from tests.extensions.experiment import parts
@@ -39,6 +39,8 @@ OF_FILES = {
 
 
 def train(folder: Path, seed: int, *others, **kwargs) -> Trainer:
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     torch.manual_seed(seed)
     model = parts.Net()
     metrics = MetricsCallback({"r2": R2Score()})
@@ -72,7 +74,7 @@ def compared(runs) -> RunComparison:
     return compare_runs(runs)
 
 
-@pytest.mark.extension("monitoring", "reports")
+@pytest.mark.extension("monitoring", "reports", "metrics")
 def test_each_run_is_found_with_its_best_metrics(runs, compared):
     assert [run.name for run in compared.runs] == ["adam-2", "adam-10", "sgd", "script", "states"]
     assert list(map(str, compared.metrics)) == ["eval_loss_epoch (min)", "r2 (max)", "train_loss_epoch (last)"]
@@ -106,7 +108,7 @@ def test_derived_settings_are_not_listed_as_differences(runs):
     assert compare_runs(next(iter(runs))).differences == []
 
 
-@pytest.mark.extension("monitoring", "reports")
+@pytest.mark.extension("monitoring", "reports", "metrics")
 def test_a_table_fits_a_terminal_and_marks_the_best(runs, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     found = compare_runs(list(runs)[:3])
@@ -144,7 +146,7 @@ def test_runs_are_sorted_by_a_metric(runs):
         compare_runs(runs, sort_by="r22")
 
 
-@pytest.mark.extension("monitoring", "reports")
+@pytest.mark.extension("monitoring", "reports", "metrics")
 def test_the_command_compares_a_folder_of_runs(runs, capsys, monkeypatch):
     folder = Path(next(iter(runs))).parent
     monkeypatch.chdir(folder.parent)
@@ -183,6 +185,7 @@ def test_many_runs_and_non_finite_values_are_compared(tmp_path):
     assert page.count('stroke-dasharray="2 3"') == 6
 
 
+@pytest.mark.extension("metrics")
 def test_runs_with_a_metric_called_update_are_found(tmp_path):
     folder = tmp_path / "run"
     record = listener(on_train_epoch_end=lambda trainer, **_: trainer.run_history.update_metric("update", 7.0))
@@ -217,7 +220,7 @@ def test_an_unused_learning_rate_does_not_count_as_a_difference(tmp_path, capsys
     assert repr(found).endswith("optimizer.lr differs, too, but has no effect: the scheduler sets rates of its own.")
 
 
-@pytest.mark.extension("reports", "wsd")
+@pytest.mark.extension("reports", "wsd", "metrics")
 def test_schedules_differ_in_their_arguments(tmp_path):
     for name in ("linear", "cosine"):
         train(tmp_path, 0, callbacks.RunLogCallback(tmp_path / name), create_scheduler_fn=name)

@@ -59,6 +59,7 @@ def result(tmp_path_factory) -> SeedComparison:
 # --------------------------------------------------------------------------------------------- what is trained
 
 
+@pytest.mark.extension("metrics")
 def test_both_settings_are_trained_under_each_seed(result):
     assert result.seeds == [0, 1, 2]
     for lr, values in zip((0.01, 0.05), result.values, strict=True):
@@ -70,6 +71,7 @@ def test_both_settings_are_trained_under_each_seed(result):
     assert len({*result.values[0]}) == 3
 
 
+@pytest.mark.extension("metrics")
 def test_the_value_of_a_run_is_that_of_its_best_model(tmp_path):
     def diverging(seed: int, folder: Path) -> tuple[Trainer, dict[str, Any]]:
         return make(0.3, seed, folder, SaveBestModelCallback(folder / "best.pt", "error"))
@@ -82,6 +84,7 @@ def test_the_value_of_a_run_is_that_of_its_best_model(tmp_path):
     assert found.names == ("a", "diverging")
 
 
+@pytest.mark.extension("metrics")
 def test_the_value_of_a_best_model_may_be_one_within_an_epoch(tmp_path):
     def diverging(seed: int, folder: Path, metric: str) -> tuple[Trainer, dict[str, Any]]:
         trainer, arguments = make(0.3, seed, folder, SaveBestModelCallback(folder / "best.pt", metric))
@@ -205,6 +208,7 @@ def test_the_verdict_follows_from_the_interval(pairs, greater_is_better, conclus
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["conclusion"] == conclusion
 
 
+@pytest.mark.extension("metrics")
 def test_a_seed_comparison_has_a_table_and_rows(result):
     assert result.greater_is_better is False
     lines = repr(result).splitlines()
@@ -224,6 +228,7 @@ def test_a_seed_comparison_has_a_table_and_rows(result):
 # ----------------------------------------------------------------------------------------------- continuing
 
 
+@pytest.mark.extension("metrics")
 def test_more_seeds_and_other_metrics_train_only_missing_runs(tmp_path, capsys):
     first = compare_seeds(slow, fast, seeds=2, save_dir=tmp_path)
     capsys.readouterr()
@@ -302,6 +307,7 @@ def once(seed: int, folder: Path, made: list[Any] = []) -> Any:  # noqa: B006
     return Trainer(made[0].model, nn.MSELoss(), torch.optim.SGD, seed=seed), TRAINING
 
 
+@pytest.mark.extension("metrics")
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -333,6 +339,7 @@ def test_settings_that_cannot_be_compared_are_refused_early(changes, error, mess
     assert not [*tmp_path.glob("*/*/*")]
 
 
+@pytest.mark.extension("metrics")
 def test_a_model_that_has_been_trained_is_refused(tmp_path):
     model = parts.Net()
 
@@ -343,6 +350,7 @@ def test_a_model_that_has_been_trained_is_refused(tmp_path):
         compare_seeds(again, saving, seeds=2, save_dir=tmp_path)
 
 
+@pytest.mark.extension("metrics")
 @pytest.mark.filterwarnings("ignore:The run has ended, after update 6, with weights that are infinite")
 def test_a_non_finite_metric_of_a_comparison_is_named(tmp_path):
     exploding = partial(make, 1e30)

@@ -16,7 +16,6 @@ from torchmetrics import MeanSquaredError
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, callbacks
 from pytorch_accel_lite.callbacks import (
-    MetricsCallback,
     SaveTrainingStateCallback,
     SkipFailedBatchesCallback,
     StepBasedEvaluationCallback,
@@ -625,6 +624,8 @@ class EvaluatesTokens(Trainer):
 
 def evaluated(limit: int | None, method: str = "evaluate", data: Any = None) -> Any:
     """Return the metrics of an evaluation, the outputs of its batches, the model and the generators' state."""
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     seen: list[Any] = []
 
     def keep(trainer: Trainer, batch: Any, batch_output: Any, **kwargs: Any) -> None:
@@ -649,6 +650,7 @@ def evaluated(limit: int | None, method: str = "evaluate", data: Any = None) -> 
     return trainer.run_history.to_dict(), seen, model, torch.get_rng_state()
 
 
+@pytest.mark.extension("metrics")
 @pytest.mark.parametrize("method", ["evaluate", "train"])
 def test_a_split_evaluation_batch_has_the_same_metrics(method, capsys):
     history, seen, model, generators = evaluated(3, method)
@@ -704,7 +706,10 @@ def test_a_micro_batch_without_items_has_no_weight():
     assert losses[0] == pytest.approx(losses[1])
 
 
+@pytest.mark.extension("metrics")
 def test_an_evaluation_without_a_loss_is_split(capsys):
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     class OnlyOutputs(Trainer):
         def calculate_eval_batch_loss(self, batch):
             return {"loss": None, "model_outputs": self.model(batch[0])}
@@ -779,11 +784,14 @@ class Logs(Trainer):
 
 
 def inferring(poison: float | None, *callbacks: Any, trainer_class: type[Trainer] = Logs, **kwargs: Any) -> Trainer:
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     trainer = adamw_trainer(Fussy(poison, **kwargs), callbacks=[MetricsCallback(MeanSquaredError()), *callbacks])
     trainer.__class__ = trainer_class
     return trainer
 
 
+@pytest.mark.extension("metrics")
 def test_an_evaluation_leaves_out_the_failed_batch_alone(capsys):
     data = float64_data(20)
     poison = data[9][0][0].item()
@@ -810,7 +818,7 @@ def test_an_evaluation_leaves_out_the_failed_batch_alone(capsys):
         inferring(poison, SkipFailedBatchesCallback(phases=["prediction"])).evaluate(data, 4)
 
 
-@pytest.mark.extension("error_notes")
+@pytest.mark.extension("error_notes", "metrics")
 def test_the_error_of_a_batch_left_out_says_where_it_was():
     data, errors = float64_data(20), []
     watch = listener(on_eval_batch_skipped=lambda t, error, **kwargs: errors.append(error))
@@ -838,6 +846,7 @@ def test_predictions_omit_and_name_failed_samples(workers, capsys):
     assert skip.failures[0]["phase"] == "prediction"
 
 
+@pytest.mark.extension("metrics")
 def test_an_evaluation_without_a_good_batch_is_an_error():
     data = float64_data(8)
     skip = SkipFailedBatchesCallback(phases=ALL_PHASES)
@@ -849,6 +858,7 @@ def test_an_evaluation_without_a_good_batch_is_an_error():
         assert isinstance(caught.value.__cause__, IndexError)
 
 
+@pytest.mark.extension("metrics")
 def test_evaluations_within_a_run_skip_until_too_many_fail():
     data = float64_data(20)
     poison = data[9][0][0].item()
@@ -872,6 +882,7 @@ def test_evaluations_within_a_run_skip_until_too_many_fail():
         run(1)
 
 
+@pytest.mark.extension("metrics")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, StopTrainingError])
 def test_errors_that_end_an_evaluation_are_not_skipped(error):
     seen: list[Any] = []
@@ -917,6 +928,8 @@ def test_skipping_refuses_unknown_phases(phases):
 
 def left_out_on_the_last_process() -> Any:
     """The last process leaves out its first batch; callbacks gather in each step, or only at the end."""
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     data = poisoned(26)
     results = []
     for gathers in (False, True):

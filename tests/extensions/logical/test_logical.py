@@ -31,12 +31,7 @@ from pytorch_accel_lite import (
     finetuning,
 )
 from pytorch_accel_lite import data as sources
-from pytorch_accel_lite.callbacks import (
-    MetricsCallback,
-    SaveTrainingStateCallback,
-    StepBasedEvaluationCallback,
-    TerminateOnNaNCallback,
-)
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, StepBasedEvaluationCallback, TerminateOnNaNCallback
 from pytorch_accel_lite.checkpoint import print_contents
 from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.extending_tools import share_bounds
@@ -129,6 +124,8 @@ def images(
     **kwargs: Any,
 ) -> dict[str, Any]:
     """Batch norm, dropout, augmentation, windows and batches that are not full, clipping, a schedule, an average."""
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     model = convolution()
     ema = callbacks.ModelEmaCallback(0.9, save_path=None)
     squares = MetricsCallback(
@@ -219,6 +216,8 @@ class NoisyUpdates(TrainerCallback):
 
 def metrics() -> dict[str, Any]:
     """Metrics of training and evaluation that are sums of floats; half precision; noise between the steps."""
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     model = float64_model(dtype=FLOATS)
     noise = NoisyUpdates()
     scores = {"squares": MeanSquaredError(), "mean": MeanMetric()}

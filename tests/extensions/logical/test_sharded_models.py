@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchmetrics import MeanAbsoluteError, MetricCollection
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import MetricsCallback, SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
 from tests.launching import CAN_SHARD, SOAK, run_forked
 from tests.ranks import rank, world_size
 from tests.sharded import gathered, mesh_of, shard, sharding_accelerator
@@ -39,7 +39,7 @@ def train(how: str, folder: Path | None = None, resume_from: Path | None = None,
     Args:
         how: how its model is sharded, if at all
     """
-    from pytorch_accel_lite.callbacks import GradientNormCallback, ModelEmaCallback
+    from pytorch_accel_lite.callbacks import GradientNormCallback, MetricsCallback, ModelEmaCallback
 
     model = shard(create_model(), how)
     average = ModelEmaCallback(0.9, save_path=None)
@@ -139,7 +139,7 @@ def test_mixed_precision_of_fsdp_has_one_result(job):
 
 
 def by_accelerate() -> dict[str, Any]:
-    from pytorch_accel_lite.callbacks import GradientNormCallback, ModelEmaCallback
+    from pytorch_accel_lite.callbacks import GradientNormCallback, MetricsCallback, ModelEmaCallback
 
     accelerator = sharding_accelerator(auto_wrap_policy="size_based_wrap", min_num_params=20)
     model = create_model()

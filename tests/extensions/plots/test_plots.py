@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 from torchmetrics import R2Score
 
 from pytorch_accel_lite import InMemoryRunHistory, TrainerPlaceholderValues
-from pytorch_accel_lite.callbacks import MetricsCallback
 from pytorch_accel_lite.extending import MONITORS
 from pytorch_accel_lite.plotting import plot_schedule
 from pytorch_accel_lite.schedulers import schedule_values
@@ -61,7 +60,10 @@ def test_chosen_metrics_alone_are_drawn():
     assert axis.get_legend() is None
 
 
+@pytest.mark.extension("metrics")
 def test_the_best_epoch_of_an_evaluation_is_marked():
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     data = make_data(8)
     accuracy = MetricsCallback({"r2": R2Score()})  # of which greater values are better
     trainer = train(make_trainer([accuracy]), epochs=3, eval_dataset=data)

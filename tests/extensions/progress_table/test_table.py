@@ -21,7 +21,6 @@ from pytorch_accel_lite.base import displays
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     EarlyStoppingCallback,
-    MetricsCallback,
     ProgressBarCallback,
     ProgressTableCallback,
     SaveBestModelCallback,
@@ -104,7 +103,10 @@ def test_a_run_that_fails_early_shows_no_empty_table(capsys):
         assert "train loss" not in last[kind]
 
 
+@pytest.mark.extension("metrics")
 def test_an_epoch_is_a_row_of_aligned_numbers(capsys):
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     trainer = make_trainer(table(MetricsCallback({"mae": MeanAbsoluteError()})))
     train(trainer, epochs=3, eval_dataset=True)
     head, rule, *body, blank, summary, best = printed(capsys)
@@ -299,8 +301,10 @@ def test_rows_within_an_epoch_can_be_requested(capsys):
 # ----------------------------------------------------------------------------------------------- width
 
 
-@pytest.mark.extension("monitoring", "profiling")
+@pytest.mark.extension("monitoring", "profiling", "metrics")
 def test_a_wide_table_is_cut_and_names_the_hidden_columns(capsys, monkeypatch):
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     def follow(trainer: Trainer) -> None:
         monkeypatch.setenv("COLUMNS", {1: "45", 2: "160"}.get(trainer.progress.epoch, "80"))
 
@@ -322,7 +326,10 @@ def test_a_wide_table_is_cut_and_names_the_hidden_columns(capsys, monkeypatch):
         assert hidden + len(column) == len([*trainer.run_history.get_metric_names(), "epoch", "lr"])
 
 
+@pytest.mark.extension("metrics")
 def test_metrics_can_be_chosen(capsys):
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     metrics = MetricsCallback({"mae": MeanAbsoluteError()})
     chosen = table(metrics, metrics=["mae", "train_loss_epoch"])
     train(make_trainer(chosen), eval_dataset=True)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError, R2Score
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import EarlyStoppingCallback, MetricsCallback, RunLogCallback, SaveBestModelCallback
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback, RunLogCallback, SaveBestModelCallback
 from tests.adapters import bert, with_lora
 from tests.launching import CAN_SHARD
 from tests.saved_models import DATA, OTHER_DATA, ModelMixin, make_timm, saved_sharded, trained
@@ -48,7 +48,10 @@ def row(folder: Path, name: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split(" |")[1:]]
 
 
+@pytest.mark.extension("metrics")
 def test_a_saved_model_has_weights_curves_and_a_card(tmp_path):
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     trainer = trained(
         MetricsCallback({"r2": R2Score()}), RunLogCallback(tmp_path / "log", {"idea": "<wider> | deeper"})
     )
@@ -106,7 +109,10 @@ def test_the_code_of_a_card_has_working_imports(tmp_path):
         assert (f"from {__name__} import Wide\n" in code) == (name == "Wide")
 
 
+@pytest.mark.extension("metrics")
 def test_the_library_of_the_hub_reads_the_metadata(tmp_path):
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     trainer = trained(MetricsCallback({"mse": MeanSquaredError()}))
     trainer.evaluate(DATA)
     given = {"license": "mit", "datasets": ["me/waves"], "tags": ["sine"], "pipeline_tag": "tabular-regression"}
@@ -166,7 +172,10 @@ def test_the_card_says_which_weights_are_saved(tmp_path):
     assert "evaluated afterwards" not in section(tmp_path / "third", "Results")  # as others were evaluated
 
 
+@pytest.mark.extension("metrics")
 def test_a_later_evaluation_of_the_same_data_replaces_values(tmp_path):
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     trainer = trained(MetricsCallback({"mse": MeanSquaredError()}))
     trainer.loss_func = nn.L1Loss()
     loss = trainer.evaluate(OTHER_DATA)["evaluation_loss"]

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torchmetrics import R2Score
 
 from pytorch_accel_lite import callbacks
-from pytorch_accel_lite.callbacks import MetricsCallback, RunLogCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import RunLogCallback, SaveTrainingStateCallback
 from tests.ranks import shared_folder
 from tests.small_models import adamw_trainer, float64_data, float64_model, listener, make_data, make_trainer, train
 
@@ -43,8 +43,10 @@ def test_the_folder_of_a_run_records_its_course(tmp_path):
     assert "| epoch | train_loss_epoch | eval_loss_epoch |" in text
 
 
-@pytest.mark.extension("monitoring")
+@pytest.mark.extension("monitoring", "metrics")
 def test_a_runs_page_starts_with_its_result(tmp_path):
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD([{"params": [model.weight], "lr": 0.01}, {"params": [model.bias]}], 0.1, momentum=0.5)
     metrics = MetricsCallback({"r2": R2Score()})

@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite import callbacks as shipped
 from pytorch_accel_lite.base.error_texts import notes_of
-from pytorch_accel_lite.callbacks import MetricsCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.small_models import adamw_trainer, equal_weights, float64_data, float64_model, listener, weights
 
 
@@ -54,6 +54,8 @@ class Rows(Dataset[Any]):
 
 
 def trained(sanity_check: bool, **kwargs: Any) -> tuple[Trainer, Rows]:
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
@@ -66,6 +68,7 @@ def trained(sanity_check: bool, **kwargs: Any) -> tuple[Trainer, Rows]:
     return trainer, rows
 
 
+@pytest.mark.extension("metrics")
 @pytest.mark.parametrize("kwargs", [{}, {"seed": 3}], ids=["", "seed"])
 def test_the_sanity_check_leaves_no_trace(kwargs):
     (tried, read), (plain, read_plain) = trained(True, **kwargs), trained(False, **kwargs)
@@ -111,8 +114,10 @@ def refused(error: type[Exception], data: Any, *callbacks: Any, model: Any = Non
     return notes
 
 
-@pytest.mark.extension("error_notes")
+@pytest.mark.extension("error_notes", "metrics")
 def test_mistakes_are_found_before_training():
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     inputs, targets = float64_data(9).tensors
     (note, _) = refused(RuntimeError, {"valid": TensorDataset(inputs[:, :4], targets)})
     assert note.startswith("In evaluation on 'valid', step 0:\n  batch: ")

@@ -20,7 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torchmetrics import MeanSquaredError
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import MetricsCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import read_checkpoint
 from tests.launching import CAN_SHARD, SOAK, only_with_soak
 from tests.ranks import rank as own_rank
@@ -74,6 +74,8 @@ pytestmark = [pytest.mark.processes, CAN_SHARD]
 
 def trained(how: str) -> dict[str, Any]:
     """Train, and return all counts, sums and gathered values."""
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     seen: list[list[int]] = []
     norms: list[float] = []
     counting = listener(

@@ -21,7 +21,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 import pytorch_accel_lite.callbacks as shipped
 from pytorch_accel_lite import Trainer, TrainerCallback, get_default_callbacks
-from pytorch_accel_lite.callbacks import MetricsCallback, SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
 
 CONFIG: dict[str, Any] = json.loads(sys.argv[1])
 FOLDER = Path(CONFIG["folder"])
@@ -182,6 +182,8 @@ def digest(values: Any) -> str:
 
 
 def main() -> None:
+    from pytorch_accel_lite.callbacks import MetricsCallback
+
     reach("beginning")
     torch.manual_seed(0)
     model = Network()

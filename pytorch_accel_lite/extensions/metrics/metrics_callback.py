@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 from accelerate.utils import recursively_apply, send_to_device
 
-from pytorch_accel_lite.base.error_texts import add_note
-from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
-from pytorch_accel_lite.base.reprs import short_repr
-from pytorch_accel_lite.base.types import StateDict, Tree
-from pytorch_accel_lite.base.user_code import is_overridden
-from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.data.batch_adapter import TARGET_KEYS
-from pytorch_accel_lite.data.sources import BatchData
-from pytorch_accel_lite.data.step_outputs import BatchOutput
-from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.run.callback_handler import set_listening
-from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.settings import RunRequest
+from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
+from pytorch_accel_lite.extending_callbacks import (
+    BatchData,
+    BatchOutput,
+    Ranks,
+    StateDict,
+    Tree,
+    add_note,
+    default_transform,
+    set_listening,
+    short_repr,
+)
+from pytorch_accel_lite.extending_tools import is_overridden, warn_outside
+from pytorch_accel_lite.extensions.metrics.named_metrics import Classification, NamedMetric
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -401,34 +401,6 @@ def _metrics_in(module: torch.nn.Module) -> list[Metric]:
 
 def _never() -> bool:
     return False
-
-
-def default_transform(batch: BatchData, batch_output: Mapping[str, Tree]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the predictions and targets of a batch: the default ``transform`` of ``MetricsCallback``.
-
-    Raises:
-        ValueError: if predictions or targets cannot be determined
-    """
-    outputs = batch_output.get("model_outputs", batch_output)  # an overridden method may return logits directly
-    predictions = outputs if isinstance(outputs, torch.Tensor) else _find(outputs, ("logits", "predictions"))
-    if isinstance(batch, Mapping):
-        targets = _find(batch, TARGET_KEYS)
-    else:
-        targets = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
-    if not isinstance(predictions, torch.Tensor) or not isinstance(targets, torch.Tensor):
-        raise ValueError(
-            f"Cannot find predictions and targets in a model output of type {type(outputs).__name__} and a batch of "
-            f"type {type(batch).__name__}. Pass transform=lambda batch, batch_output: (preds, targets)."
-        )
-    return predictions, targets
-
-
-def _find(values: Tree, names: tuple[str, ...]) -> Tree:
-    for name in names:
-        result = values.get(name) if isinstance(values, Mapping) else getattr(values, name, None)
-        if result is not None:
-            return result
-    return None
 
 
 def _is_single(metric: Metric) -> bool:

@@ -371,6 +371,11 @@ def test_metrics_of_several_processes_cover_the_complete_dataset(ranks):
     ("metrics", "error", "message"),
     [
         (3, TypeError, "metrics=3 must be a torchmetrics Metric"),
+        (
+            {"share": lambda outputs, targets: outputs.mean()},
+            TypeError,
+            r"metrics=\{'share'.*Log the mean of a function of your own by trainer\.log",
+        ),
         ({"a": 3}, TypeError, "must be a torchmetrics Metric, a MetricCollection, a dict of metrics, or the name of"),
         ({}, ValueError, "contains no metric"),
         ({"a": "acurracy"}, ValueError, "metrics='acurracy': .* Did you mean 'Accuracy'?"),
