@@ -19,15 +19,13 @@ from pytorch_accel_lite.base.quantised import is_frozen_and_quantised, is_quanti
 from pytorch_accel_lite.base.reprs import html_table, short_repr
 from pytorch_accel_lite.base.seeding import derive_seed, seed_all
 from pytorch_accel_lite.base.sharded_weights import are_sharded, reshard
-from pytorch_accel_lite.base.tqdm_bars import Bar, NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.base.types import JsonObject, StateDict, Tree
 from pytorch_accel_lite.base.unknown_names import did_you_mean, suggest_arguments
 from pytorch_accel_lite.base.unwrapping import class_of, unwrap
-from pytorch_accel_lite.callbacks.default_callbacks import DEFAULTS
+from pytorch_accel_lite.callbacks.default_callbacks import DEFAULTS, PROGRESS_BARS
 from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.callbacks.print_progress import epoch_of
-from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
 from pytorch_accel_lite.checkpoint.disk.atomic_files import write_bytes
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
@@ -78,7 +76,7 @@ __all__ = [
     "BatchData", "BatchOutput", "Count", "Failure", "Index", "JsonObject", "MetricValue", "Phase", "Picture",
     "StateDict", "Tree",
     # The default callbacks, a seam; callbacks of which others are kinds.
-    "DEFAULTS", "LogMetricsCallback", "MetricWatcher", "ProgressBarCallback",
+    "DEFAULTS", "LogMetricsCallback", "MetricWatcher", "PROGRESS_BARS",
     # Runs: what is due, recorded, listened to, shown.
     "CountedRun", "ExpectedMetrics", "Interval", "NewMetrics", "Ranks", "current_rates", "describe_fractions",
     "epoch_of", "parse_interval", "rates_change_in_each_update", "set_listening", "sync_ddp_buffers",
@@ -99,7 +97,7 @@ __all__ = [
     "plain_parts", "quantised_entries", "refuse_engines", "refuse_fsdp1", "remove_old_states", "sharded_like",
     "state_name", "weight_checksums", "without_compile", "write_bytes",
     # Terminals and notebooks.
-    "Bar", "NotebookBar", "NotebookOutput", "TerminalBar", "align", "as_number_or_text",
+    "align", "as_number_or_text",
     "as_plain", "format_duration", "html_table", "in_notebook", "is_terminal", "short_repr", "shows_live",
     "to_number", "escape_unprintable", "wrapped",
 ]  # fmt: skip

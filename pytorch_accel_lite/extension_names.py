@@ -78,6 +78,7 @@ OFFERED = {
     ),
     "pretrained": (),  # save_model(directory) for models of transformers, PEFT, diffusers and timm
     "profiling": ("callbacks.ProfilerCallback", "callbacks.TimingCallback"),
+    "progress_bar": ("callbacks.ProgressBarCallback",),
     "progress_table": ("callbacks.ProgressTableCallback",),
     "ray": ("integrations.RayReportCallback",),
     "recorded_settings": (),  # compared by a run that resumes another one
@@ -123,6 +124,7 @@ NEEDED = {
     "metrics_file": ("step_logging",),
     "mixtures": ("streams",),
     "momentum_teacher": ("model_ema",),
+    "progress_table": ("progress_bar",),
     "recorded_settings": ("data_fingerprints",),
     "reports": ("plots",),
     "shuffled_streams": ("streams",),

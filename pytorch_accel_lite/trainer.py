@@ -30,7 +30,6 @@ from pytorch_accel_lite.callbacks import (
     LogMetricsCallback,
     MoveModulesToDeviceCallback,
     PrintProgressCallback,
-    ProgressBarCallback,
     StopTrainingError,
     TerminateOnNaNCallback,
 )
@@ -63,6 +62,7 @@ from pytorch_accel_lite.extensions.closures import replaying_step
 from pytorch_accel_lite.extensions.logical import logical_of_trainer
 from pytorch_accel_lite.extensions.memory_estimate import estimate
 from pytorch_accel_lite.extensions.model_summary import layer_summary
+from pytorch_accel_lite.extensions.progress_bar import ProgressBarCallback
 from pytorch_accel_lite.extensions.tuning import batch_size_finder, diagnosis, lr_finder
 from pytorch_accel_lite.loop import (
     clipping,

@@ -29,6 +29,7 @@ MODULES = (
     ".extensions.metrics",
     ".extensions.monitoring",
     ".extensions.profiling",
+    ".extensions.progress_bar",
     ".extensions.trials",
     ".integrations",
     ".plotting",

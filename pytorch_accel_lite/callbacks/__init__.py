@@ -11,7 +11,6 @@ from pytorch_accel_lite.callbacks.default_callbacks import DefaultCallbacks, get
 from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.print_progress import PrintProgressCallback
-from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
 from pytorch_accel_lite.callbacks.step_evaluation import StepBasedEvaluationCallback
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TimeLimitCallback
 from pytorch_accel_lite.callbacks.terminate_on_nan import TerminateOnNaNCallback
@@ -39,6 +38,7 @@ from pytorch_accel_lite.extensions.monitoring import (
 from pytorch_accel_lite.extensions.nan_report import NaNReportCallback
 from pytorch_accel_lite.extensions.predictions import PredictionWriterCallback, iterate_predictions, read_predictions
 from pytorch_accel_lite.extensions.profiling import ProfilerCallback, TimingCallback
+from pytorch_accel_lite.extensions.progress_bar import ProgressBarCallback  # adds to DEFAULTS
 from pytorch_accel_lite.extensions.progress_table import ProgressTableCallback  # adds to DEFAULTS
 from pytorch_accel_lite.extensions.reports import PlotMetricsCallback, RunLogCallback, ShowOutputsCallback
 from pytorch_accel_lite.extensions.sync_batch_norm import ConvertSyncBatchNormCallback

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pytorch_accel_lite.base.argument_checks import check_bool
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback
-from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
 from pytorch_accel_lite.callbacks.terminate_on_nan import TerminateOnNaNCallback
 from pytorch_accel_lite.run.events import TrainerCallback
 
 #: In the order in which they run. Extensions insert theirs.
-DEFAULTS: list[type[TrainerCallback]] = [MoveModulesToDeviceCallback, TerminateOnNaNCallback, ProgressBarCallback]
+DEFAULTS: list[type[TrainerCallback]] = [MoveModulesToDeviceCallback, TerminateOnNaNCallback]
+#: Those of ``DEFAULTS`` that show the progress of a run, and may be left out.
+PROGRESS_BARS: list[type[TrainerCallback]] = []
 
 
 def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallback], ...]:
@@ -19,7 +20,7 @@ def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallba
         progress_bar: include ``ProgressBarCallback``
     """
     is_shown = check_bool("progress_bar", progress_bar)
-    return CallbackClasses(callback for callback in DEFAULTS if is_shown or callback is not ProgressBarCallback)
+    return CallbackClasses(callback for callback in DEFAULTS if is_shown or callback not in PROGRESS_BARS)
 
 
 class CallbackClasses(tuple[type[TrainerCallback], ...]):

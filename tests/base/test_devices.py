@@ -73,7 +73,7 @@ def assert_same(on_device: dict[str, Any], on_cpu: dict[str, Any]) -> None:
         "evaluation",
         pytest.param("split_evaluation_batches", marks=pytest.mark.extension("failed_batches")),
         "data_on_the_device",
-        "bar",
+        pytest.param("bar", marks=pytest.mark.extension("progress_bar")),
     ],
 )
 def test_no_step_waits_for_the_device_or_changes_the_result(case):

@@ -11,7 +11,6 @@ from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     MoveModulesToDeviceCallback,
     PrintProgressCallback,
-    ProgressBarCallback,
     TerminateOnNaNCallback,
 )
 from tests.small_models import Stream, make_model, make_trainer, train
@@ -19,6 +18,8 @@ from tests.small_models import Stream, make_model, make_trainer, train
 
 @pytest.mark.extension("advice", "progress_table")
 def test_the_default_callbacks_show_a_table_not_printed_lines():
+    from pytorch_accel_lite.callbacks import ProgressBarCallback
+
     assert (
         MoveModulesToDeviceCallback,
         TerminateOnNaNCallback,
@@ -28,7 +29,10 @@ def test_the_default_callbacks_show_a_table_not_printed_lines():
     ) == DEFAULT_CALLBACKS
 
 
+@pytest.mark.extension("progress_bar")
 def test_the_bar_can_be_left_out_of_the_default_callbacks():
+    from pytorch_accel_lite.callbacks import ProgressBarCallback
+
     assert get_default_callbacks() == DEFAULT_CALLBACKS
     assert ProgressBarCallback in DEFAULT_CALLBACKS
     without = get_default_callbacks(progress_bar=False)

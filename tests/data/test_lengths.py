@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from pytorch_accel_lite import TrainerCallback, TrainerPlaceholderValues, callbacks
-from pytorch_accel_lite.callbacks import ProgressBarCallback
 from pytorch_accel_lite.data import shard
 from tests.datasets import Endless, Order
 from tests.loaders import numbers, rank_of, samples
@@ -144,8 +143,10 @@ def test_a_wrong_dataset_length_is_not_skipped_as_a_batch():
         train(trainer, train_dataset=Rows(make_data()), train_dataloader_kwargs=kwargs)
 
 
-@pytest.mark.extension("streams")
+@pytest.mark.extension("streams", "progress_bar")
 def test_data_without_an_end_need_a_limit_of_updates():
+    from pytorch_accel_lite.callbacks import ProgressBarCallback
+
     trainer = adamw_trainer(float64_model(), callbacks=[ProgressBarCallback(show_always=True)])
     factory = partial(OneCycleLR, max_lr=0.1, total_steps=TrainerPlaceholderValues.MAX_NUM_TRAIN_STEPS)
     trainer.train(

@@ -14,12 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import (
-    EarlyStoppingCallback,
-    ProgressBarCallback,
-    SaveBestModelCallback,
-    SaveTrainingStateCallback,
-)
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.extending import OBSERVERS
 from tests.launching import in_forks
 from tests.ranks import rank, shared_folder
@@ -174,6 +169,8 @@ def test_all_processes_decide_by_the_number_of_rank_0(two_ranks):
 
 def arguments_of_their_own() -> list[str]:
     """The errors when ranks pass different arguments to a callback or the optimizer."""
+    from pytorch_accel_lite.callbacks import ProgressBarCallback
+
     said = []
     with shared_folder() as folder:
         for callback, rate in (
@@ -194,6 +191,7 @@ def arguments_of_their_own() -> list[str]:
     return said
 
 
+@pytest.mark.extension("progress_bar")
 def test_arguments_of_callbacks_and_optimizers_are_compared(two_ranks):
     for saving, stopping, rate, *may_differ in two_ranks(arguments_of_their_own):
         assert "callbacks[0].save_every_n_steps=3 on rank 1, but callbacks[0].save_every_n_steps=2 on rank 0" in saving

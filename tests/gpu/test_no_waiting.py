@@ -16,12 +16,7 @@ import torch
 from torchmetrics.classification import MulticlassAccuracy
 
 from pytorch_accel_lite import Trainer, TrainerCallback, callbacks, get_default_callbacks
-from pytorch_accel_lite.callbacks import (
-    GradientNormCallback,
-    LearningRateMonitorCallback,
-    ProgressBarCallback,
-    SaveTrainingStateCallback,
-)
+from pytorch_accel_lite.callbacks import GradientNormCallback, LearningRateMonitorCallback, SaveTrainingStateCallback
 from tests.gpu.parts import ON_GPU, Task, fit, on_device, plain_loop, sgd, sized, trainer_of
 
 FIRST = sized(10, 2)  # step that is watched, after those in which memory is allocated and kernels are chosen
@@ -77,6 +72,8 @@ class WatchAgain(TrainerCallback):
 
 
 def default_callbacks(folder: Path) -> list[Any]:
+    from pytorch_accel_lite.callbacks import ProgressBarCallback
+
     return [*get_default_callbacks(progress_bar=False), ProgressBarCallback(show_always=True, refresh_seconds=0.0)]
 
 

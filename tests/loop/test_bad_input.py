@@ -22,12 +22,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from pytorch_accel_lite import InMemoryRunHistory, Trainer, TrainerCallback, TrainerPlaceholderValues
-from pytorch_accel_lite.callbacks import (
-    EarlyStoppingCallback,
-    ProgressBarCallback,
-    SaveBestModelCallback,
-    get_default_callbacks,
-)
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveBestModelCallback, get_default_callbacks
 from pytorch_accel_lite.extending import DIVISIONS, INFERENCE_STEP, PLOTS, STEP_COMPILER
 from pytorch_accel_lite.extension_names import Slot
 from pytorch_accel_lite.schedulers import CosineLrScheduler
@@ -702,7 +697,6 @@ def test_an_error_is_not_masked_by_an_output_that_nobody_reads(monkeypatch):
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [
-        (lambda: ProgressBarCallback(refresh_seconds=-1), ValueError, "refresh_seconds=-1 must be at least 0"),
         (lambda: EarlyStoppingCallback(0), ValueError, "early_stopping_patience=0 must be at least 1"),
         (lambda: EarlyStoppingCallback(early_stopping_threshold=-1), ValueError, "early_stopping_threshold=-1 must be"),
         (lambda: EarlyStoppingCallback(watch_metric=None), TypeError, r"\(watch_metric=None\) must be the name of a"),

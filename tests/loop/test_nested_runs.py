@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torchmetrics import MeanAbsoluteError
 
 from pytorch_accel_lite import CallbackHandler, StopTrainingError, Trainer, TrainerCallback
-from pytorch_accel_lite.callbacks import ProgressBarCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.launching import CAN_SHARD, SOAK
 from tests.sharded import gathered, large_model, mesh_of, sharding_accelerator
 from tests.small_models import (
@@ -254,8 +254,11 @@ def test_a_sharded_model_is_used_within_its_run_and_after_it(tmp_path, job, case
     assert equal_weights(expected[0], expected[1])
 
 
+@pytest.mark.extension("progress_bar")
 @pytest.mark.parametrize("event", ["on_train_step_end", "on_eval_step_end"])
 def test_a_nested_error_that_is_caught_does_not_end_the_run(event, capfd):
+    from pytorch_accel_lite.callbacks import ProgressBarCallback
+
     told: list[str] = []
 
     def fails(trainer: Any) -> None:

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues, callbacks
-from pytorch_accel_lite.callbacks import ProgressBarCallback, SaveBestModelCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
 from tests.launching import only_with_soak
 from tests.ranks import check_processes, every_state, world_size
 from tests.small_models import (
@@ -312,8 +312,10 @@ def test_zero_grad_clears_the_gradients_of_each_optimizer():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.extension("progress_table")
+@pytest.mark.extension("progress_table", "progress_bar")
 def test_the_bar_and_the_table_show_the_rate_of_each(capsys):
+    from pytorch_accel_lite.callbacks import ProgressBarCallback
+
     model = float64_model()
     bar = ProgressBarCallback(line_every_seconds=1e-9)
     shown = [bar, callbacks.ProgressTableCallback(show_always=True)]

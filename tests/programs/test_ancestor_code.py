@@ -656,7 +656,7 @@ def test_objects_of_numpy_that_could_run_code_are_still_refused(tmp_path):
 # ------------------------------------------------------------------------------------------- the small ones
 
 
-@pytest.mark.extension("finetuning", "model_ema")
+@pytest.mark.extension("finetuning", "model_ema", "progress_bar")
 def test_names_that_the_ancestors_users_import():
     from pytorch_accel_lite.callbacks import CallbackMethodNotImplementedError, ModelEma
     from pytorch_accel_lite.finetuning import BN_MODULES

@@ -37,7 +37,6 @@ from pytorch_accel_lite.callbacks import (
     LogMetricsCallback,
     MoveModulesToDeviceCallback,
     PrintProgressCallback,
-    ProgressBarCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
     TerminateOnNaNCallback,
@@ -340,6 +339,7 @@ def said(match: str) -> Iterator[None]:
 # -------------------------------------------------------------------------------- pytorch-accelerated: names
 
 
+@pytest.mark.extension("progress_bar")
 @row(
     "imports from `callbacks`",
     "import from `run_config`",
@@ -480,8 +480,11 @@ def test_runs_and_epochs_print_their_lines(capsys):
     assert trainer.run_history.current_epoch == 6
 
 
+@pytest.mark.extension("progress_bar")
 @row("a bar", "progress that can be turned off")
 def test_the_progress_bar_can_be_turned_off():
+    from pytorch_accel_lite.callbacks import ProgressBarCallback
+
     assert ProgressBarCallback in get_default_callbacks()
     assert ProgressBarCallback not in get_default_callbacks(progress_bar=False)
     assert train(make_trainer([ProgressBarCallback])).progress.update == 3

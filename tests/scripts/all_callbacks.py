@@ -15,7 +15,6 @@ from pytorch_accel_lite import TrainerCallback, callbacks, get_default_callbacks
 from pytorch_accel_lite.callbacks import (
     LimitBatchesCallback,
     LimitEvalStepsCallback,
-    ProgressBarCallback,
     StepBasedEvaluationCallback,
     TimeLimitCallback,
 )
@@ -45,6 +44,8 @@ def metrics(train: bool = False) -> TrainerCallback:
 
 def run_with_all(folder: Path, update: int = 0) -> dict[str, Any]:
     """Run with a kill at an update, and return what the run ended with."""
+    from pytorch_accel_lite.callbacks import ProgressBarCallback
+
     extra = (
         *(callback() for callback in get_default_callbacks(progress_bar=False)),
         ProgressBarCallback(show_always=True),

@@ -28,7 +28,6 @@ from torchmetrics import MeanSquaredError, PearsonCorrCoef
 from pytorch_accel_lite import NonFiniteLossError, Trainer, TrainerCallback, callbacks
 from pytorch_accel_lite.callbacks import (
     MoveModulesToDeviceCallback,
-    ProgressBarCallback,
     SaveBestModelCallback,
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
@@ -151,6 +150,8 @@ def case_evaluation() -> Any:
 
 def case_bar() -> Any:
     """A bar that is drawn in each step, as soon as the loss has been copied."""
+
+    from pytorch_accel_lite.callbacks import ProgressBarCallback
 
     def run(size: int) -> Trainer:
         bar = ProgressBarCallback(show_always=True, refresh_seconds=0.0)

@@ -18,7 +18,6 @@ from pytorch_accel_lite.extending import RunInterruptedError, RunRequest, Traine
 from pytorch_accel_lite.extending_callbacks import (
     LogMetricsCallback,
     MetricValue,
-    NotebookOutput,
     current_rates,
     epoch_of,
     escape_unprintable,
@@ -33,6 +32,7 @@ from pytorch_accel_lite.extending_callbacks import (
     wrapped,
 )
 from pytorch_accel_lite.extending_tools import check_positive_int
+from pytorch_accel_lite.extensions.progress_bar import NotebookOutput
 from pytorch_accel_lite.extensions.progress_table.held_output import HeldOutput
 from pytorch_accel_lite.utils import format_metric, format_value
 

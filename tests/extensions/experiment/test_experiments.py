@@ -25,12 +25,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from pytorch_accel_lite import Trainer, TrainerPlaceholderValues, optimizers
-from pytorch_accel_lite.callbacks import (
-    EarlyStoppingCallback,
-    ProgressBarCallback,
-    SaveTrainingStateCallback,
-    read_predictions,
-)
+from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveTrainingStateCallback, read_predictions
 from tests.extensions.experiment import parts
 from tests.launching import HAS_MUON, ROOT, SOAK, run_code, run_forked, run_module
 from tests.pages import blocks, write_files
@@ -234,7 +229,10 @@ def test_a_custom_trainer_may_create_its_model_and_optimizer(file):
     assert (trainer.seed, trainer.model.layers[0].out_features) == (1, 6)
 
 
+@pytest.mark.extension("progress_bar")
 def test_callbacks_are_added_to_the_default_ones(file):
+    from pytorch_accel_lite.callbacks import ProgressBarCallback
+
     file.write_text(FILE + "callbacks:\n  - EarlyStoppingCallback\n")
     more = [
         "--callbacks+=ProgressBarCallback",

@@ -15,7 +15,6 @@ from pytorch_accel_lite.callbacks import (
     GradientNormCallback,
     LearningRateMonitorCallback,
     LossScaleCallback,
-    ProgressBarCallback,
     SaveTrainingStateCallback,
 )
 from pytorch_accel_lite.run.run import Step
@@ -166,6 +165,8 @@ def test_the_largest_norm_remembers_one_that_was_no_number():
 @pytest.mark.extension("advice", "progress_table")
 @pytest.mark.parametrize("defaults", [{}, {"lr": None}])
 def test_optimizers_without_a_rate_train_with_rate_displays(defaults):
+    from pytorch_accel_lite.callbacks import ProgressBarCallback
+
     class FindsItsOwn(torch.optim.Optimizer):
         def __init__(self, params):
             super().__init__(params, defaults)

@@ -9,19 +9,25 @@ import time
 import torch
 from tqdm import tqdm
 
-from pytorch_accel_lite.base.argument_checks import check_positive_number, check_range
-from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
-from pytorch_accel_lite.base.displays import in_notebook, shows_live
-from pytorch_accel_lite.base.escaping import escape_unprintable
-from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.tqdm_bars import Bar, NotebookBar, NotebookOutput, TerminalBar
-from pytorch_accel_lite.callbacks.print_progress import epoch_of
 from pytorch_accel_lite.data import ShardedLoader
-from pytorch_accel_lite.run.callback_handler import set_listening
-from pytorch_accel_lite.run.current_rates import current_rates, rates_change_in_each_update
-from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.settings import TrainerRunConfig
+from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
+from pytorch_accel_lite.extending_callbacks import (
+    AsyncCopy,
+    check_positive_number,
+    current_rates,
+    epoch_of,
+    escape_unprintable,
+    find_length,
+    in_notebook,
+    is_asynchronous,
+    rates_change_in_each_update,
+    set_listening,
+    shows_live,
+    to_float,
+)
+from pytorch_accel_lite.extending_tools import check_range
+from pytorch_accel_lite.extensions.progress_bar.tqdm_bars import Bar, NotebookBar, NotebookOutput, TerminalBar
+from pytorch_accel_lite.run_config import TrainerRunConfig
 
 
 class _Speed:
