@@ -1,7 +1,6 @@
 """The seams at which extensions change what a trainer does, and the types that they deal with.
 
-Yours may use them, too. ``extending_callbacks.py`` has the names that callbacks share, ``extending_data.py`` those for
-sources of data, and ``extending_tools.py`` the functions that the package's own extensions use.
+Yours may use them, too. ``extension_tools/`` has the functions and types that extensions share, by subject.
 """
 
 from pytorch_accel_lite.base.types import JsonObject

@@ -13,16 +13,11 @@ from torch import nn
 from torch.nn import functional
 
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import (
-    BatchData,
-    BatchOutput,
-    default_transform,
-    is_terminal,
-    set_listening,
-    total_norm,
-    wrapped,
-)
-from pytorch_accel_lite.extending_tools import check_range, faster_data, is_overridden
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_range, is_overridden
+from pytorch_accel_lite.extension_tools.data_and_batches import BatchData, BatchOutput, faster_data
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import default_transform, set_listening
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import total_norm
+from pytorch_accel_lite.extension_tools.texts_and_pages import is_terminal, wrapped
 from pytorch_accel_lite.extensions.monitoring import GradientNorms
 
 _FIRST_STEPS = 16  # the mean loss of these steps is compared with the epoch's

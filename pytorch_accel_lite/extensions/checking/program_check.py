@@ -12,7 +12,9 @@ from typing import Any, get_args
 
 from pytorch_accel_lite.data import NamedData
 from pytorch_accel_lite.extending import Division, RunRequest, Snapshot, TrainerLike
-from pytorch_accel_lite.extending_tools import Report, check_range, describe_error, render, replaced
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_range, describe_error
+from pytorch_accel_lite.extension_tools.runs_and_steps import replaced
+from pytorch_accel_lite.extension_tools.texts_and_pages import Report, render
 from pytorch_accel_lite.extensions.checking import (
     batch_checks,
     data_checks,

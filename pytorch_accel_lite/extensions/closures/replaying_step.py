@@ -25,16 +25,15 @@ from pytorch_accel_lite.extending import (
     TrainerLike,
     backward,
 )
-from pytorch_accel_lite.extending_callbacks import parts_of_optimizer
-from pytorch_accel_lite.extending_tools import (
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import (
     average_gradients,
-    capture_generators,
     needs_closure,
     no_sync_within_window,
     other_modules,
-    replaced,
-    restore_generators,
+    parts_of_optimizer,
 )
+from pytorch_accel_lite.extension_tools.random_numbers import capture_generators, restore_generators
+from pytorch_accel_lite.extension_tools.runs_and_steps import replaced
 
 _NOT_KEPT = "the batches of an update are kept whole"
 _CONFLICTS = (

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 
 from pytorch_accel_lite.extending import StopTrainingError, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import StateDict, to_float, total_norm
-from pytorch_accel_lite.extending_tools import check_positive_int, check_range
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, check_range
+from pytorch_accel_lite.extension_tools.modules_and_devices import to_float
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import total_norm
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
 
 
 class GradientSpikeCallback(TrainerCallback):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import StateDict, is_created, parts_of_optimizer, total_norm
-from pytorch_accel_lite.extending_tools import is_overridden
+from pytorch_accel_lite.extension_tools.arguments_and_errors import is_overridden
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import is_created, parts_of_optimizer, total_norm
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
 from pytorch_accel_lite.extensions.monitoring.gradient_norms import GradientNorms
 
 

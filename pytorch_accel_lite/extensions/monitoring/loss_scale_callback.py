@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import StateDict
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
 
 
 class LossScaleCallback(TrainerCallback):

@@ -17,7 +17,10 @@ from torch import nn
 
 from pytorch_accel_lite.checkpoint import folder_path, write_text
 from pytorch_accel_lite.extending import BatchOutput, JsonObject, NonFiniteLossError, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import BatchData, Index, StrPath, Tree, to_float, total_norm
+from pytorch_accel_lite.extension_tools.data_and_batches import BatchData, Index
+from pytorch_accel_lite.extension_tools.modules_and_devices import to_float
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import total_norm
+from pytorch_accel_lite.extension_tools.plain_types import StrPath, Tree
 from pytorch_accel_lite.extensions.nan_report.operation_watch import OperationWatch, are_finite
 
 

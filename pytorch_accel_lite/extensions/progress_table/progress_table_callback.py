@@ -15,24 +15,25 @@ from dataclasses import replace
 import torch
 
 from pytorch_accel_lite.extending import RunInterruptedError, RunRequest, TrainerLike
-from pytorch_accel_lite.extending_callbacks import (
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
+from pytorch_accel_lite.extension_tools.data_and_batches import find_length
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import (
     LogMetricsCallback,
     MetricValue,
-    NotebookOutput,
-    current_rates,
     epoch_of,
+    set_listening,
+)
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import current_rates, rates_change_in_each_update
+from pytorch_accel_lite.extension_tools.texts_and_pages import (
+    NotebookOutput,
     escape_unprintable,
-    find_length,
     format_duration,
     html_table,
     in_notebook,
-    rates_change_in_each_update,
-    set_listening,
     shows_live,
     to_number,
     wrapped,
 )
-from pytorch_accel_lite.extending_tools import check_positive_int
 from pytorch_accel_lite.extensions.progress_table.held_output import HeldOutput
 from pytorch_accel_lite.utils import format_metric, format_value
 

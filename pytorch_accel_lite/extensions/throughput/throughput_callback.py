@@ -9,8 +9,15 @@ from functools import partial
 import torch
 
 from pytorch_accel_lite.extending import BatchOutput, RunRequest, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import BatchData, Count, optional
-from pytorch_accel_lite.extending_tools import check_positive_int, check_range, is_overridden, warn_outside
+from pytorch_accel_lite.extension_tools.arguments_and_errors import (
+    check_positive_int,
+    check_range,
+    is_overridden,
+    optional,
+    warn_outside,
+)
+from pytorch_accel_lite.extension_tools.data_and_batches import BatchData
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import Count
 from pytorch_accel_lite.extensions.profiling import DeviceTimer, Moment
 from pytorch_accel_lite.extensions.throughput.device_peaks import find_peak, precision_of
 from pytorch_accel_lite.extensions.throughput.flops import try_counting_flops

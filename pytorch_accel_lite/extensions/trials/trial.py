@@ -17,38 +17,36 @@ from torch.utils.data import DataLoader
 from pytorch_accel_lite.callbacks import CallbackHandler
 from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedDatasets, Source
 from pytorch_accel_lite.extending import BatchOutput, Run, RunRequest, Snapshot, StepSnapshot, TrainerLike
-from pytorch_accel_lite.extending_callbacks import (
+from pytorch_accel_lite.extension_tools.arguments_and_errors import is_overridden
+from pytorch_accel_lite.extension_tools.data_and_batches import complete_output, copy_loader
+from pytorch_accel_lite.extension_tools.modules_and_devices import mixed_precision, preserving_modes
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import (
+    all_optimized_parameters,
     evaluating_optimizers,
-    mixed_precision,
-    preserving_modes,
+    other_modules,
+    registered_objects,
+    set_optimizer_modes,
     sync_ddp_buffers,
 )
-from pytorch_accel_lite.extending_tools import (
-    all_optimized_parameters,
+from pytorch_accel_lite.extension_tools.runs_and_steps import (
     check_dataset,
     check_training,
-    complete_output,
-    copy_loader,
     create_eval_loaders,
     create_step,
     create_train_loader,
     entering,
     explaining,
-    is_overridden,
     loss_of,
     min_share_for_batch_norm,
-    other_modules,
     prepare_model,
     prepare_training,
     preserving_attributes,
-    registered_objects,
     release_model,
     replaced,
     run_step,
-    set_optimizer_modes,
-    trained_objects,
     unwrapped_model,
 )
+from pytorch_accel_lite.extension_tools.states_and_files import trained_objects
 from pytorch_accel_lite.tracking import InMemoryRunHistory, Progress
 
 

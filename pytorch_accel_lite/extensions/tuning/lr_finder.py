@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from pytorch_accel_lite.data import CollateFunction, LoaderKwargs, NamedData
 from pytorch_accel_lite.extending import PLOTS, RunRequest, TrainerLike
-from pytorch_accel_lite.extending_callbacks import short_repr
-from pytorch_accel_lite.extending_tools import check_positive_int, check_range, layer_scales
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, check_range
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import layer_scales
+from pytorch_accel_lite.extension_tools.texts_and_pages import short_repr
 from pytorch_accel_lite.extensions.trials import Trial
 from pytorch_accel_lite.optimizers import CombinedOptimizer
 

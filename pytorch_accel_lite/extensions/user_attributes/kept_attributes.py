@@ -15,8 +15,10 @@ from typing import TypeVar
 from torch import nn
 
 from pytorch_accel_lite.extending import TrainerLike, UserAttributes
-from pytorch_accel_lite.extending_callbacks import StateDict
-from pytorch_accel_lite.extending_tools import listed, unsaved_attribute_names, warn_outside
+from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
+from pytorch_accel_lite.extension_tools.states_and_files import unsaved_attribute_names
+from pytorch_accel_lite.extension_tools.texts_and_pages import listed
 from pytorch_accel_lite.extensions.user_attributes.attribute_owners import (
     Key,
     attributes_of_users,
