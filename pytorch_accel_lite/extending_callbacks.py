@@ -12,6 +12,8 @@ from pytorch_accel_lite.extension_tools.runs_and_steps import *
 from pytorch_accel_lite.extension_tools.states_and_files import *
 from pytorch_accel_lite.extension_tools.texts_and_pages import *
 
+suggest_arguments = checked_calls("__init__")  # its earlier name and form
+
 __all__ = [
     "AsyncCopy", "BackgroundWriter", "Bar", "BatchData", "BatchOutput", "Classification", "Count", "CountedRun",
     "DEFAULTS", "ExpectedMetrics", "FROZEN", "Failure", "Index", "Interval", "JsonObject", "LogMetricsCallback",

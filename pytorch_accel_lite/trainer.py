@@ -14,16 +14,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
+from pytorch_accel_lite.base.checked_calls import checked_calls
 from pytorch_accel_lite.base.constructor_calls import LIBRARY_ATTRIBUTES
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.module_modes import without_gradients
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.reprs import join_wrapped
-from pytorch_accel_lite.base.shadowable import Shadowable
+from pytorch_accel_lite.base.reserved_names import Shadowable, check_subclass
 from pytorch_accel_lite.base.sharded_weights import is_sharded
 from pytorch_accel_lite.base.trainer_help import names_for_users, presented
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
-from pytorch_accel_lite.base.unknown_names import check_subclass, suggest_arguments
 from pytorch_accel_lite.base.unwrapping import unwrap
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
@@ -148,10 +148,16 @@ _SHOWN_FIRST = (
     *("train", "evaluate", "predict", "predict_iter", "save_model", "save_checkpoint", "load_checkpoint"),
     *("check", "find_lr", "find_batch_size", "diagnose", "estimate_memory", "summary", "log"),
 )
+#: Methods whose arguments are checked before they are called.
+_CHECKED = (
+    *("__init__", "train", "evaluate", "run_evaluation", "predict", "predict_iter"),
+    *("find_lr", "find_batch_size", "check", "diagnose", "estimate_memory"),
+    *("save_checkpoint", "load_checkpoint", "save_model", "save_training_state"),
+)
 
 
 @add_missing_method_errors
-@suggest_arguments
+@checked_calls(*_CHECKED)
 @presented(_SHOWN_FIRST)
 class Trainer:
     """Trains and evaluates a model, and predicts with it, on any hardware that Accelerate supports.

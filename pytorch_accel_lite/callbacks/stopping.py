@@ -7,9 +7,9 @@ from datetime import timedelta
 from typing import Literal
 
 from pytorch_accel_lite.base.argument_checks import check_choice, check_positive_int, check_positive_number
+from pytorch_accel_lite.base.checked_calls import checked_calls
 from pytorch_accel_lite.base.formatting import wrapped
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import Run, TrainerLike
@@ -18,7 +18,7 @@ from pytorch_accel_lite.run.stop_errors import RunPausedError, StopTrainingError
 _CLEAR_CHANGE = 0.01  # relative; a small loss that changes this much clearly changes
 
 
-@suggest_arguments
+@checked_calls("__init__")
 class EarlyStoppingCallback(MetricWatcher):
     """Stop the run when a metric has stopped improving.
 

@@ -16,7 +16,7 @@ from pytorch_accel_lite.extending import CallbackHandler, RunRequest, TrainerCal
 from pytorch_accel_lite.extension_tools.arguments_and_errors import (
     check_choice,
     check_range,
-    suggest_arguments,
+    checked_calls,
     warn_outside,
 )
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import ExpectedMetrics, MetricWatcher, set_listening
@@ -26,7 +26,7 @@ from pytorch_accel_lite.extension_tools.states_and_files import FROZEN, leave_ou
 from pytorch_accel_lite.extensions.model_ema.moving_averages import ModelEma, ShardedEma
 
 
-@suggest_arguments
+@checked_calls("__init__")
 class ModelEmaCallback(MetricWatcher):
     """Keep an exponential moving average (EMA) of the model's weights, evaluate it, and save the best.
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.extending import RunRequest, TrainerLike
-from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, check_range, suggest_arguments
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, check_range, checked_calls
 from pytorch_accel_lite.extension_tools.modules_and_devices import evaluation_mode
 from pytorch_accel_lite.extensions.model_ema import ModelEmaCallback, ShardedEma
 
@@ -19,7 +19,7 @@ from pytorch_accel_lite.extensions.model_ema import ModelEmaCallback, ShardedEma
 Schedule = Callable[[int, int], float]
 
 
-@suggest_arguments
+@checked_calls("__init__")
 class MomentumTeacherCallback(ModelEmaCallback):
     """Keep a momentum teacher or target network: a copy that follows the model and is called in training steps.
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from pytorch_accel_lite.checkpoint import as_file_name, folder_path
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
-from pytorch_accel_lite.extension_tools.arguments_and_errors import suggest_arguments, warn_outside
+from pytorch_accel_lite.extension_tools.arguments_and_errors import checked_calls, warn_outside
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import Interval, Picture, parse_interval
 from pytorch_accel_lite.extension_tools.modules_and_devices import mixed_precision, preserving_modes
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import sync_ddp_buffers
@@ -34,7 +34,7 @@ class Shown(TypedDict):
     pictures: NotRequired[dict[str, str]]
 
 
-@suggest_arguments
+@checked_calls("__init__")
 class ShowOutputsCallback(TrainerCallback):
     """Show what a function computes with the model at intervals: texts generated from fixed prompts, or pictures.
 
