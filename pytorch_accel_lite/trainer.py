@@ -73,7 +73,7 @@ from pytorch_accel_lite.loop import (
     model_preparation,
     optimizer_factories,
     prediction,
-    resolved_settings,
+    resolved_run_config,
     scheduler_creation,
     training,
     user_collectives,
@@ -107,9 +107,9 @@ from pytorch_accel_lite.run.intervals import Interval, parse_interval
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import Progress
+from pytorch_accel_lite.run.request_and_config import LoaderArguments, RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, Step
 from pytorch_accel_lite.run.scheduler_steps import step_after_epoch
-from pytorch_accel_lite.run.settings import LoaderArguments, RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.stop_errors import RunPausedError
 from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.placeholders import (
@@ -897,7 +897,9 @@ class Trainer:
     def _create_run_config(self, per_device_batch_size: int, **settings: Any) -> TrainerRunConfig:
         """Return the settings of the run, of which some are passed. The run calls it only if it is overridden."""
         run = self.current_run
-        return resolved_settings.resolve_run_config(self, run, replace(run.request, **settings), per_device_batch_size)
+        return resolved_run_config.resolve_run_config(
+            self, run, replace(run.request, **settings), per_device_batch_size
+        )
 
     # --------------------------------------------------------------------- for steps and callbacks to use
 

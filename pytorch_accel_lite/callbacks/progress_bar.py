@@ -20,8 +20,8 @@ from pytorch_accel_lite.data import ShardedLoader
 from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.current_rates import current_rates, rates_change_in_each_update
 from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.settings import TrainerRunConfig
 
 
 class _Speed:

@@ -28,8 +28,8 @@ from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
 from pytorch_accel_lite.run.job_queues_seam import JOB_QUEUES
+from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.stop_errors import RunInterruptedError, RunPausedError
 from pytorch_accel_lite.run.training_state import TrainingState
 

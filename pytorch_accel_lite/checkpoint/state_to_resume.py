@@ -7,8 +7,8 @@ import os
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.checkpoint.states.machine_facts import describe_changes
 from pytorch_accel_lite.checkpoint.store_choice import read_state
+from pytorch_accel_lite.run.request_and_config import StateSource
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.settings import StateSource
 from pytorch_accel_lite.run.training_state import TrainingState
 
 

@@ -1,5 +1,6 @@
 """Seeds and generators: deriving, finding, capturing and restoring them."""
 
+from pytorch_accel_lite.base.deterministic_kernels import deterministic_kernels
 from pytorch_accel_lite.base.generator_states import (
     capture_generators,
     find_held_generators,
@@ -10,7 +11,6 @@ from pytorch_accel_lite.base.generator_states import (
     restore_generators,
     state_of_generator,
 )
-from pytorch_accel_lite.base.kernel_settings import deterministic_kernels
 from pytorch_accel_lite.base.reachable import RandomGenerator
 from pytorch_accel_lite.base.seeding import (
     derive_seed,

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Literal
 
+from pytorch_accel_lite.base.deterministic_kernels import deterministic_kernels
 from pytorch_accel_lite.base.formatting import wrapped
-from pytorch_accel_lite.base.kernel_settings import deterministic_kernels
 from pytorch_accel_lite.distributed import shutdown
 from pytorch_accel_lite.distributed.accelerator import in_effect
 from pytorch_accel_lite.distributed.lost_processes import naming_call

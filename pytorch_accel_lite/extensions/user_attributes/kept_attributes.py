@@ -26,7 +26,7 @@ from pytorch_accel_lite.extensions.user_attributes.attribute_owners import (
     path_of,
     saved_elsewhere,
 )
-from pytorch_accel_lite.extensions.user_attributes.changed_settings import describe_settings, is_moved
+from pytorch_accel_lite.extensions.user_attributes.changed_attributes import describe_changes, is_moved
 from pytorch_accel_lite.extensions.user_attributes.plain_objects import (
     Decoder,
     Encoder,
@@ -216,7 +216,7 @@ class KeptAttributes(UserAttributes):
             del settings[key]
         if settings:
             trainer.print(
-                f"Different from the run that saved the state: {describe_settings(saved, settings)}. The new values "
+                f"Different from the run that saved the state: {describe_changes(saved, settings)}. The new values "
                 "hold."
             )
         if restored := [path_of(key) for key in others if key in kept]:

@@ -12,7 +12,7 @@ from pytorch_accel_lite.extensions.user_attributes.attribute_owners import Key, 
 from pytorch_accel_lite.extensions.user_attributes.plain_objects import Decoder, Node, NoPlaceError
 
 
-def describe_settings(saved: StateDict, settings: Mapping[Key, Node]) -> str:
+def describe_changes(saved: StateDict, settings: Mapping[Key, Node]) -> str:
     """Return the settings with their values now and in a state."""
     return "; ".join(
         f"{path_of(key)} is {_short_value(node)}, {_describe_before(_setting_before(saved, key))}"

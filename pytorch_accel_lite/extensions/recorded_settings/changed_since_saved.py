@@ -17,7 +17,7 @@ from pytorch_accel_lite.extension_tools.states_and_files import saved_optimizers
 from pytorch_accel_lite.extension_tools.texts_and_pages import listed
 from pytorch_accel_lite.extensions.data_fingerprints import compare_fingerprints
 from pytorch_accel_lite.extensions.recorded_settings.described_values import CODE
-from pytorch_accel_lite.extensions.recorded_settings.run_settings import (
+from pytorch_accel_lite.extensions.recorded_settings.settings_to_record import (
     DATA,
     datasets_of_run,
     describe_optimizers,
