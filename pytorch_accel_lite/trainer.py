@@ -757,7 +757,7 @@ class Trainer:
 
     def optimizer_step(self) -> None:
         """Update the weights."""
-        take_step(self.optimizer, *self.current_run.stepper.closure)
+        take_step(self.optimizer, *self.current_run.training_step.closure)
 
     def scheduler_step(self) -> None:
         """Step the scheduler. Called once per update, unless a gradient scaler skipped it, or once per epoch."""
@@ -940,7 +940,7 @@ class Trainer:
         Raises:
             ValueError: if the optimizer is unknown, or the loss does not depend on its parameters
         """
-        self.current_run.stepper.update_optimizer(self, loss, optimizer, num_items, retain_graph)
+        self.current_run.training_step.update_optimizer(self, loss, optimizer, num_items, retain_graph)
 
     def get_model(self, keep_torch_compile: bool = True) -> nn.Module:
         """Return the model without its wrappers for distributed training.
@@ -980,13 +980,13 @@ class Trainer:
         Raises:
             RuntimeError: if no update is about to be made, where it would do nothing
         """
-        stepper = self.current_run.stepper
-        if not stepper.can_skip_update:
+        training_step = self.current_run.training_step
+        if not training_step.can_skip_update:
             raise RuntimeError(
                 "skip_update() skips an update that is about to be made, and there is none here. Call it in a "
                 "callback's on_optimizer_step_start, or in an overridden clip_gradients or optimizer_step."
             )
-        stepper.skips_update = True
+        training_step.skips_update = True
 
     @property
     def update_was_skipped(self) -> bool:
@@ -995,7 +995,9 @@ class Trainer:
         After a ``train_step`` that updates several optimizers, whether any of them was skipped.
         """
         is_plain = self.prepared_model is None or self.prepared_model.is_plain
-        return self.current_run.stepper.skips_update or (not is_plain and self.accelerator.optimizer_step_was_skipped)
+        return self.current_run.training_step.skips_update or (
+            not is_plain and self.accelerator.optimizer_step_was_skipped
+        )
 
     def compare_replicas(self) -> None:
         """Check that all processes hold the same weights, to the last bit. Call it on every process.
@@ -1199,7 +1201,7 @@ class Trainer:
     @Shadowable
     def num_microbatches(self) -> int:
         """The number of parts that a batch is split into, with ``auto_microbatch``."""
-        return self.current_run.stepper.num_microbatches
+        return self.current_run.training_step.num_microbatches
 
     @Shadowable
     def stop_reason(self) -> str | None:

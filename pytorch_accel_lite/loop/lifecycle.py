@@ -109,7 +109,7 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
         ended = True
         if kind == "training":
             set_optimizer_modes(trainer, training=False)
-            run.stepper.end(trainer)
+            run.training_step.end(trainer)
             trainer.training_run_end()
             _call_ending_event(trainer, run, "on_training_run_end")
         else:

@@ -35,7 +35,7 @@ def begin_resuming(trainer: TrainerLike, run: Run, state: TrainingState) -> None
         restore_before_start(trainer, state, with_scheduler=not run.schedule.is_recreated)
     else:
         trainer.load_training_state(state.directory)  # an override; the method of Trainer then takes run.resumed
-    run.stepper.set_accumulation(run, run.accumulation.window_size_after(run.progress.update))
+    run.training_step.set_accumulation(run, run.accumulation.window_size_after(run.progress.update))
     run.goodput.resume(state.metadata.get("goodput", {}), state.metadata["saved_at"])
     check_schedule_length(trainer, run)
     if run.schedule.is_recreated:

@@ -133,7 +133,7 @@ def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     _create_window(run)
     clear_gradients(trainer.optimizer)  # a run that failed within a window may have left gradients
     trainer.accelerator.sync_gradients = True  # a run that failed within a window may have left it off
-    run.stepper = trainer._create_step(run)
+    run.training_step = trainer._create_step(run)
 
 
 def _check_same_settings(trainer: TrainerLike, run: Run) -> None:

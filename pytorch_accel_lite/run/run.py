@@ -242,7 +242,7 @@ class Run:
         kind: ``"training"``, also in the run's own evaluations; ``"evaluation"``, by ``evaluate``; or ``"prediction"``.
             ``request.kind`` is the kind of the outermost run
         config: the settings resolved from the request and the data; ``None`` before that
-        stepper: how the run trains on a batch
+        training_step: how the run trains on a batch
         schedule: the state of the learning rate schedule
         end: how the run ends
         outer: the run within which this one was started, if any
@@ -275,7 +275,7 @@ class Run:
     overridden: frozenset[str]
     kind: Phase = "training"
     config: TrainerRunConfig | None = None
-    stepper: Step = field(default_factory=Step)
+    training_step: Step = field(default_factory=Step)
     schedule: RunSchedule = field(default_factory=RunSchedule)
     end: RunEnd = field(default_factory=RunEnd)
     outer: Run | None = None
@@ -380,6 +380,11 @@ class Run:
         if self.config is None:
             raise RuntimeError("There is no run_config before train() or evaluate() has been called.")
         return self.config
+
+    @property
+    def stepper(self) -> Step:
+        """The earlier name of ``training_step``."""
+        return self.training_step
 
     @property
     def epoch_is_trained(self) -> bool:

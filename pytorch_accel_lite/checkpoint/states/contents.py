@@ -172,7 +172,7 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
         "objects": {name: obj.state_dict() for name, obj in registered_objects(trainer).items()},
         "trainability": capture_trainability(trainer),
         "losses": run.loss_trackers.summed(trainer.data_ranks),
-        **run.stepper.state_dict(),
+        **run.training_step.state_dict(),
         "schedule_shift": run.schedule.shift,
         "items_per_batch": run.window.items_per_batch,
         "evaluations": None if run.evaluation_interval is None else run.evaluation_interval.state_dict(run),
@@ -318,7 +318,7 @@ def restore_before_start(trainer: TrainerLike, state: TrainingState, with_schedu
     run.epoch_phase = EpochPhase(state.metadata.get("epoch_phase", 0))
     _restore_history(trainer, shared)
     load_each("registered object", registered_objects(trainer), shared["objects"], is_final=False)
-    run.stepper.load_state_dict(shared)
+    run.training_step.load_state_dict(shared)
     run.schedule.shift = shared.get("schedule_shift", 0)
     run.window.items_per_batch = shared["items_per_batch"]
 

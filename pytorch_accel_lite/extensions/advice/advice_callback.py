@@ -67,7 +67,7 @@ class AdviceCallback(TrainerCallback):
             return
         self._start = time.perf_counter()
         self._updates_before = trainer.progress.update
-        self._skipped_before = trainer.run.stepper.skipped_updates
+        self._skipped_before = trainer.run.training_step.skipped_updates
         self._norms = GradientNorms()
         self._rate = self._highest = _learning_rate(trainer)
         self._limit = None if trainer.run_config is None else trainer.run_config.gradient_clip_norm
@@ -153,7 +153,7 @@ class AdviceCallback(TrainerCallback):
 
     def _on_skipped_updates(self, trainer: TrainerLike) -> Iterator[str]:
         """Advise if many updates were skipped, or an optimizer made none."""
-        skipped = trainer.run.stepper.skipped_updates - self._skipped_before
+        skipped = trainer.run.training_step.skipped_updates - self._skipped_before
         if skipped > 0.05 * self._updates:
             reason = " by callbacks."
             if trainer.accelerator.scaler is not None:
@@ -162,7 +162,7 @@ class AdviceCallback(TrainerCallback):
                     "Accelerator(mixed_precision='bf16'); otherwise lower the learning rate."
                 )
             yield f"{skipped} of {self._updates} updates were skipped{reason}"
-        for name in trainer.run.stepper.optimizers_never_updated:
+        for name in trainer.run.training_step.optimizers_never_updated:
             yield f"train_step has not called update(loss, optimizer={name!r}), so its parameters are not trained."
 
     def _on_training(self, trainer: TrainerLike) -> Iterator[str]:

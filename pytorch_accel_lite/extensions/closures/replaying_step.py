@@ -92,7 +92,7 @@ class ReplayingStep(PlainStep):
             before.keep_generators()
             counts = {"batch": run.batch, "loss_trackers": LossTrackers(), "step_metrics": dict(run.step_metrics)}
             before.enter_context(replaced(run, **counts))
-            before.enter_context(replaced(run.stepper, gradient_norm=run.stepper.gradient_norm))
+            before.enter_context(replaced(run.training_step, gradient_norm=run.training_step.gradient_norm))
             for number, (batch, generators) in enumerate(self._steps, 1):
                 restore_generators(generators)
                 run.batch = batch
@@ -131,8 +131,8 @@ def recompute_gradients(self: TrainerLike) -> torch.Tensor:
             ``auto_microbatch``, ``SkipFailedBatchesCallback`` or an overridden ``train_step``
     """
     run = self.current_run
-    if isinstance(run.stepper, ReplayingStep):
-        return run.stepper.recompute(self, run)
+    if isinstance(run.training_step, ReplayingStep):
+        return run.training_step.recompute(self, run)
     if run.config is not None and self.is_running and (conflict := _RECOMPUTED.find_conflict(self, run)):
         raise _recompute_error(f"it does not work with {conflict.other.name}")
     raise _recompute_error(

@@ -54,7 +54,7 @@ class GradientSpikeCallback(TrainerCallback):
         self._clear()
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        name = trainer.run.stepper.updating
+        name = trainer.run.training_step.updating
         norm = to_float(total_norm(trainer).detach())
         count, average = self._counts.get(name, 0), self._averages.get(name, 0.0)
         usual = average / (1 - self.decay**count) if count else 0.0  # bias-corrected as in Adam

@@ -340,7 +340,7 @@ class FakeTrainer:
         trial = self._trial.begin_on(trainer, batch_size)
         run = trial.run
         if any(hasattr(parameter, "device_mesh") for parameter in trainer.model.parameters()):
-            run.stepper = ShardedStep(trainer, run)
+            run.training_step = ShardedStep(trainer, run)
         elif self._scenario.world_size > 1 and not is_overridden(trainer, "train_step"):
             trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
             self.live.add("communication", sum(map(_bytes, trained)))  # the buckets of DistributedDataParallel

@@ -42,7 +42,7 @@ class GradientNormCallback(TrainerCallback):
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         limit = trainer.run_config.gradient_clip_norm if trainer.run_config is not None else None
-        name = trainer.run.stepper.updating if parts_of_optimizer(trainer.optimizer) else ""
+        name = trainer.run.training_step.updating if parts_of_optimizer(trainer.optimizer) else ""
         norms = self._norms.setdefault(name, GradientNorms())
         norm = norms.add(total_norm(trainer), limit, only_finite=trainer.accelerator.scaler is not None)
         trainer.step_metrics[_join("gradient_norm", name)] = norm

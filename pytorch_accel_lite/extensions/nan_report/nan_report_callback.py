@@ -163,7 +163,7 @@ class NaNReportCallback(TrainerCallback):
 
     def on_train_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._num_before = len(self._window)
-        self._parts = trainer.run.stepper.num_microbatches
+        self._parts = trainer.run.training_step.num_microbatches
         self._calls = []
         if self._repetition is not None:
             self._repetition.begin_step(trainer)
@@ -171,8 +171,8 @@ class NaNReportCallback(TrainerCallback):
     def on_backward_start(
         self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
     ) -> None:
-        if trainer.run.stepper.num_microbatches != self._parts:  # an attempt with larger parts was rolled back
-            self._parts = trainer.run.stepper.num_microbatches
+        if trainer.run.training_step.num_microbatches != self._parts:  # an attempt with larger parts was rolled back
+            self._parts = trainer.run.training_step.num_microbatches
             del self._window[self._num_before :]
         self._window.append((trainer.run.batch_indices, self._calls or []))
         self._calls = []

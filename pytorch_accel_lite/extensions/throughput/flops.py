@@ -39,7 +39,7 @@ def try_counting_flops(trainer: TrainerLike) -> CountedFlops:
         return CountedFlops()
     flops = 0
     try:
-        part = split_into_parts(run.batch, run.stepper.num_microbatches)[0]
+        part = split_into_parts(run.batch, run.training_step.num_microbatches)[0]
         with replaced(run, batch=part), preserving_attributes(trainer), StepSnapshot(trainer):
             flops = _count(trainer, part)
         return CountedFlops(flops, infer_batch_size(part.data, part.num_samples))

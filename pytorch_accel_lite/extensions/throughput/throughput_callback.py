@@ -128,7 +128,7 @@ class ThroughputCallback(TrainerCallback):
         self._timer = DeviceTimer(trainer.device)
 
     def on_train_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        if self._must_count and trainer.run.stepper.num_microbatches != self._failed_parts:
+        if self._must_count and trainer.run.training_step.num_microbatches != self._failed_parts:
             start = time.perf_counter()
             self._count(trainer)
             self._start += time.perf_counter() - start
@@ -140,7 +140,7 @@ class ThroughputCallback(TrainerCallback):
         run = trainer.run
         counts = trainer.all_gather_object(try_counting_flops(trainer))
         if run.request.auto_microbatch and any(count.is_out_of_memory for count in counts):
-            self._failed_parts = run.stepper.num_microbatches  # count again once batches are split further
+            self._failed_parts = run.training_step.num_microbatches  # count again once batches are split further
         elif samples := sum(count.samples for count in counts):
             self._must_count = False
             self._flops = sum(count.flops for count in counts) / samples

@@ -119,7 +119,7 @@ class Trial:
             create_train_loader(trainer, run, self._batch_size, self._loader_kwargs)
             with _prepared(trainer):
                 _begin_trial(trainer, run, self._batch_size)
-                if run.stepper.closure and "closure" not in self._supports:
+                if run.training_step.closure and "closure" not in self._supports:
                     raise TypeError(
                         f"{self._name}() makes updates without the closure that the optimizer needs. Try another one."
                     )
@@ -224,9 +224,9 @@ class Trial:
         with (
             replaced(trainer, callback_handler=handler, run_history=InMemoryRunHistory()),
             replaced(run, loss_trackers=trainer.division.create_trackers()),
-            replaced(run, stepper=run.stepper, window=copy.copy(run.window), progress=Progress()),
+            replaced(run, training_step=run.training_step, window=copy.copy(run.window), progress=Progress()),
         ):
-            run.stepper = create_step(trainer, run)
+            run.training_step = create_step(trainer, run)
             run.progress.start_epoch()
             yield
 

@@ -104,6 +104,6 @@ def _can_train_on(trial: Trial, batch: Batch, num_steps: int) -> bool:
 def update_from(trial: Trial, batch: Batch) -> None:
     """Update the weights from one batch."""
     trial.trainer.backward_step(trial.loss_of(batch))
-    trial.run.stepper.can_skip_update = True  # an overridden optimizer_step may
+    trial.run.training_step.can_skip_update = True  # an overridden optimizer_step may
     trial.trainer.optimizer_step()
     trial.trainer.optimizer_zero_grad()

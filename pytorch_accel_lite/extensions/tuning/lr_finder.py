@@ -123,7 +123,7 @@ def _groups_to_test(trial: Trial, name: str | None) -> list[dict[str, Any]]:
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without Accelerate's wrapper
     parts = inner.parts if isinstance(inner, CombinedOptimizer) else {}
     names = ", ".join(map(repr, parts))
-    if name is None and trial.run.stepper.updates_one_by_one and len(parts) > 1:
+    if name is None and trial.run.training_step.updates_one_by_one and len(parts) > 1:
         raise ValueError(f"find_lr() needs optimizer=, one of {names}: {type(trainer).__name__} updates each alone.")
     if name is not None and name not in parts:
         raise ValueError(
@@ -138,7 +138,7 @@ def _range_test(
 ) -> LearningRates:
     """Train with a learning rate that increases with every update, until the loss diverges."""
     groups = _groups_to_test(trial, name)
-    watched = "loss" if not trial.run.stepper.updates_one_by_one or name is None else name
+    watched = "loss" if not trial.run.training_step.updates_one_by_one or name is None else name
     set_rates = [float(group["lr"]) for group in groups]
     rates = [rate * scale for rate, scale in zip(set_rates, layer_scales(groups, set_rates), strict=True)]
     largest = max(rates)
