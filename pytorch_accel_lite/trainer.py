@@ -118,6 +118,7 @@ from pytorch_accel_lite.schedulers.placeholders import (
     replace_trainer_placeholder_values,
 )
 from pytorch_accel_lite.schedulers.schedule_arguments import ScheduleArgument, resolve_names
+from pytorch_accel_lite.steps import skipped_updates
 from pytorch_accel_lite.steps.choice import create_step
 from pytorch_accel_lite.steps.compilation import create_compiled_forward
 
@@ -980,13 +981,7 @@ class Trainer:
         Raises:
             RuntimeError: if no update is about to be made, where it would do nothing
         """
-        training_step = self.current_run.training_step
-        if not training_step.can_skip_update:
-            raise RuntimeError(
-                "skip_update() skips an update that is about to be made, and there is none here. Call it in a "
-                "callback's on_optimizer_step_start, or in an overridden clip_gradients or optimizer_step."
-            )
-        training_step.skips_update = True
+        skipped_updates.skip(self)
 
     @property
     def update_was_skipped(self) -> bool:
@@ -994,10 +989,7 @@ class Trainer:
 
         After a ``train_step`` that updates several optimizers, whether any of them was skipped.
         """
-        is_plain = self.prepared_model is None or self.prepared_model.is_plain
-        return self.current_run.training_step.skips_update or (
-            not is_plain and self.accelerator.optimizer_step_was_skipped
-        )
+        return skipped_updates.was_skipped(self)
 
     def compare_replicas(self) -> None:
         """Check that all processes hold the same weights, to the last bit. Call it on every process.
