@@ -1,4 +1,4 @@
-"""What a training state contains: the table of its keys, capturing them in a trainer, and restoring them."""
+"""What a training state contains: the tables of its keys, capturing them in a trainer, and restoring them."""
 
 from __future__ import annotations
 
@@ -63,50 +63,51 @@ from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_attributes import registered_objects
 from pytorch_accel_lite.run.training_state import TrainingState
 
-# What a training state keeps, by key, and what restores it: restore_before_start, before the starting events of the
-# resumed run, or restore_after_start, after them, as callbacks may create or reset objects in these events. A state
-# lacks the keys of later versions, so those from 0.2 on are read with a default. The keys never change. If code of
-# users runs in these events, restore_again restores the weights, loss_func and optimizer once more.
-#
-# | shared by all ranks  | since | restored by                                                            |
-# |----------------------|-------|------------------------------------------------------------------------|
-# | optimizer            | 0.1   | restore_before_start; with groups that are added, restore_after_start  |
-# | scheduler            | 0.1   | restore_before_start; with another batch size, resumed_schedule.py     |
-# | scaler               | 0.1   | restore_before_start                                                   |
-# | model_extra          | 0.1   | restore_before_start: weights that safetensors does not support        |
-# | history              | 0.1   | restore_before_start, by _restore_history                              |
-# | microbatches         | 0.1   | restore_before_start, by GuardedStep                                   |
-# | items_per_batch      | 0.1   | restore_before_start                                                   |
-# | loss_func            | 0.1   | restore_before_start, by load_loss_state                               |
-# | objects              | 0.1   | both: registered objects                                               |
-# | callbacks            | 0.1   | restore_after_start                                                    |
-# | losses               | 0.1   | restore_after_start, if a rank has no file of its own                  |
-# | extra                | 0.1   | load_training_state, which returns it                                  |
-# | attributes           | 0.2   | both: heads, critics, other optimizers                                 |
-# | schedule_shift       | 0.2   | restore_before_start                                                   |
-# | frozen_weights       | 0.2   | restore_before_start: checksums of weights that were left out (FROZEN) |
-# | logical              | 0.2   | restore_after_start, by the division                                   |
-# | position             | 0.2   | restore_after_start, by the loader                                     |
-# | epoch_read           | 0.3   | restore_after_start, by the loader                                     |
-# | source_batch_size    | 0.3   | restore_after_start, by the loader                                     |
-# | base                 | 0.3   | read for an error: the name of the pretrained model                    |
-# | optimizer_classes    | 0.3   | read for an error, in both                                             |
-# | settings             | 0.3   | compared, by SettingsRecorder                                          |
-# | own_items_per_batch  | 0.3   | restore_before_start, by ManualStep                                    |
-# | skipped_updates      | 0.3   | restore_before_start, by Step                                          |
-# | set_apart            | 0.3   | restore_before_start, as recorded_by_evaluate, with the history        |
-# | evaluations          | 0.3   | loop/evaluation.py, when they begin                                    |
-# | trainability         | 0.3   | restore_after_start: which parameters are trained                      |
-# | user_attributes      | 0.3   | both, by UserAttributes                                                |
-#
-# | of each rank         | since | restored by                                                            |
-# |----------------------|-------|------------------------------------------------------------------------|
-# | losses               | 0.1   | restore_after_start, with as many processes as before                  |
-# | generators           | 0.1   | restore_after_start, with as many processes as before                  |
-# | position             | 0.2   | restore_after_start: of data that a process has for itself             |
-# | epoch_read           | 0.3   | as position                                                            |
-# | source_batch_size    | 0.3   | as position                                                            |
-# | user_attributes      | 0.3   | both: what differs between ranks                                       |
+# What a training state keeps, by key: since which version, and what restores it: restore_before_start, before the
+# starting events of the resumed run, or restore_after_start, after them, as callbacks may create or reset objects in
+# these events. If code of users runs in these events, restore_again restores the weights, loss_func and optimizer once
+# more. A state lacks the keys of later versions, so those from 0.2 on are read with a default. The keys never change.
+
+#: What all ranks share.
+SHARED_KEYS = {
+    "optimizer": ("0.1", "restore_before_start; with groups that are added, restore_after_start"),
+    "scheduler": ("0.1", "restore_before_start; with another batch size, resumed_schedule.py"),
+    "scaler": ("0.1", "restore_before_start"),
+    "model_extra": ("0.1", "restore_before_start: weights that safetensors does not support"),
+    "history": ("0.1", "restore_before_start, by _restore_history"),
+    "microbatches": ("0.1", "restore_before_start, by GuardedStep"),
+    "items_per_batch": ("0.1", "restore_before_start"),
+    "loss_func": ("0.1", "restore_before_start, by load_loss_state"),
+    "objects": ("0.1", "both: registered objects"),
+    "callbacks": ("0.1", "restore_after_start"),
+    "losses": ("0.1", "restore_after_start, if a rank has no file of its own"),
+    "extra": ("0.1", "load_training_state, which returns it"),
+    "attributes": ("0.2", "both: heads, critics, other optimizers"),
+    "schedule_shift": ("0.2", "restore_before_start"),
+    "frozen_weights": ("0.2", "restore_before_start: checksums of weights that were left out (FROZEN)"),
+    "logical": ("0.2", "restore_after_start, by the division"),
+    "position": ("0.2", "restore_after_start, by the loader"),
+    "epoch_read": ("0.3", "restore_after_start, by the loader"),
+    "source_batch_size": ("0.3", "restore_after_start, by the loader"),
+    "base": ("0.3", "read for an error: the name of the pretrained model"),
+    "optimizer_classes": ("0.3", "read for an error, in both"),
+    "settings": ("0.3", "compared, by SettingsRecorder"),
+    "own_items_per_batch": ("0.3", "restore_before_start, by ManualStep"),
+    "skipped_updates": ("0.3", "restore_before_start, by Step"),
+    "set_apart": ("0.3", "restore_before_start, as recorded_by_evaluate, with the history"),
+    "evaluations": ("0.3", "loop/evaluation.py, when they begin"),
+    "trainability": ("0.3", "restore_after_start: which parameters are trained"),
+    "user_attributes": ("0.3", "both, by UserAttributes"),
+}
+#: What each rank has of its own.
+OWN_KEYS = {
+    "losses": ("0.1", "restore_after_start, with as many processes as before"),
+    "generators": ("0.1", "restore_after_start, with as many processes as before"),
+    "position": ("0.2", "restore_after_start: of data that a process has for itself"),
+    "epoch_read": ("0.3", "as position"),
+    "source_batch_size": ("0.3", "as position"),
+    "user_attributes": ("0.3", "both: what differs between ranks"),
+}
 
 
 def capture(
