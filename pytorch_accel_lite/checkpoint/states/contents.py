@@ -59,6 +59,7 @@ from pytorch_accel_lite.optimizers.rates import Options, set_options
 from pytorch_accel_lite.run.callback_handler import callbacks_with
 from pytorch_accel_lite.run.division import numbers_of_shares
 from pytorch_accel_lite.run.progress import EpochPhase
+from pytorch_accel_lite.run.request_and_config import DatedStateSource
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_attributes import registered_objects
 from pytorch_accel_lite.run.training_state import TrainingState
@@ -262,7 +263,7 @@ def _collect_metadata(trainer: TrainerLike) -> StateDict:
     """Return the facts about the run for the manifest of a state, in JSON types."""
     run = trainer.current_run
     config = {} if trainer.run_config is None else trainer.run_config.to_dict()
-    sources = [source for source in run.request.state_sources if hasattr(source, "next_time")]
+    sources = [source for source in run.request.state_sources if isinstance(source, DatedStateSource)]
     return {
         # Later than all existing states, even if another machine with a faster clock saved them.
         "saved_at": max([time.time(), *(source.next_time() for source in sources)]),
