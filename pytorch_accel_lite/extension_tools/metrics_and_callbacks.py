@@ -13,12 +13,13 @@ from pytorch_accel_lite.run.goodput import describe_fractions
 from pytorch_accel_lite.run.history import MetricValue, NewMetrics, count_values
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
 from pytorch_accel_lite.run.metric_checks import ExpectedMetrics
-from pytorch_accel_lite.run.metric_panels import best_of, direction_of, is_monitor, panels_by_metric
+from pytorch_accel_lite.run.metric_directions import direction_of, improvement
+from pytorch_accel_lite.run.metric_panels import best_of, is_monitor, panels_by_metric
 
 __all__ = [
     "Classification", "CountedRun", "DEFAULTS", "EVENTS", "ExpectedMetrics", "Failure", "Interval",
     "LogMetricsCallback", "MetricValue", "MetricWatcher", "NamedMetric", "NewMetrics", "Phase", "Picture",
     "ProgressBarCallback", "best_of", "count_values", "default_transform", "describe_fractions", "direction_of",
-    "epoch_of", "events_between", "is_monitor", "named_callbacks", "panels_by_metric", "parse_interval",
+    "epoch_of", "events_between", "improvement", "is_monitor", "named_callbacks", "panels_by_metric", "parse_interval",
     "set_listening",
 ]  # fmt: skip

@@ -21,6 +21,7 @@ from pytorch_accel_lite.extension_tools.metrics_and_callbacks import (
     LogMetricsCallback,
     MetricValue,
     epoch_of,
+    improvement,
     set_listening,
 )
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import current_rates, rates_change_in_each_update
@@ -281,7 +282,7 @@ class _RunTable:
         value = float(metrics.get(self._marked_metric, math.nan))
         worst = -math.inf if self._greater_is_better else math.inf
         best = worst if self._best is None else self._best[0]
-        is_better = value > best if self._greater_is_better else value < best
+        is_better = improvement(value, best, self._greater_is_better) > 0
         if is_better:
             self._best = value, position
         return is_better
