@@ -32,7 +32,7 @@ from pytorch_accel_lite.distributed.observers import OBSERVERS, JobObserver
 from pytorch_accel_lite.distributed.stack_frames import Stack
 from pytorch_accel_lite.distributed.trainer_protocol import OpenTrainer
 from pytorch_accel_lite.loop.inference import INFERENCE_STEP
-from pytorch_accel_lite.loop.model_preparation import MODEL_CHANGES
+from pytorch_accel_lite.loop.model_setup import MODEL_CHANGES
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot
 from pytorch_accel_lite.loop.training import TRAINING_CHECKS
 from pytorch_accel_lite.run.accumulation import GradientWindow
@@ -48,7 +48,7 @@ from pytorch_accel_lite.run.plots_seam import PLOTS, Plots
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import USER_ATTRIBUTES, InferenceStep, Run, Step, TrainerLike, UserAttributes
 from pytorch_accel_lite.run.sharding_seam import SHARDING, Sharding
-from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches, SkippedStep
+from pytorch_accel_lite.run.skipped_in_inference import SKIPPED, SkippedBatches, SkippedStep
 from pytorch_accel_lite.run.stop_errors import NonFiniteLossError, RunInterruptedError, StopTrainingError
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.run.watched_metric import WatchedMetric

@@ -69,14 +69,14 @@ from pytorch_accel_lite.loop import (
     clipping,
     custom_loops,
     evaluation,
-    logged_values,
-    model_preparation,
+    gather_and_broadcast,
+    model_setup,
     optimizer_factories,
     prediction,
     resolved_run_config,
     scheduler_creation,
+    trainer_log,
     training,
-    user_collectives,
 )
 from pytorch_accel_lite.loop.fit import fit
 from pytorch_accel_lite.loop.guards import (
@@ -95,6 +95,7 @@ from pytorch_accel_lite.optimizers.optimizer_types import (
     TrainerOptimizer,
     TrainerScheduler,
 )
+from pytorch_accel_lite.run.accelerated_model import PreparedModel
 from pytorch_accel_lite.run.accumulation import Count
 from pytorch_accel_lite.run.assigned_attributes import run_for_assignment
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
@@ -105,7 +106,6 @@ from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.history import InMemoryRunHistory, MetricValue, RunHistory
 from pytorch_accel_lite.run.intervals import Interval, parse_interval
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
-from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.request_and_config import LoaderArguments, RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, Step
@@ -283,7 +283,7 @@ class Trainer:
         self.compiled_forward: CompiledForwardLike | None = create_compiled_forward(
             self, compile_step, self._batch_adapter
         )
-        model_preparation.apply_block_options(self)
+        model_setup.apply_block_options(self)
         shutdown.register(self)
         vars(self)[LIBRARY_ATTRIBUTES] = vars(self).keys() - before
         self.callback_handler.call_event("on_init_end", self)
@@ -905,14 +905,14 @@ class Trainer:
     # --------------------------------------------------------------------- for steps and callbacks to use
 
     # Bound directly, not wrapped: a wrapper would cost a call in every step, and hide the call in reports of hangs.
-    log = logged_values.log
+    log = trainer_log.log
     recompute_gradients = replaying_step.recompute_gradients
-    gather = user_collectives.gather
-    barrier = user_collectives.barrier
-    broadcast_object = user_collectives.broadcast_object
-    all_gather_object = user_collectives.all_gather_object
-    tensor_to_numeric = user_collectives.tensor_to_numeric
-    sync_buffers = user_collectives.sync_buffers
+    gather = gather_and_broadcast.gather
+    barrier = gather_and_broadcast.barrier
+    broadcast_object = gather_and_broadcast.broadcast_object
+    all_gather_object = gather_and_broadcast.all_gather_object
+    tensor_to_numeric = gather_and_broadcast.tensor_to_numeric
+    sync_buffers = gather_and_broadcast.sync_buffers
 
     def update(
         self,
@@ -966,7 +966,7 @@ class Trainer:
         Raises:
             RuntimeError: if the weights are sharded, or Accelerate has compiled the wrapper
         """
-        model_preparation.rewrap_model(self)
+        model_setup.rewrap_model(self)
 
     @property
     def can_rewrap_model(self) -> bool:

@@ -1,6 +1,5 @@
 """Sources, samples and batches; the loaders that read them, and the outputs of steps. Below the run."""
 
-from pytorch_accel_lite.base.change_marks import Marks, marks_of
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.nested_data import parts_in, tensors_in
 from pytorch_accel_lite.base.reachable import nested_in, reachable_from
@@ -8,6 +7,7 @@ from pytorch_accel_lite.data.batch_adapter import IGNORED_LABEL, TARGET_KEYS, fi
 from pytorch_accel_lite.data.batch_sizes import infer_batch_size, is_as_long, is_packed, is_single_sample
 from pytorch_accel_lite.data.batch_slices import WHAT_CAN_BE_SPLIT, is_list_of_samples, select_samples, slice_batch
 from pytorch_accel_lite.data.batches import Batch
+from pytorch_accel_lite.data.changed_data import Marks, marks_of
 from pytorch_accel_lite.data.concatenation import ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.data.consistency import PASS_OWN_SHARD, checksum_of_indices
 from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions, ShardedLoader, copy_loader, to_device

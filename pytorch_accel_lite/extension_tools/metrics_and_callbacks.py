@@ -1,10 +1,10 @@
 """Metrics and events: what callbacks record, when they are due, and callbacks of which others are kinds."""
 
-from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.callbacks.default_callbacks import DEFAULTS
 from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.callbacks.metrics import default_transform
+from pytorch_accel_lite.callbacks.metrics_by_name import Classification, NamedMetric
 from pytorch_accel_lite.callbacks.print_progress import epoch_of
 from pytorch_accel_lite.callbacks.progress_bar import ProgressBarCallback
 from pytorch_accel_lite.run.callback_handler import named_callbacks, set_listening

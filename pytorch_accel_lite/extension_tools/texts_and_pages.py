@@ -7,7 +7,7 @@ from pytorch_accel_lite.base.plain_values import as_number_or_text, as_plain, to
 from pytorch_accel_lite.base.reprs import html_table, short_repr
 from pytorch_accel_lite.base.templates import Column, render
 from pytorch_accel_lite.base.tool_reports import Report
-from pytorch_accel_lite.base.tqdm_bars import Bar, NotebookBar, NotebookOutput, TerminalBar
+from pytorch_accel_lite.callbacks.tqdm_bars import Bar, NotebookBar, NotebookOutput, TerminalBar
 
 __all__ = [
     "Bar", "Column", "NotebookBar", "NotebookOutput", "Report", "TerminalBar", "align", "as_number_or_text",

@@ -30,6 +30,7 @@ from pytorch_accel_lite.data.step_outputs import BatchOutput
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.extension_names import Slot, missing_extension_text
 from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, TrainerOptimizer, TrainerScheduler
+from pytorch_accel_lite.run.accelerated_model import PreparedModel
 from pytorch_accel_lite.run.accumulation import Accumulation, Count, GradientWindow
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.division import Division
@@ -41,13 +42,12 @@ from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.latest_records import LatestRecords
 from pytorch_accel_lite.run.loop_state import LoopState
 from pytorch_accel_lite.run.losses import LossTrackers
-from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import EpochPhase, Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run_data import RunData
 from pytorch_accel_lite.run.run_end import RunEnd
 from pytorch_accel_lite.run.run_schedule import RunSchedule
-from pytorch_accel_lite.run.skipped_batches import SkippedBatches
+from pytorch_accel_lite.run.skipped_in_inference import SkippedBatches
 from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
 from pytorch_accel_lite.run.training_state import TrainingState
 
