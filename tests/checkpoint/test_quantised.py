@@ -181,6 +181,7 @@ def test_evaluations_and_checks_do_not_change_the_base(kind, tmp_path):
     assert base_numbers(trainer) == before
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("blocks")
 def test_recomputed_activations_give_the_same_adapters(kind, tmp_path):
     base = save_base(tmp_path / "base")
@@ -197,6 +198,7 @@ def resumed(kind: str, base: Path, logical: bool) -> list[Any]:
     return run_and_resume(partial(of_processes, kind, base, logical), adapters)
 
 
+@pytest.mark.thorough
 @pytest.mark.soak
 @pytest.mark.parametrize("logical", [False, *[True] * SOAK])
 @pytest.mark.processes

@@ -343,6 +343,7 @@ def writers_side_by_side() -> Any:
     return found
 
 
+@pytest.mark.thorough
 @two_are_enough
 def test_several_savers_can_write_in_the_background_at_once(ranks):
     for found in ranks(writers_side_by_side):
@@ -517,6 +518,7 @@ def timeouts_of_own_groups(folder: Path, timeout: timedelta) -> list[timedelta]:
     return [timeout_of(group) for group in dist.distributed_c10d._world.pg_map if group not in before]
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("sharding")
 @pytest.mark.processes
 def test_custom_process_groups_take_the_timeout_of_the_job(tmp_path):

@@ -95,6 +95,7 @@ def result(trainer: Trainer) -> dict[str, torch.Tensor]:
     return weights(trainer.get_model()) | {"shares": torch.tensor(shares(trainer))}
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_any_number_of_processes_resumes_to_the_same_bits(two_ranks):
     whole, *resumed = run_and_resume(run_of_metrics, result)

@@ -131,6 +131,7 @@ def in_shards(how: str, folder: Path) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+@pytest.mark.thorough
 @CAN_SHARD
 @pytest.mark.processes
 def test_a_sharded_model_has_a_sharded_teacher(tmp_path, two_ranks):

@@ -119,6 +119,7 @@ def sharded_and_damaged(folder: Path, thoroughly: bool) -> tuple[Any, dict[str, 
     return whole, resume
 
 
+@pytest.mark.thorough
 @pytest.mark.soak
 @pytest.mark.processes
 @CAN_SHARD

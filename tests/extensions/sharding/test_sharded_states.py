@@ -106,6 +106,7 @@ def alone():
     return result_of(fit(sharded_trainer("whole"), "whole", update=12))
 
 
+@pytest.mark.thorough
 @pytest.mark.soak
 def test_sharded_and_plain_states_resume_on_any_process_count(tmp_path, job):
     expected = alone()
@@ -214,6 +215,7 @@ def test_shards_in_a_remote_store_resume_to_the_same_bits(tmp_path):
     assert "Resuming from 'memory://bucket/run/update-000000004'" in printed
 
 
+@pytest.mark.thorough
 def test_torch_reads_the_shards(tmp_path, job):
     storage = pytest.importorskip(
         "torch.distributed.checkpoint.hf_storage", reason="HuggingFaceStorageReader needs torch 2.8"
