@@ -141,6 +141,7 @@ def test_files_lack_the_quantised_weights(kind, tmp_path, trainable_only):
         Trainer(with_lora(kind, save_base(tmp_path / "other", 1)), None, None).load_checkpoint(path)
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("model_ema")
 def test_averages_share_the_frozen_base(kind, tmp_path):
     from pytorch_accel_lite.callbacks import ModelEmaCallback
@@ -169,6 +170,7 @@ def base_numbers(trainer: Trainer) -> dict[str, int]:
     return weight_checksums(weights(trainer.get_model()))
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("checking")
 def test_evaluations_and_checks_do_not_change_the_base(kind, tmp_path):
     model = with_lora(kind, save_base(tmp_path / "base"))

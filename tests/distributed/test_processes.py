@@ -318,6 +318,7 @@ def many_trainers() -> Any:
     return saved, counts
 
 
+@pytest.mark.thorough
 @two_are_enough
 def test_trainers_leave_no_threads_and_no_open_files(ranks):
     for saved, (after_3, after_20) in ranks(many_trainers):
@@ -501,6 +502,7 @@ def run_as_script(path: str, *arguments: str) -> None:
         sys.argv = before
 
 
+@pytest.mark.thorough
 def test_the_first_example_runs_unchanged_on_two_processes(tmp_path, job):
     done = job(2).run(run_as_script, "examples/digits.py", "--epochs", "1", "--output", str(tmp_path))
     assert done.output.count("Test accuracy") == 1

@@ -43,6 +43,7 @@ def test_unfreezing_continues_where_the_head_alone_ends():
     assert float(accuracy["Gradual unfreezing"]) > float(accuracy["Head alone"]) >= 60
 
 
+@pytest.mark.thorough
 def test_metrics_are_the_same_in_the_callback_and_in_the_loop():
     output = run_script("examples/metrics.py")
     callback, loop = re.search(r"in the callback: ([\d.]+), in the loop: ([\d.]+)", output).groups()

@@ -145,6 +145,7 @@ def on_ranks(how: str) -> list[dict[str, torch.Tensor]]:
     return results
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 @pytest.mark.soak
 @pytest.mark.parametrize("how", [*["ddp"] * SOAK, pytest.param("fsdp", marks=CAN_SHARD)])

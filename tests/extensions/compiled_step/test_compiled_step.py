@@ -354,6 +354,7 @@ def inductor() -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_missing_compiler_is_warned_of(monkeypatch):
     from torch._inductor import config, cpp_builder

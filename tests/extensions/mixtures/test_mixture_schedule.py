@@ -256,6 +256,7 @@ def read_and_resumed(**kinds: Any) -> list[dict[str, torch.Tensor]]:
     return run_and_resume(train, dict)
 
 
+@pytest.mark.thorough
 @pytest.mark.soak
 @pytest.mark.parametrize("kinds", [*[{"easy": Shelf, "hard": Forgetful}] * SOAK, {"easy": Cut, "hard": ForgetfulCut}])
 @pytest.mark.processes

@@ -93,6 +93,7 @@ def changed_at_the_start(folder: Path) -> dict[str, Any]:
     return {"whole": whole, "resumed": resumed, "printed": printed.getvalue()}
 
 
+@pytest.mark.thorough
 def test_starting_events_change_a_sharded_run_once(tmp_path, job):
     for found in job(2).run(changed_at_the_start, tmp_path):
         for again in found["resumed"]:
@@ -232,6 +233,7 @@ def test_torch_reads_the_shards(tmp_path, job):
     assert all(torch.equal(target[name], tensor) for name, tensor in stored.items())
 
 
+@pytest.mark.thorough
 def test_a_missing_file_of_shards_is_an_error(tmp_path, job):
     job(2).run(saved, "fsdp", tmp_path, sharded=True)
     _, *later = sorted((tmp_path / "fsdp" / "update-000000002").glob("shards*"))

@@ -240,6 +240,7 @@ def averaged(how: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("model_ema")
 @pytest.mark.soak
 @pytest.mark.parametrize(("how", "processes"), [("fsdp", 2), *[("tp_fsdp", 4)] * SOAK])
