@@ -41,7 +41,7 @@ from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWrite
 from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batch_adapter import BatchAdapter
 from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.data.loader_defaults import dataloader_for, default_loader_kwargs
+from pytorch_accel_lite.data.loader_defaults import DEFAULT_BATCH_SIZE, dataloader_for, default_loader_kwargs
 from pytorch_accel_lite.data.loss_functions import LossFunction
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
 from pytorch_accel_lite.data.step_outputs import BatchOutput, total_loss
@@ -295,7 +295,7 @@ class Trainer:
         train_dataset: NamedData,
         num_epochs: int | None = None,
         eval_dataset: NamedData | None = None,
-        per_device_batch_size: int = 8,
+        per_device_batch_size: int = DEFAULT_BATCH_SIZE,
         max_num_train_steps: int | None = None,
         gradient_accumulation_steps: int | Mapping[int, int] = 1,
         gradient_clip_value: float | None = None,
@@ -399,7 +399,7 @@ class Trainer:
     def evaluate(
         self,
         dataset: NamedData | None = None,
-        per_device_batch_size: int = 8,
+        per_device_batch_size: int = DEFAULT_BATCH_SIZE,
         dataloader_kwargs: LoaderKwargs | None = None,
         collate_fn: CollateFunction | None = None,
         *,
@@ -461,7 +461,7 @@ class Trainer:
     def predict(
         self,
         dataset: Data,
-        per_device_batch_size: int = 8,
+        per_device_batch_size: int = DEFAULT_BATCH_SIZE,
         dataloader_kwargs: LoaderKwargs | None = None,
         collate_fn: CollateFunction | None = None,
         *,
@@ -488,7 +488,7 @@ class Trainer:
     def predict_iter(
         self,
         dataset: Data,
-        per_device_batch_size: int = 8,
+        per_device_batch_size: int = DEFAULT_BATCH_SIZE,
         dataloader_kwargs: LoaderKwargs | None = None,
         collate_fn: CollateFunction | None = None,
         *,

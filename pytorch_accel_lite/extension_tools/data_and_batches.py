@@ -12,7 +12,7 @@ from pytorch_accel_lite.data.concatenation import ListOfSamples, concatenate, to
 from pytorch_accel_lite.data.consistency import PASS_OWN_SHARD, checksum_of_indices
 from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions, ShardedLoader, copy_loader, to_device
 from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SequentialReader, dataset_of, is_loader_of_torch
-from pytorch_accel_lite.data.loader_defaults import faster_data
+from pytorch_accel_lite.data.loader_defaults import DEFAULT_BATCH_SIZE, faster_data
 from pytorch_accel_lite.data.loss_functions import LossShapeError, shapes_are_known
 from pytorch_accel_lite.data.map_loader import MapLoader
 from pytorch_accel_lite.data.named_datasets import check_are_named, sizes_of
@@ -33,13 +33,14 @@ from pytorch_accel_lite.data.sources import (
 from pytorch_accel_lite.data.step_outputs import BatchOutput, check_items, complete_output, is_number
 
 __all__ = [
-    "Batch", "BatchData", "BatchOutput", "IGNORED_LABEL", "Index", "IndexedData", "ListOfSamples", "LoaderKwargs",
-    "LoaderOptions", "LossShapeError", "MapLoader", "Marks", "OwnShard", "PASS_OWN_SHARD", "SEQUENTIAL_READER",
-    "Sample", "SequentialReader", "ShardedLoader", "Source", "SourceState", "TARGET_KEYS", "TrainingOrder",
-    "WHAT_CAN_BE_SPLIT", "add_missing_note", "check_are_named", "check_items", "checksum_of_indices",
-    "complete_output", "concatenate", "copy_loader", "count_global_batches", "dataset_of", "early_end_error",
-    "faster_data", "find_length", "first_label", "grouped", "infer_batch_size", "is_as_long", "is_list_of_samples",
-    "is_loader_of_torch", "is_number", "is_packed", "is_single_sample", "list_samples", "marks_of", "names_sample",
-    "nested_in", "of_all_processes", "parts_in", "reachable_from", "reader_of", "select_samples", "shapes_are_known",
-    "share_bounds", "sizes_of", "skip_samples", "slice_batch", "tensors_in", "to_cpu", "to_device", "with_last",
+    "Batch", "BatchData", "BatchOutput", "DEFAULT_BATCH_SIZE", "IGNORED_LABEL", "Index", "IndexedData",
+    "ListOfSamples", "LoaderKwargs", "LoaderOptions", "LossShapeError", "MapLoader", "Marks", "OwnShard",
+    "PASS_OWN_SHARD", "SEQUENTIAL_READER", "Sample", "SequentialReader", "ShardedLoader", "Source", "SourceState",
+    "TARGET_KEYS", "TrainingOrder", "WHAT_CAN_BE_SPLIT", "add_missing_note", "check_are_named", "check_items",
+    "checksum_of_indices", "complete_output", "concatenate", "copy_loader", "count_global_batches", "dataset_of",
+    "early_end_error", "faster_data", "find_length", "first_label", "grouped", "infer_batch_size", "is_as_long",
+    "is_list_of_samples", "is_loader_of_torch", "is_number", "is_packed", "is_single_sample", "list_samples",
+    "marks_of", "names_sample", "nested_in", "of_all_processes", "parts_in", "reachable_from", "reader_of",
+    "select_samples", "shapes_are_known", "share_bounds", "sizes_of", "skip_samples", "slice_batch", "tensors_in",
+    "to_cpu", "to_device", "with_last",
 ]  # fmt: skip

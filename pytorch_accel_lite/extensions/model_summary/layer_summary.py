@@ -10,6 +10,7 @@ import torch
 from pytorch_accel_lite.data import BatchData, CollateFunction, Data, LoaderKwargs
 from pytorch_accel_lite.extending import RunRequest, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
+from pytorch_accel_lite.extension_tools.data_and_batches import DEFAULT_BATCH_SIZE
 from pytorch_accel_lite.extension_tools.modules_and_devices import mixed_precision, preserving_modes
 from pytorch_accel_lite.extension_tools.plain_types import Tree
 from pytorch_accel_lite.extension_tools.random_numbers import preserving_generators
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 def summary(
     self: TrainerLike,
     dataset: Data | None = None,
-    per_device_batch_size: int = 8,
+    per_device_batch_size: int = DEFAULT_BATCH_SIZE,
     dataloader_kwargs: LoaderKwargs | None = None,
     collate_fn: CollateFunction | None = None,
     *,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pytorch_accel_lite.data import CollateFunction, LoaderKwargs, NamedData
 from pytorch_accel_lite.extending import PLOTS, RunRequest, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, check_range
+from pytorch_accel_lite.extension_tools.data_and_batches import DEFAULT_BATCH_SIZE
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import layer_scales
 from pytorch_accel_lite.extension_tools.texts_and_pages import short_repr
 from pytorch_accel_lite.extensions.trials import Trial
@@ -62,7 +63,7 @@ class LearningRates:
 def find_lr(
     self: TrainerLike,
     train_dataset: NamedData,
-    per_device_batch_size: int = 8,
+    per_device_batch_size: int = DEFAULT_BATCH_SIZE,
     min_lr: float = 1e-6,
     max_lr: float = 10.0,
     num_steps: int = 100,
