@@ -1,4 +1,4 @@
-"""Feeding batches to a model: the inputs, the targets and the loss; and its predictions beside the targets."""
+"""Feeding batches to a model: the inputs, the targets and the loss."""
 
 from __future__ import annotations
 
@@ -194,31 +194,3 @@ def _count_labels(batch: BatchData, first: int | None) -> torch.Tensor | None:
     if not isinstance(labels, torch.Tensor) or labels.ndim < 2:
         return None
     return labels[..., first:].ne(IGNORED_LABEL).sum()
-
-
-def default_transform(batch: BatchData, batch_output: Mapping[str, Tree]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the predictions and targets of a batch: the default ``transform`` of callbacks that compare them.
-
-    Raises:
-        ValueError: if predictions or targets cannot be determined
-    """
-    outputs = batch_output.get("model_outputs", batch_output)  # an overridden method may return logits directly
-    predictions = outputs if isinstance(outputs, torch.Tensor) else _value_of(outputs, ("logits", "predictions"))
-    if isinstance(batch, Mapping):
-        targets = _value_of(batch, TARGET_KEYS)
-    else:
-        targets = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
-    if not isinstance(predictions, torch.Tensor) or not isinstance(targets, torch.Tensor):
-        raise ValueError(
-            f"Cannot find predictions and targets in a model output of type {type(outputs).__name__} and a batch of "
-            f"type {type(batch).__name__}. Pass transform=lambda batch, batch_output: (preds, targets)."
-        )
-    return predictions, targets
-
-
-def _value_of(values: Tree, names: tuple[str, ...]) -> Tree:
-    for name in names:
-        result = values.get(name) if isinstance(values, Mapping) else getattr(values, name, None)
-        if result is not None:
-            return result
-    return None

@@ -6,8 +6,8 @@ import os
 from contextlib import nullcontext
 
 from pytorch_accel_lite.loop import custom_loops, lifecycle, scheduler_creation, training, training_setup
+from pytorch_accel_lite.run.request_and_config import LoaderArguments
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.settings import LoaderArguments
 from pytorch_accel_lite.run.signals import ending_at_signals, exit_after_signal
 
 

@@ -17,7 +17,7 @@ from pytorch_accel_lite.data.sources import BatchData, Index
 from pytorch_accel_lite.data.step_outputs import BatchOutput
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.run.settings import RunRequest
+    from pytorch_accel_lite.run.request_and_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 

@@ -21,8 +21,12 @@ from pytorch_accel_lite.extending import (
     TrainerCallback,
     TrainerLike,
 )
-from pytorch_accel_lite.extending_callbacks import Phase, Tree, add_note, short_repr
-from pytorch_accel_lite.extending_tools import checked_by, is_out_of_memory, list_samples, names_sample, notes_of
+from pytorch_accel_lite.extension_tools.arguments_and_errors import add_note, checked_by, notes_of
+from pytorch_accel_lite.extension_tools.data_and_batches import list_samples, names_sample
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import Phase
+from pytorch_accel_lite.extension_tools.modules_and_devices import is_out_of_memory
+from pytorch_accel_lite.extension_tools.plain_types import Tree
+from pytorch_accel_lite.extension_tools.texts_and_pages import short_repr
 from pytorch_accel_lite.extensions.error_notes.advice import advise
 from pytorch_accel_lite.extensions.error_notes.out_of_memory import advise_on_memory, describe_memory
 
@@ -31,7 +35,7 @@ def add_notes(error: Exception, trainer: TrainerLike, run: Run, phase: Phase) ->
     """Add a note to the error of a run, with the place, the batch, the model and, if possible, advice."""
     if isinstance(error, (StopTrainingError, NonFiniteLossError)):
         return
-    if _defines_callback(checked_by(error)):  # the checks of callbacks say all that is to be said
+    if _is_of_callbacks(checked_by(error)):  # the checks of callbacks say all that is to be said
         return
     if any(re.match(r"In (training|evaluation|prediction)\b", note) for note in notes_of(error)):
         return
@@ -44,8 +48,10 @@ def add_notes(error: Exception, trainer: TrainerLike, run: Run, phase: Phase) ->
             add_note(error, *lines)
 
 
-def _defines_callback(module: str) -> bool:
-    """Whether a module, given by its name, defines a callback."""
+def _is_of_callbacks(module: str) -> bool:
+    """Whether a module, given by its name, defines a callback, or is used by callbacks alone."""
+    if ".callbacks." in module:
+        return True
     things = getattr(sys.modules.get(module), "__dict__", {}).values()
     classes = [thing for thing in things if isinstance(thing, type) and thing.__module__ == module]
     return any(issubclass(kind, TrainerCallback) for kind in classes)

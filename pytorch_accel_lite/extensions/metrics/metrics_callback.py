@@ -12,19 +12,13 @@ import torch
 from accelerate.utils import recursively_apply, send_to_device
 
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import (
-    BatchData,
-    BatchOutput,
-    Ranks,
-    StateDict,
-    Tree,
-    add_note,
-    default_transform,
-    set_listening,
-    short_repr,
-)
-from pytorch_accel_lite.extending_tools import is_overridden, warn_outside
-from pytorch_accel_lite.extensions.metrics.named_metrics import Classification, NamedMetric
+from pytorch_accel_lite.extension_tools.arguments_and_errors import add_note, is_overridden, warn_outside
+from pytorch_accel_lite.extension_tools.data_and_batches import BatchData, BatchOutput
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import default_transform, set_listening
+from pytorch_accel_lite.extension_tools.plain_types import StateDict, Tree
+from pytorch_accel_lite.extension_tools.processes import Ranks
+from pytorch_accel_lite.extension_tools.texts_and_pages import short_repr
+from pytorch_accel_lite.extensions.metrics.metrics_by_name import Classification, NamedMetric
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection

@@ -11,21 +11,12 @@ from tqdm import tqdm
 
 from pytorch_accel_lite.data import ShardedLoader
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import (
-    AsyncCopy,
-    check_positive_number,
-    current_rates,
-    epoch_of,
-    escape_unprintable,
-    find_length,
-    in_notebook,
-    is_asynchronous,
-    rates_change_in_each_update,
-    set_listening,
-    shows_live,
-    to_float,
-)
-from pytorch_accel_lite.extending_tools import check_range
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_number, check_range
+from pytorch_accel_lite.extension_tools.data_and_batches import find_length
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import epoch_of, set_listening
+from pytorch_accel_lite.extension_tools.modules_and_devices import AsyncCopy, is_asynchronous, to_float
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import current_rates, rates_change_in_each_update
+from pytorch_accel_lite.extension_tools.texts_and_pages import escape_unprintable, in_notebook, shows_live
 from pytorch_accel_lite.extensions.progress_bar.tqdm_bars import Bar, NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.run_config import TrainerRunConfig
 

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from tqdm import tqdm
 
-from pytorch_accel_lite.extending_callbacks import is_terminal
+from pytorch_accel_lite.extension_tools.texts_and_pages import is_terminal
 
 _FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}"
 _DELAY = 0.5  # seconds before a bar is shown in a notebook, where an output cannot be removed

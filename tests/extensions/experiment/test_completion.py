@@ -95,6 +95,7 @@ def test_completion_in_shells_offers_options_of_launch(offered, line, expected):
 
 
 @pytest.mark.extension("metrics")
+@pytest.mark.thorough
 def test_the_options_of_a_file_are_completed_if_it_is_named(scripts):
     line = "train digits.yaml --optimizer.l"
     assert completions(scripts / "all", line) == [[]]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pytorch_accel_lite.extending_callbacks import short_repr
+from pytorch_accel_lite.extension_tools.texts_and_pages import short_repr
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
