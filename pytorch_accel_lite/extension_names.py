@@ -33,6 +33,7 @@ OFFERED = {
     "gradient_spikes": ("callbacks.GradientSpikeCallback",),
     "hang_watch": ("callbacks.HangWatchCallback",),
     "idle_gpus": ("utils.use_idle_gpus",),
+    "kept_workers": (),  # persistent workers that have the data as they are
     "logical": ("Trainer.logical",),
     "manual_optimization": (),  # a trainer that overrides train_step
     "memory_estimate": ("Trainer.estimate_memory",),

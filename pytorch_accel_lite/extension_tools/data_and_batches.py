@@ -2,14 +2,14 @@
 
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.base.nested_data import parts_in, tensors_in
-from pytorch_accel_lite.base.reachable import nested_in, reachable_from
+from pytorch_accel_lite.base.reachable import is_a, nested_in, parts_held, reachable_from
 from pytorch_accel_lite.data.batch_adapter import IGNORED_LABEL, TARGET_KEYS, first_label
 from pytorch_accel_lite.data.batch_sizes import infer_batch_size, is_as_long, is_packed, is_single_sample
 from pytorch_accel_lite.data.batch_slices import WHAT_CAN_BE_SPLIT, is_list_of_samples, select_samples, slice_batch
 from pytorch_accel_lite.data.batches import Batch
-from pytorch_accel_lite.data.changed_data import Marks, marks_of
 from pytorch_accel_lite.data.concatenation import ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.data.consistency import PASS_OWN_SHARD, checksum_of_indices
+from pytorch_accel_lite.data.data_marks_seam import DATA_MARKS, Marks, marks_of
 from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions, ShardedLoader, copy_loader, to_device
 from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SequentialReader, dataset_of, is_loader_of_torch
 from pytorch_accel_lite.data.loader_defaults import DEFAULT_BATCH_SIZE, faster_data
@@ -33,14 +33,14 @@ from pytorch_accel_lite.data.sources import (
 from pytorch_accel_lite.data.step_outputs import BatchOutput, check_items, complete_output, is_number
 
 __all__ = [
-    "Batch", "BatchData", "BatchOutput", "DEFAULT_BATCH_SIZE", "IGNORED_LABEL", "Index", "IndexedData",
+    "Batch", "BatchData", "BatchOutput", "DATA_MARKS", "DEFAULT_BATCH_SIZE", "IGNORED_LABEL", "Index", "IndexedData",
     "ListOfSamples", "LoaderKwargs", "LoaderOptions", "LossShapeError", "MapLoader", "Marks", "OwnShard",
     "PASS_OWN_SHARD", "SEQUENTIAL_READER", "Sample", "SequentialReader", "ShardedLoader", "Source", "SourceState",
     "TARGET_KEYS", "TrainingOrder", "WHAT_CAN_BE_SPLIT", "add_missing_note", "check_are_named", "check_items",
     "checksum_of_indices", "complete_output", "concatenate", "copy_loader", "count_global_batches", "dataset_of",
-    "early_end_error", "faster_data", "find_length", "first_label", "grouped", "infer_batch_size", "is_as_long",
-    "is_list_of_samples", "is_loader_of_torch", "is_number", "is_packed", "is_single_sample", "list_samples",
-    "marks_of", "names_sample", "nested_in", "of_all_processes", "parts_in", "reachable_from", "reader_of",
-    "select_samples", "shapes_are_known", "share_bounds", "sizes_of", "skip_samples", "slice_batch", "tensors_in",
-    "to_cpu", "to_device", "with_last",
+    "early_end_error", "faster_data", "find_length", "first_label", "grouped", "infer_batch_size", "is_a",
+    "is_as_long", "is_list_of_samples", "is_loader_of_torch", "is_number", "is_packed", "is_single_sample",
+    "list_samples", "marks_of", "names_sample", "nested_in", "of_all_processes", "parts_held", "parts_in",
+    "reachable_from", "reader_of", "select_samples", "shapes_are_known", "share_bounds", "sizes_of", "skip_samples",
+    "slice_batch", "tensors_in", "to_cpu", "to_device", "with_last",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, StackDataset, Subset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.data import OwnShard
+from pytorch_accel_lite.data.data_marks_seam import DATA_MARKS
 from pytorch_accel_lite.data.loader_defaults import default_num_workers
 from tests.datasets import Batched
 from tests.launching import run_code, some_of
@@ -230,3 +231,20 @@ def test_a_batch_that_no_worker_can_send_is_an_error(seed):
     with pytest.raises(Exception, match=r"(?s)[Pp]ickle.*worker cannot send this batch.* num_workers=0"):
         train(trainer, train_dataset=data, collate_fn=_first_two, train_dataloader_kwargs={"num_workers": 1})
     train(trainer, train_dataset=data, collate_fn=_first_two, train_dataloader_kwargs={"num_workers": 0})
+
+
+class WithReader(Rows):
+    """Its inputs are the process that reads them."""
+
+    def __getitem__(self, index):
+        inputs, targets = super().__getitem__(index)
+        return torch.full_like(inputs, os.getpid()), targets
+
+
+def test_workers_start_anew_if_nothing_compares_the_data(monkeypatch):
+    monkeypatch.setattr(DATA_MARKS, "content", None)
+    readers = []
+    watch = listener(on_train_step_end=lambda trainer, batch, **_: readers.append(int(batch[0].max())))
+    loader = DataLoader(WithReader(float64_data(4)), 4, num_workers=1, persistent_workers=True)
+    adamw_trainer(float64_model(), callbacks=[watch]).train(loader, 2)
+    assert readers[0] != readers[1]

@@ -13,10 +13,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.base.reachable import is_a, parts_held
-
-#: The result of ``marks_of()``: numbers and types, without references to data.
-Marks: TypeAlias = list[object]
+from pytorch_accel_lite.extension_tools.data_and_batches import Marks, is_a, parts_held
 
 #: A list, tuple, set, dict or array of objects.
 _Elements: TypeAlias = Any
