@@ -3,8 +3,8 @@
 from pytorch_accel_lite.callbacks.default_callbacks import DEFAULTS, PROGRESS_BARS
 from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
-from pytorch_accel_lite.callbacks.predictions_and_targets import default_transform
 from pytorch_accel_lite.callbacks.print_progress import epoch_of
+from pytorch_accel_lite.data.predictions_and_targets import default_transform
 from pytorch_accel_lite.run.callback_handler import named_callbacks, set_listening
 from pytorch_accel_lite.run.events import EVENTS, Failure, Phase, Picture, events_between
 from pytorch_accel_lite.run.goodput import describe_fractions

@@ -23,7 +23,7 @@ from pytorch_accel_lite.extending import (
 )
 from pytorch_accel_lite.extension_tools.arguments_and_errors import add_note, checked_by, notes_of
 from pytorch_accel_lite.extension_tools.data_and_batches import list_samples, names_sample
-from pytorch_accel_lite.extension_tools.metrics_and_callbacks import Phase
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import Phase, default_transform
 from pytorch_accel_lite.extension_tools.modules_and_devices import is_out_of_memory
 from pytorch_accel_lite.extension_tools.plain_types import Tree
 from pytorch_accel_lite.extension_tools.texts_and_pages import short_repr
@@ -49,8 +49,8 @@ def add_notes(error: Exception, trainer: TrainerLike, run: Run, phase: Phase) ->
 
 
 def _is_of_callbacks(module: str) -> bool:
-    """Whether a module, given by its name, defines a callback, or is used by callbacks alone."""
-    if ".callbacks." in module:
+    """Whether a module, given by its name, defines a callback, or finds what callbacks compare."""
+    if module == default_transform.__module__:
         return True
     things = getattr(sys.modules.get(module), "__dict__", {}).values()
     classes = [thing for thing in things if isinstance(thing, type) and thing.__module__ == module]
