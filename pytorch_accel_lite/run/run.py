@@ -33,9 +33,9 @@ from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, Trai
 from pytorch_accel_lite.run.accelerated_model import PreparedModel
 from pytorch_accel_lite.run.accumulation import Accumulation, Count, GradientWindow
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
+from pytorch_accel_lite.run.compiled_forward_interface import CompiledForwardLike
 from pytorch_accel_lite.run.division import Division
 from pytorch_accel_lite.run.events import Phase
-from pytorch_accel_lite.run.forward_interface import CompiledForwardLike
 from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.history import MetricValue, RunHistory
 from pytorch_accel_lite.run.intervals import Interval
