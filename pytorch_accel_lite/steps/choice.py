@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
 from pytorch_accel_lite.run.sharding_seam import find_sharding
-from pytorch_accel_lite.steps.compilation import CHECKPOINTED, COMPILED
+from pytorch_accel_lite.steps.compile_step_seam import CHECKPOINTED, COMPILED
 from pytorch_accel_lite.steps.features import OF_EXTENSIONS, STEP_KINDS, Feature, StepKind
 from pytorch_accel_lite.steps.plain_step import PlainStep
 

@@ -80,7 +80,7 @@ def test_signatures_fit_a_screen():
     methods = [value for value in vars(Trainer).values() if inspect.isfunction(value)]
     for function in (Trainer, *methods):
         assert len(str(inspect.signature(function))) < 12 * 80
-    assert str(DEFAULT_CALLBACKS).startswith("(MoveModulesToDeviceCallback, TerminateOnNaNCallback, ")
+    assert str(DEFAULT_CALLBACKS).startswith("(MoveModulesToDeviceCallback, TerminateOnNaNCallback")
     assert (*DEFAULT_CALLBACKS,) == get_default_callbacks() == DEFAULT_CALLBACKS
     assert repr(get_default_callbacks()) == str(DEFAULT_CALLBACKS)
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from pytorch_accel_lite.data.batch_adapter import BatchAdapter
 from pytorch_accel_lite.extension_names import Slot
-from pytorch_accel_lite.run.forward_interface import CompiledForwardLike
+from pytorch_accel_lite.run.compiled_forward_interface import CompiledForwardLike
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.steps.features import MANUAL, SHARDED, Conflict, Feature
 
