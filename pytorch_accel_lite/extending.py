@@ -46,9 +46,17 @@ from pytorch_accel_lite.run.latest_records import LoadedWeights
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.metric_panels import MONITORS, MetricPanel
 from pytorch_accel_lite.run.plots_seam import PLOTS, Plots
-from pytorch_accel_lite.run.run import USER_ATTRIBUTES, InferenceStep, Run, Step, TrainerLike, UserAttributes
+from pytorch_accel_lite.run.run import (
+    SHARDING,
+    USER_ATTRIBUTES,
+    InferenceStep,
+    Run,
+    Sharding,
+    Step,
+    TrainerLike,
+    UserAttributes,
+)
 from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.sharding_seam import SHARDING, Sharding
 from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches, SkippedStep
 from pytorch_accel_lite.run.stop_errors import NonFiniteLossError, RunInterruptedError, StopTrainingError
 from pytorch_accel_lite.run.training_state import TrainingState

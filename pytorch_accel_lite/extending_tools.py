@@ -18,7 +18,7 @@ from pytorch_accel_lite.base.nested_data import parts_in, tensors_in
 from pytorch_accel_lite.base.paths import may_differ
 from pytorch_accel_lite.base.reachable import RandomGenerator, nested_in, reachable_from
 from pytorch_accel_lite.base.seeding import seed_held_generators
-from pytorch_accel_lite.base.sharded_weights import local_shard
+from pytorch_accel_lite.base.sharded_weights import local_shard, tensor_parallel_size
 from pytorch_accel_lite.base.templates import Column, render
 from pytorch_accel_lite.base.tool_reports import Report
 from pytorch_accel_lite.base.types import ChosenModules
@@ -84,7 +84,6 @@ from pytorch_accel_lite.run.events import EVENTS, events_between
 from pytorch_accel_lite.run.history import count_values
 from pytorch_accel_lite.run.metric_panels import best_of, direction_of, is_monitor, panels_by_metric
 from pytorch_accel_lite.run.optimizer_modes import set_optimizer_modes
-from pytorch_accel_lite.run.sharding_seam import tensor_parallel_size
 from pytorch_accel_lite.run.trainer_attributes import buffers_in, other_modules, other_optimizers, registered_objects
 from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters, parameters_not_in_model
 from pytorch_accel_lite.steps.choice import create_step

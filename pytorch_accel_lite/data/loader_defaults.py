@@ -51,8 +51,10 @@ def faster_data(loader: Source, processes: int) -> str:
 
 
 def _is_in_memory(dataset: Source) -> bool:
+    if type(dataset) in (TensorDataset, torch.Tensor):
+        return True
     inner = inner_datasets(dataset)
-    return type(dataset) in (TensorDataset, torch.Tensor) or (bool(inner) and all(map(_is_in_memory, inner)))
+    return bool(inner) and all(map(_is_in_memory, inner))
 
 
 def default_loader_kwargs(dataset: Source, batch_size: int, shuffle: bool, accelerator: Accelerator) -> LoaderKwargs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.loop import training
@@ -19,12 +19,11 @@ from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.stop_errors import StopTrainingError
 
 
-@contextmanager
-def completing_custom_loop(trainer: TrainerLike, run: Run) -> Iterator[None]:
-    """End a run after a block that calls ``_run_training``, if that is overridden by a custom loop."""
+def run_custom_loop(trainer: TrainerLike, run: Run) -> None:
+    """Call an overridden ``_run_training``; if it has a loop of its own, end the run afterwards."""
     try:
-        with _noting_end_of_custom_loop(trainer, run) if "_run_training" in run.overridden else nullcontext():
-            yield
+        with _noting_end_of_custom_loop(trainer, run):
+            trainer._run_training()
     except BaseException as error:
         if not run.loop.uses_builtin_loop:
             end_failed_run(trainer, run, error, ended=run.end.custom_loop_is_ending)

@@ -29,7 +29,9 @@ def fit(
         training_setup.begin_or_resume(trainer, run, reset_run_history)
         with ending_at_signals(run.control.request) if run.request.ends_at_signals else nullcontext():
             training.begin_training(trainer, run)
-            with custom_loops.completing_custom_loop(trainer, run):
-                trainer._run_training()  # training.train(), unless it is overridden
+            if "_run_training" in run.overridden:
+                custom_loops.run_custom_loop(trainer, run)
+            else:
+                training.train(trainer, run)
     if run.end.pause is not None:
         exit_after_signal(run.end.pause)

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
 from pytorch_accel_lite.base.seeding import seed_run
 from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
+from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.locks import lock_path
 from pytorch_accel_lite.checkpoint.state_to_resume import find_state
@@ -18,13 +19,12 @@ from pytorch_accel_lite.checkpoint.states.contents import check_history
 from pytorch_accel_lite.checkpoint.states.recorded_settings_seam import settings_recorder
 from pytorch_accel_lite.loop.guards.optimizer_checks import check_optimizers
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_ranks, settings_of_optimizer
-from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length
 from pytorch_accel_lite.loop.guards.trainer_arguments import check_training
 from pytorch_accel_lite.loop.inference import choose_inference_step
 from pytorch_accel_lite.loop.model_preparation import apply_model_options, prepare_model
 from pytorch_accel_lite.loop.resolved_settings import create_config
 from pytorch_accel_lite.loop.resuming import begin_resuming
-from pytorch_accel_lite.loop.run_loaders import check_gives_batches, create_eval_loaders, create_train_loader
+from pytorch_accel_lite.loop.run_loaders import create_eval_loaders, create_train_loader
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients
 from pytorch_accel_lite.run.accumulation import Accumulation, GradientWindow
@@ -32,25 +32,27 @@ from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.latest_records import TrainingRecord
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_data import EvalArguments
-from pytorch_accel_lite.run.settings import LoaderArguments
-from pytorch_accel_lite.run.sharding_seam import find_sharding
+from pytorch_accel_lite.run.settings import LoaderArguments, TrainerRunConfig
 
 
 def configure(trainer: TrainerLike, run: Run) -> None:
     """Let the callbacks declare what they need from a run, and check the resulting request."""
-    request = run.request
+    request, callbacks = run.request, trainer.callback_handler.callbacks
     if run.ranks.rank == 0:
         trainer.callback_handler.warn_of_unknown_events()
-        for warn_of_habit in OTHER_LIBRARIES.habits:
-            warn_of_habit([trainer, *trainer.callback_handler.callbacks])
+        others = [one for one in (trainer, *callbacks) if not is_from_this_package(type(one))]
+        for warn_of_habit in OTHER_LIBRARIES.habits if others else ():
+            warn_of_habit(others)
     trainer.callback_handler.configure_run(trainer, request, is_outermost=True)
     choose_inference_step(trainer, run, request)
-    _lock_paths(trainer, run)
-    check_training(trainer.optimizer, trainer.accelerator, request)  # again, as callbacks may have changed the request
+    if request.locked_paths:
+        _lock_paths(run)
+    if callbacks:  # which may have changed the request
+        check_training(trainer.optimizer, trainer.accelerator, request)
     _check_metrics(trainer, run)
 
 
-def _lock_paths(trainer: TrainerLike, run: Run) -> None:
+def _lock_paths(run: Run) -> None:
     """Keep other runs from writing to the paths that callbacks have claimed, until this run ends.
 
     Raises:
@@ -61,8 +63,7 @@ def _lock_paths(trainer: TrainerLike, run: Run) -> None:
         for path, argument in run.request.locked_paths.items():
             run.cleanup.callback(lock_path(argument, path).release)
 
-    if run.request.locked_paths:
-        run.ranks.run_together(lock, only_first=True)
+    run.ranks.run_together(lock, only_first=True)
 
 
 def _check_metrics(trainer: TrainerLike, run: Run) -> None:
@@ -91,7 +92,6 @@ def prepare_data(trainer: TrainerLike, run: Run, loader_arguments: LoaderArgumen
     """Seed the generators, and create the loaders, whose order may depend on the seed or on the resumed state."""
     _set_seeds(trainer, run)
     create_train_loader(trainer, run, loader_arguments.batch_size, loader_arguments.train_kwargs)
-    check_gives_batches(run.data.required_train_loader, "train_dataset")
     data, size, eval_kwargs = run.data, loader_arguments.batch_size, loader_arguments.eval_kwargs
     data.eval_arguments = EvalArguments(
         data.eval_dataset, size, eval_kwargs, data.collate_fn, run.request.auto_microbatch
@@ -121,34 +121,33 @@ def _set_seeds(trainer: TrainerLike, run: Run) -> None:
 def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     """Prepare the model and the optimizer, and make the config of the run, its accumulation window and its step."""
     had_optimizer = is_created(trainer.optimizer)
-    if sharding := find_sharding(trainer, run):
-        sharding.prepare_training(trainer, run, batch_size)
+    if run.sharding is not None:
+        run.sharding.prepare_training(trainer, run, batch_size)
     prepare_model(trainer, training=True)
     has_copies = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED  # of the weights, in its optimizer
     if not had_optimizer and not has_copies:
         check_optimizers(trainer)
     run.config = create_config(trainer, run, batch_size)
     run.latest.training = TrainingRecord(run.config, run.end, run.data.eval_arguments)
-    _check_same_settings(trainer, run)
-    _create_window(run)
+    if run.ranks.world_size > 1:
+        _check_same_settings(trainer, run, run.config)
+    _create_window(run, run.config)
     clear_gradients(trainer.optimizer)  # a run that failed within a window may have left gradients
     trainer.accelerator.sync_gradients = True  # a run that failed within a window may have left it off
     run.stepper = trainer._create_step(run)
 
 
-def _check_same_settings(trainer: TrainerLike, run: Run) -> None:
+def _check_same_settings(trainer: TrainerLike, run: Run, config: TrainerRunConfig) -> None:
     """Check that all processes have the same settings, those of their optimizers included."""
-    if run.ranks.world_size > 1:
-        options = settings_of_optimizer(trainer.optimizer) if trainer.check_replicas else {}
-        check_same_on_all_ranks(run.required_config.to_dict() | options, run.ranks)
+    options = settings_of_optimizer(trainer.optimizer) if trainer.check_replicas else {}
+    check_same_on_all_ranks(config.to_dict() | options, run.ranks)
 
 
-def _create_window(run: Run) -> None:
+def _create_window(run: Run, config: TrainerRunConfig) -> None:
     """Create the accumulation window of a run. Warn of a change of its size that the run does not reach."""
     run.accumulation = accumulation = Accumulation(run.request.gradient_accumulation_steps)
-    nominal_size = run.required_config.train_per_device_batch_size
+    nominal_size, updates = config.train_per_device_batch_size, config.max_num_train_steps
     run.window = GradientWindow(run.data.ranks, run.device, accumulation.window_size_after(0), nominal_size)
-    updates = run.required_config.max_num_train_steps
     if updates is not None and 0 < updates <= accumulation.last_change and run.ranks.rank == 0:
         warn_outside(
             f"gradient_accumulation_steps={run.request.gradient_accumulation_steps!r} has a change that is never "
@@ -160,21 +159,18 @@ def begin_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> 
     """Start from the beginning or from a training state."""
     _begin_history(trainer, run, reset_run_history)
     _record_settings(trainer, run)
-    if run.resumed is None:
-        check_schedule_length(trainer, run)
-    else:
+    if run.resumed is not None:
         begin_resuming(trainer, run, run.resumed)
     _plan_first_update(trainer, run)
 
 
 def _begin_history(trainer: TrainerLike, run: Run, reset: bool) -> None:
     """Clear the history, or continue it; if the run before has ended within an epoch, in a new epoch."""
-    was_mid_epoch = run.previous is not None and run.previous.progress.is_mid_epoch
-    run.drop_previous()
+    previous, run.previous = run.previous, None  # the run has started, and stays the latest one after its end
     run.cleanup.callback(trainer.run_history.set_between_epochs, False)
     if reset:
         trainer.run_history.reset()
-    elif was_mid_epoch:
+    elif previous is not None and previous.progress.is_mid_epoch:
         trainer.run_history._increment_epoch()
 
 

@@ -164,6 +164,26 @@ class InferenceStep(Protocol):
         """Report what was skipped. Called on every process after its last batch."""
 
 
+class Sharding(Protocol):
+    """What runs of models with sharded weights do differently. Every process calls each method."""
+
+    def begin_run(self, trainer: TrainerLike, run: Run) -> None:
+        """Shard the model, if that is left to the trainer, and decide which processes read which data.
+
+        Called when a run has become the current one, before it reads its data.
+        """
+
+    def prepare_training(self, trainer: TrainerLike, run: Run, batch_size: int) -> None:
+        """Called in a training run before its model and its optimizer are prepared."""
+
+    def choose_step(self, trainer: TrainerLike, run: Run) -> Callable[[TrainerLike, Run], Step]:
+        """Return the kind of step of a training run for which no feature asks for another one."""
+
+
+#: What shards models, and trains those that are sharded.
+SHARDING: Slot[Sharding] = Slot("sharding")
+
+
 class UserAttributes:
     """What users hold in attributes of trainers and callbacks, in the training states of a run.
 
@@ -298,11 +318,12 @@ class Run:
     latest: LatestRecords = field(default_factory=LatestRecords)
 
     # For the trainer only.
-    previous: Run | None = None  # the run that is current again when this one ends
+    previous: Run | None = None  # the run that is current again when this one ends, unless this one stays current
     recorded_settings: StateDict | None = None  # recorded in training states; on the main process, if it saves states
     loop: LoopState = field(default_factory=LoopState)  # what only the loop needs to know
     user_attributes: UserAttributes = field(default_factory=_create_user_attributes)  # in training states
     trainability: dict[str, dict[str, bool]] = field(default_factory=dict)  # of parameters, after the starting events
+    sharding: Sharding | None = None  # what the run does differently because its model is or will be sharded
     holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)  # of parameters, by ids
     inference_step: InferenceStep | None = None  # how batches without training are computed, if they may fail
 
@@ -323,14 +344,14 @@ class Run:
         """
         if isinstance(train_data, dict):
             train_data = NamedDatasets(train_data)
-        ranks = ranks or trainer.ranks
+        ranks = ranks or trainer.current_run.ranks
         return cls(
             ranks=ranks,
             control=StopCoordinator(ranks),
             window=GradientWindow(ranks, torch.device("cpu"), steps=1, batch_size=1),
             request=request,
             data=RunData(ranks, train_data, eval_data, collate_fn),
-            device=trainer.device,
+            device=trainer.accelerator.device,
             overridden=overridden_methods(trainer),
         )
 
@@ -365,10 +386,6 @@ class Run:
         run.control = StopCoordinator(self.ranks)
         run.end.reason = None
         return run
-
-    def drop_previous(self) -> None:
-        """Free the previous run and its data: this run has started, and remains the trainer's run after its end."""
-        self.previous = None
 
     @property
     def required_config(self) -> TrainerRunConfig:

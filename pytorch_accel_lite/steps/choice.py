@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
-from pytorch_accel_lite.run.sharding_seam import find_sharding
 from pytorch_accel_lite.steps.compilation import CHECKPOINTED, COMPILED
 from pytorch_accel_lite.steps.features import OF_EXTENSIONS, STEP_KINDS, Feature, StepKind
 from pytorch_accel_lite.steps.plain_step import PlainStep
@@ -42,8 +41,7 @@ def _choose_kind(trainer: TrainerLike, run: Run, features: Sequence[Feature]) ->
         if feature.extension:
             raise ValueError(f"{feature.name} {missing_extension_text(feature.extension)}")
     # Sharded weights are not a requested feature, so they choose a step only if no feature does.
-    sharding = find_sharding(trainer, run)
-    return PlainStep if sharding is None else sharding.choose_step(trainer, run)
+    return PlainStep if run.sharding is None else run.sharding.choose_step(trainer, run)
 
 
 def all_features() -> list[Feature]:

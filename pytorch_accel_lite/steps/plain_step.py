@@ -52,7 +52,7 @@ class PlainStep(Step):
 
     def begin(self, trainer: TrainerLike) -> None:
         """Have the first batch examined when it comes, on one process."""
-        self.must_examine_batch = trainer.ranks.rank == 0
+        self.must_examine_batch = trainer.current_run.ranks.rank == 0
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the forward and backward pass on a batch and track its losses."""

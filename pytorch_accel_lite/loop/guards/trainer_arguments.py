@@ -23,12 +23,12 @@ from pytorch_accel_lite.base.argument_checks import (
     refuse_class,
 )
 from pytorch_accel_lite.base.reprs import short_repr
+from pytorch_accel_lite.base.sharded_weights import tensor_parallel_size
 from pytorch_accel_lite.distributed.process_decorators import current_process
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 from pytorch_accel_lite.run.history import RunHistory
 from pytorch_accel_lite.run.intervals import parse_interval
 from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.sharding_seam import tensor_parallel_size
 
 _COMPILE = (bool, dict), "True, False, or a dict of arguments for torch.compile, such as {'mode': 'max-autotune'}"
 #: The types of a trainer's arguments.
