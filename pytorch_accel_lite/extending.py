@@ -61,10 +61,9 @@ from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches, Skip
 from pytorch_accel_lite.run.stop_errors import NonFiniteLossError, RunInterruptedError, StopTrainingError
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
-from pytorch_accel_lite.steps.choice import replace_step
-from pytorch_accel_lite.steps.compilation import COMPILED, STEP_COMPILER, StepCompiler
-from pytorch_accel_lite.steps.features import (
+from pytorch_accel_lite.steps.choice import (
     CLOSURE,
+    COMPILED,
     FP16,
     MANUAL,
     MICROBATCHES,
@@ -74,7 +73,9 @@ from pytorch_accel_lite.steps.features import (
     STEP_KINDS,
     Conflict,
     Feature,
+    replace_step,
 )
+from pytorch_accel_lite.steps.compilation import STEP_COMPILER, StepCompiler
 from pytorch_accel_lite.steps.plain_step import PlainStep, backward
 
 __all__ = [

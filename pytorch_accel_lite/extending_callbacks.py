@@ -72,7 +72,7 @@ from pytorch_accel_lite.run.goodput import describe_fractions
 from pytorch_accel_lite.run.history import MetricValue, NewMetrics
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
 from pytorch_accel_lite.run.metric_checks import ExpectedMetrics
-from pytorch_accel_lite.run.optimizer_modes import evaluating_optimizers
+from pytorch_accel_lite.run.trained_parts import evaluating_optimizers
 
 __all__ = [
     # Arguments of events, and values in states.

@@ -83,9 +83,15 @@ from pytorch_accel_lite.run.error_notes_seam import explain, explaining
 from pytorch_accel_lite.run.events import EVENTS, events_between
 from pytorch_accel_lite.run.history import count_values
 from pytorch_accel_lite.run.metric_panels import best_of, direction_of, is_monitor, panels_by_metric
-from pytorch_accel_lite.run.optimizer_modes import set_optimizer_modes
-from pytorch_accel_lite.run.trainer_attributes import buffers_in, other_modules, other_optimizers, registered_objects
-from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters, parameters_not_in_model
+from pytorch_accel_lite.run.trained_parts import (
+    all_optimized_parameters,
+    buffers_in,
+    other_modules,
+    other_optimizers,
+    parameters_not_in_model,
+    registered_objects,
+    set_optimizer_modes,
+)
 from pytorch_accel_lite.steps.choice import create_step
 
 __all__ = [

@@ -96,7 +96,6 @@ from pytorch_accel_lite.optimizers.optimizer_types import (
     TrainerScheduler,
 )
 from pytorch_accel_lite.run.accumulation import Count
-from pytorch_accel_lite.run.assigned_attributes import run_for_assignment
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.division import create_division
 from pytorch_accel_lite.run.events import TrainerCallback
@@ -148,6 +147,26 @@ _SHOWN_FIRST = (
     *("train", "evaluate", "predict", "predict_iter", "save_model", "save_checkpoint", "load_checkpoint"),
     *("check", "find_lr", "find_batch_size", "diagnose", "estimate_memory", "summary", "log"),
 )
+
+
+def _run_for_assignment(trainer: Trainer, loader_of: Literal["train", "eval"] | None = None) -> Run:
+    """Return the current run, for a program to set an attribute of it.
+
+    Args:
+        loader_of: for a dataloader, whether it trains or evaluates
+
+    Raises:
+        AttributeError: before the trainer is initialised; or, for a dataloader, while nothing is running, because the
+            next run would replace the dataloader
+    """
+    if "current_run" not in vars(trainer):
+        raise AttributeError(f"{type(trainer).__name__}: call super().__init__(...) before setting attributes.")
+    if loader_of is not None and not trainer.open_runs:
+        raise AttributeError(
+            f"{type(trainer).__name__}.{loader_of}_dataloader is the loader of the current run, but nothing is "
+            f"running. Store your own loader under another name, and return it from create_{loader_of}_dataloader()."
+        )
+    return trainer.current_run
 
 
 @add_missing_method_errors
@@ -1073,7 +1092,7 @@ class Trainer:
 
     @run_config.setter
     def run_config(self, config: TrainerRunConfig | None) -> None:
-        run_for_assignment(self).config = config
+        _run_for_assignment(self).config = config
 
     @property
     def step_metrics(self) -> dict[str, MetricValue]:
@@ -1082,7 +1101,7 @@ class Trainer:
 
     @step_metrics.setter
     def step_metrics(self, metrics: dict[str, MetricValue]) -> None:
-        run_for_assignment(self).step_metrics = metrics
+        _run_for_assignment(self).step_metrics = metrics
 
     @property
     def train_dataset(self) -> Source:
@@ -1091,7 +1110,7 @@ class Trainer:
 
     @train_dataset.setter
     def train_dataset(self, dataset: Source) -> None:
-        run_for_assignment(self).data.train_dataset = dataset
+        _run_for_assignment(self).data.train_dataset = dataset
 
     @property
     def eval_dataset(self) -> Source:
@@ -1100,7 +1119,7 @@ class Trainer:
 
     @eval_dataset.setter
     def eval_dataset(self, dataset: Source) -> None:
-        run_for_assignment(self).data.eval_dataset = dataset
+        _run_for_assignment(self).data.eval_dataset = dataset
 
     @property
     def collate_fn(self) -> CollateFunction | None:
@@ -1109,7 +1128,7 @@ class Trainer:
 
     @collate_fn.setter
     def collate_fn(self, collate_fn: CollateFunction | None) -> None:
-        run_for_assignment(self).data.collate_fn = collate_fn
+        _run_for_assignment(self).data.collate_fn = collate_fn
 
     @property
     def train_dataloader(self) -> ShardedLoader | None:
@@ -1118,7 +1137,7 @@ class Trainer:
 
     @train_dataloader.setter
     def train_dataloader(self, loader: Source) -> None:
-        run_for_assignment(self, loader_of="train").data.train_loader = loader
+        _run_for_assignment(self, loader_of="train").data.train_loader = loader
 
     @property
     def eval_dataloader(self) -> ShardedLoader | None:
@@ -1127,7 +1146,7 @@ class Trainer:
 
     @eval_dataloader.setter
     def eval_dataloader(self, loader: Source) -> None:
-        run_for_assignment(self, loader_of="eval").data.eval_loader = loader
+        _run_for_assignment(self, loader_of="eval").data.eval_loader = loader
 
     @property
     def eval_dataloaders(self) -> list[ShardedLoader]:
@@ -1144,7 +1163,7 @@ class Trainer:
 
     @_train_dl_kwargs.setter
     def _train_dl_kwargs(self, kwargs: LoaderKwargs | None) -> None:
-        run_for_assignment(self).data.train_loader_kwargs = kwargs
+        _run_for_assignment(self).data.train_loader_kwargs = kwargs
 
     @property
     def _eval_dl_kwargs(self) -> LoaderKwargs | None:
@@ -1152,7 +1171,7 @@ class Trainer:
 
     @_eval_dl_kwargs.setter
     def _eval_dl_kwargs(self, kwargs: LoaderKwargs | None) -> None:
-        run_for_assignment(self).data.eval_loader_kwargs = kwargs
+        _run_for_assignment(self).data.eval_loader_kwargs = kwargs
 
     @property
     def _loss_tracker(self) -> LossTracker:

@@ -29,9 +29,9 @@ from pytorch_accel_lite.loop.run_loaders import loader_of_run
 from pytorch_accel_lite.optimizers.rates import all_options
 from pytorch_accel_lite.run.error_notes_seam import explain
 from pytorch_accel_lite.run.loop_state import GlobalModes
-from pytorch_accel_lite.run.optimizer_modes import set_optimizer_modes
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.run.trained_parts import set_optimizer_modes
 
 #: Checks of a training run before its first update, when its starting events have fired: an error ends the run. An
 #: extension adds its own.

@@ -18,7 +18,7 @@ from pytorch_accel_lite.loop.guards.first_batch import examine_first_batch
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
-from pytorch_accel_lite.run.trainer_parameters import parameters_not_in_model
+from pytorch_accel_lite.run.trained_parts import parameters_not_in_model
 
 
 class PlainStep(Step):

@@ -60,7 +60,7 @@ from pytorch_accel_lite.run.callback_handler import callbacks_with
 from pytorch_accel_lite.run.division import numbers_of_shares
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trainer_attributes import registered_objects
+from pytorch_accel_lite.run.trained_parts import registered_objects
 from pytorch_accel_lite.run.training_state import TrainingState
 
 # What a training state keeps, by key, and what restores it: restore_before_start, before the starting events of the

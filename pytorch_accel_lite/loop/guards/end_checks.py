@@ -7,7 +7,7 @@ from torch.utils.data import IterableDataset
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.trainer_parameters import weights_are_finite
+from pytorch_accel_lite.run.trained_parts import weights_are_finite
 
 
 def check_num_steps(run: Run, loader: Source, length: int | None) -> None:

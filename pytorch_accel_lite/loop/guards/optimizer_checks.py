@@ -8,8 +8,7 @@ from pytorch_accel_lite.base.formatting import listed
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created, optimized_parameters, parts_of_optimizer
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trainer_attributes import other_modules
-from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters
+from pytorch_accel_lite.run.trained_parts import all_optimized_parameters, other_modules
 
 
 def check_optimizers(trainer: TrainerLike) -> None:

@@ -17,7 +17,7 @@ from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, Trai
 from pytorch_accel_lite.optimizers.rates import Options, format_rates, has_unused_scales
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.trainer_attributes import other_optimizers
+from pytorch_accel_lite.run.trained_parts import other_optimizers
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.schedulers.placeholders import Placeholder
 from pytorch_accel_lite.schedulers.scheduler_base import PlannedLrScheduler
