@@ -20,12 +20,11 @@ from pytorch_accel_lite.checkpoint.states.recorded_settings_seam import SETTINGS
 from pytorch_accel_lite.checkpoint.states.store import StateStore
 from pytorch_accel_lite.checkpoint.store_choice import STORES, Store, read_state
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.batch_adapter import BatchAdapter
+from pytorch_accel_lite.data.batch_adapter import BatchAdapter, LossFunction
 from pytorch_accel_lite.data.batches import Share
 from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SHARED_DATA_CHECKS, SequentialReader
-from pytorch_accel_lite.data.loss_functions import LossFunction
 from pytorch_accel_lite.data.shares import Shares
-from pytorch_accel_lite.data.step_outputs import BatchOutput
+from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.control_group import OtherCallError
 from pytorch_accel_lite.distributed.lost_processes import ProcessLostError

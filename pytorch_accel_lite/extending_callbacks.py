@@ -54,8 +54,8 @@ from pytorch_accel_lite.checkpoint.store_choice import open_store
 from pytorch_accel_lite.data.batch_slices import is_list_of_samples, slice_batch
 from pytorch_accel_lite.data.concatenation import to_cpu
 from pytorch_accel_lite.data.loader_choice import dataset_of
-from pytorch_accel_lite.data.sources import BatchData, Index
-from pytorch_accel_lite.data.step_outputs import BatchOutput, is_number
+from pytorch_accel_lite.data.sources import BatchData, BatchOutput, Index
+from pytorch_accel_lite.data.step_outputs import is_number
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.gradient_sync import sync_ddp_buffers
 from pytorch_accel_lite.extension_names import missing_extension_text

@@ -24,9 +24,8 @@ from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.batch_adapter import IGNORED_LABEL, first_label
-from pytorch_accel_lite.data.batch_sizes import infer_batch_size, is_single_sample
 from pytorch_accel_lite.data.batch_slices import slice_batch
-from pytorch_accel_lite.data.batches import Batch
+from pytorch_accel_lite.data.batches import Batch, infer_batch_size, is_single_sample
 from pytorch_accel_lite.data.consistency import PASS_OWN_SHARD
 from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions, ShardedLoader, copy_loader
 from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SequentialReader, is_loader_of_torch

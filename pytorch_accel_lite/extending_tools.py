@@ -35,14 +35,13 @@ from pytorch_accel_lite.checkpoint.models.trained_objects import (
     unsaved_attribute_names,
 )
 from pytorch_accel_lite.checkpoint.models.weights import verify_weights
-from pytorch_accel_lite.data.batch_adapter import TARGET_KEYS
-from pytorch_accel_lite.data.batch_sizes import infer_batch_size, is_as_long, is_packed, is_single_sample
+from pytorch_accel_lite.data.batch_adapter import TARGET_KEYS, LossShapeError, shapes_are_known
 from pytorch_accel_lite.data.batch_slices import WHAT_CAN_BE_SPLIT, select_samples
+from pytorch_accel_lite.data.batches import infer_batch_size, is_as_long, is_packed, is_single_sample
 from pytorch_accel_lite.data.concatenation import ListOfSamples, concatenate
 from pytorch_accel_lite.data.consistency import PASS_OWN_SHARD, checksum_of_indices
 from pytorch_accel_lite.data.loader import copy_loader, to_device
-from pytorch_accel_lite.data.loader_defaults import faster_data
-from pytorch_accel_lite.data.loss_functions import LossShapeError, shapes_are_known
+from pytorch_accel_lite.data.loader_choice import faster_data
 from pytorch_accel_lite.data.map_loader import MapLoader
 from pytorch_accel_lite.data.reading import add_missing_note, list_samples, names_sample, reader_of
 from pytorch_accel_lite.data.shares import share_bounds
@@ -63,7 +62,7 @@ from pytorch_accel_lite.distributed.stack_frames import (
     is_library_frame,
 )
 from pytorch_accel_lite.loop.extra_passes import loss_of
-from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
+from pytorch_accel_lite.loop.guards.batch_checks import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.dataset_checks import check_dataset
 from pytorch_accel_lite.loop.guards.trainer_arguments import check_training
 from pytorch_accel_lite.loop.inference import inference_run, unwrapped_model

@@ -39,12 +39,11 @@ from pytorch_accel_lite.callbacks.batch_limits import LIMIT_BATCHES_ENV_VAR, lim
 from pytorch_accel_lite.checkpoint import loading, saving
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
-from pytorch_accel_lite.data.batch_adapter import BatchAdapter
+from pytorch_accel_lite.data.batch_adapter import BatchAdapter, LossFunction
 from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.data.loader_defaults import dataloader_for, default_loader_kwargs
-from pytorch_accel_lite.data.loss_functions import LossFunction
-from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
-from pytorch_accel_lite.data.step_outputs import BatchOutput, total_loss
+from pytorch_accel_lite.data.loader_choice import dataloader_for, default_loader_kwargs
+from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index, Source
+from pytorch_accel_lite.data.step_outputs import total_loss
 from pytorch_accel_lite.distributed import Ranks, launch, shutdown
 from pytorch_accel_lite.distributed.accelerator import create_accelerator, find_unused_in_ddp
 from pytorch_accel_lite.distributed.ranks import find_ranks
@@ -859,7 +858,8 @@ class Trainer:
             by default, a ``DataLoader`` of ``self.train_dataset``, or that itself if it is a loader
         """
         defaults = self.get_default_train_dl_kwargs(batch_size)
-        source, self._train_dl_kwargs = dataloader_for(self.train_dataset, self.collate_fn, defaults, train_dl_kwargs)
+        source, kwargs = dataloader_for(self.train_dataset, self.collate_fn, defaults, train_dl_kwargs)
+        self.current_run.data.train_loader_kwargs = kwargs
         return source  # type: ignore[no-any-return]
 
     def create_eval_dataloader(
@@ -867,7 +867,8 @@ class Trainer:
     ) -> Iterable[BatchData]:
         """Return the loader of evaluation batches; see ``create_train_dataloader()``."""
         defaults = self.get_default_eval_dl_kwargs(batch_size)
-        source, self._eval_dl_kwargs = dataloader_for(self.eval_dataset, self.collate_fn, defaults, eval_dl_kwargs)
+        source, kwargs = dataloader_for(self.eval_dataset, self.collate_fn, defaults, eval_dl_kwargs)
+        self.current_run.data.eval_loader_kwargs = kwargs
         return source  # type: ignore[no-any-return]
 
     def get_default_train_dl_kwargs(self, batch_size: int) -> LoaderKwargs:

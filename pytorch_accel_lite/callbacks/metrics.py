@@ -18,8 +18,7 @@ from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.batch_adapter import TARGET_KEYS
-from pytorch_accel_lite.data.sources import BatchData
-from pytorch_accel_lite.data.step_outputs import BatchOutput
+from pytorch_accel_lite.data.sources import BatchData, BatchOutput
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.events import TrainerCallback

@@ -9,12 +9,11 @@ from contextlib import contextmanager, nullcontext
 
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.data import Batch, ShardedLoader
-from pytorch_accel_lite.data.sources import Source
-from pytorch_accel_lite.data.step_outputs import BatchOutput
+from pytorch_accel_lite.data.sources import BatchOutput, Source
 from pytorch_accel_lite.distributed.gradient_sync import no_sync_within_window, sync_ddp_buffers
 from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, evaluate_if_due
 from pytorch_accel_lite.loop.extra_passes import warm_up_ddp
-from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
+from pytorch_accel_lite.loop.guards.batch_checks import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, warn_of_nonfinite_weights
 from pytorch_accel_lite.loop.guards.modes import (
     check_global_modes,
@@ -41,7 +40,8 @@ TRAINING_CHECKS: list[Callable[[TrainerLike, Run], None]] = []
 def begin_training(trainer: TrainerLike, run: Run) -> None:
     """Start the clock, schedule the evaluations, and let the stepper prepare for its first batch."""
     run.control.start_clock()
-    begin_evaluations(run)
+    if run.data.all_eval_loaders or run.request.evaluate_every is not None:
+        begin_evaluations(run)
     run.loop.has_update_schedules = run.evaluates_within_epochs or run.accumulation.changes
     run.stepper.begin(trainer)
 

@@ -44,7 +44,8 @@ def configure(trainer: TrainerLike, run: Run) -> None:
         for warn_of_habit in OTHER_LIBRARIES.habits if others else ():
             warn_of_habit(others)
     trainer.callback_handler.configure_run(trainer, request, is_outermost=True)
-    choose_inference_step(trainer, run, request)
+    if request.auto_microbatch or request.skips_in_evaluation or request.skips_failed_batches:
+        choose_inference_step(trainer, run, request)
     if request.locked_paths:
         _lock_paths(run)
     if callbacks:  # which may have changed the request

@@ -22,11 +22,10 @@ from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
+from pytorch_accel_lite.data.batch_adapter import LossFunction
 from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.data.loss_functions import LossFunction
 from pytorch_accel_lite.data.named_datasets import NamedDatasets
-from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index
-from pytorch_accel_lite.data.step_outputs import BatchOutput
+from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.extension_names import Slot, missing_extension_text
 from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, TrainerOptimizer, TrainerScheduler

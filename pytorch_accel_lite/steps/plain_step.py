@@ -10,11 +10,11 @@ from torch import nn
 from pytorch_accel_lite.base.mixed_precision import mixed_precision
 from pytorch_accel_lite.checkpoint.models.trained_object_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.sources import BatchData
-from pytorch_accel_lite.data.step_outputs import BatchOutput, as_scalars, check_loss, complete_output, total_loss
+from pytorch_accel_lite.data.sources import BatchData, BatchOutput
+from pytorch_accel_lite.data.step_outputs import as_scalars, check_loss, complete_output, total_loss
 from pytorch_accel_lite.distributed.gradient_sync import average_gradients
 from pytorch_accel_lite.loop.clipping import clip_as_overridden, unscale
-from pytorch_accel_lite.loop.guards.first_batch import examine_first_batch
+from pytorch_accel_lite.loop.guards.batch_checks import examine_first_batch
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike

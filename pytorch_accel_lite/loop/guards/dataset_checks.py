@@ -15,8 +15,7 @@ from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.data.consistency import is_prepared
 from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, options_of
-from pytorch_accel_lite.data.loader_defaults import DEFAULT_BATCH_SIZE
+from pytorch_accel_lite.data.loader_choice import DEFAULT_BATCH_SIZE, dataset_of, is_loader, options_of
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.run.run import TrainerLike
 
