@@ -62,6 +62,7 @@ from pytorch_accel_lite.distributed.stack_frames import (
     is_library_frame,
 )
 from pytorch_accel_lite.loop.extra_passes import loss_of
+from pytorch_accel_lite.loop.fit import prepare_training
 from pytorch_accel_lite.loop.guards.batch_checks import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.dataset_checks import check_dataset
 from pytorch_accel_lite.loop.guards.trainer_arguments import check_training
@@ -71,7 +72,6 @@ from pytorch_accel_lite.loop.model_preparation import prepare_model, release_mod
 from pytorch_accel_lite.loop.run_loaders import create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.snapshot import preserving_attributes, replaced
 from pytorch_accel_lite.loop.training import run_step
-from pytorch_accel_lite.loop.training_setup import prepare_training
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.optimizers.optimizer_steps import needs_closure
 from pytorch_accel_lite.optimizers.optimizer_types import CreateScheduler

@@ -26,14 +26,13 @@ def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRun
 
 def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batch_size: int) -> TrainerRunConfig:
     """Derive the settings of a run from its request and the length of its data."""
-    accelerator = trainer.accelerator
-    data = run.data
+    accelerator, data = trainer.accelerator, run.data
+    shares = trainer.division.count
     steps = find_length(data.train_loader)
     accumulation = Accumulation(request.gradient_accumulation_steps)
     is_evaluation = data.train_loader is None
     updates_per_epoch = 0 if is_evaluation else None if steps is None else accumulation.updates_after(steps)
     request = _complete_lengths(request, accumulation, steps)
-    shares = trainer.division.count
     processes = shares or data.ranks.world_size
     train_batch_size = (data.train_loader_kwargs or {}).get("batch_size") or batch_size
     eval_batch_size = (data.eval_loader_kwargs or {}).get("batch_size") or batch_size
