@@ -1260,8 +1260,7 @@ class Trainer:
 
     def _run_train_epoch(self, train_dl: Iterable[BatchData]) -> bool:
         """Run the steps of an epoch; return whether all updates have been made, if their number was given."""
-        custom_loops.begin_epoch_of_custom_loop(self, self.current_run)
-        return training.train_epoch(self, self.current_run, train_dl)
+        return custom_loops.train_epoch_on(self, self.current_run, train_dl)
 
     def _run_eval_epoch(
         self, valid_dl: Iterable[BatchData], is_training: bool = True, is_intermediate: bool = False

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.data import Batch, ShardedLoader
-from pytorch_accel_lite.data.sources import BatchOutput, Source
+from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.distributed.gradient_sync import no_sync_within_window, sync_ddp_buffers
 from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, evaluate_if_due
 from pytorch_accel_lite.loop.extra_passes import warm_up_ddp
@@ -69,7 +69,7 @@ def _run_epoch(trainer: TrainerLike, run: Run) -> None:
     """Train for one epoch and evaluate. A resumed run does what is left of the epoch."""
     begin_epoch(trainer, run)
     if run.epoch_phase < EpochPhase.TRAINED:
-        _run_steps(trainer, run, run.data.required_train_loader)
+        _run_steps(trainer, run)
     if run.epoch_phase < EpochPhase.EVALUATED and run.evaluation_is_due:
         evaluate_all(trainer, run)
     if run.epoch_phase < EpochPhase.ENDED:
@@ -82,13 +82,13 @@ def _run_epoch(trainer: TrainerLike, run: Run) -> None:
     complete_epoch(trainer, run)
 
 
-def _run_steps(trainer: TrainerLike, run: Run, loader: ShardedLoader) -> None:
+def _run_steps(trainer: TrainerLike, run: Run) -> None:
     """Run the steps of an epoch, or the user's method for them."""
     try:
         if "_run_train_epoch" in run.overridden:
-            run.loop.has_reached_limit = bool(trainer._run_train_epoch(loader))
+            run.loop.has_reached_limit = bool(trainer._run_train_epoch(run.data.required_train_loader))
         else:
-            run.loop.has_reached_limit = train_epoch(trainer, run, loader)
+            run.loop.has_reached_limit = train_epoch(trainer, run)
     except Exception as error:
         explain(error, trainer, run, "training")
         raise
@@ -116,27 +116,23 @@ def complete_epoch(trainer: TrainerLike, run: Run) -> None:
     run.control.sync(now=True, can_save=True)
 
 
-def train_epoch(trainer: TrainerLike, run: Run, source: Source) -> bool:
+def train_epoch(trainer: TrainerLike, run: Run) -> bool:
     """Run the steps of an epoch, or the remaining ones, and record its losses.
-
-    Args:
-        source: the training batches, usually those of the run
 
     Returns:
         whether the run has made all its updates, if their number was given
     """
     limit = run.request.max_num_train_steps or math.inf
-    with _reading_from(run, source):
-        loader = _begin_train_epoch(trainer, run)
-        min_share = min_share_for_batch_norm(trainer, run)
-        run.batch_number = run.progress.step
-        length = find_length(loader) if not run.progress.step else None  # a resumed epoch may have steps of other sizes
-        has_ended = False
-        while not has_ended:
-            has_ended = _steps_until_reread(trainer, run, loader, _batches_left(trainer, run, loader, min_share), limit)
-        run.batch_number = None
-        check_num_steps(run, loader, length if run.progress.update < limit else None)
-        _end_train_epoch(trainer, run)
+    loader = _begin_train_epoch(trainer, run)
+    min_share = min_share_for_batch_norm(trainer, run)
+    run.batch_number = run.progress.step
+    length = find_length(loader) if not run.progress.step else None  # a resumed epoch may have steps of other sizes
+    has_ended = False
+    while not has_ended:
+        has_ended = _steps_until_reread(trainer, run, loader, _batches_left(trainer, run, loader, min_share), limit)
+    run.batch_number = None
+    check_num_steps(run, loader, length if run.progress.update < limit else None)
+    _end_train_epoch(trainer, run)
     return run.progress.update >= limit
 
 
@@ -260,19 +256,3 @@ def _follow_schedules(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     run.stepper.set_accumulation(run, run.accumulation.window_size_after(run.progress.update))
     if run.evaluates_within_epochs:
         evaluate_if_due(trainer, run, ends_epoch=batch.is_last)
-
-
-@contextmanager
-def _reading_from(run: Run, source: Source) -> Iterator[None]:
-    """Let a run read other training batches within a block, if they are not its own."""
-    own = run.data.train_loader
-    if source is own:
-        yield
-        return
-    run.data.train_loader = source
-    try:
-        yield
-    finally:
-        if run.data.train_loader is not source:
-            run.data.train_loader.stop_workers()
-        run.data.train_loader = own
