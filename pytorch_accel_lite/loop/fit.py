@@ -198,7 +198,8 @@ def begin_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> 
 
 def _begin_history(trainer: TrainerLike, run: Run, reset: bool) -> None:
     """Clear the history, or continue it; if the run before has ended within an epoch, in a new epoch."""
-    previous, run.previous = run.previous, None  # the run has started, and stays the latest one after its end
+    previous = run.previous
+    run.drop_previous()
     run.cleanup.callback(trainer.run_history.set_between_epochs, False)
     if reset:
         trainer.run_history.reset()

@@ -70,7 +70,7 @@ def inference_run(
         if run.outer is None:
             run.config = create_config(trainer, run, batch_size)
             if request.kind == "evaluation":
-                run.previous = None  # this run stays the latest one
+                run.drop_previous()
         yield run
 
 

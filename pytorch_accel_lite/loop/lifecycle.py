@@ -28,7 +28,7 @@ from pytorch_accel_lite.run.trained_parts import set_optimizer_modes
 def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
     """Make a run the trainer's current one, and restore the previous run afterwards.
 
-    A run that has started stays as the latest one: it has dropped its ``previous`` run, which frees its data.
+    A run that has started stays as the latest one: see ``Run.drop_previous()``.
 
     Args:
         call: the method that begins the run, which every process must call

@@ -317,14 +317,14 @@ class Run:
     latest: LatestRecords = field(default_factory=LatestRecords)
 
     # For the trainer only.
-    previous: Run | None = None  # the run that is current again when this one ends, unless this one stays current
+    previous: Run | None = None  # the run that is current again when this one ends
     recorded_settings: StateDict | None = None  # recorded in training states; on the main process, if it saves states
     loop: LoopState = field(default_factory=LoopState)  # what only the loop needs to know
     user_attributes: UserAttributes = field(default_factory=_create_user_attributes)  # in training states
     trainability: dict[str, dict[str, bool]] = field(default_factory=dict)  # of parameters, after the starting events
-    sharding: Sharding | None = None  # what the run does differently because its model is or will be sharded
     holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)  # of parameters, by ids
     inference_step: InferenceStep | None = None  # how batches without training are computed, if they may fail
+    sharding: Sharding | None = None  # what the run does differently because its model is or will be sharded
 
     @classmethod
     def create(
@@ -385,6 +385,10 @@ class Run:
         run.control = StopCoordinator(self.ranks)
         run.end.reason = None
         return run
+
+    def drop_previous(self) -> None:
+        """Free the previous run and its data: this run has started, and remains the trainer's run after its end."""
+        self.previous = None
 
     @property
     def required_config(self) -> TrainerRunConfig:
