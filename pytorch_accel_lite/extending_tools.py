@@ -63,9 +63,9 @@ from pytorch_accel_lite.distributed.stack_frames import (
 )
 from pytorch_accel_lite.loop.extra_passes import loss_of
 from pytorch_accel_lite.loop.fit import prepare_training
-from pytorch_accel_lite.loop.guards.batch_checks import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.dataset_checks import check_dataset
 from pytorch_accel_lite.loop.guards.trainer_arguments import check_training
+from pytorch_accel_lite.loop.guards.training_batches import min_share_for_batch_norm
 from pytorch_accel_lite.loop.inference import inference_run, unwrapped_model
 from pytorch_accel_lite.loop.lifecycle import entering
 from pytorch_accel_lite.loop.model_preparation import prepare_model, release_model

@@ -13,7 +13,6 @@ from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.distributed.gradient_sync import no_sync_within_window, sync_ddp_buffers
 from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, evaluate_if_due
 from pytorch_accel_lite.loop.extra_passes import warm_up_ddp
-from pytorch_accel_lite.loop.guards.batch_checks import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, warn_of_nonfinite_weights
 from pytorch_accel_lite.loop.guards.modes import (
     check_global_modes,
@@ -22,6 +21,7 @@ from pytorch_accel_lite.loop.guards.modes import (
     restoring_mode_between_batches,
 )
 from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
+from pytorch_accel_lite.loop.guards.training_batches import min_share_for_batch_norm
 from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.resuming import end_if_complete, end_resuming, ending_resumption, print_state_contents
 from pytorch_accel_lite.loop.run_loaders import loader_of_run

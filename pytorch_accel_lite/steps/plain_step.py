@@ -14,7 +14,7 @@ from pytorch_accel_lite.data.sources import BatchData, BatchOutput
 from pytorch_accel_lite.data.step_outputs import as_scalars, check_loss, complete_output, total_loss
 from pytorch_accel_lite.distributed.gradient_sync import average_gradients
 from pytorch_accel_lite.loop.clipping import clip_as_overridden, unscale
-from pytorch_accel_lite.loop.guards.batch_checks import examine_first_batch
+from pytorch_accel_lite.loop.guards.training_batches import examine_first_batch
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
