@@ -6,11 +6,12 @@ EXTRAS := $(BIN)/.extras
 OLDEST_PYTHON ?= python3.11
 OLDEST := .venv-oldest/bin
 
-.PHONY: help demo test test-oldest quick soak coverage check check-newest format bench docs notebooks clean
+.PHONY: help demo test test-all test-oldest quick soak coverage check check-newest format bench docs notebooks clean
 
 help:
 	@echo "make demo    install, train the first example on real data, show where the results are"
-	@echo "make test    run all tests, in a random order; ARGS=\"-k resume\" for a part"
+	@echo "make test    run the tests, in a random order; ARGS=\"-k resume\" for a part"
+	@echo "make test-all  also those that show the same with more processes, layouts, workers or data"
 	@echo "make test-oldest  the same with the oldest versions, of tests/oldest.txt; needs Python 3.11 (OLDEST_PYTHON=...)"
 	@echo "make quick   run the quick tests of a single process: for working"
 	@echo "make soak    run the tests that kill, launch and resume again and again, for hours"
@@ -50,10 +51,13 @@ RUN_TESTS := -m pytest -n auto --maxprocesses 8 --dist loadgroup
 PYTEST := $(BIN)/python $(RUN_TESTS)
 
 test: $(EXTRAS)-test
+	$(PYTEST) -m "not thorough" $(ARGS)
+
+test-all: $(EXTRAS)-test
 	$(PYTEST) $(ARGS)
 
 quick: $(EXTRAS)-test
-	$(PYTEST) -m "not processes and not programs and not slow" $(ARGS)
+	$(PYTEST) -m "not processes and not programs and not slow and not thorough" $(ARGS)
 
 soak: $(EXTRAS)-test
 	SOAK=1 $(PYTEST) -m soak -o timeout=7200 $(ARGS)

@@ -208,6 +208,7 @@ def test_a_stopped_run_with_a_shipped_callback_trains_further(callback_class, he
         assert further.progress == whole.progress
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_all_shipped_callbacks_can_be_combined(here):
     trainer = make_trainer([build(c) for c in SHIPPED])

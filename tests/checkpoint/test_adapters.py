@@ -188,6 +188,7 @@ def resumed_and_saved(folder: Path) -> Any:
     return weights(whole.get_model()), weights(resumed.get_model()), weights(loaded)
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("pretrained")
 def test_several_processes_resume_and_peft_saves_adapters(two_ranks, tmp_path):
     pytest.importorskip("peft")
@@ -224,6 +225,7 @@ def without_what_is_frozen(folder: Path) -> Any:
     return [gathered(trainer.get_model().state_dict()) for trainer in found]
 
 
+@pytest.mark.thorough
 @CAN_SHARD
 def test_frozen_weights_that_are_sharded_are_left_out_too(two_ranks, tmp_path):
     for found in two_ranks.run(without_what_is_frozen, tmp_path):

@@ -51,6 +51,7 @@ def test_sigkill_at_random_instants_leads_to_the_same_bits(tmp_path, workers, as
     assert_same(found, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.soak
 @pytest.mark.programs
 @pytest.mark.timeout(7200 if SOAK else 3600)
@@ -148,7 +149,7 @@ class DiesAtFileOperation(TrainerCallback):
 
 @pytest.mark.soak
 @pytest.mark.programs
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_sigkill_at_any_file_operation_leads_to_the_same_bits(tmp_path, asynchronous):
     """Kills at file operations, from the first file to the end of the second rotation.
 
@@ -211,6 +212,7 @@ def test_a_restart_with_addresses_of_dead_ranks_is_warned_of(monkeypatch):
         adamw_trainer(float64_model())
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_a_job_restarts_by_itself_after_a_rank_was_killed(tmp_path, two_ranks, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

@@ -141,6 +141,7 @@ def test_files_lack_the_quantised_weights(kind, tmp_path, trainable_only):
         Trainer(with_lora(kind, save_base(tmp_path / "other", 1)), None, None).load_checkpoint(path)
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("model_ema")
 def test_averages_share_the_frozen_base(kind, tmp_path):
     from pytorch_accel_lite.callbacks import ModelEmaCallback
@@ -169,6 +170,7 @@ def base_numbers(trainer: Trainer) -> dict[str, int]:
     return weight_checksums(weights(trainer.get_model()))
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("checking")
 def test_evaluations_and_checks_do_not_change_the_base(kind, tmp_path):
     model = with_lora(kind, save_base(tmp_path / "base"))
@@ -181,6 +183,7 @@ def test_evaluations_and_checks_do_not_change_the_base(kind, tmp_path):
     assert base_numbers(trainer) == before
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("blocks")
 def test_recomputed_activations_give_the_same_adapters(kind, tmp_path):
     base = save_base(tmp_path / "base")
@@ -197,6 +200,7 @@ def resumed(kind: str, base: Path, logical: bool) -> list[Any]:
     return run_and_resume(partial(of_processes, kind, base, logical), adapters)
 
 
+@pytest.mark.thorough
 @pytest.mark.soak
 @pytest.mark.parametrize("logical", [False, *[True] * SOAK])
 @pytest.mark.processes

@@ -224,6 +224,7 @@ def resume_in_mid_epoch(folder: Path) -> list[tuple[int, list[int]]]:
     return results
 
 
+@pytest.mark.thorough
 @pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:The training state holds the state of callback")
 @pytest.mark.processes

@@ -274,6 +274,7 @@ def test_modules_beside_the_model_resume_bit_for_bit(train, result):
     assert all(same_bits(whole, run) for run in resumed)
 
 
+@pytest.mark.thorough
 @two_are_enough
 @pytest.mark.parametrize("what", some_of(BESIDE_THE_MODEL))
 def test_processes_resume_training_beside_the_model_bit_for_bit(ranks, what):

@@ -89,7 +89,7 @@ def test_an_epoch_ends_with_a_sampler_without_a_length(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("batched", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_sampler_without_an_end_follows_from_seed_and_epoch(batched):
     size = 10 if batched else 50  # as many batches are drawn ahead as samples
     end, start_of_last = 48 * size, 22 * size + 3

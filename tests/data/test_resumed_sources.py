@@ -224,7 +224,14 @@ def test_own_generators_and_stateful_samplers_resume_exactly(tmp_path, kind):
         assert torch.equal(resumed(kind, at, tmp_path / str(at)), whole), at
 
 
-@pytest.mark.parametrize("kind", [*map(case, ["stream", "in place", "closure"])])
+WITH_WORKERS = [
+    "in place",
+    pytest.param("closure", marks=pytest.mark.thorough),
+    pytest.param("stream", marks=[pytest.mark.extension("streams"), pytest.mark.thorough]),
+]
+
+
+@pytest.mark.parametrize("kind", WITH_WORKERS)
 def test_sources_with_workers_resume_exactly(tmp_path, kind):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*gives the same batch to two workers")

@@ -123,6 +123,7 @@ def test_losses_over_items_equal_one_process(ranks):
             assert run["history"]["train_loss_epoch"] == pytest.approx(one["history"]["train_loss_epoch"], abs=1e-10)
 
 
+@pytest.mark.thorough
 def test_the_number_of_processes_changes_no_update_or_rate(ranks):
     for result in ranks(schedule):
         assert result == on_one_process(schedule)

@@ -318,6 +318,7 @@ def many_trainers() -> Any:
     return saved, counts
 
 
+@pytest.mark.thorough
 @two_are_enough
 def test_trainers_leave_no_threads_and_no_open_files(ranks):
     for saved, (after_3, after_20) in ranks(many_trainers):
@@ -343,6 +344,7 @@ def writers_side_by_side() -> Any:
     return found
 
 
+@pytest.mark.thorough
 @two_are_enough
 def test_several_savers_can_write_in_the_background_at_once(ranks):
     for found in ranks(writers_side_by_side):
@@ -500,6 +502,7 @@ def run_as_script(path: str, *arguments: str) -> None:
         sys.argv = before
 
 
+@pytest.mark.thorough
 def test_the_first_example_runs_unchanged_on_two_processes(tmp_path, job):
     done = job(2).run(run_as_script, "examples/digits.py", "--epochs", "1", "--output", str(tmp_path))
     assert done.output.count("Test accuracy") == 1
@@ -517,6 +520,7 @@ def timeouts_of_own_groups(folder: Path, timeout: timedelta) -> list[timedelta]:
     return [timeout_of(group) for group in dist.distributed_c10d._world.pg_map if group not in before]
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("sharding")
 @pytest.mark.processes
 def test_custom_process_groups_take_the_timeout_of_the_job(tmp_path):

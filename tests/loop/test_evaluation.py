@@ -520,6 +520,7 @@ def gather_for_metrics() -> Any:
     return results
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("streams")
 def test_gather_for_metrics_gives_every_evaluated_sample_once(ranks):
     x, y = float64_data(37).tensors

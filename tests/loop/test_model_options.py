@@ -135,6 +135,7 @@ def test_a_model_compiled_by_accelerate_is_returned(no_accelerator):
 
 
 # torch looks at the gradients of what a graph is given; it ignores the warning itself unless warnings are errors.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_blocks_that_accelerate_compiled_keep_names_in_states(tmp_path, no_accelerator):
     kinds: set[str] = set()

@@ -248,7 +248,9 @@ def by_the_user_is_used_again(folder: Path) -> Any:
 
 @CAN_SHARD
 @pytest.mark.processes
-@pytest.mark.parametrize("case", [by_accelerate_is_used_again, by_the_user_is_used_again])
+@pytest.mark.parametrize(
+    "case", [by_accelerate_is_used_again, pytest.param(by_the_user_is_used_again, marks=pytest.mark.thorough)]
+)
 def test_a_sharded_model_is_used_within_its_run_and_after_it(tmp_path, job, case):
     expected = job(2).run(case, tmp_path)
     assert equal_weights(expected[0], expected[1])

@@ -27,6 +27,7 @@ def test_the_first_example_learns_real_digits(tmp_path):
     assert "model_state_dict" in best
 
 
+@pytest.mark.thorough
 def test_the_first_example_is_also_described_in_a_file(tmp_path):
     printed = run_commands_of("digits", tmp_path, "--train.num_epochs=8")
     assert float(re.search(r"dataset test, .*accuracy ([\d.]+)", printed)[1]) >= 0.98
@@ -42,6 +43,7 @@ def test_unfreezing_continues_where_the_head_alone_ends():
     assert float(accuracy["Gradual unfreezing"]) > float(accuracy["Head alone"]) >= 60
 
 
+@pytest.mark.thorough
 def test_metrics_are_the_same_in_the_callback_and_in_the_loop():
     output = run_script("examples/metrics.py")
     callback, loop = re.search(r"in the callback: ([\d.]+), in the loop: ([\d.]+)", output).groups()
@@ -72,6 +74,7 @@ def run_commands_of(name, folder, *options):
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_a_language_model_learns_pythons_sources(tmp_path):
     output = run_script("examples/language_model.py", "--updates", "30")
     bits = re.search(r"([\d.]+) bits per byte on \d+ lines .* after\s+30 updates", output)
@@ -83,6 +86,7 @@ def test_a_language_model_learns_pythons_sources(tmp_path):
     assert worst[0]["bits_per_byte"] > worst[2]["bits_per_byte"] > float(bits[1])
 
 
+@pytest.mark.thorough
 def test_a_gan_learns_to_draw_digits(tmp_path):
     output = run_script("examples/gan.py", "--epochs", "6", "--output", str(tmp_path))
     sure, kinds = re.search(r"A classifier is ([\d.]+)% sure of 1,000 drawn digits, of (\d+) kinds", output).groups()
@@ -94,6 +98,7 @@ def test_a_gan_learns_to_draw_digits(tmp_path):
     assert of_file.read_bytes() == (tmp_path / "epoch_001.png").read_bytes()
 
 
+@pytest.mark.thorough
 def test_progressive_resizing_trains_one_model_on_growing_images():
     pytest.importorskip("timm")
     output = run_script("examples/progressive_resizing.py")
@@ -102,12 +107,14 @@ def test_progressive_resizing_trains_one_model_on_growing_images():
     assert float(found[-1][1]) >= 90
 
 
+@pytest.mark.thorough
 def test_mixup_trains_on_mixed_images_and_evaluates_on_real_ones():
     pytest.importorskip("timm")
     output = run_script("examples/mixup.py")
     assert float(re.search(r"Test accuracy of the averaged weights: ([\d.]+)% of 360 digits", output)[1]) >= 96
 
 
+@pytest.mark.thorough
 def test_a_search_tries_settings_and_plots_its_results(tmp_path):
     pytest.importorskip("optuna")
     pytest.importorskip("jsonargparse")

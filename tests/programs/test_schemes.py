@@ -136,6 +136,7 @@ def trained_and_resumed() -> dict[str, Any]:
     }
 
 
+@pytest.mark.thorough
 def test_preferences_learned_on_processes_resume_the_same_bits(two_ranks):
     alone = trained_and_resumed()
     for found in (alone, *two_ranks(trained_and_resumed)):

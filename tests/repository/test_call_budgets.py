@@ -35,12 +35,13 @@ class Calls:
             self.by_name[frame.f_code.co_name] += 1
 
     def __enter__(self) -> Calls:
-        gc.collect()  # generators that other tests have left are closed by calls, too
+        gc.disable()  # generators that other tests have left are closed by calls, too
         sys.setprofile(self._look)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
+        gc.enable()
 
 
 class Ready(Trainer):

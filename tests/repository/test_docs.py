@@ -68,7 +68,14 @@ def pictures_in(page: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.soak
-@pytest.mark.parametrize("page", SCHEMES if SOAK else QUICK, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.thorough] * (page.stem != "kfold"))
+        for page in (SCHEMES if SOAK else QUICK)
+    ],
+    ids=lambda page: page.stem,
+)
 def test_a_scheme_gives_the_results_that_its_page_shows(page, tmp_path, monkeypatch, capsys):
     if page.stem == "detection":
         pytest.importorskip("torchvision")

@@ -120,6 +120,7 @@ def test_results_of_an_aborted_part_are_kept(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"gpu.json", "gpu.md", "log.txt", "tests.xml"}
 
 
+@pytest.mark.thorough
 @pytest.mark.programs
 def test_without_a_gpu_it_says_how_to_rehearse(tmp_path):
     done = subprocess.run(

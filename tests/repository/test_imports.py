@@ -178,6 +178,7 @@ def test_importing_and_constructing_change_no_loggers_level(fresh, when):
     assert fresh[f"levels after {when}"] == []
 
 
+@pytest.mark.thorough
 def test_new_loggers_leave_level_and_handlers_to_the_user(fresh):
     for name, (level, handlers, disabled, propagate) in fresh["levels of new loggers"].items():
         assert (level, handlers, disabled, propagate) == (0, 0, False, True), name

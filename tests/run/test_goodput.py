@@ -185,6 +185,7 @@ def test_saving_slows_down_when_states_become_slower(clock, tmp_path):
     assert min(gaps[-3:-1]) > 2 * max(gaps[2:5])
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_knows_the_cost_of_saving(clock, tmp_path):
     updates, whole = saved(clock, tmp_path / "whole")
     state = tmp_path / "whole" / f"update-{updates[5]:09d}"
@@ -203,6 +204,7 @@ def on_ranks() -> Any:
     return world_size(), updates, weights(trainer.get_model()), trainer.goodput.fractions["saving"]
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_processes_save_together_at_the_pace_of_the_slowest(two_ranks):
     first, second = two_ranks(on_ranks)

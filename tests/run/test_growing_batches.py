@@ -127,7 +127,7 @@ def resumed(of: Callable[[list[Path]], list[Path]] = list, **kwargs: Any) -> Any
     [
         pytest.param({}, id="plain"),
         pytest.param({"kind": Own}, id="own step", marks=pytest.mark.extension("manual_optimization")),
-        pytest.param({"logical": 2}, id="logical", marks=pytest.mark.extension("logical")),
+        pytest.param({"logical": 2}, id="logical", marks=[pytest.mark.extension("logical"), pytest.mark.thorough]),
     ],
 )
 def test_a_run_resumes_to_the_same_bits(kwargs):
@@ -136,6 +136,7 @@ def test_a_run_resumes_to_the_same_bits(kwargs):
     assert all(same)
 
 
+@pytest.mark.thorough
 @pytest.mark.soak
 @pytest.mark.processes
 @pytest.mark.parametrize("count", [2, 3] if SOAK else [2])

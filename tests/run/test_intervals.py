@@ -67,6 +67,7 @@ def on_ranks() -> Any:
     return world_size(), {every: run(every)[1] for every in EVERY}
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_several_processes_evaluate_at_the_same_updates(two_ranks):
     for processes, found in two_ranks(on_ranks):

@@ -36,6 +36,7 @@ from tests.small_models import (
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_sigterm_to_the_launcher_saves_one_state_to_resume_from(tmp_path, job):
     job(2).run(run_to_the_end, tmp_path / "whole", workers=2)

@@ -109,7 +109,12 @@ def forget_other_models():
 
 
 @pytest.mark.parametrize(
-    "run", [pytest.param(name, marks=pytest.mark.extension(*["logical"] * name.startswith("logical"))) for name in RUNS]
+    "run",
+    [
+        *(name for name in RUNS if name not in ("logical processes", "compiled blocks")),
+        pytest.param("logical processes", marks=pytest.mark.extension("logical")),
+        pytest.param("compiled blocks", marks=pytest.mark.thorough),
+    ],
 )
 def test_checkpointed_activations_give_the_same_bits(run, no_accelerator):
     case = RUNS[run]
@@ -140,6 +145,7 @@ def on_ranks(how: str) -> list[dict[str, torch.Tensor]]:
     return results
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 @pytest.mark.soak
 @pytest.mark.parametrize("how", [*["ddp"] * SOAK, pytest.param("fsdp", marks=CAN_SHARD)])
@@ -286,6 +292,7 @@ def test_an_out_of_memory_error_says_what_it_would_save():
     assert said in " ".join("".join(caught.value.__notes__).split())
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("memory_estimate")
 def test_the_memory_estimate_includes_checkpointing():
     def estimate(checkpointing: Any, **limit: Any) -> Any:

@@ -181,6 +181,7 @@ def weights_and_losses(trainer: Trainer) -> dict[str, torch.Tensor]:
     return final_weights(trainer) | {"losses": torch.tensor(losses, dtype=torch.float64)}
 
 
+@pytest.mark.thorough
 @pytest.mark.soak
 @pytest.mark.parametrize("scheme", some_of(SCHEMES))
 def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks, scheme):

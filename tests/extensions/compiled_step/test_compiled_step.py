@@ -315,6 +315,7 @@ def test_a_graph_break_is_reported_once_with_its_reason(name):
     assert same_run(found, train(**settings | {"compile_step": False}))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_recompiling_frees_partly_compiled_code():
     backend = Counts()
@@ -353,6 +354,7 @@ def inductor() -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_missing_compiler_is_warned_of(monkeypatch):
     from torch._inductor import config, cpp_builder
@@ -452,6 +454,7 @@ def train_compiled() -> dict[str, Any]:
     }
 
 
+@pytest.mark.thorough
 def test_processes_compile_the_model_inside_their_wrapper(two_ranks):
     for found in two_ranks(train_compiled):
         assert found["graphs"] >= 1

@@ -93,6 +93,7 @@ def test_completion_in_shells_offers_options_of_launch(offered, line, expected):
     assert offered[line] == expected
 
 
+@pytest.mark.thorough
 def test_the_options_of_a_file_are_completed_if_it_is_named(scripts):
     line = "train digits.yaml --optimizer.l"
     assert completions(scripts / "all", line) == [[]]

@@ -160,6 +160,7 @@ def test_a_killed_cross_validation_continues_to_the_same_bits(result, tmp_path, 
     assert re.findall(r"(fold-\d) is finished: skipped", capsys.readouterr().out) == ["fold-1", "fold-2"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_fold_whose_training_is_paused_is_not_tested_yet(result, tmp_path):
     def pauses(folder: Path) -> Trainer:
@@ -172,6 +173,7 @@ def test_a_fold_whose_training_is_paused_is_not_tested_yet(result, tmp_path):
     assert [fold.metrics for fold in found.folds] == [fold.metrics for fold in result.folds]
 
 
+@pytest.mark.thorough
 def test_only_a_resumed_cross_validation_keeps_its_drawn_split(tmp_path, capsys):
     splitter = splitters.KFold(2, shuffle=True)
     arguments = ARGUMENTS | {"max_num_train_steps": 1, "save_dir": tmp_path, "seed": None}
@@ -236,6 +238,7 @@ def test_the_deviation_of_one_fold_is_unknown(tmp_path):
     assert os.listdir(tmp_path / "fold-1") != []
 
 
+@pytest.mark.thorough
 def test_an_experiment_file_describes_the_trainer_of_each_fold(tmp_path):
     pytest.importorskip("jsonargparse")
     from tests.extensions.experiment.test_experiments import FILE

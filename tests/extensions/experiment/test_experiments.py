@@ -659,6 +659,7 @@ def test_a_stopped_experiment_resumes_to_the_same_bits(file, capsys):
     assert_equal(weights(resumed), weights(whole))
 
 
+@pytest.mark.thorough
 @pytest.mark.soak
 @pytest.mark.slow
 def test_a_repeatedly_killed_run_ends_in_the_same_bits(file):
@@ -876,6 +877,7 @@ print(main(["train", {str(file)!r}]))
     assert "An experiment file needs jsonargparse. Install it with: pip install" in run_code(code)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.programs
 def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):

@@ -144,6 +144,7 @@ def test_runs_are_sorted_by_a_metric(runs):
         compare_runs(runs, sort_by="r22")
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("monitoring", "reports")
 def test_the_command_compares_a_folder_of_runs(runs, capsys, monkeypatch):
     folder = Path(next(iter(runs))).parent

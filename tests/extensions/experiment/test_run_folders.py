@@ -122,6 +122,7 @@ def test_a_run_that_never_begins_leaves_no_folder(file):
     assert str(Experiment.from_file(file, {"train.resume_from": "latest"}).output_dir) == "runs/small-run2"
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 @pytest.mark.programs
 def test_several_processes_agree_on_the_folder(file):

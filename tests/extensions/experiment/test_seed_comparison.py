@@ -82,6 +82,7 @@ def test_the_value_of_a_run_is_that_of_its_best_model(tmp_path):
     assert found.names == ("a", "diverging")
 
 
+@pytest.mark.thorough
 def test_the_value_of_a_best_model_may_be_one_within_an_epoch(tmp_path):
     def diverging(seed: int, folder: Path, metric: str) -> tuple[Trainer, dict[str, Any]]:
         trainer, arguments = make(0.3, seed, folder, SaveBestModelCallback(folder / "best.pt", metric))
@@ -98,6 +99,7 @@ def test_the_value_of_a_best_model_may_be_one_within_an_epoch(tmp_path):
             assert value == pytest.approx(error, rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_files_are_compared_on_the_command_line(tmp_path, monkeypatch, capsys):
     pytest.importorskip("jsonargparse")
     monkeypatch.chdir(tmp_path)
@@ -120,6 +122,7 @@ def test_files_are_compared_on_the_command_line(tmp_path, monkeypatch, capsys):
     assert "error: a='narrow.yaml' and b='narrow.yaml' are the same setting" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @only_with_soak  # tests/repository/test_docs.py runs the page's code
 def test_the_comparison_of_the_page_gives_its_results(tmp_path, monkeypatch, capsys):
     pytest.importorskip("jsonargparse")
@@ -257,6 +260,7 @@ def test_a_killed_comparison_continues_to_the_same_bits(result, tmp_path):
     assert found.values == result.values
 
 
+@pytest.mark.thorough
 def test_an_interrupted_comparison_continues_when_called_again(tmp_path, monkeypatch, capsys):
     pytest.importorskip("jsonargparse")
     monkeypatch.chdir(tmp_path)

@@ -467,6 +467,7 @@ def test_the_test_command_follows_the_file(tmp_path, monkeypatch, capsys):
     assert "absolute_error" in json.loads((folder / "a" / "eval" / "worst.json").read_text())[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_command_tests_again_with_another_loss_or_callback(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

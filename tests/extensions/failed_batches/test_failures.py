@@ -459,6 +459,7 @@ def test_a_divided_batch_without_items_has_a_loss_of_zero(divided, as_number):
     assert losses[:3] == pytest.approx(losses[3:])
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_still_splits_and_ends_in_the_same_bits(tmp_path, capsys):
     def run(**kwargs: Any) -> Trainer:
         saving = SaveTrainingStateCallback(tmp_path, save_every_n_steps=1)

@@ -112,6 +112,7 @@ def test_the_timeout_of_collectives_is_lowered_and_restored(two_ranks):
         assert after > timedelta(seconds=130)
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_a_job_that_hangs_ends_itself_and_resumes_its_bits(tmp_path, two_ranks, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

@@ -364,7 +364,12 @@ def test_the_order_of_a_sum_does_not_depend_on_who_adds(terms):
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.extension(*NEEDED.get(case, ()))) for case in (ALL if SOAK else FEW)],
+    [
+        pytest.param(
+            case, marks=[pytest.mark.extension(*NEEDED.get(case, ())), *[pytest.mark.thorough] * (case is with_workers)]
+        )
+        for case in (ALL if SOAK else FEW)
+    ],
     ids=lambda case: case.__name__,
 )
 def test_any_number_of_processes_gives_the_same_bits(ranks, case):
@@ -503,6 +508,7 @@ def test_a_run_resumes_the_same_bits_on_any_number_of_processes(uninterrupted, j
             assert [differences(whole, found) for found in job(processes).run(resumed, state)] == [[]] * processes
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("model_ema", "monitoring")
 def test_states_of_several_processes_resume_on_others(uninterrupted, job, tmp_path):
     whole, states = uninterrupted
@@ -556,6 +562,7 @@ def test_any_run_resumes_from_any_update_on_any_process_count(job, tmp_path):
         assert [differences(whole, other) for other in others] == [[]] * len(others), options
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("model_ema", "monitoring")
 def test_resuming_with_other_logical_processes_loses_no_sample(uninterrupted, capsys):
     whole, states = uninterrupted

@@ -102,6 +102,7 @@ def resume(how: str, states: Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.soak
 def test_states_resume_on_any_layout_to_the_same_bits(tmp_path, job):
     for found in job(2).run(train, "fsdp", tmp_path):
@@ -132,6 +133,7 @@ def in_lower_precision() -> dict[str, Any]:
     return result_of(trainer)
 
 
+@pytest.mark.thorough
 def test_mixed_precision_of_fsdp_has_one_result(job):
     two, three = (job(processes).run(in_lower_precision)[0] for processes in (2, 3))
     assert equal_weights(two["weights"], three["weights"])
@@ -155,6 +157,7 @@ def by_accelerate() -> dict[str, Any]:
     return result_of(trainer) | {"average": gathered(average.ema_model.state_dict())}
 
 
+@pytest.mark.thorough
 def test_models_sharded_by_accelerate_have_the_same_bits(job):
     for found in job(2).run(by_accelerate):
         assert_same(found, whole())
@@ -178,6 +181,7 @@ def with_and_without() -> tuple[Any, Any]:
     return found[0], found[1]
 
 
+@pytest.mark.thorough
 def test_after_a_run_torch_reduces_gradients_again(job):
     for after, fresh in job(2).run(with_and_without):
         assert equal_weights(after, fresh)

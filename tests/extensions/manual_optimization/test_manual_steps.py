@@ -150,6 +150,7 @@ def networks_and_losses(trainer: GAN) -> dict[str, torch.Tensor]:
     return trainer.networks() | {name: torch.tensor([*values], dtype=torch.float64) for name, values in history}
 
 
+@pytest.mark.thorough
 @pytest.mark.soak
 def test_processes_train_as_one_and_resume_to_the_same_bits(two_ranks):
     (whole, *_), _ = check_processes(two_ranks, train_gan, networks_and_losses, resumed=5)

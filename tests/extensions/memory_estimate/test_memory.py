@@ -144,6 +144,7 @@ def test_the_estimated_peak_is_the_allocators():
     assert found.peak == pytest.approx(highest, rel=0.03)
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 @CAN_SHARD
 @pytest.mark.soak

@@ -95,6 +95,7 @@ def result(trainer: Trainer) -> dict[str, torch.Tensor]:
     return weights(trainer.get_model()) | {"shares": torch.tensor(shares(trainer))}
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_any_number_of_processes_resumes_to_the_same_bits(two_ranks):
     whole, *resumed = run_and_resume(run_of_metrics, result)
@@ -255,6 +256,7 @@ def read_and_resumed(**kinds: Any) -> list[dict[str, torch.Tensor]]:
     return run_and_resume(train, dict)
 
 
+@pytest.mark.thorough
 @pytest.mark.soak
 @pytest.mark.parametrize("kinds", [*[{"easy": Shelf, "hard": Forgetful}] * SOAK, {"easy": Cut, "hard": ForgetfulCut}])
 @pytest.mark.processes

@@ -113,6 +113,7 @@ def with_states(folder: Path | None, **kwargs: Any) -> Trainer:
     return train(taught(MomentumTeacherCallback(cosine, every_n_updates=2), every_state(folder), seed=0), **kwargs)
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_processes_have_one_teacher_and_resume_to_the_same_bits(two_ranks):
     check_processes(two_ranks, with_states, pair)
@@ -131,6 +132,7 @@ def in_shards(how: str, folder: Path) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+@pytest.mark.thorough
 @CAN_SHARD
 @pytest.mark.processes
 def test_a_sharded_model_has_a_sharded_teacher(tmp_path, two_ranks):

@@ -149,6 +149,7 @@ def resumed() -> list[dict[str, torch.Tensor]]:
     return [weights(trainer.get_model()) for trainer in (whole, again, trained(None))]
 
 
+@pytest.mark.thorough
 def test_runs_resume_to_the_same_bits_on_one_and_two_processes(two_ranks):
     for whole, again, made in (on_one_process(resumed), *two_ranks(resumed)):
         assert equal_weights(whole, again)

@@ -78,6 +78,7 @@ def save_sharded(folder: Path) -> dict[str, Any]:
     return gathered(trainer.model.state_dict())
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 @CAN_SHARD
 def test_transformers_loads_a_sharded_model(tmp_path, two_ranks):

@@ -83,6 +83,7 @@ def test_a_run_resumes_to_the_same_bits(folder):
     assert {path.name for path in folder.glob("states/*")} == {*names(folder)}
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_ranks_upload_their_own_files_and_resume_the_same_bits(folder, two_ranks):
     for whole, resumed in two_ranks.run(resume, folder):
@@ -119,6 +120,7 @@ def sharded_and_damaged(folder: Path, thoroughly: bool) -> tuple[Any, dict[str, 
     return whole, resume
 
 
+@pytest.mark.thorough
 @pytest.mark.soak
 @pytest.mark.processes
 @CAN_SHARD

@@ -266,6 +266,7 @@ def test_several_processes_compute_the_same(two_ranks):
     assert equal_weights(first[2], second[2])
 
 
+@pytest.mark.thorough
 @CAN_SHARD
 @pytest.mark.slow
 @pytest.mark.processes

@@ -180,6 +180,7 @@ def test_deepspeed_has_a_step_that_checks_the_weights(no_accelerator):
         step.apply_update(trainer, run)
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("wsd")
 @pytest.mark.processes
 def test_fsdp1_trains_like_ddp(tmp_path, two_ranks):

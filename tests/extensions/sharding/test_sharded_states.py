@@ -93,6 +93,7 @@ def changed_at_the_start(folder: Path) -> dict[str, Any]:
     return {"whole": whole, "resumed": resumed, "printed": printed.getvalue()}
 
 
+@pytest.mark.thorough
 def test_starting_events_change_a_sharded_run_once(tmp_path, job):
     for found in job(2).run(changed_at_the_start, tmp_path):
         for again in found["resumed"]:
@@ -106,6 +107,7 @@ def alone():
     return result_of(fit(sharded_trainer("whole"), "whole", update=12))
 
 
+@pytest.mark.thorough
 @pytest.mark.soak
 def test_sharded_and_plain_states_resume_on_any_process_count(tmp_path, job):
     expected = alone()
@@ -214,6 +216,7 @@ def test_shards_in_a_remote_store_resume_to_the_same_bits(tmp_path):
     assert "Resuming from 'memory://bucket/run/update-000000004'" in printed
 
 
+@pytest.mark.thorough
 def test_torch_reads_the_shards(tmp_path, job):
     storage = pytest.importorskip(
         "torch.distributed.checkpoint.hf_storage", reason="HuggingFaceStorageReader needs torch 2.8"
@@ -230,6 +233,7 @@ def test_torch_reads_the_shards(tmp_path, job):
     assert all(torch.equal(target[name], tensor) for name, tensor in stored.items())
 
 
+@pytest.mark.thorough
 def test_a_missing_file_of_shards_is_an_error(tmp_path, job):
     job(2).run(saved, "fsdp", tmp_path, sharded=True)
     _, *later = sorted((tmp_path / "fsdp" / "update-000000002").glob("shards*"))

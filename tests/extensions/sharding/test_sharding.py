@@ -109,7 +109,9 @@ def check_same_as_alone(found, tolerance=1e-12):
     torch.testing.assert_close(found["predictions"], expected["predictions"], atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize(("how", "processes"), [("fsdp", 2), ("layers", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(
+    ("how", "processes"), [("fsdp", 2), ("layers", 2), pytest.param("hsdp", 4, marks=pytest.mark.thorough)]
+)
 def test_sharded_models_train_like_one_process(job, how, processes):
     for found in job(processes).run(trained, how):
         check_same_as_alone(found)
@@ -156,6 +158,7 @@ def in_single_precision(how: str) -> dict[str, list[float]]:
     return trainer.run_history.to_dict()
 
 
+@pytest.mark.thorough
 def test_single_precision_losses_equal_those_of_replicas(two_ranks):
     replicas = two_ranks.run(in_single_precision, "whole")[0]
     for found in two_ranks.run(in_single_precision, "fsdp"):
@@ -182,6 +185,7 @@ def by_accelerate(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.thorough
 def test_accelerate_may_shard_in_two_dimensions(tmp_path, job):
     """Its states are saved in shards and resumed, too."""
     for whole, resumed in job(4).run(by_accelerate, tmp_path):
@@ -236,6 +240,7 @@ def averaged(how: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("model_ema")
 @pytest.mark.soak
 @pytest.mark.parametrize(("how", "processes"), [("fsdp", 2), *[("tp_fsdp", 4)] * SOAK])
@@ -278,6 +283,7 @@ def averaged_statistics() -> dict[str, Any]:
     return result_of(trainer) | {"average": mean, "states": states, "loss_of_average": loss}
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("model_ema")
 def test_statistics_of_a_sharded_model_are_averaged_as_weights(two_ranks):
     first, second = two_ranks(averaged_statistics)
@@ -309,6 +315,7 @@ def placed(source: Path | None, training: bool = True) -> dict[str, Any]:
     return {"before": before, "after": gathered(trainer.get_model().state_dict())}
 
 
+@pytest.mark.thorough
 def test_a_meta_device_model_starts_like_an_unsharded_one(tmp_path, two_ranks):
     torch.manual_seed(3)
     torch.set_default_dtype(torch.float64)
@@ -373,6 +380,7 @@ def of_transformers(folder: Path) -> dict[str, Any]:
     return {"sharded": trainer.is_sharded} | result_of(trainer)
 
 
+@pytest.mark.thorough
 def test_a_sharded_transformers_model_trains(tmp_path, two_ranks):
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers, "DistributedConfig"):
@@ -389,7 +397,9 @@ def test_a_sharded_transformers_model_trains(tmp_path, two_ranks):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("how", "processes"), [("tp", 2), ("tp_fsdp", 4), *[("tp_ddp", 4)] * SOAK])
+@pytest.mark.parametrize(
+    ("how", "processes"), [("tp", 2), pytest.param("tp_fsdp", 4, marks=pytest.mark.thorough), *[("tp_ddp", 4)] * SOAK]
+)
 def test_processes_of_tensor_parallelism_share_their_batches(job, how, processes):
     by_rank = job(processes).run(trained, how)
     for rank, found in enumerate(by_rank):

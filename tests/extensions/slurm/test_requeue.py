@@ -215,6 +215,7 @@ def job_with_a_free_port() -> int:
             return job
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(LaunchConfig, "signals_to_handle"), reason="before 2.10, torchrun ends at SIGUSR1")
 @pytest.mark.programs
 def test_the_script_of_the_documentation_saves_when_warned(tmp_path):

@@ -108,6 +108,7 @@ def test_the_losses_of_rows_are_means_since_the_row_before(uninterrupted):
     assert [value for _, value in logged["tensorboard"]["loss"]] == pytest.approx(by_twos, rel=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.soak
 @pytest.mark.programs
 @pytest.mark.parametrize("saver_first", some_of([False, True]))
@@ -143,6 +144,7 @@ def test_a_run_killed_again_and_again_logs_the_same(uninterrupted, tmp_path, sav
     assert attempts[-1]["outcome"] == "finished"
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 @OF_THE_SCRIPT
 def test_one_of_two_processes_writes_the_numbers_of_both(tmp_path, uninterrupted, job):

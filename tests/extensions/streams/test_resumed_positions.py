@@ -183,6 +183,7 @@ def resumed_streams() -> Any:
     return results
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_streams_and_own_batches_continue_on_several_processes(ranks):
     results = ranks(resumed_streams)

@@ -212,7 +212,7 @@ def require_datasets() -> None:
     [
         "cut",
         *["forgetful cut", pytest.param("blocks of cut", marks=pytest.mark.extension("shuffled_streams"))] * SOAK,
-        pytest.param("mixture of cut", marks=pytest.mark.extension("mixtures")),
+        pytest.param("mixture of cut", marks=[pytest.mark.extension("mixtures"), pytest.mark.thorough]),
     ],
 )
 def test_each_process_reads_its_part_of_a_divisible_stream(two_ranks, tmp_path, kind):
@@ -235,6 +235,7 @@ def test_each_process_reads_its_part_of_a_divisible_stream(two_ranks, tmp_path, 
             assert sum(len(result["read"]) for result in resumed) <= len(numbers_in(resumed)) + 15
 
 
+@pytest.mark.thorough
 def test_hugging_faces_streams_are_divided_by_their_shards(two_ranks, tmp_path):
     require_datasets()
     whole = two_ranks.run(train_on, "six shards", tmp_path)
@@ -253,6 +254,7 @@ def test_hugging_faces_streams_are_divided_by_their_shards(two_ranks, tmp_path):
     assert three[0]["printed"] == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["forgetful cut", *["cut"] * SOAK])
 def test_any_number_of_processes_completes_a_divided_stream(two_ranks, job, tmp_path, kind):
@@ -476,6 +478,7 @@ def streams_within_streams() -> Any:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.soak
 def test_streams_are_evaluated_while_another_is_read(two_ranks):
     for found in two_ranks(streams_within_streams):

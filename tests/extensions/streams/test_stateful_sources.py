@@ -272,6 +272,7 @@ def test_processes_continue_a_stateful_source_without_rereading(ranks, tmp_path,
     check_resumed_on(ranks, tmp_path, kind)
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_processes_continue_hugging_faces_split_stream(two_ranks, tmp_path):
     require("split")
@@ -306,6 +307,7 @@ def test_other_processes_read_a_stateful_sources_parts_again(two_ranks, job, tmp
     assert [len(result["read"]) for result in resumed] == [len(range(r, 36 - (r > 0), 3)) * 2 for r in range(3)]
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_an_exhausted_stateful_part_repeats_its_last_batch(two_ranks, tmp_path):
     """The shares of 26 samples are 13 and 12 at a time of one: the second waits with zero weight.

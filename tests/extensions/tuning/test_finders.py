@@ -290,6 +290,7 @@ def test_the_shortest_of_several_datasets_limits_the_batch(capsys):
     assert "12 (the maximum)" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_model_that_is_too_large_for_one_sample_is_an_error():
     with pytest.raises(RuntimeError, match="Not even a batch of one sample fits"):
         adamw_trainer(Hungry(0)).find_batch_size(float64_data(10))

@@ -173,6 +173,7 @@ def gradual_unfreezing() -> Any:
     return results
 
 
+@pytest.mark.thorough
 @two_are_enough
 def test_several_processes_unfreeze_as_one(ranks):
     alone = gradual_unfreezing()

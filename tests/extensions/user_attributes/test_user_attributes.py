@@ -157,6 +157,7 @@ def test_user_attributes_resume_bit_for_bit(train, result):
     assert all(same_bits(whole, run) for run in resumed)
 
 
+@pytest.mark.thorough
 @two_are_enough
 @pytest.mark.parametrize("held", some_of(HELD))
 def test_attributes_of_each_process_resume_bit_for_bit(ranks, held):
