@@ -19,7 +19,7 @@ from pytorch_accel_lite.run.history import InMemoryRunHistory, RunHistory
 from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.losses import LossTracker
 from pytorch_accel_lite.run.progress import Progress
-from pytorch_accel_lite.run.settings import TrainerRunConfig
+from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.schedulers.placeholders import TrainerPlaceholderValues
 from pytorch_accel_lite.trainer import Trainer, TrainerWithTimmScheduler
 

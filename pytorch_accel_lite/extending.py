@@ -1,7 +1,6 @@
 """The seams at which extensions change what a trainer does, and the types that they deal with.
 
-Yours may use them, too. ``extending_callbacks.py`` has the names that callbacks share, ``extending_data.py`` those for
-sources of data, and ``extending_tools.py`` the functions that the package's own extensions use.
+Yours may use them, too. ``extension_tools/`` has the functions and types that extensions share, by subject.
 """
 
 from pytorch_accel_lite.base.types import JsonObject
@@ -16,7 +15,7 @@ from pytorch_accel_lite.checkpoint.models.companion_files import COMPANION_WRITE
 from pytorch_accel_lite.checkpoint.models.model_forms import ADAPTERS, MODEL_FORMS, ModelForm, WriteModel
 from pytorch_accel_lite.checkpoint.states.directory import CapturedState, read_model, read_verified, write_files
 from pytorch_accel_lite.checkpoint.states.manifest import catch_damage, manifest_text, read_manifest
-from pytorch_accel_lite.checkpoint.states.recorded_settings_seam import SETTINGS_RECORDER, SettingsRecorder
+from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import SETTINGS_RECORDER, SettingsRecorder
 from pytorch_accel_lite.checkpoint.states.store import StateStore
 from pytorch_accel_lite.checkpoint.store_choice import STORES, Store, read_state
 from pytorch_accel_lite.data import Batch
@@ -32,7 +31,7 @@ from pytorch_accel_lite.distributed.observers import OBSERVERS, JobObserver
 from pytorch_accel_lite.distributed.stack_frames import Stack
 from pytorch_accel_lite.distributed.trainer_protocol import OpenTrainer
 from pytorch_accel_lite.loop.inference import INFERENCE_STEP
-from pytorch_accel_lite.loop.model_preparation import MODEL_CHANGES
+from pytorch_accel_lite.loop.model_setup import MODEL_CHANGES
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot
 from pytorch_accel_lite.loop.training import TRAINING_CHECKS
 from pytorch_accel_lite.run.accumulation import GradientWindow
@@ -45,6 +44,7 @@ from pytorch_accel_lite.run.latest_records import LoadedWeights
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.metric_panels import MONITORS, MetricPanel
 from pytorch_accel_lite.run.plots_seam import PLOTS, Plots
+from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import (
     SHARDING,
     USER_ATTRIBUTES,
@@ -55,8 +55,7 @@ from pytorch_accel_lite.run.run import (
     TrainerLike,
     UserAttributes,
 )
-from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches, SkippedStep
+from pytorch_accel_lite.run.skipped_in_inference import SKIPPED, SkippedBatches, SkippedStep
 from pytorch_accel_lite.run.stop_errors import NonFiniteLossError, RunInterruptedError, StopTrainingError
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.run.watched_metric import WatchedMetric

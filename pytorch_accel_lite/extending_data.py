@@ -1,58 +1,20 @@
-"""Names for extensions of ``data``, besides the names for users. They come from layers below the run."""
+"""What extensions of ``data`` are written with, in one list: ``extension_tools`` has it by subject."""
 
-from pytorch_accel_lite.base.argument_checks import check_positive_int, check_range
-from pytorch_accel_lite.base.change_marks import Marks, marks_of
-from pytorch_accel_lite.base.generator_states import (
-    find_held_generators,
-    modules_with_generators,
-    preserving_generators,
-    state_of_generator,
-)
-from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.module_modes import evaluation_mode
-from pytorch_accel_lite.base.nested_data import parts_in, tensors_in
-from pytorch_accel_lite.base.reachable import nested_in
-from pytorch_accel_lite.base.seeding import (
-    derive_seed,
-    draw_seed,
-    generator_with,
-    seed_all,
-    seed_generators,
-    seed_held_generators,
-)
-from pytorch_accel_lite.base.types import StateDict, Tree
-from pytorch_accel_lite.base.unknown_names import did_you_mean
-from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.data.batch_adapter import IGNORED_LABEL, first_label
-from pytorch_accel_lite.data.batch_slices import slice_batch
-from pytorch_accel_lite.data.batches import Batch, infer_batch_size, is_single_sample
-from pytorch_accel_lite.data.consistency import PASS_OWN_SHARD
-from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions, ShardedLoader, copy_loader
-from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SequentialReader, is_loader_of_torch
-from pytorch_accel_lite.data.named_datasets import check_are_named, sizes_of
-from pytorch_accel_lite.data.order import of_all_processes
-from pytorch_accel_lite.data.shares import count_global_batches, grouped, with_last
-from pytorch_accel_lite.data.skipping_on_resume import early_end_error, skip_samples
-from pytorch_accel_lite.data.sources import BatchData, IndexedData, OwnShard, Sample, Source, SourceState, TrainingOrder
-from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.distributed.messages import Message, decode
+from pytorch_accel_lite.extension_tools.arguments_and_errors import *
+from pytorch_accel_lite.extension_tools.data_and_batches import *
+from pytorch_accel_lite.extension_tools.modules_and_devices import *
+from pytorch_accel_lite.extension_tools.plain_types import *
+from pytorch_accel_lite.extension_tools.processes import *
+from pytorch_accel_lite.extension_tools.random_numbers import *
 
 __all__ = [
-    # Sources, samples and batches.
-    "Batch", "BatchData", "IGNORED_LABEL", "IndexedData", "LoaderKwargs", "OwnShard", "Sample", "Source",
-    "TrainingOrder", "Tree", "find_length", "first_label", "infer_batch_size", "is_loader_of_torch", "is_single_sample",
-    "nested_in", "parts_in", "slice_batch", "tensors_in",
-    # Several datasets by name.
-    "check_are_named", "sizes_of",
-    # Loaders of data that are read in turn.
-    "LoaderOptions", "Marks", "SEQUENTIAL_READER", "SequentialReader", "ShardedLoader", "copy_loader",
-    "count_global_batches", "grouped", "marks_of", "with_last",
-    # Their positions.
-    "SourceState", "StateDict", "early_end_error", "skip_samples",
-    # The processes that read.
-    "Message", "PASS_OWN_SHARD", "Ranks", "decode", "of_all_processes",
-    # Random numbers, arguments and warnings.
-    "check_positive_int", "check_range", "derive_seed", "did_you_mean", "draw_seed", "evaluation_mode",
-    "find_held_generators", "generator_with", "modules_with_generators", "preserving_generators", "seed_all",
-    "seed_generators", "seed_held_generators", "state_of_generator", "warn_outside",
+    "Batch", "BatchData", "IGNORED_LABEL", "IndexedData", "LoaderKwargs", "LoaderOptions", "Marks", "Message",
+    "OwnShard", "PASS_OWN_SHARD", "Ranks", "SEQUENTIAL_READER", "Sample", "SequentialReader", "ShardedLoader",
+    "Source", "SourceState", "StateDict", "TrainingOrder", "Tree", "check_are_named", "check_positive_int",
+    "check_range", "copy_loader", "count_global_batches", "decode", "derive_seed", "did_you_mean", "draw_seed",
+    "early_end_error", "evaluation_mode", "find_held_generators", "find_length", "first_label", "generator_with",
+    "grouped", "infer_batch_size", "is_loader_of_torch", "is_single_sample", "marks_of", "modules_with_generators",
+    "nested_in", "of_all_processes", "parts_in", "preserving_generators", "seed_all", "seed_generators",
+    "seed_held_generators", "sizes_of", "skip_samples", "slice_batch", "state_of_generator", "tensors_in",
+    "warn_outside", "with_last",
 ]  # fmt: skip

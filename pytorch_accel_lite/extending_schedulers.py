@@ -1,16 +1,11 @@
-"""Names for extensions of ``schedulers``, besides the names for users. They come from layers below the data."""
+"""What extensions of ``schedulers`` are written with, in one list: ``extension_tools`` has it by subject."""
 
-from pytorch_accel_lite.base.argument_checks import check_choice, check_int, check_positive_int, check_range
-from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.schedulers.placeholders import TrainerPlaceholderValues, Unresolved
-from pytorch_accel_lite.schedulers.schedule_arguments import NAMED_SCHEDULES, ScheduleName
-from pytorch_accel_lite.schedulers.scheduler_base import RUN_EPOCHS, UPDATES_PER_EPOCH, PlannedLrScheduler
+from pytorch_accel_lite.extension_tools.arguments_and_errors import *
+from pytorch_accel_lite.extension_tools.plain_types import *
+from pytorch_accel_lite.extension_tools.schedules import *
 
 __all__ = [
-    # Schedules, also by name, and the lengths of a run.
-    "NAMED_SCHEDULES", "PlannedLrScheduler", "RUN_EPOCHS", "ScheduleName", "TrainerPlaceholderValues",
-    "UPDATES_PER_EPOCH", "Unresolved",
-    # States, and arguments.
-    "StateDict", "check_choice", "check_int", "check_positive_int", "check_range", "warn_outside",
+    "NAMED_SCHEDULES", "PlannedLrScheduler", "RUN_EPOCHS", "ScheduleName", "StateDict", "TrainerPlaceholderValues",
+    "UPDATES_PER_EPOCH", "Unresolved", "check_choice", "check_int", "check_positive_int", "check_range",
+    "warn_outside",
 ]  # fmt: skip

@@ -14,16 +14,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
+from pytorch_accel_lite.base.checked_calls import checked_calls
 from pytorch_accel_lite.base.constructor_calls import LIBRARY_ATTRIBUTES
 from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.module_modes import without_gradients
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.reprs import join_wrapped
-from pytorch_accel_lite.base.shadowable import Shadowable
+from pytorch_accel_lite.base.reserved_names import Shadowable, check_subclass
 from pytorch_accel_lite.base.sharded_weights import is_sharded
 from pytorch_accel_lite.base.trainer_help import names_for_users, presented
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
-from pytorch_accel_lite.base.unknown_names import check_subclass, suggest_arguments
 from pytorch_accel_lite.base.unwrapping import unwrap
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
@@ -41,7 +41,7 @@ from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWrite
 from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batch_adapter import BatchAdapter, LossFunction
 from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.data.loader_choice import dataloader_for, default_loader_kwargs
+from pytorch_accel_lite.data.loader_choice import DEFAULT_BATCH_SIZE, dataloader_for, default_loader_kwargs
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index, Source
 from pytorch_accel_lite.data.step_outputs import total_loss
 from pytorch_accel_lite.distributed import Ranks, launch, shutdown
@@ -68,14 +68,14 @@ from pytorch_accel_lite.loop import (
     clipping,
     custom_loops,
     evaluation,
-    logged_values,
-    model_preparation,
+    gather_and_broadcast,
+    model_setup,
     optimizer_factories,
     prediction,
-    resolved_settings,
+    resolved_run_config,
     scheduler_creation,
+    trainer_log,
     training,
-    user_collectives,
 )
 from pytorch_accel_lite.loop.fit import fit
 from pytorch_accel_lite.loop.guards import (
@@ -94,6 +94,7 @@ from pytorch_accel_lite.optimizers.optimizer_types import (
     TrainerOptimizer,
     TrainerScheduler,
 )
+from pytorch_accel_lite.run.accelerated_model import PreparedModel
 from pytorch_accel_lite.run.accumulation import Count
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.division import create_division
@@ -103,11 +104,10 @@ from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.history import InMemoryRunHistory, MetricValue, RunHistory
 from pytorch_accel_lite.run.intervals import Interval, parse_interval
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
-from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import Progress
+from pytorch_accel_lite.run.request_and_config import LoaderArguments, RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, Step
 from pytorch_accel_lite.run.scheduler_steps import step_after_epoch
-from pytorch_accel_lite.run.settings import LoaderArguments, RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.stop_errors import RunPausedError
 from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.placeholders import (
@@ -116,6 +116,7 @@ from pytorch_accel_lite.schedulers.placeholders import (
     replace_trainer_placeholder_values,
 )
 from pytorch_accel_lite.schedulers.schedule_arguments import ScheduleArgument, resolve_names
+from pytorch_accel_lite.steps import skipped_updates
 from pytorch_accel_lite.steps.choice import create_step
 from pytorch_accel_lite.steps.compilation import create_compiled_forward
 
@@ -146,6 +147,12 @@ _SHOWN_FIRST = (
     *("train", "evaluate", "predict", "predict_iter", "save_model", "save_checkpoint", "load_checkpoint"),
     *("check", "find_lr", "find_batch_size", "diagnose", "estimate_memory", "summary", "log"),
 )
+#: Methods whose arguments are checked before they are called.
+_CHECKED = (
+    *("__init__", "train", "evaluate", "run_evaluation", "predict", "predict_iter"),
+    *("find_lr", "find_batch_size", "check", "diagnose", "estimate_memory"),
+    *("save_checkpoint", "load_checkpoint", "save_model", "save_training_state"),
+)
 
 
 def _run_for_assignment(trainer: Trainer, loader_of: Literal["train", "eval"] | None = None) -> Run:
@@ -169,7 +176,7 @@ def _run_for_assignment(trainer: Trainer, loader_of: Literal["train", "eval"] | 
 
 
 @add_missing_method_errors
-@suggest_arguments
+@checked_calls(*_CHECKED)
 @presented(_SHOWN_FIRST)
 class Trainer:
     """Trains and evaluates a model, and predicts with it, on any hardware that Accelerate supports.
@@ -294,7 +301,7 @@ class Trainer:
         self.compiled_forward: CompiledForwardLike | None = create_compiled_forward(
             self, compile_step, self._batch_adapter
         )
-        model_preparation.apply_block_options(self)
+        model_setup.apply_block_options(self)
         shutdown.register(self)
         vars(self)[LIBRARY_ATTRIBUTES] = vars(self).keys() - before
         self.callback_handler.call_event("on_init_end", self)
@@ -306,7 +313,7 @@ class Trainer:
         train_dataset: NamedData,
         num_epochs: int | None = None,
         eval_dataset: NamedData | None = None,
-        per_device_batch_size: int = 8,
+        per_device_batch_size: int = DEFAULT_BATCH_SIZE,
         max_num_train_steps: int | None = None,
         gradient_accumulation_steps: int | Mapping[int, int] = 1,
         gradient_clip_value: float | None = None,
@@ -410,7 +417,7 @@ class Trainer:
     def evaluate(
         self,
         dataset: NamedData | None = None,
-        per_device_batch_size: int = 8,
+        per_device_batch_size: int = DEFAULT_BATCH_SIZE,
         dataloader_kwargs: LoaderKwargs | None = None,
         collate_fn: CollateFunction | None = None,
         *,
@@ -472,7 +479,7 @@ class Trainer:
     def predict(
         self,
         dataset: Data,
-        per_device_batch_size: int = 8,
+        per_device_batch_size: int = DEFAULT_BATCH_SIZE,
         dataloader_kwargs: LoaderKwargs | None = None,
         collate_fn: CollateFunction | None = None,
         *,
@@ -499,7 +506,7 @@ class Trainer:
     def predict_iter(
         self,
         dataset: Data,
-        per_device_batch_size: int = 8,
+        per_device_batch_size: int = DEFAULT_BATCH_SIZE,
         dataloader_kwargs: LoaderKwargs | None = None,
         collate_fn: CollateFunction | None = None,
         *,
@@ -769,7 +776,7 @@ class Trainer:
 
     def optimizer_step(self) -> None:
         """Update the weights."""
-        take_step(self.optimizer, *self.current_run.stepper.closure)
+        take_step(self.optimizer, *self.current_run.training_step.closure)
 
     def scheduler_step(self) -> None:
         """Step the scheduler. Called once per update, unless a gradient scaler skipped it, or once per epoch."""
@@ -911,19 +918,21 @@ class Trainer:
     def _create_run_config(self, per_device_batch_size: int, **settings: Any) -> TrainerRunConfig:
         """Return the settings of the run, of which some are passed. The run calls it only if it is overridden."""
         run = self.current_run
-        return resolved_settings.resolve_run_config(self, run, replace(run.request, **settings), per_device_batch_size)
+        return resolved_run_config.resolve_run_config(
+            self, run, replace(run.request, **settings), per_device_batch_size
+        )
 
     # --------------------------------------------------------------------- for steps and callbacks to use
 
     # Bound directly, not wrapped: a wrapper would cost a call in every step, and hide the call in reports of hangs.
-    log = logged_values.log
+    log = trainer_log.log
     recompute_gradients = replaying_step.recompute_gradients
-    gather = user_collectives.gather
-    barrier = user_collectives.barrier
-    broadcast_object = user_collectives.broadcast_object
-    all_gather_object = user_collectives.all_gather_object
-    tensor_to_numeric = user_collectives.tensor_to_numeric
-    sync_buffers = user_collectives.sync_buffers
+    gather = gather_and_broadcast.gather
+    barrier = gather_and_broadcast.barrier
+    broadcast_object = gather_and_broadcast.broadcast_object
+    all_gather_object = gather_and_broadcast.all_gather_object
+    tensor_to_numeric = gather_and_broadcast.tensor_to_numeric
+    sync_buffers = gather_and_broadcast.sync_buffers
 
     def update(
         self,
@@ -952,7 +961,7 @@ class Trainer:
         Raises:
             ValueError: if the optimizer is unknown, or the loss does not depend on its parameters
         """
-        self.current_run.stepper.update_optimizer(self, loss, optimizer, num_items, retain_graph)
+        self.current_run.training_step.update_optimizer(self, loss, optimizer, num_items, retain_graph)
 
     def get_model(self, keep_torch_compile: bool = True) -> nn.Module:
         """Return the model without its wrappers for distributed training.
@@ -977,7 +986,7 @@ class Trainer:
         Raises:
             RuntimeError: if the weights are sharded, or Accelerate has compiled the wrapper
         """
-        model_preparation.rewrap_model(self)
+        model_setup.rewrap_model(self)
 
     @property
     def can_rewrap_model(self) -> bool:
@@ -992,13 +1001,7 @@ class Trainer:
         Raises:
             RuntimeError: if no update is about to be made, where it would do nothing
         """
-        stepper = self.current_run.stepper
-        if not stepper.can_skip_update:
-            raise RuntimeError(
-                "skip_update() skips an update that is about to be made, and there is none here. Call it in a "
-                "callback's on_optimizer_step_start, or in an overridden clip_gradients or optimizer_step."
-            )
-        stepper.skips_update = True
+        skipped_updates.skip(self)
 
     @property
     def update_was_skipped(self) -> bool:
@@ -1006,8 +1009,7 @@ class Trainer:
 
         After a ``train_step`` that updates several optimizers, whether any of them was skipped.
         """
-        is_plain = self.prepared_model is None or self.prepared_model.is_plain
-        return self.current_run.stepper.skips_update or (not is_plain and self.accelerator.optimizer_step_was_skipped)
+        return skipped_updates.was_skipped(self)
 
     def compare_replicas(self) -> None:
         """Check that all processes hold the same weights, to the last bit. Call it on every process.
@@ -1211,7 +1213,7 @@ class Trainer:
     @Shadowable
     def num_microbatches(self) -> int:
         """The number of parts that a batch is split into, with ``auto_microbatch``."""
-        return self.current_run.stepper.num_microbatches
+        return self.current_run.training_step.num_microbatches
 
     @Shadowable
     def stop_reason(self) -> str | None:

@@ -18,7 +18,7 @@ NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 
 
 # Which bars last long enough to be shown depends on how busy the machine is.
-NO_BARS = "import pytorch_accel_lite.base.tqdm_bars as bars; bars._DELAY = float('inf')"
+NO_BARS = "import pytorch_accel_lite.callbacks.tqdm_bars as bars; bars._DELAY = float('inf')"
 
 
 def execute(notebook: Any, folder: Path) -> Any:

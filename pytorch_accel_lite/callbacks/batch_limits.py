@@ -6,8 +6,8 @@ import os
 
 from pytorch_accel_lite.base.argument_checks import check_positive_int
 from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.settings import RunRequest
 
 #: The environment variable that limits every trainer.
 LIMIT_BATCHES_ENV_VAR = "PT_ACC_LIMIT_BATCHES"

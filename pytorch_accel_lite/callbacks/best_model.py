@@ -8,21 +8,21 @@ import re
 from pathlib import Path
 
 from pytorch_accel_lite.base.argument_checks import check_positive_int
+from pytorch_accel_lite.base.checked_calls import checked_calls
 from pytorch_accel_lite.base.escaping import escape_unprintable
 from pytorch_accel_lite.base.paths import file_path
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import read_checkpoint
 from pytorch_accel_lite.checkpoint.disk.plain_files import load_plain
 from pytorch_accel_lite.checkpoint.models.supported_engines import refuse_engines, refuse_fsdp1
 from pytorch_accel_lite.checkpoint.models.weights import check_has_trainable
+from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.settings import RunRequest
 
 
-@suggest_arguments
+@checked_calls("__init__")
 class SaveBestModelCallback(MetricWatcher):
     """Save the model whenever a metric improves, and load the best one at the end of the run.
 

@@ -12,18 +12,18 @@ import torch
 from accelerate.utils import recursively_apply, send_to_device
 
 from pytorch_accel_lite.base.error_texts import add_note
-from pytorch_accel_lite.base.named_metrics import Classification, NamedMetric
 from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.callbacks.metrics_by_name import Classification, NamedMetric
 from pytorch_accel_lite.data.batch_adapter import TARGET_KEYS
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.settings import RunRequest
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection

@@ -14,14 +14,14 @@ from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.base.displays import in_notebook, shows_live
 from pytorch_accel_lite.base.escaping import escape_unprintable
 from pytorch_accel_lite.base.inspection import find_length
-from pytorch_accel_lite.base.tqdm_bars import Bar, NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.callbacks.print_progress import epoch_of
+from pytorch_accel_lite.callbacks.tqdm_bars import Bar, NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.data import ShardedLoader
 from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.current_rates import current_rates, rates_change_in_each_update
 from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.settings import TrainerRunConfig
 
 
 class _Speed:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pytorch_accel_lite.base.argument_checks import check_positive_int
 from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.settings import RunRequest
 
 
 class StepBasedEvaluationCallback(TrainerCallback):

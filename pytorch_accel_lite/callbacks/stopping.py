@@ -7,9 +7,9 @@ from datetime import timedelta
 from typing import Literal
 
 from pytorch_accel_lite.base.argument_checks import check_choice, check_positive_int, check_positive_number
+from pytorch_accel_lite.base.checked_calls import checked_calls
 from pytorch_accel_lite.base.formatting import wrapped
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import Run, TrainerLike
@@ -18,7 +18,7 @@ from pytorch_accel_lite.run.stop_errors import RunPausedError, StopTrainingError
 _CLEAR_CHANGE = 0.01  # relative; a small loss that changes this much clearly changes
 
 
-@suggest_arguments
+@checked_calls("__init__")
 class EarlyStoppingCallback(MetricWatcher):
     """Stop the run when a metric has stopped improving.
 
@@ -100,10 +100,10 @@ class EarlyStoppingCallback(MetricWatcher):
 
     def _handle_value(self, trainer: TrainerLike, metric: float) -> None:
         """Note whether a value is an improvement, and stop the run when patience is used up."""
-        if self._improvement(metric, self.best_metric) > 0:
+        if self._watched.improvement(metric, self.best_metric) > 0:
             self.best_metric = metric
         unit = 1.0 if self._reference is None else self._unit(self._reference)
-        if self._improvement(metric, self._reference) > self.early_stopping_threshold * unit:
+        if self._watched.improvement(metric, self._reference) > self.early_stopping_threshold * unit:
             self._reference = metric
             self.early_stopping_patience_counter = 0
             self._has_improved = True
@@ -111,12 +111,6 @@ class EarlyStoppingCallback(MetricWatcher):
         self._without_improvement = metric
         if self.patience_in == "evaluations":
             self._use_patience(metric)
-
-    def _improvement(self, metric: float, on: float | None) -> float:
-        """Return by how much a value is better than another one; negative if it is worse."""
-        if on is None:
-            return math.inf if math.isfinite(metric) else -math.inf
-        return metric - on if self._watched.greater_is_better else on - metric
 
     def _unit(self, reference: float) -> float:
         """Return the unit of the threshold."""
@@ -141,7 +135,7 @@ class EarlyStoppingCallback(MetricWatcher):
         if reference is None:
             return "is not finite"
         compared = f"{'the baseline ' if self._is_baseline(reference) else ''}{reference:.6g}"
-        gain = self._improvement(metric, reference)
+        gain = self._watched.improvement(metric, reference)
         if gain > 0:
             return f"is better than {compared} by {self._describe_gain(gain, reference)}"
         return f"is no better than {compared} ({self._watched.direction})"
@@ -152,7 +146,7 @@ class EarlyStoppingCallback(MetricWatcher):
             return
         during = f"{patience} {self.patience_in if patience > 1 else self.patience_in[:-1]} (early_stopping_patience)"
         best, reference = self.best_metric, self._reference
-        gain = -math.inf if best is None or reference is None else self._improvement(best, reference)
+        gain = -math.inf if best is None or reference is None else self._watched.improvement(best, reference)
         if reference is not None and gain > 0:
             reason = f"has improved by {self._describe_gain(gain, reference)}, in {during}"
         else:

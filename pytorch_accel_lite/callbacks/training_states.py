@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from typing import Literal
 
 from pytorch_accel_lite.base.argument_checks import check_positive_int, check_positive_number, check_range, optional
+from pytorch_accel_lite.base.checked_calls import checked_calls
 from pytorch_accel_lite.base.error_texts import add_note
 from pytorch_accel_lite.base.formatting import wrapped
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.sharded_weights import are_sharded
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.base.unknown_names import suggest_arguments
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.checkpoint.models.supported_engines import check_states_are_possible
 from pytorch_accel_lite.checkpoint.models.weights import model_checksums
@@ -28,8 +28,8 @@ from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
 from pytorch_accel_lite.run.job_queues_seam import JOB_QUEUES
+from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.settings import RunRequest
 from pytorch_accel_lite.run.stop_errors import RunInterruptedError, RunPausedError
 from pytorch_accel_lite.run.training_state import TrainingState
 
@@ -73,7 +73,7 @@ class SavingPace(Interval):
         return float(self.amount)
 
 
-@suggest_arguments
+@checked_calls("__init__")
 class SaveTrainingStateCallback(TrainerCallback):
     """Save training states, from which ``train(resume_from="latest")`` resumes.
 

@@ -7,8 +7,8 @@ import os
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.checkpoint.states.machine_facts import describe_changes
 from pytorch_accel_lite.checkpoint.store_choice import read_state
+from pytorch_accel_lite.run.request_and_config import StateSource
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.settings import StateSource
 from pytorch_accel_lite.run.training_state import TrainingState
 
 
@@ -26,7 +26,7 @@ def find_state(trainer: TrainerLike, sources: list[StateSource], resume_from: St
             "trainer's callbacks, or pass the directory of a state."
         )
     else:
-        latest = [state for source in sources if (state := source.find_latest(trainer)) is not None]
+        latest = [found for source in sources if (found := source.find_latest(trainer)) is not None]
         if not latest:
             folders = " or ".join(repr(os.fspath(source.save_dir)) for source in sources)
             trainer.print(f"No training state in {folders}: starting a new run")

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,12 @@ from accelerate import Accelerator
 
 from pytorch_accel_lite.base.tensor_bits import distinct_elements
 from pytorch_accel_lite.distributed.control_group import CAPACITY, ControlGroup, find_purpose
+from pytorch_accel_lite.distributed.errors_on_all_ranks import try_action, values_or_first_error
 from pytorch_accel_lite.distributed.messages import decode, encode, leaves_device
 from pytorch_accel_lite.distributed.stack_frames import MACHINERY
 
 MACHINERY.add(__file__)
 T = TypeVar("T")
-#: The result of an action on a rank, if any, and its error as the other ranks raise it.
-Outcome: TypeAlias = tuple[Any, Exception | None]
 
 
 @cache
@@ -240,10 +239,10 @@ class Ranks:
         """
         if self.world_size == 1:
             return [action()]
-        attempt = _attempt(action if not only_first or self.rank == 0 else lambda: None, self.members[self.rank])
+        attempt = try_action(action if not only_first or self.rank == 0 else lambda: None, self.members[self.rank])
         encoded = attempt.encoded
         outcomes = [self._broadcast(encoded)] if only_first else self._gather(attempt.outcome, encoded)
-        return _values_or_first_error(attempt, outcomes)
+        return values_or_first_error(attempt, outcomes)
 
     def result_of_first(self, make: Callable[[], T]) -> T:
         """Return the result of ``make`` on rank 0, the only rank that calls it."""
@@ -285,47 +284,6 @@ class Ranks:
     def state_to_join(self) -> str | None:
         """Return the training state from which this process joins a run that others have begun, or ``None``."""
         return None
-
-
-class _Attempt(NamedTuple):
-    """An action that ``run_together()`` has run on this rank.
-
-    Args:
-        outcome: its outcome, for all ranks
-        encoded: the outcome, encoded for a message
-        error: the error that it raised on this rank
-    """
-
-    outcome: Outcome
-    encoded: torch.Tensor
-    error: Exception | None
-
-
-def _attempt(action: Callable[[], T | None], rank: int) -> _Attempt:
-    """Run an action on this rank, and encode its result, or an error that quotes the error of this rank.
-
-    Args:
-        rank: the rank in the job, which the error names
-    """
-    try:
-        outcome: Outcome = action(), None
-        return _Attempt(outcome, encode(outcome), None)
-    except Exception as error:
-        kind = OSError if isinstance(error, OSError) else RuntimeError
-        outcome = None, kind(f"Rank {rank} failed: {type(error).__name__}: {error}")
-        return _Attempt(outcome, encode(outcome), error)
-
-
-def _values_or_first_error(attempt: _Attempt, outcomes: Sequence[Outcome]) -> list[Any]:
-    """Return the results of all ranks, or raise the error of this rank or else of the first rank that failed.
-
-    Args:
-        outcomes: the outcomes of all ranks
-    """
-    for error in (attempt.error, *(error for _, error in outcomes)):
-        if error is not None:
-            raise error
-    return [value for value, _ in outcomes]
 
 
 def _broadcast_in_place(source: int, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:

@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from pytorch_accel_lite.base.sharded_weights import are_sharded, local_shard
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.run.loop_state import ClippingOrder
+from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.settings import TrainerRunConfig
 from pytorch_accel_lite.run.trained_parts import updated_parameters
 
 #: Returns the total norm of gradients.
@@ -35,13 +35,15 @@ def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
             order = run.loop.clipping_order = ClippingOrder(ids, _in_model_order(clipped, trainer.model))
         clipped = order.parameters
     if are_sharded(clipped) or trainer.division.has_fixed_shares:
-        run.stepper.gradient_norm = clip_shards(accelerator, clipped, value, norm, _norm_function(trainer, clipped))
+        run.training_step.gradient_norm = clip_shards(
+            accelerator, clipped, value, norm, _norm_function(trainer, clipped)
+        )
         return
     if value is not None:
         accelerator.clip_grad_value_(clipped, value)
     if norm is not None:
         is_plain = trainer.prepared_model is not None and trainer.prepared_model.is_plain
-        run.stepper.gradient_norm = (_clip_norm if is_plain else accelerator.clip_grad_norm_)(clipped, norm)
+        run.training_step.gradient_norm = (_clip_norm if is_plain else accelerator.clip_grad_norm_)(clipped, norm)
 
 
 def _in_model_order(parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -69,14 +71,16 @@ def _clip_norm(parameters: list[torch.nn.Parameter], limit: float) -> torch.Tens
 def total_norm(trainer: TrainerLike) -> torch.Tensor:
     """Return the total norm of the gradients of an update, before clipping by norm; computed once per update."""
     run = trainer.current_run
-    if run.stepper.gradient_norm is None:
-        updates_all = not run.stepper.updates_one_by_one  # otherwise the gradients being used are already unscaled
+    if run.training_step.gradient_norm is None:
+        updates_all = (
+            not run.training_step.updates_one_by_one
+        )  # otherwise the gradients being used are already unscaled
         if updates_all and trainer.accelerator.scaler is not None:
             unscale(trainer)
-        optimized = optimized_parameters(run.stepper.optimizer_to_update(trainer))
+        optimized = optimized_parameters(run.training_step.optimizer_to_update(trainer))
         gradients = [parameter.grad for parameter in optimized if parameter.grad is not None]
-        run.stepper.gradient_norm = _norm_function(trainer, optimized)(gradients)
-    norm: torch.Tensor = run.stepper.gradient_norm
+        run.training_step.gradient_norm = _norm_function(trainer, optimized)(gradients)
+    norm: torch.Tensor = run.training_step.gradient_norm
     return norm
 
 

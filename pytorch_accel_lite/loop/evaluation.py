@@ -27,11 +27,11 @@ from pytorch_accel_lite.run.history import MetricValue, RunHistory, count_values
 from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.latest_records import EvaluationRecord
 from pytorch_accel_lite.run.progress import EpochPhase
+from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_data import EvalArguments
 from pytorch_accel_lite.run.scheduler_steps import step_within_epoch
-from pytorch_accel_lite.run.settings import RunRequest
-from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches
+from pytorch_accel_lite.run.skipped_in_inference import SKIPPED, SkippedBatches
 from pytorch_accel_lite.run.stop_errors import StopTrainingError
 
 

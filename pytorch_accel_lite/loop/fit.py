@@ -17,15 +17,15 @@ from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.locks import lock_path
 from pytorch_accel_lite.checkpoint.state_to_resume import find_state
 from pytorch_accel_lite.checkpoint.states.contents import check_history
-from pytorch_accel_lite.checkpoint.states.recorded_settings_seam import settings_recorder
+from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
 from pytorch_accel_lite.loop import custom_loops, training
 from pytorch_accel_lite.loop.guards.optimizer_checks import check_optimizers
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_ranks, settings_of_optimizer
 from pytorch_accel_lite.loop.guards.trainer_arguments import check_training
 from pytorch_accel_lite.loop.inference import choose_inference_step
 from pytorch_accel_lite.loop.lifecycle import entering
-from pytorch_accel_lite.loop.model_preparation import apply_model_options, prepare_model
-from pytorch_accel_lite.loop.resolved_settings import create_config
+from pytorch_accel_lite.loop.model_setup import apply_model_options, prepare_model
+from pytorch_accel_lite.loop.resolved_run_config import create_config
 from pytorch_accel_lite.loop.resuming import begin_resuming
 from pytorch_accel_lite.loop.run_loaders import create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.scheduler_creation import begin_schedule
@@ -34,9 +34,9 @@ from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients
 from pytorch_accel_lite.run.accumulation import Accumulation, GradientWindow
 from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.latest_records import TrainingRecord
+from pytorch_accel_lite.run.request_and_config import LoaderArguments, TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_data import EvalArguments
-from pytorch_accel_lite.run.settings import LoaderArguments, TrainerRunConfig
 from pytorch_accel_lite.run.signals import ending_at_signals, exit_after_signal
 
 
@@ -166,7 +166,7 @@ def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     _create_window(run, run.config)
     clear_gradients(trainer.optimizer)  # a run that failed within a window may have left gradients
     trainer.accelerator.sync_gradients = True  # a run that failed within a window may have left it off
-    run.stepper = trainer._create_step(run)
+    run.training_step = trainer._create_step(run)
 
 
 def _check_same_settings(trainer: TrainerLike, run: Run, config: TrainerRunConfig) -> None:

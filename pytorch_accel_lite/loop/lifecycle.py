@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Literal
 
+from pytorch_accel_lite.base.deterministic_kernels import deterministic_kernels
 from pytorch_accel_lite.base.formatting import wrapped
-from pytorch_accel_lite.base.kernel_settings import deterministic_kernels
 from pytorch_accel_lite.base.sharded_weights import tensor_parallel_size
 from pytorch_accel_lite.distributed import shutdown
 from pytorch_accel_lite.distributed.accelerator import in_effect
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.distributed.observers import observed
+from pytorch_accel_lite.loop.gather_and_broadcast import gathering_uneven_batches
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_call
-from pytorch_accel_lite.loop.model_preparation import check_model, release_model
-from pytorch_accel_lite.loop.user_collectives import gathering_uneven_batches
+from pytorch_accel_lite.loop.model_setup import check_model, release_model
 from pytorch_accel_lite.optimizers.rates import learning_rates, note_initial_options
 from pytorch_accel_lite.run.error_notes_seam import explain
 from pytorch_accel_lite.run.run import SHARDING, Run, Sharding, TrainerLike
@@ -120,7 +120,7 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
         ended = True
         if kind == "training":
             set_optimizer_modes(trainer, training=False)
-            run.stepper.end(trainer)
+            run.training_step.end(trainer)
             trainer.training_run_end()
             _call_ending_event(trainer, run, "on_training_run_end")
         else:

@@ -14,7 +14,7 @@ from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.checkpoint.models.trainability import note_trainability
 from pytorch_accel_lite.checkpoint.models.trained_object_states import describe_attributes
 from pytorch_accel_lite.checkpoint.states.contents import restore_after_start, restore_again, restore_before_start
-from pytorch_accel_lite.checkpoint.states.recorded_settings_seam import settings_recorder
+from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
 from pytorch_accel_lite.loop.guards.modes import has_starting_code
 from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length, warn_of_other_schedule
 from pytorch_accel_lite.loop.resumed_schedule import must_recreate_schedule, resume_schedule
@@ -35,7 +35,7 @@ def begin_resuming(trainer: TrainerLike, run: Run, state: TrainingState) -> None
         restore_before_start(trainer, state, with_scheduler=not run.schedule.is_recreated)
     else:
         trainer.load_training_state(state.directory)  # an override; the method of Trainer then takes run.resumed
-    run.stepper.set_accumulation(run, run.accumulation.window_size_after(run.progress.update))
+    run.training_step.set_accumulation(run, run.accumulation.window_size_after(run.progress.update))
     run.goodput.resume(state.metadata.get("goodput", {}), state.metadata["saved_at"])
     check_schedule_length(trainer, run)
     if run.schedule.is_recreated:

@@ -38,12 +38,12 @@ TRAINING_CHECKS: list[Callable[[TrainerLike, Run], None]] = []
 
 
 def begin_training(trainer: TrainerLike, run: Run) -> None:
-    """Start the clock, schedule the evaluations, and let the stepper prepare for its first batch."""
+    """Start the clock, schedule the evaluations, and let the step prepare for its first batch."""
     run.control.start_clock()
     if run.data.all_eval_loaders or run.request.evaluate_every is not None:
         begin_evaluations(run)
     run.loop.has_update_schedules = run.evaluates_within_epochs or run.accumulation.changes
-    run.stepper.begin(trainer)
+    run.training_step.begin(trainer)
 
 
 def train(trainer: TrainerLike, run: Run) -> None:
@@ -197,7 +197,7 @@ def _steps_until_reread(
             try:
                 run_step(trainer, run, batch)
             except Exception as error:
-                if not run.stepper.recover(trainer, run, error):
+                if not run.training_step.recover(trainer, run, error):
                     raise
                 return False
             if run.loop.must_compare_replicas and progress.update:
@@ -213,7 +213,7 @@ def _steps_until_reread(
 
 def run_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     """Accumulate the gradients of a batch; at the end of an accumulation window, update the weights."""
-    step, window = run.progress.step, run.window  # step is a number; run.stepper trains
+    step, window = run.progress.step, run.window  # step is a number; run.training_step trains
     listeners = trainer.callback_handler.listeners
     window.filled = window.filled % window.steps + 1
     window.is_ending = batch.is_last or window.filled == window.steps
@@ -221,13 +221,13 @@ def run_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     if listeners["on_train_step_start"]:
         trainer.call_event("on_train_step_start")
     window.is_in_step = True
-    forward_backward = run.stepper.forward_backward if window.steps == 1 else _accumulate
+    forward_backward = run.training_step.forward_backward if window.steps == 1 else _accumulate
     output = forward_backward(trainer, run, batch)
     updates = window.is_ending and window.has_gradients  # without gradients if all batches were skipped
     if updates:
         if run.loop.must_compare_replicas:
             note_missing_gradients(trainer, run)
-        run.stepper.apply_update(trainer, run)
+        run.training_step.apply_update(trainer, run)
     run.progress.step += 1
     window.is_in_step = False
     if output is not None and listeners["on_train_step_end"]:
@@ -248,11 +248,11 @@ def run_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
 def _accumulate(trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
     """Compute the gradients of a batch, and after the last batch of a window, average them over the processes."""
     with no_sync_within_window(trainer.accelerator, trainer.model, run.window.is_ending):
-        return run.stepper.forward_backward(trainer, run, batch)
+        return run.training_step.forward_backward(trainer, run, batch)
 
 
 def _follow_schedules(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     """Set the size of the next window. Evaluate if an evaluation within the epoch is due, except at the epoch's end."""
-    run.stepper.set_accumulation(run, run.accumulation.window_size_after(run.progress.update))
+    run.training_step.set_accumulation(run, run.accumulation.window_size_after(run.progress.update))
     if run.evaluates_within_epochs:
         evaluate_if_due(trainer, run, ends_epoch=batch.is_last)

@@ -19,7 +19,7 @@ from pytorch_accel_lite.run.events import EVENTS, TrainerCallback, events_betwee
 from pytorch_accel_lite.run.stop_errors import NonFiniteLossError, RunPausedError, StopTrainingError
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.run.settings import RunRequest
+    from pytorch_accel_lite.run.request_and_config import RunRequest
 
 T = TypeVar("T")
 Listener = Callable[..., object]

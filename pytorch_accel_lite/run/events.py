@@ -16,7 +16,7 @@ from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput, Index
 
 if TYPE_CHECKING:
-    from pytorch_accel_lite.run.settings import RunRequest
+    from pytorch_accel_lite.run.request_and_config import RunRequest
     from pytorch_accel_lite.trainer import Trainer
 
 

@@ -13,8 +13,8 @@ from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.run.progress import Progress
+from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.run.run_data import RunData
-from pytorch_accel_lite.run.settings import TrainerRunConfig
 
 
 class CountedRun(Protocol):

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from pytorch_accel_lite.data import NamedData
 from pytorch_accel_lite.run.history import MetricValue
+from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.run.run_data import EvalArguments
 from pytorch_accel_lite.run.run_end import RunEnd
-from pytorch_accel_lite.run.settings import TrainerRunConfig
 
 
 class TrainingRecord(NamedTuple):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from pytorch_accel_lite.base.escaping import escape_unprintable
+from pytorch_accel_lite.run.metric_directions import best_first, direction_of
 
 #: The value of a metric: usually a number, but a program may record anything.
 MetricValue: TypeAlias = Any
@@ -81,12 +82,6 @@ def _quality(name: str, prefixes: Sequence[str]) -> MetricPanel:
     )
 
 
-def direction_of(name: str, directions: Mapping[str, bool | None]) -> bool | None:
-    """Return whether larger values of a metric are better; by default smaller ones for losses, ``None`` for others."""
-    direction = directions.get(name)
-    return False if direction is None and "loss" in name else direction
-
-
 def best_of(
     values: Sequence[MetricValue], name: str, panel: MetricPanel, directions: Mapping[str, bool | None]
 ) -> int | None:
@@ -98,4 +93,4 @@ def best_of(
     finite = {i: value for i, value in enumerate(values) if isinstance(value, (int, float)) and math.isfinite(value)}
     if panel.label.endswith("train") or greater_is_better is None or not finite:
         return None
-    return (max if greater_is_better else min)(finite, key=lambda index: finite[index])
+    return best_first(finite.items(), greater_is_better)[0][0]

@@ -29,6 +29,7 @@ from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunct
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.extension_names import Slot, missing_extension_text
 from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, TrainerOptimizer, TrainerScheduler
+from pytorch_accel_lite.run.accelerated_model import PreparedModel
 from pytorch_accel_lite.run.accumulation import Accumulation, Count, GradientWindow
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.division import Division
@@ -40,13 +41,12 @@ from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.latest_records import LatestRecords
 from pytorch_accel_lite.run.loop_state import LoopState
 from pytorch_accel_lite.run.losses import LossTrackers
-from pytorch_accel_lite.run.prepared_model import PreparedModel
 from pytorch_accel_lite.run.progress import EpochPhase, Progress
+from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run_data import RunData
 from pytorch_accel_lite.run.run_end import RunEnd
 from pytorch_accel_lite.run.run_schedule import RunSchedule
-from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
-from pytorch_accel_lite.run.skipped_batches import SkippedBatches
+from pytorch_accel_lite.run.skipped_in_inference import SkippedBatches
 from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
 from pytorch_accel_lite.run.training_state import TrainingState
 
@@ -261,7 +261,7 @@ class Run:
         kind: ``"training"``, also in the run's own evaluations; ``"evaluation"``, by ``evaluate``; or ``"prediction"``.
             ``request.kind`` is the kind of the outermost run
         config: the settings resolved from the request and the data; ``None`` before that
-        stepper: how the run trains on a batch
+        training_step: how the run trains on a batch
         schedule: the state of the learning rate schedule
         end: how the run ends
         outer: the run within which this one was started, if any
@@ -294,7 +294,7 @@ class Run:
     overridden: frozenset[str]
     kind: Phase = "training"
     config: TrainerRunConfig | None = None
-    stepper: Step = field(default_factory=Step)
+    training_step: Step = field(default_factory=Step)
     schedule: RunSchedule = field(default_factory=RunSchedule)
     end: RunEnd = field(default_factory=RunEnd)
     outer: Run | None = None
@@ -400,6 +400,11 @@ class Run:
         if self.config is None:
             raise RuntimeError("There is no run_config before train() or evaluate() has been called.")
         return self.config
+
+    @property
+    def stepper(self) -> Step:
+        """The earlier name of ``training_step``."""
+        return self.training_step
 
     @property
     def epoch_is_trained(self) -> bool:

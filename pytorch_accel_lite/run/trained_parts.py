@@ -123,7 +123,7 @@ def updated_parameters(trainer: TrainerLike) -> list[torch.nn.Parameter]:
     optimized = optimized_parameters(trainer.optimizer)
     ids = set(map(id, optimized))
     has_model = any(id(parameter) in ids for parameter in trainer.model.parameters())
-    if has_model or trainer.current_run.stepper.updates_one_by_one:  # the optimizer may be for another module
+    if has_model or trainer.current_run.training_step.updates_one_by_one:  # the optimizer may be for another module
         return optimized
     return [*trainer.model.parameters(), *optimized]
 

@@ -11,6 +11,7 @@ from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.run.history import MetricValue, RunHistory
+from pytorch_accel_lite.run.metric_directions import best_first, direction_in_words, improvement
 from pytorch_accel_lite.run.run import TrainerLike
 
 Key = TypeVar("Key")
@@ -57,7 +58,7 @@ class WatchedMetric:
     @property
     def direction(self) -> str:
         """The direction of the metric in words."""
-        return _direction_in_words(self.greater_is_better)
+        return direction_in_words(self.greater_is_better)
 
     def settle(self, known: bool | None, warns: bool) -> None:
         """Determine which values are better, from the user's argument or the metric itself; of losses, the smaller.
@@ -79,7 +80,7 @@ class WatchedMetric:
         elif known not in (None, self._requested):
             raise ValueError(
                 f"{self}: greater_is_better={self._requested}, but according to the metric itself "
-                f"{_direction_in_words(known)}. {self._remedy}"
+                f"{direction_in_words(known)}. {self._remedy}"
             )
 
     def start(self, trainer: TrainerLike) -> None:
@@ -122,12 +123,15 @@ class WatchedMetric:
         """Whether a value is better than the best so far; ``None`` before the first value. NaN is never better."""
         if math.isnan(value) or best is None:
             return not math.isnan(value)
-        return value > best if self.greater_is_better else value < best
+        return self.improvement(value, best) > 0
+
+    def improvement(self, value: float, on: float | None) -> float:
+        """Return by how much a value is better than another one, or than none yet; negative if it is worse."""
+        return improvement(value, on, self.greater_is_better)
 
     def best_of(self, values: dict[Key, float], n: int) -> dict[Key, float]:
         """Return the n best values, best first."""
-        ranking = sorted(values.items(), key=lambda item: item[1], reverse=bool(self.greater_is_better))
-        return dict(ranking[:n])
+        return dict(best_first(values.items(), self.greater_is_better)[:n])
 
     def state_dict(self) -> StateDict:
         """Return the name of the metric, its direction, and the number of values seen."""
@@ -147,7 +151,7 @@ class WatchedMetric:
         if name != self.name or len(directions) > 1:
             warn_outside(
                 f"{type(owner).__name__} starts over: it watches {self.name!r} ({self.direction}), but its training "
-                f"state is for {name!r} ({_direction_in_words(direction)}). Pass callbacks of the same class in the "
+                f"state is for {name!r} ({direction_in_words(direction)}). Pass callbacks of the same class in the "
                 "order in which they were saved."
             )
             return False
@@ -238,7 +242,3 @@ def _missing_metric_error(where: object, name: str, trainer: TrainerLike) -> Val
         f"{'' if trainer.eval_dataloaders else ' train() was given no eval_dataset.'} "
         f"Recorded: {', '.join(recorded) or 'nothing yet'}."
     )
-
-
-def _direction_in_words(greater_is_better: bool | None) -> str:
-    return "greater is better" if greater_is_better else "smaller is better"

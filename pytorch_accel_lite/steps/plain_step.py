@@ -13,12 +13,12 @@ from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput
 from pytorch_accel_lite.data.step_outputs import as_scalars, check_loss, complete_output, total_loss
 from pytorch_accel_lite.distributed.gradient_sync import average_gradients
-from pytorch_accel_lite.loop.clipping import clip_as_overridden, unscale
+from pytorch_accel_lite.loop.clipping import clip_as_overridden
 from pytorch_accel_lite.loop.guards.training_batches import examine_first_batch
-from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
 from pytorch_accel_lite.run.trained_parts import parameters_not_in_model
+from pytorch_accel_lite.steps.skipped_updates import tell_scaler
 
 
 class PlainStep(Step):
@@ -98,11 +98,11 @@ class PlainStep(Step):
         if not self.skips_update:
             trainer.optimizer_step()
         elif trainer.accelerator.scaler is not None:
-            _tell_scaler(trainer)
+            tell_scaler(trainer)
         self.can_skip_update = False
         run.progress.update += 1
         prepared = trainer.prepared_model
-        may_overflow = prepared is not None and not prepared.is_plain  # otherwise, not asking saves calls in each step
+        may_overflow = prepared is not None and not prepared.is_plain  # inlines was_skipped(), to save calls
         was_skipped = (self.skips_update or may_overflow) and self.count_if_skipped(trainer)
         # Inlines is_stepped_after_updates().
         if trainer.scheduler is not None and not was_skipped and run.request.scheduler_interval == "update":
@@ -110,14 +110,6 @@ class PlainStep(Step):
         trainer.optimizer_zero_grad()
         if listeners["on_optimizer_step_end"]:
             trainer.call_event("on_optimizer_step_end")
-
-
-def _tell_scaler(trainer: TrainerLike) -> None:
-    """Let the gradient scaler see the gradients of a skipped update, if any: it finds its scale by overflows."""
-    if all(parameter.grad is None for parameter in optimized_parameters(trainer.optimizer)):
-        return
-    unscale(trainer)
-    trainer.accelerator.scaler.update()
 
 
 def backward(

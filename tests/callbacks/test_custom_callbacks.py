@@ -11,7 +11,7 @@ import pytest
 import pytorch_accel_lite.callbacks as shipped
 from pytorch_accel_lite import CallbackHandler, Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import LimitEvalStepsCallback, LogMetricsCallback
-from pytorch_accel_lite.extending_callbacks import set_listening
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import set_listening
 from pytorch_accel_lite.run.events import EVENTS, keywords_of
 from tests import typed_callbacks
 from tests.shipped_callbacks import RUN, SHIPPED, build

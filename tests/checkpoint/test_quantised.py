@@ -165,7 +165,7 @@ def test_averages_share_the_frozen_base(kind, tmp_path):
 
 
 def base_numbers(trainer: Trainer) -> dict[str, int]:
-    from pytorch_accel_lite.extending_callbacks import weight_checksums
+    from pytorch_accel_lite.extension_tools.states_and_files import weight_checksums
 
     return weight_checksums(weights(trainer.get_model()))
 

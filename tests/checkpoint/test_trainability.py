@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.extending_callbacks import keep_in_eval, release_from_eval
+from pytorch_accel_lite.extension_tools.modules_and_devices import keep_in_eval, release_from_eval
 from tests.launching import only_with_soak, two_are_enough
 from tests.ranks import every_state, run_and_resume
 from tests.small_models import float64_data, same_bits

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
-from pytorch_accel_lite.base.change_marks import marks_of
+from pytorch_accel_lite.data.changed_data import marks_of
 from tests.launching import some_of
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import LimitBatchesCallback
-from pytorch_accel_lite.extending_callbacks import keep_in_eval
+from pytorch_accel_lite.extension_tools.modules_and_devices import keep_in_eval
 from tests.launching import two_are_enough
 from tests.ranks import global_batch, world_size
 from tests.small_models import (

@@ -880,7 +880,7 @@ def check_kind(kind: Kind) -> set[str]:
     fired = check_calls(recorder, "Trainer(...)")
     data = kind.how.get("train_dataset", make_data(8))
     train(trainer, 2, **{"train_dataset": data, "eval_dataset": data, "batch_size": 2} | kind.how)
-    step = type(trainer.current_run.stepper)
+    step = type(trainer.current_run.training_step)
     assert kind.step in (step, step.__name__)
     fired |= check_calls(recorder, "train(...)", kind.documented)
     trainer.evaluate(data, 2, {"num_workers": 0})

@@ -36,7 +36,7 @@ def calls_of_a_step() -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "PlainStep", Recorded)
-        step: Any = train(make_trainer(), batch_size=6).current_run.stepper
+        step: Any = train(make_trainer(), batch_size=6).current_run.training_step
     calls: list[str] = step.calls
     return calls
 

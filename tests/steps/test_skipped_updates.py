@@ -42,7 +42,7 @@ def train_on(kind: str, *callbacks: Any) -> Any:
 def counts(kind: str, *events: Any) -> list[int]:
     """The number of skipped updates after each update of a run with a kind of step."""
     found: list[int] = []
-    see = listener(on_optimizer_step_end=lambda trainer: found.append(trainer.run.stepper.skipped_updates))
+    see = listener(on_optimizer_step_end=lambda trainer: found.append(trainer.run.training_step.skipped_updates))
     trainer = train_on(kind, *events, see)
     assert len(found) == trainer.progress.update
     return found
@@ -115,7 +115,7 @@ def test_overridden_methods_of_an_update_may_skip_it(trainer_class, is_manual):
     before = weights(trainer.model)
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
     train(trainer, create_scheduler_fn=schedule)
-    assert trainer.run.stepper.skipped_updates == trainer.progress.update > 0
+    assert trainer.run.training_step.skipped_updates == trainer.progress.update > 0
     assert equal_weights(before, weights(trainer.model))
     assert trainer.scheduler.last_epoch == 0
 
@@ -136,7 +136,7 @@ def test_a_skipped_update_that_overflows_lowers_the_scale(reads_norm, scaled_acc
 
     callbacks = [listener(on_optimizer_step_start=skip)]
     trainer = train(make_trainer(callbacks, trainer_class=Overflows, accelerator=scaled_accelerator))
-    assert trainer.run.stepper.skipped_updates == 1
+    assert trainer.run.training_step.skipped_updates == 1
     assert scaled_accelerator.scaler.get_scale() == 2.0**9
 
 
@@ -146,5 +146,5 @@ def test_an_update_without_gradients_is_skipped_beside_a_scaler(scaled_accelerat
         trainer.skip_update()
 
     trainer = train(make_trainer([listener(on_optimizer_step_start=skip)], accelerator=scaled_accelerator))
-    assert trainer.run.stepper.skipped_updates == 3
+    assert trainer.run.training_step.skipped_updates == 3
     assert scaled_accelerator.scaler.get_scale() == 2.0**10

@@ -1,4 +1,4 @@
-"""What a training state contains: the table of its keys, capturing them in a trainer, and restoring them."""
+"""What a training state contains: the tables of its keys, capturing them in a trainer, and restoring them."""
 
 from __future__ import annotations
 
@@ -53,60 +53,62 @@ from pytorch_accel_lite.checkpoint.states.directory import (
     read_weights,
 )
 from pytorch_accel_lite.checkpoint.states.machine_facts import machine_facts
-from pytorch_accel_lite.checkpoint.states.recorded_settings_seam import settings_recorder
+from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
 from pytorch_accel_lite.optimizers.optimizer_parts import group_names, parts_of_optimizer, state_class_names
 from pytorch_accel_lite.optimizers.rates import Options, set_options
 from pytorch_accel_lite.run.callback_handler import callbacks_with
 from pytorch_accel_lite.run.division import numbers_of_shares
 from pytorch_accel_lite.run.progress import EpochPhase
+from pytorch_accel_lite.run.request_and_config import DatedStateSource
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trained_parts import registered_objects
 from pytorch_accel_lite.run.training_state import TrainingState
 
-# What a training state keeps, by key, and what restores it: restore_before_start, before the starting events of the
-# resumed run, or restore_after_start, after them, as callbacks may create or reset objects in these events. A state
-# lacks the keys of later versions, so those from 0.2 on are read with a default. The keys never change. If code of
-# users runs in these events, restore_again restores the weights, loss_func and optimizer once more.
-#
-# | shared by all ranks  | since | restored by                                                            |
-# |----------------------|-------|------------------------------------------------------------------------|
-# | optimizer            | 0.1   | restore_before_start; with groups that are added, restore_after_start  |
-# | scheduler            | 0.1   | restore_before_start; with another batch size, resumed_schedule.py     |
-# | scaler               | 0.1   | restore_before_start                                                   |
-# | model_extra          | 0.1   | restore_before_start: weights that safetensors does not support        |
-# | history              | 0.1   | restore_before_start, by _restore_history                              |
-# | microbatches         | 0.1   | restore_before_start, by GuardedStep                                   |
-# | items_per_batch      | 0.1   | restore_before_start                                                   |
-# | loss_func            | 0.1   | restore_before_start, by load_loss_state                               |
-# | objects              | 0.1   | both: registered objects                                               |
-# | callbacks            | 0.1   | restore_after_start                                                    |
-# | losses               | 0.1   | restore_after_start, if a rank has no file of its own                  |
-# | extra                | 0.1   | load_training_state, which returns it                                  |
-# | attributes           | 0.2   | both: heads, critics, other optimizers                                 |
-# | schedule_shift       | 0.2   | restore_before_start                                                   |
-# | frozen_weights       | 0.2   | restore_before_start: checksums of weights that were left out (FROZEN) |
-# | logical              | 0.2   | restore_after_start, by the division                                   |
-# | position             | 0.2   | restore_after_start, by the loader                                     |
-# | epoch_read           | 0.3   | restore_after_start, by the loader                                     |
-# | source_batch_size    | 0.3   | restore_after_start, by the loader                                     |
-# | base                 | 0.3   | read for an error: the name of the pretrained model                    |
-# | optimizer_classes    | 0.3   | read for an error, in both                                             |
-# | settings             | 0.3   | compared, by SettingsRecorder                                          |
-# | own_items_per_batch  | 0.3   | restore_before_start, by ManualStep                                    |
-# | skipped_updates      | 0.3   | restore_before_start, by Step                                          |
-# | set_apart            | 0.3   | restore_before_start, as recorded_by_evaluate, with the history        |
-# | evaluations          | 0.3   | loop/evaluation.py, when they begin                                    |
-# | trainability         | 0.3   | restore_after_start: which parameters are trained                      |
-# | user_attributes      | 0.3   | both, by UserAttributes                                                |
-#
-# | of each rank         | since | restored by                                                            |
-# |----------------------|-------|------------------------------------------------------------------------|
-# | losses               | 0.1   | restore_after_start, with as many processes as before                  |
-# | generators           | 0.1   | restore_after_start, with as many processes as before                  |
-# | position             | 0.2   | restore_after_start: of data that a process has for itself             |
-# | epoch_read           | 0.3   | as position                                                            |
-# | source_batch_size    | 0.3   | as position                                                            |
-# | user_attributes      | 0.3   | both: what differs between ranks                                       |
+# What a training state keeps, by key: since which version, and what restores it: restore_before_start, before the
+# starting events of the resumed run, or restore_after_start, after them, as callbacks may create or reset objects in
+# these events. If code of users runs in these events, restore_again restores the weights, loss_func and optimizer once
+# more. A state lacks the keys of later versions, so those from 0.2 on are read with a default. The keys never change.
+
+#: What all ranks share.
+SHARED_KEYS = {
+    "optimizer": ("0.1", "restore_before_start; with groups that are added, restore_after_start"),
+    "scheduler": ("0.1", "restore_before_start; with another batch size, resumed_schedule.py"),
+    "scaler": ("0.1", "restore_before_start"),
+    "model_extra": ("0.1", "restore_before_start: weights that safetensors does not support"),
+    "history": ("0.1", "restore_before_start, by _restore_history"),
+    "microbatches": ("0.1", "restore_before_start, by GuardedStep"),
+    "items_per_batch": ("0.1", "restore_before_start"),
+    "loss_func": ("0.1", "restore_before_start, by load_loss_state"),
+    "objects": ("0.1", "both: registered objects"),
+    "callbacks": ("0.1", "restore_after_start"),
+    "losses": ("0.1", "restore_after_start, if a rank has no file of its own"),
+    "extra": ("0.1", "load_training_state, which returns it"),
+    "attributes": ("0.2", "both: heads, critics, other optimizers"),
+    "schedule_shift": ("0.2", "restore_before_start"),
+    "frozen_weights": ("0.2", "restore_before_start: checksums of weights that were left out (FROZEN)"),
+    "logical": ("0.2", "restore_after_start, by the division"),
+    "position": ("0.2", "restore_after_start, by the loader"),
+    "epoch_read": ("0.3", "restore_after_start, by the loader"),
+    "source_batch_size": ("0.3", "restore_after_start, by the loader"),
+    "base": ("0.3", "read for an error: the name of the pretrained model"),
+    "optimizer_classes": ("0.3", "read for an error, in both"),
+    "settings": ("0.3", "compared, by SettingsRecorder"),
+    "own_items_per_batch": ("0.3", "restore_before_start, by ManualStep"),
+    "skipped_updates": ("0.3", "restore_before_start, by Step"),
+    "set_apart": ("0.3", "restore_before_start, as recorded_by_evaluate, with the history"),
+    "evaluations": ("0.3", "loop/evaluation.py, when they begin"),
+    "trainability": ("0.3", "restore_after_start: which parameters are trained"),
+    "user_attributes": ("0.3", "both, by UserAttributes"),
+}
+#: What each rank has of its own.
+OWN_KEYS = {
+    "losses": ("0.1", "restore_after_start, with as many processes as before"),
+    "generators": ("0.1", "restore_after_start, with as many processes as before"),
+    "position": ("0.2", "restore_after_start: of data that a process has for itself"),
+    "epoch_read": ("0.3", "as position"),
+    "source_batch_size": ("0.3", "as position"),
+    "user_attributes": ("0.3", "both: what differs between ranks"),
+}
 
 
 def capture(
@@ -172,7 +174,7 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
         "objects": {name: obj.state_dict() for name, obj in registered_objects(trainer).items()},
         "trainability": capture_trainability(trainer),
         "losses": run.loss_trackers.summed(trainer.data_ranks),
-        **run.stepper.state_dict(),
+        **run.training_step.state_dict(),
         "schedule_shift": run.schedule.shift,
         "items_per_batch": run.window.items_per_batch,
         "evaluations": None if run.evaluation_interval is None else run.evaluation_interval.state_dict(run),
@@ -261,7 +263,7 @@ def _collect_metadata(trainer: TrainerLike) -> StateDict:
     """Return the facts about the run for the manifest of a state, in JSON types."""
     run = trainer.current_run
     config = {} if trainer.run_config is None else trainer.run_config.to_dict()
-    sources = [source for source in run.request.state_sources if hasattr(source, "next_time")]
+    sources = [source for source in run.request.state_sources if isinstance(source, DatedStateSource)]
     return {
         # Later than all existing states, even if another machine with a faster clock saved them.
         "saved_at": max([time.time(), *(source.next_time() for source in sources)]),
@@ -318,7 +320,7 @@ def restore_before_start(trainer: TrainerLike, state: TrainingState, with_schedu
     run.epoch_phase = EpochPhase(state.metadata.get("epoch_phase", 0))
     _restore_history(trainer, shared)
     load_each("registered object", registered_objects(trainer), shared["objects"], is_final=False)
-    run.stepper.load_state_dict(shared)
+    run.training_step.load_state_dict(shared)
     run.schedule.shift = shared.get("schedule_shift", 0)
     run.window.items_per_batch = shared["items_per_batch"]
 

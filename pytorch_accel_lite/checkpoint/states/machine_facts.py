@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pytorch_accel_lite.base.kernel_settings import describe_settings, deterministic_kernels
+from pytorch_accel_lite.base.deterministic_kernels import deterministic_kernels, kernel_settings
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.run.division import numbers_of_shares
 from pytorch_accel_lite.run.run import TrainerLike
@@ -16,7 +16,7 @@ def machine_facts(trainer: TrainerLike) -> JsonObject:
     """Return the device, the versions and the settings with which a trainer computes, in JSON types."""
     device = trainer.device
     with trainer.division.computing(device), deterministic_kernels(trainer.deterministic):
-        settings = describe_settings(device.type == "cuda")
+        settings = kernel_settings(device.type == "cuda")
         threads = torch.get_num_threads()
     name = device.type
     versions: dict[str, object] = {}

@@ -1,6 +1,6 @@
 """Advice after the first epoch of a run: a default callback."""
 
-from pytorch_accel_lite.extending_callbacks import DEFAULTS
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import DEFAULTS
 from pytorch_accel_lite.extensions.advice.advice_callback import AdviceCallback
 
 __all__ = ["AdviceCallback"]

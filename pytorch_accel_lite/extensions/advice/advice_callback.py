@@ -13,16 +13,11 @@ from torch import nn
 from torch.nn import functional
 
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import (
-    BatchData,
-    BatchOutput,
-    default_transform,
-    is_terminal,
-    set_listening,
-    total_norm,
-    wrapped,
-)
-from pytorch_accel_lite.extending_tools import check_range, faster_data, is_overridden
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_range, is_overridden
+from pytorch_accel_lite.extension_tools.data_and_batches import BatchData, BatchOutput, faster_data
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import default_transform, set_listening
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import total_norm
+from pytorch_accel_lite.extension_tools.texts_and_pages import is_terminal, wrapped
 from pytorch_accel_lite.extensions.monitoring import GradientNorms
 
 _FIRST_STEPS = 16  # the mean loss of these steps is compared with the epoch's
@@ -72,7 +67,7 @@ class AdviceCallback(TrainerCallback):
             return
         self._start = time.perf_counter()
         self._updates_before = trainer.progress.update
-        self._skipped_before = trainer.run.stepper.skipped_updates
+        self._skipped_before = trainer.run.training_step.skipped_updates
         self._norms = GradientNorms()
         self._rate = self._highest = _learning_rate(trainer)
         self._limit = None if trainer.run_config is None else trainer.run_config.gradient_clip_norm
@@ -158,7 +153,7 @@ class AdviceCallback(TrainerCallback):
 
     def _on_skipped_updates(self, trainer: TrainerLike) -> Iterator[str]:
         """Advise if many updates were skipped, or an optimizer made none."""
-        skipped = trainer.run.stepper.skipped_updates - self._skipped_before
+        skipped = trainer.run.training_step.skipped_updates - self._skipped_before
         if skipped > 0.05 * self._updates:
             reason = " by callbacks."
             if trainer.accelerator.scaler is not None:
@@ -167,7 +162,7 @@ class AdviceCallback(TrainerCallback):
                     "Accelerator(mixed_precision='bf16'); otherwise lower the learning rate."
                 )
             yield f"{skipped} of {self._updates} updates were skipped{reason}"
-        for name in trainer.run.stepper.optimizers_never_updated:
+        for name in trainer.run.training_step.optimizers_never_updated:
             yield f"train_step has not called update(loss, optimizer={name!r}), so its parameters are not trained."
 
     def _on_training(self, trainer: TrainerLike) -> Iterator[str]:

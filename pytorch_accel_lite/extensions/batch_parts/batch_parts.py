@@ -11,15 +11,19 @@ from accelerate.utils import recursively_apply
 
 from pytorch_accel_lite.data import Batch, BatchData
 from pytorch_accel_lite.extending import BatchOutput, TrainerLike
-from pytorch_accel_lite.extending_callbacks import Count, Tree, is_list_of_samples, is_number, slice_batch
-from pytorch_accel_lite.extending_tools import (
+from pytorch_accel_lite.extension_tools.data_and_batches import (
     WHAT_CAN_BE_SPLIT,
     concatenate,
     infer_batch_size,
     is_as_long,
+    is_list_of_samples,
+    is_number,
     parts_in,
+    slice_batch,
     tensors_in,
 )
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import Count
+from pytorch_accel_lite.extension_tools.plain_types import Tree
 
 
 def split_into_parts(batch: Batch, parts: int) -> list[Batch]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pytorch_accel_lite.extending import MEMORY_ADVICE, MODEL_CHANGES, TrainerLike
-from pytorch_accel_lite.extending_tools import ChosenModules
+from pytorch_accel_lite.extension_tools.modules_and_devices import ChosenModules
 from pytorch_accel_lite.extensions.blocks.block_forward import BlockForward
 from pytorch_accel_lite.extensions.blocks.memory_saving import advise
 from pytorch_accel_lite.extensions.blocks.repeated_blocks import choose, describe_blocks, repeated_blocks

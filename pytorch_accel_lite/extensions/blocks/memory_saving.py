@@ -11,7 +11,8 @@ from torch._subclasses import fake_tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pytorch_accel_lite.extending import TrainerLike
-from pytorch_accel_lite.extending_tools import replaced, tensors_in
+from pytorch_accel_lite.extension_tools.data_and_batches import tensors_in
+from pytorch_accel_lite.extension_tools.runs_and_steps import replaced
 from pytorch_accel_lite.extensions.blocks.block_forward import BlockForward
 from pytorch_accel_lite.extensions.blocks.repeated_blocks import repeated_blocks
 from pytorch_accel_lite.utils import format_bytes

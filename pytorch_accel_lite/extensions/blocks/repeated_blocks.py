@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from pytorch_accel_lite.extending_callbacks import did_you_mean
-from pytorch_accel_lite.extending_tools import ChosenModules, listed
+from pytorch_accel_lite.extension_tools.arguments_and_errors import did_you_mean
+from pytorch_accel_lite.extension_tools.modules_and_devices import ChosenModules
+from pytorch_accel_lite.extension_tools.texts_and_pages import listed
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:

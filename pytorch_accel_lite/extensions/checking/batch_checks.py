@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import RandomSampler
 
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.extending_tools import is_packed
+from pytorch_accel_lite.extension_tools.data_and_batches import is_packed
 from pytorch_accel_lite.extensions.checking.probe import (
     TOLERANCE,
     Finding,

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 from pytorch_accel_lite.data import Sample, Source
-from pytorch_accel_lite.extending_tools import TARGET_KEYS, nested_in, parts_in, tensors_in
+from pytorch_accel_lite.extension_tools.data_and_batches import TARGET_KEYS, nested_in, parts_in, tensors_in
 from pytorch_accel_lite.extensions.checking.probe import Finding, NotApplicableError, Probe, doubt, mistake
 from pytorch_accel_lite.utils import listed
 

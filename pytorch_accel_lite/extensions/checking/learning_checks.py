@@ -79,7 +79,11 @@ def check_learns(probe: Probe) -> Iterator[Finding]:
     A program that cannot fit a few samples cannot fit many.
     """
     optimizer = getattr(probe.trainer.optimizer, "optimizer", probe.trainer.optimizer)  # without Accelerate's wrapper
-    if probe.run.stepper.updates_one_by_one and isinstance(optimizer, CombinedOptimizer) and len(optimizer.parts) > 1:
+    if (
+        probe.run.training_step.updates_one_by_one
+        and isinstance(optimizer, CombinedOptimizer)
+        and len(optimizer.parts) > 1
+    ):
         raise NotApplicableError("The program has several optimizers, whose losses need not fall.")
     losses, of_torch = _fit(probe)
     before, after = _ends(losses)

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.extending_tools import LossShapeError
+from pytorch_accel_lite.extension_tools.data_and_batches import LossShapeError
 from pytorch_accel_lite.extensions.checking.probe import (
     LOSSES_OF_ELEMENTS,
     TOLERANCE,

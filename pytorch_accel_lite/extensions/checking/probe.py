@@ -20,18 +20,17 @@ from torch.overrides import TorchFunctionMode
 from pytorch_accel_lite.callbacks import TrainerCallback
 from pytorch_accel_lite.data import Batch, BatchData
 from pytorch_accel_lite.extending import DIVISIONS, Share, TrainerLike, create_division
-from pytorch_accel_lite.extending_tools import (
+from pytorch_accel_lite.extension_tools.arguments_and_errors import is_overridden
+from pytorch_accel_lite.extension_tools.data_and_batches import (
     TARGET_KEYS,
-    all_optimized_parameters,
     infer_batch_size,
     is_as_long,
-    is_overridden,
-    other_modules,
     parts_in,
-    replaced,
     select_samples,
     tensors_in,
 )
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import all_optimized_parameters, other_modules
+from pytorch_accel_lite.extension_tools.runs_and_steps import replaced
 from pytorch_accel_lite.extensions.trials import Trial, UserCallbacks
 from pytorch_accel_lite.schedulers import schedule_values
 

@@ -12,7 +12,10 @@ from typing import Any, get_args
 
 from pytorch_accel_lite.data import NamedData
 from pytorch_accel_lite.extending import Division, RunRequest, Snapshot, TrainerLike
-from pytorch_accel_lite.extending_tools import Report, check_range, describe_error, render, replaced
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_range, describe_error
+from pytorch_accel_lite.extension_tools.data_and_batches import DEFAULT_BATCH_SIZE
+from pytorch_accel_lite.extension_tools.runs_and_steps import replaced
+from pytorch_accel_lite.extension_tools.texts_and_pages import Report, render
 from pytorch_accel_lite.extensions.checking import (
     batch_checks,
     data_checks,
@@ -182,7 +185,7 @@ def check(
     self: TrainerLike,
     train_dataset: NamedData,
     eval_dataset: NamedData | None = None,
-    per_device_batch_size: int = 8,
+    per_device_batch_size: int = DEFAULT_BATCH_SIZE,
     *,
     seconds: float = 60.0,
     strict: bool = False,

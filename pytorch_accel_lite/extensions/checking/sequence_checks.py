@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from pytorch_accel_lite.extending_data import IGNORED_LABEL
-from pytorch_accel_lite.extending_tools import TARGET_KEYS, tensors_in
+from pytorch_accel_lite.extension_tools.data_and_batches import IGNORED_LABEL, TARGET_KEYS, tensors_in
 from pytorch_accel_lite.extensions.checking.probe import (
     TOLERANCE,
     Finding,

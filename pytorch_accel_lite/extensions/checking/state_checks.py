@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from pytorch_accel_lite.extending import USER_ATTRIBUTES
-from pytorch_accel_lite.extending_callbacks import plain_parts
-from pytorch_accel_lite.extending_tools import describe_error
+from pytorch_accel_lite.extension_tools.arguments_and_errors import describe_error
+from pytorch_accel_lite.extension_tools.modules_and_devices import plain_parts
 from pytorch_accel_lite.extensions.checking.probe import (
     TOLERANCE,
     Finding,

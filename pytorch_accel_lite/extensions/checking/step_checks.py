@@ -9,13 +9,10 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from pytorch_accel_lite.extending_tools import (
-    describe_error,
-    infer_batch_size,
-    is_single_sample,
-    registered_objects,
-    replaced,
-)
+from pytorch_accel_lite.extension_tools.arguments_and_errors import describe_error
+from pytorch_accel_lite.extension_tools.data_and_batches import infer_batch_size, is_single_sample
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import registered_objects
+from pytorch_accel_lite.extension_tools.runs_and_steps import replaced
 from pytorch_accel_lite.extensions.checking.probe import (
     TOLERANCE,
     Finding,

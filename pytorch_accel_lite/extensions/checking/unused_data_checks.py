@@ -8,7 +8,8 @@ from contextlib import suppress
 import torch
 
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.extending_tools import is_overridden, tensors_in
+from pytorch_accel_lite.extension_tools.arguments_and_errors import is_overridden
+from pytorch_accel_lite.extension_tools.data_and_batches import tensors_in
 from pytorch_accel_lite.extensions.checking.probe import (
     Finding,
     LossCall,

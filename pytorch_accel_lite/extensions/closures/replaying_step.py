@@ -25,16 +25,15 @@ from pytorch_accel_lite.extending import (
     TrainerLike,
     backward,
 )
-from pytorch_accel_lite.extending_callbacks import parts_of_optimizer
-from pytorch_accel_lite.extending_tools import (
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import (
     average_gradients,
-    capture_generators,
     needs_closure,
     no_sync_within_window,
     other_modules,
-    replaced,
-    restore_generators,
+    parts_of_optimizer,
 )
+from pytorch_accel_lite.extension_tools.random_numbers import capture_generators, restore_generators
+from pytorch_accel_lite.extension_tools.runs_and_steps import replaced
 
 _NOT_KEPT = "the batches of an update are kept whole"
 _CONFLICTS = (
@@ -93,7 +92,7 @@ class ReplayingStep(PlainStep):
             before.keep_generators()
             counts = {"batch": run.batch, "loss_trackers": LossTrackers(), "step_metrics": dict(run.step_metrics)}
             before.enter_context(replaced(run, **counts))
-            before.enter_context(replaced(run.stepper, gradient_norm=run.stepper.gradient_norm))
+            before.enter_context(replaced(run.training_step, gradient_norm=run.training_step.gradient_norm))
             for number, (batch, generators) in enumerate(self._steps, 1):
                 restore_generators(generators)
                 run.batch = batch
@@ -132,8 +131,8 @@ def recompute_gradients(self: TrainerLike) -> torch.Tensor:
             ``auto_microbatch``, ``SkipFailedBatchesCallback`` or an overridden ``train_step``
     """
     run = self.current_run
-    if isinstance(run.stepper, ReplayingStep):
-        return run.stepper.recompute(self, run)
+    if isinstance(run.training_step, ReplayingStep):
+        return run.training_step.recompute(self, run)
     if run.config is not None and self.is_running and (conflict := _RECOMPUTED.find_conflict(self, run)):
         raise _recompute_error(f"it does not work with {conflict.other.name}")
     raise _recompute_error(

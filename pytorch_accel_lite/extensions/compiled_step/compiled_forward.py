@@ -14,14 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.extending import Batch, BatchAdapter, BatchOutput, LossFunction, Run, TrainerLike
-from pytorch_accel_lite.extending_callbacks import BatchData, Count, Tree
-from pytorch_accel_lite.extending_tools import (
-    infer_batch_size,
-    is_overridden,
-    optimized_parameters,
-    shapes_are_known,
-    warn_outside,
-)
+from pytorch_accel_lite.extension_tools.arguments_and_errors import is_overridden, warn_outside
+from pytorch_accel_lite.extension_tools.data_and_batches import BatchData, infer_batch_size, shapes_are_known
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import Count, optimized_parameters
+from pytorch_accel_lite.extension_tools.plain_types import Tree
 
 _REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # modes of torch.compile with CUDA graphs
 

@@ -14,12 +14,13 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from pytorch_accel_lite.data import Sample, Source
-from pytorch_accel_lite.extending_callbacks import Tree, find_length, preserving_generators
-from pytorch_accel_lite.extending_data import seed_generators
-from pytorch_accel_lite.extending_tools import (
+from pytorch_accel_lite.extension_tools.data_and_batches import find_length, reachable_from
+from pytorch_accel_lite.extension_tools.plain_types import Tree
+from pytorch_accel_lite.extension_tools.random_numbers import (
     find_held_generators,
+    preserving_generators,
     preserving_held_generators,
-    reachable_from,
+    seed_generators,
     seed_held_generators,
 )
 

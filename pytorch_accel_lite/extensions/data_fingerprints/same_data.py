@@ -10,8 +10,13 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from pytorch_accel_lite.data import Source
 from pytorch_accel_lite.extending import Ranks
-from pytorch_accel_lite.extending_callbacks import find_length
-from pytorch_accel_lite.extending_tools import PASS_OWN_SHARD, checksum_of_indices, nested_in, warn_outside
+from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
+from pytorch_accel_lite.extension_tools.data_and_batches import (
+    PASS_OWN_SHARD,
+    checksum_of_indices,
+    find_length,
+    nested_in,
+)
 from pytorch_accel_lite.extensions.data_fingerprints.fingerprints import compare_fingerprints, fingerprint_of, is_table
 
 

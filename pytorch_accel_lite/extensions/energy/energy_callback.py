@@ -8,8 +8,9 @@ from collections import Counter
 from pathlib import Path
 
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import BatchData, BatchOutput, StateDict
-from pytorch_accel_lite.extending_tools import check_range
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_range
+from pytorch_accel_lite.extension_tools.data_and_batches import BatchData, BatchOutput
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
 from pytorch_accel_lite.extensions.energy.meters import Meter, find_meters
 
 _JOULES = 3.6e6  # in a kilowatt-hour

@@ -21,8 +21,12 @@ from pytorch_accel_lite.extending import (
     TrainerCallback,
     TrainerLike,
 )
-from pytorch_accel_lite.extending_callbacks import Phase, Tree, add_note, short_repr
-from pytorch_accel_lite.extending_tools import checked_by, is_out_of_memory, list_samples, names_sample, notes_of
+from pytorch_accel_lite.extension_tools.arguments_and_errors import add_note, checked_by, notes_of
+from pytorch_accel_lite.extension_tools.data_and_batches import list_samples, names_sample
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import Phase
+from pytorch_accel_lite.extension_tools.modules_and_devices import is_out_of_memory
+from pytorch_accel_lite.extension_tools.plain_types import Tree
+from pytorch_accel_lite.extension_tools.texts_and_pages import short_repr
 from pytorch_accel_lite.extensions.error_notes.advice import advise
 from pytorch_accel_lite.extensions.error_notes.out_of_memory import advise_on_memory, describe_memory
 

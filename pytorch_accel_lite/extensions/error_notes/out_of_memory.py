@@ -9,12 +9,11 @@ from itertools import chain
 import torch
 
 from pytorch_accel_lite.extending import MEMORY_ADVICE, Run, TrainerLike
-from pytorch_accel_lite.extending_callbacks import Phase, is_created
-from pytorch_accel_lite.extending_tools import (
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import Phase
+from pytorch_accel_lite.extension_tools.modules_and_devices import capacity_of, local_shard, module_of
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import (
     all_optimized_parameters,
-    capacity_of,
-    local_shard,
-    module_of,
+    is_created,
     other_modules,
     other_optimizers,
 )

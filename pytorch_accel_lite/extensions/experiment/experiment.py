@@ -20,7 +20,7 @@ from accelerate.utils import set_seed
 
 from pytorch_accel_lite.callbacks import TrainerCallback, get_default_callbacks
 from pytorch_accel_lite.checkpoint import folder_path, local_path, write_text
-from pytorch_accel_lite.extending_tools import is_library_frame
+from pytorch_accel_lite.extension_tools.processes import is_library_frame
 from pytorch_accel_lite.extensions.experiment.importing import full_name, import_path
 from pytorch_accel_lite.extensions.experiment.overrides import apply_overrides
 from pytorch_accel_lite.extensions.experiment.results import write_json

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pytorch_accel_lite.checkpoint import file_path, write_text
-from pytorch_accel_lite.extending_tools import Column, is_monitor, render
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import is_monitor
+from pytorch_accel_lite.extension_tools.texts_and_pages import Column, render
 from pytorch_accel_lite.extensions.experiment.results import Results, text_table
 from pytorch_accel_lite.extensions.experiment.run_folders import RecordedRun, find_runs
 from pytorch_accel_lite.extensions.experiment.yaml_files import ClassPath

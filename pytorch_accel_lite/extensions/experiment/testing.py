@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_accel_lite.checkpoint import as_file_name, folder_path, local_path, write_text
+from pytorch_accel_lite.extension_tools.data_and_batches import DEFAULT_BATCH_SIZE
 from pytorch_accel_lite.extensions.experiment.chosen_weights import (
     find_weights,
     load_weights,
@@ -38,7 +39,7 @@ def run_tests(
     predictions: bool = True,
     shard_size: int = 1024,
     depends_on: Any = None,
-    per_device_batch_size: int = 8,
+    per_device_batch_size: int = DEFAULT_BATCH_SIZE,
     dataloader_kwargs: dict[str, Any] | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
 ) -> list[Row]:

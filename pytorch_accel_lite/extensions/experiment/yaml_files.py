@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from pytorch_accel_lite.extending_tools import checked_by
+from pytorch_accel_lite.extension_tools.arguments_and_errors import checked_by
 from pytorch_accel_lite.utils import import_extra
 
 #: The parts of an experiment that are specified by a class or function and its arguments.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytorch_accel_lite.extending import NonFiniteLossError, OtherCallError, ProcessLostError, Run, StopTrainingError
-from pytorch_accel_lite.extending_callbacks import Failure
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import Failure
 
 #: Errors that are not caused by a batch, and therefore always end the run.
 NEVER_SKIPPED = (StopTrainingError, NonFiniteLossError, OtherCallError, ProcessLostError)

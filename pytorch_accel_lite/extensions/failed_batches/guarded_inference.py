@@ -23,8 +23,10 @@ from pytorch_accel_lite.extending import (
     Snapshot,
     TrainerLike,
 )
-from pytorch_accel_lite.extending_callbacks import Tree
-from pytorch_accel_lite.extending_tools import explain, infer_batch_size, is_out_of_memory, list_samples, replaced
+from pytorch_accel_lite.extension_tools.data_and_batches import infer_batch_size, list_samples
+from pytorch_accel_lite.extension_tools.modules_and_devices import is_out_of_memory
+from pytorch_accel_lite.extension_tools.plain_types import Tree
+from pytorch_accel_lite.extension_tools.runs_and_steps import explain, replaced
 from pytorch_accel_lite.extensions.batch_parts import merge_outputs, split_into_parts
 from pytorch_accel_lite.extensions.failed_batches.failures import NEVER_SKIPPED, describe_failure
 

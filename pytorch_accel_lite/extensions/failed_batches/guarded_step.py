@@ -28,8 +28,12 @@ from pytorch_accel_lite.extending import (
     TrainerLike,
     backward,
 )
-from pytorch_accel_lite.extending_callbacks import Count, Failure, StateDict, sync_ddp_buffers
-from pytorch_accel_lite.extending_tools import infer_batch_size, is_out_of_memory, unwrapped_model
+from pytorch_accel_lite.extension_tools.data_and_batches import infer_batch_size
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import Failure
+from pytorch_accel_lite.extension_tools.modules_and_devices import is_out_of_memory
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import Count, sync_ddp_buffers
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
+from pytorch_accel_lite.extension_tools.runs_and_steps import unwrapped_model
 from pytorch_accel_lite.extensions.batch_parts import as_returned, merge_outputs, split_into_parts
 from pytorch_accel_lite.extensions.failed_batches.failures import NEVER_SKIPPED, describe_failure
 

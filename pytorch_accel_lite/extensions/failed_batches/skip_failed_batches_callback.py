@@ -6,8 +6,9 @@ from collections.abc import Collection
 from typing import NotRequired
 
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import Failure, Phase, StateDict
-from pytorch_accel_lite.extending_tools import check_positive_int
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import Failure, Phase
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
 
 _PHASES = {"training", "evaluation", "prediction"}
 

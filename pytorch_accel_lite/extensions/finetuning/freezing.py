@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from pytorch_accel_lite.extending_callbacks import keep_in_eval, release_from_eval, unwrap
+from pytorch_accel_lite.extension_tools.modules_and_devices import keep_in_eval, release_from_eval, unwrap
 from pytorch_accel_lite.extensions.finetuning.layer_groups import Group, ModuleGroup, find_groups, has_adapters
 
 #: The modules affected by ``freeze_batch_norms``.

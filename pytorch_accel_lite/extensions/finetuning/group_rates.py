@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from pytorch_accel_lite.extending_callbacks import ParamGroup, check_positive_number, unwrap
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_number
+from pytorch_accel_lite.extension_tools.modules_and_devices import unwrap
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import ParamGroup
 from pytorch_accel_lite.extensions.finetuning.layer_groups import ModuleGroup, find_groups, has_adapters
 
 

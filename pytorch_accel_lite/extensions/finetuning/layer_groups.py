@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from pytorch_accel_lite.extending_callbacks import short_repr
+from pytorch_accel_lite.extension_tools.texts_and_pages import short_repr
 
 #: A group as users pass it: a module, or several modules.
 ModuleGroup = nn.Module | Sequence[nn.Module]

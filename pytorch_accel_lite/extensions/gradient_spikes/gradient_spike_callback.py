@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 
 from pytorch_accel_lite.extending import StopTrainingError, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import StateDict, to_float, total_norm
-from pytorch_accel_lite.extending_tools import check_positive_int, check_range
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, check_range
+from pytorch_accel_lite.extension_tools.modules_and_devices import to_float
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import total_norm
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
 
 
 class GradientSpikeCallback(TrainerCallback):
@@ -52,7 +54,7 @@ class GradientSpikeCallback(TrainerCallback):
         self._clear()
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        name = trainer.run.stepper.updating
+        name = trainer.run.training_step.updating
         norm = to_float(total_norm(trainer).detach())
         count, average = self._counts.get(name, 0), self._averages.get(name, 0.0)
         usual = average / (1 - self.decay**count) if count else 0.0  # bias-corrected as in Adam

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 
 from pytorch_accel_lite.extending import Ranks
-from pytorch_accel_lite.extending_tools import innermost_function
+from pytorch_accel_lite.extension_tools.processes import innermost_function
 from pytorch_accel_lite.extensions.hang_watch.job_watch import EXIT_CODE, end_process
 from pytorch_accel_lite.extensions.hang_watch.process_groups import GroupTimeouts, connect_to_store
 from pytorch_accel_lite.extensions.hang_watch.waiting_threads import stack_of, waits_for_others

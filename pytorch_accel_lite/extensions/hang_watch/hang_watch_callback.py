@@ -6,8 +6,8 @@ import uuid
 from functools import partial
 
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import set_listening
-from pytorch_accel_lite.extending_tools import check_range
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_range
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import set_listening
 from pytorch_accel_lite.extensions.hang_watch.hang_reports import HangWatch, Progressed
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from pytorch_accel_lite.extending import OpenTrainer, ProcessLostError, Ranks
-from pytorch_accel_lite.extending_tools import describe_frame, is_library_frame
+from pytorch_accel_lite.extension_tools.processes import describe_frame, is_library_frame
 from pytorch_accel_lite.extensions.hang_watch.job_watch import JobWatch
 from pytorch_accel_lite.extensions.hang_watch.process_groups import connect_to_store
 

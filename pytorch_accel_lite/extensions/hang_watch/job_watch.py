@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytorch_accel_lite.extending import OpenTrainer
-from pytorch_accel_lite.extending_tools import ControlGroup, describe_call
+from pytorch_accel_lite.extension_tools.processes import ControlGroup, describe_call
 from pytorch_accel_lite.extensions.hang_watch.waiting_threads import (
     is_own_collective,
     kind_of_wait,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from pytorch_accel_lite.extending_tools import set_timeout, timeout_of
+from pytorch_accel_lite.extension_tools.processes import set_timeout, timeout_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

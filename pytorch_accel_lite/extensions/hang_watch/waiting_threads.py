@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from pytorch_accel_lite.extending import Stack
-from pytorch_accel_lite.extending_tools import ControlGroup, is_in_backward, is_library_frame
+from pytorch_accel_lite.extension_tools.processes import ControlGroup, is_in_backward, is_library_frame
 from pytorch_accel_lite.utils import result_of_first
 
 _OURS = os.fspath(Path(__file__).parents[2]) + os.sep

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from pytorch_accel_lite.extending_tools import check_positive_int
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.used,utilization.gpu", "--format=csv,noheader,nounits")

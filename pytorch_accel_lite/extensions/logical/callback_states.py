@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from pytorch_accel_lite.extending_callbacks import StateDict
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
 
 
 @runtime_checkable

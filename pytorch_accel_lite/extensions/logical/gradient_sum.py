@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pytorch_accel_lite.extending import Ranks
-from pytorch_accel_lite.extending_tools import share_bounds
+from pytorch_accel_lite.extension_tools.data_and_batches import share_bounds
 
 #: The gradients of the parameters, in their order; ``None`` where there is none.
 Gradients = list[torch.Tensor | None]

@@ -9,12 +9,16 @@ from itertools import chain
 import torch
 
 from pytorch_accel_lite.extending import Batch, Division, LossTrackers, Ranks, Shares, TrainerLike, TrainingState
-from pytorch_accel_lite.extending_callbacks import MetricValue, StateDict, derive_seed, is_number, seed_all
-from pytorch_accel_lite.extending_tools import (
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
+from pytorch_accel_lite.extension_tools.data_and_batches import is_number
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import MetricValue
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
+from pytorch_accel_lite.extension_tools.random_numbers import (
     capture_generators,
-    check_positive_int,
+    derive_seed,
     deterministic_kernels,
     restore_generators,
+    seed_all,
 )
 from pytorch_accel_lite.extensions.logical.norm_by_rows import norm_by_rows
 from pytorch_accel_lite.extensions.logical.shared_losses import SharedLossTrackers

@@ -30,8 +30,15 @@ from pytorch_accel_lite.extending import (
     TrainerLike,
     backward,
 )
-from pytorch_accel_lite.extending_callbacks import Count, accumulation_dtype, plain_parts, seed_all, to_float
-from pytorch_accel_lite.extending_tools import all_optimized_parameters, as_weight, other_modules, share_bounds
+from pytorch_accel_lite.extension_tools.data_and_batches import share_bounds
+from pytorch_accel_lite.extension_tools.modules_and_devices import accumulation_dtype, plain_parts, to_float
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import (
+    Count,
+    all_optimized_parameters,
+    as_weight,
+    other_modules,
+)
+from pytorch_accel_lite.extension_tools.random_numbers import seed_all
 from pytorch_accel_lite.extensions.batch_parts import as_returned, concatenate_if_possible, merge_outputs
 from pytorch_accel_lite.extensions.logical.gradient_sum import GradientSum
 from pytorch_accel_lite.extensions.logical.logical_processes import LogicalProcesses

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pytorch_accel_lite.extending import Ranks
-from pytorch_accel_lite.extending_tools import current_holders, local_shard
+from pytorch_accel_lite.extension_tools.modules_and_devices import local_shard
+from pytorch_accel_lite.extension_tools.processes import current_holders
 
 #: A mesh, and the dimension along which a tensor is sharded.
 _Sharding: TypeAlias = tuple[DeviceMesh, int]

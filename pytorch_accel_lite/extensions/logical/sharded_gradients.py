@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pytorch_accel_lite.extending import Ranks
-from pytorch_accel_lite.extending_callbacks import are_sharded
-from pytorch_accel_lite.extending_tools import share_bounds
+from pytorch_accel_lite.extension_tools.data_and_batches import share_bounds
+from pytorch_accel_lite.extension_tools.modules_and_devices import are_sharded
 from pytorch_accel_lite.extensions.logical.gradient_sum import Node, TreeSum, view_as_bytes
 from pytorch_accel_lite.extensions.sharding import mesh_infos, shard_dim
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from pytorch_accel_lite.extending import BatchOutput, LossTracker, LossTrackers, Shares
-from pytorch_accel_lite.extending_callbacks import Count
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import Count
 
 
 class SharedLossTrackers(LossTrackers):

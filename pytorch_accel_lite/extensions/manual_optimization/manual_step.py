@@ -24,27 +24,23 @@ from pytorch_accel_lite.extending import (
     TrainerLike,
     backward,
 )
-from pytorch_accel_lite.extending_callbacks import (
+from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
+from pytorch_accel_lite.extension_tools.data_and_batches import check_items, complete_output, infer_batch_size
+from pytorch_accel_lite.extension_tools.modules_and_devices import mixed_precision
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import (
     Count,
-    StateDict,
     TrainerOptimizer,
-    mixed_precision,
-    parts_of_optimizer,
-    schedulers_in,
-    short_repr,
-)
-from pytorch_accel_lite.extending_tools import (
     all_optimized_parameters,
     average_gradients,
-    buffers_beside_model,
     buffers_in,
-    check_items,
-    complete_output,
-    infer_batch_size,
     optimized_parameters,
-    replaced,
-    warn_outside,
+    parts_of_optimizer,
+    schedulers_in,
 )
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
+from pytorch_accel_lite.extension_tools.runs_and_steps import replaced
+from pytorch_accel_lite.extension_tools.states_and_files import buffers_beside_model
+from pytorch_accel_lite.extension_tools.texts_and_pages import short_repr
 
 _UPDATES = "the updates of a failed step cannot be undone"
 

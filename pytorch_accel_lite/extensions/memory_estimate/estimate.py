@@ -11,8 +11,10 @@ from accelerate.utils import convert_file_size_to_int
 
 from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedData
 from pytorch_accel_lite.extending import RunRequest, Snapshot, TrainerLike
-from pytorch_accel_lite.extending_callbacks import is_quantised_by
-from pytorch_accel_lite.extending_tools import Report, capacity_of, check_positive_int, infer_batch_size, is_overridden
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, is_overridden
+from pytorch_accel_lite.extension_tools.data_and_batches import DEFAULT_BATCH_SIZE, infer_batch_size
+from pytorch_accel_lite.extension_tools.modules_and_devices import capacity_of, is_quantised_by
+from pytorch_accel_lite.extension_tools.texts_and_pages import Report
 from pytorch_accel_lite.extensions.memory_estimate.fake_training import Scenario, measure_step
 from pytorch_accel_lite.extensions.memory_estimate.live_bytes import KINDS
 from pytorch_accel_lite.extensions.trials import Trial
@@ -84,7 +86,7 @@ class MemoryEstimate(Report):
 def estimate_memory(
     self: TrainerLike,
     train_dataset: NamedData,
-    per_device_batch_size: int = 8,
+    per_device_batch_size: int = DEFAULT_BATCH_SIZE,
     world_size: int = 1,
     gradient_accumulation_steps: int | Mapping[int, int] = 1,
     gradient_clip_value: float | None = None,

@@ -21,15 +21,11 @@ from torch.overrides import TorchFunctionMode
 from pytorch_accel_lite.callbacks import CallbackHandler
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.extending import MODEL_CHANGES, TrainerLike
-from pytorch_accel_lite.extending_tools import (
-    infer_batch_size,
-    is_overridden,
-    local_shard,
-    other_modules,
-    other_optimizers,
-    replaced,
-    tensors_in,
-)
+from pytorch_accel_lite.extension_tools.arguments_and_errors import is_overridden
+from pytorch_accel_lite.extension_tools.data_and_batches import infer_batch_size, tensors_in
+from pytorch_accel_lite.extension_tools.modules_and_devices import local_shard
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import other_modules, other_optimizers
+from pytorch_accel_lite.extension_tools.runs_and_steps import replaced
 from pytorch_accel_lite.extensions.finetuning import find_blocks
 from pytorch_accel_lite.extensions.memory_estimate.live_bytes import LiveBytes
 from pytorch_accel_lite.extensions.model_ema import ModelEmaCallback
@@ -344,7 +340,7 @@ class FakeTrainer:
         trial = self._trial.begin_on(trainer, batch_size)
         run = trial.run
         if any(hasattr(parameter, "device_mesh") for parameter in trainer.model.parameters()):
-            run.stepper = ShardedStep(trainer, run)
+            run.training_step = ShardedStep(trainer, run)
         elif self._scenario.world_size > 1 and not is_overridden(trainer, "train_step"):
             trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
             self.live.add("communication", sum(map(_bytes, trained)))  # the buckets of DistributedDataParallel

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pytorch_accel_lite.extending_tools import local_shard
+from pytorch_accel_lite.extension_tools.modules_and_devices import local_shard
 
 #: The kinds of purposes that memory has, in the order in which reports list them.
 KINDS = ("parameters", "buffers", "gradients", "optimizer", "averages", "activations", "communication", "temporary")

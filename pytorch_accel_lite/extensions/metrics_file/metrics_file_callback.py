@@ -10,7 +10,8 @@ from pathlib import Path
 
 from pytorch_accel_lite.checkpoint import file_path, no_link, write_text
 from pytorch_accel_lite.extending import RunRequest, TrainerLike
-from pytorch_accel_lite.extending_callbacks import Interval, MetricValue, as_plain
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import Interval, MetricValue
+from pytorch_accel_lite.extension_tools.texts_and_pages import as_plain
 from pytorch_accel_lite.extensions.step_logging import StepLogger
 from pytorch_accel_lite.tracking import RunHistory
 from pytorch_accel_lite.utils import as_cell, from_cell

@@ -9,19 +9,17 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch.utils.data import ConcatDataset, Sampler
 
-from pytorch_accel_lite.extending_data import (
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
+from pytorch_accel_lite.extension_tools.data_and_batches import (
     IndexedData,
     LoaderKwargs,
     Sample,
     Source,
-    StateDict,
     TrainingOrder,
-    check_positive_int,
-    derive_seed,
-    draw_seed,
-    generator_with,
     sizes_of,
 )
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
+from pytorch_accel_lite.extension_tools.random_numbers import derive_seed, draw_seed, generator_with
 from pytorch_accel_lite.extensions.mixtures.mixture_shares import Stretch, added_up, choose_all, divide, whole_epoch
 from pytorch_accel_lite.extensions.mixtures.mixture_weights import check_mixture_weights
 

@@ -9,8 +9,10 @@ from typing import Any, Literal, TypeAlias
 
 from pytorch_accel_lite.data import Mixture, MixtureStream
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import StateDict, check_choice, is_number, set_listening
-from pytorch_accel_lite.extending_tools import check_positive_int
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_choice, check_positive_int
+from pytorch_accel_lite.extension_tools.data_and_batches import is_number
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import set_listening
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
 
 #: Shares of datasets by name, relative to each other.
 Weights: TypeAlias = Mapping[str, float]

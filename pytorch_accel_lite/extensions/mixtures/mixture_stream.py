@@ -9,15 +9,15 @@ from itertools import islice
 
 from torch.utils.data import IterableDataset
 
-from pytorch_accel_lite.extending_data import (
+from pytorch_accel_lite.extension_tools.data_and_batches import (
     Sample,
     Source,
     SourceState,
-    StateDict,
     check_are_named,
     early_end_error,
-    preserving_generators,
 )
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
+from pytorch_accel_lite.extension_tools.random_numbers import preserving_generators
 from pytorch_accel_lite.extensions.mixtures.mixture_weights import check_mixture_weights
 from pytorch_accel_lite.extensions.streams import can_return, open_stream, part_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pytorch_accel_lite.extending_data import check_range, did_you_mean
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_range, did_you_mean
 
 
 def check_mixture_weights(

@@ -13,24 +13,20 @@ from torch.nn.parameter import is_lazy
 
 from pytorch_accel_lite.checkpoint import file_path, model_state, write_checkpoint
 from pytorch_accel_lite.extending import CallbackHandler, RunRequest, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import (
-    FROZEN,
-    ExpectedMetrics,
-    MetricWatcher,
-    StateDict,
-    are_sharded,
+from pytorch_accel_lite.extension_tools.arguments_and_errors import (
     check_choice,
-    leave_out_frozen,
-    quantised_entries,
-    set_listening,
-    sharded_like,
-    suggest_arguments,
+    check_range,
+    checked_calls,
+    warn_outside,
 )
-from pytorch_accel_lite.extending_tools import check_range, warn_outside
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import ExpectedMetrics, MetricWatcher, set_listening
+from pytorch_accel_lite.extension_tools.modules_and_devices import are_sharded, quantised_entries
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
+from pytorch_accel_lite.extension_tools.states_and_files import FROZEN, leave_out_frozen, sharded_like
 from pytorch_accel_lite.extensions.model_ema.moving_averages import ModelEma, ShardedEma
 
 
-@suggest_arguments
+@checked_calls("__init__")
 class ModelEmaCallback(MetricWatcher):
     """Keep an exponential moving average (EMA) of the model's weights, evaluate it, and save the best.
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pytorch_accel_lite.extending_callbacks import is_frozen_and_quantised, reshard
-from pytorch_accel_lite.extending_tools import local_shard, warn_outside
+from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
+from pytorch_accel_lite.extension_tools.modules_and_devices import is_frozen_and_quantised, local_shard, reshard
 
 _kind_of = attrgetter("dtype", "device", "requires_grad")
 #: An averaged tensor, the tensor of the model, and whether that is trained.

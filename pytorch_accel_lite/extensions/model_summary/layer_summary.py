@@ -9,14 +9,12 @@ import torch
 
 from pytorch_accel_lite.data import BatchData, CollateFunction, Data, LoaderKwargs
 from pytorch_accel_lite.extending import RunRequest, TrainerLike
-from pytorch_accel_lite.extending_callbacks import (
-    Tree,
-    inference,
-    mixed_precision,
-    preserving_generators,
-    preserving_modes,
-)
-from pytorch_accel_lite.extending_tools import check_dataset, check_positive_int, inference_run
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
+from pytorch_accel_lite.extension_tools.data_and_batches import DEFAULT_BATCH_SIZE
+from pytorch_accel_lite.extension_tools.modules_and_devices import mixed_precision, preserving_modes
+from pytorch_accel_lite.extension_tools.plain_types import Tree
+from pytorch_accel_lite.extension_tools.random_numbers import preserving_generators
+from pytorch_accel_lite.extension_tools.runs_and_steps import check_dataset, inference, inference_run
 from pytorch_accel_lite.utils import import_extra
 
 if TYPE_CHECKING:
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 def summary(
     self: TrainerLike,
     dataset: Data | None = None,
-    per_device_batch_size: int = 8,
+    per_device_batch_size: int = DEFAULT_BATCH_SIZE,
     dataloader_kwargs: LoaderKwargs | None = None,
     collate_fn: CollateFunction | None = None,
     *,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import inference, preserving_generators, set_listening
-from pytorch_accel_lite.extending_tools import check_positive_int
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import set_listening
+from pytorch_accel_lite.extension_tools.random_numbers import preserving_generators
+from pytorch_accel_lite.extension_tools.runs_and_steps import inference
 from pytorch_accel_lite.extensions.model_summary.layer_summary import summarise
 from pytorch_accel_lite.utils import import_extra
 

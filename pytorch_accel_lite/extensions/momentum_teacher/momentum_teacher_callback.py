@@ -11,16 +11,15 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.extending import RunRequest, TrainerLike
-from pytorch_accel_lite.extending_callbacks import suggest_arguments
-from pytorch_accel_lite.extending_data import evaluation_mode
-from pytorch_accel_lite.extending_tools import check_positive_int, check_range
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, check_range, checked_calls
+from pytorch_accel_lite.extension_tools.modules_and_devices import evaluation_mode
 from pytorch_accel_lite.extensions.model_ema import ModelEmaCallback, ShardedEma
 
 #: A momentum as a function of the number of updates so far, and in the whole run.
 Schedule = Callable[[int, int], float]
 
 
-@suggest_arguments
+@checked_calls("__init__")
 class MomentumTeacherCallback(ModelEmaCallback):
     """Keep a momentum teacher or target network: a copy that follows the model and is called in training steps.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import StateDict, is_created, parts_of_optimizer, total_norm
-from pytorch_accel_lite.extending_tools import is_overridden
+from pytorch_accel_lite.extension_tools.arguments_and_errors import is_overridden
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import is_created, parts_of_optimizer, total_norm
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
 from pytorch_accel_lite.extensions.monitoring.gradient_norms import GradientNorms
 
 
@@ -41,7 +42,7 @@ class GradientNormCallback(TrainerCallback):
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         limit = trainer.run_config.gradient_clip_norm if trainer.run_config is not None else None
-        name = trainer.run.stepper.updating if parts_of_optimizer(trainer.optimizer) else ""
+        name = trainer.run.training_step.updating if parts_of_optimizer(trainer.optimizer) else ""
         norms = self._norms.setdefault(name, GradientNorms())
         norm = norms.add(total_norm(trainer), limit, only_finite=trainer.accelerator.scaler is not None)
         trainer.step_metrics[_join("gradient_norm", name)] = norm

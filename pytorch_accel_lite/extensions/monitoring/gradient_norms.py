@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pytorch_accel_lite.extending_callbacks import accumulation_dtype, to_float
+from pytorch_accel_lite.extension_tools.modules_and_devices import accumulation_dtype, to_float
 
 
 @dataclass(eq=False, repr=False)

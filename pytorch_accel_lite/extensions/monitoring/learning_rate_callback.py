@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import StateDict, group_names, is_created
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import group_names, is_created
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
 
 
 class LearningRateMonitorCallback(TrainerCallback):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import StateDict
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
 
 
 class LossScaleCallback(TrainerCallback):
@@ -23,7 +23,7 @@ class LossScaleCallback(TrainerCallback):
             request.metrics.record(self, ("loss_scale", "skipped_updates"))
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        self._skipped_before = trainer.run.stepper.skipped_updates
+        self._skipped_before = trainer.run.training_step.skipped_updates
 
     def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         if trainer.accelerator.scaler is not None:
@@ -33,7 +33,7 @@ class LossScaleCallback(TrainerCallback):
         scaler = trainer.accelerator.scaler
         if scaler is not None:
             trainer.run_history.update_metric("loss_scale", scaler.get_scale())
-            skipped = trainer.run.stepper.skipped_updates - self._skipped_before
+            skipped = trainer.run.training_step.skipped_updates - self._skipped_before
             trainer.run_history.update_metric("skipped_updates", skipped)
 
     def state_dict(self) -> StateDict:

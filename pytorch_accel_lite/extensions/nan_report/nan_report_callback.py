@@ -17,7 +17,10 @@ from torch import nn
 
 from pytorch_accel_lite.checkpoint import folder_path, write_text
 from pytorch_accel_lite.extending import BatchOutput, JsonObject, NonFiniteLossError, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import BatchData, Index, StrPath, Tree, to_float, total_norm
+from pytorch_accel_lite.extension_tools.data_and_batches import BatchData, Index
+from pytorch_accel_lite.extension_tools.modules_and_devices import to_float
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import total_norm
+from pytorch_accel_lite.extension_tools.plain_types import StrPath, Tree
 from pytorch_accel_lite.extensions.nan_report.operation_watch import OperationWatch, are_finite
 
 
@@ -160,7 +163,7 @@ class NaNReportCallback(TrainerCallback):
 
     def on_train_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._num_before = len(self._window)
-        self._parts = trainer.run.stepper.num_microbatches
+        self._parts = trainer.run.training_step.num_microbatches
         self._calls = []
         if self._repetition is not None:
             self._repetition.begin_step(trainer)
@@ -168,8 +171,8 @@ class NaNReportCallback(TrainerCallback):
     def on_backward_start(
         self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
     ) -> None:
-        if trainer.run.stepper.num_microbatches != self._parts:  # an attempt with larger parts was rolled back
-            self._parts = trainer.run.stepper.num_microbatches
+        if trainer.run.training_step.num_microbatches != self._parts:  # an attempt with larger parts was rolled back
+            self._parts = trainer.run.training_step.num_microbatches
             del self._window[self._num_before :]
         self._window.append((trainer.run.batch_indices, self._calls or []))
         self._calls = []

@@ -16,8 +16,8 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from pytorch_accel_lite.extending_callbacks import Tree
-from pytorch_accel_lite.extending_tools import local_shard
+from pytorch_accel_lite.extension_tools.modules_and_devices import local_shard
+from pytorch_accel_lite.extension_tools.plain_types import Tree
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.fspath(Path(__file__).parents[2]) + os.sep

@@ -10,7 +10,7 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from types import FunctionType
 
-from pytorch_accel_lite.extending_tools import is_from_this_package, warn_outside
+from pytorch_accel_lite.extension_tools.arguments_and_errors import is_from_this_package, warn_outside
 
 _IN_EPOCHS = re.compile("epoch|step|loss|update|backward")  # in the names of methods that are called in epochs
 _looked_at: set[type] = set()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from pytorch_accel_lite.extending import OTHER_LIBRARIES
-from pytorch_accel_lite.extending_tools import EVENTS, warn_outside
+from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import EVENTS
 
 #: Methods of other libraries' trainers that are never called here, with those to override instead.
 _REPLACED = {

@@ -13,7 +13,9 @@ from accelerate.utils import send_to_device
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from pytorch_accel_lite.extending_data import IGNORED_LABEL, Sample, Tree, evaluation_mode, first_label, tensors_in
+from pytorch_accel_lite.extension_tools.data_and_batches import IGNORED_LABEL, Sample, first_label, tensors_in
+from pytorch_accel_lite.extension_tools.modules_and_devices import evaluation_mode
+from pytorch_accel_lite.extension_tools.plain_types import Tree
 
 _ROW_KEYS = ("input_ids", "labels")
 

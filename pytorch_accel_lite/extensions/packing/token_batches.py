@@ -10,7 +10,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
-from pytorch_accel_lite.extending_data import IndexedData, Sample, check_positive_int
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
+from pytorch_accel_lite.extension_tools.data_and_batches import IndexedData, Sample
 
 #: Relative resolution of lengths, a power of two, when samples are grouped.
 _RESOLUTION = 16

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pytorch_accel_lite.extending_callbacks import escape_unprintable
+from pytorch_accel_lite.extension_tools.texts_and_pages import escape_unprintable
 from pytorch_accel_lite.extensions.plots.figure_style import INK, as_written, new_figure, save
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.extending_tools import CreateScheduler
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import CreateScheduler
 from pytorch_accel_lite.extensions.plots.figure_style import (
     INK,
     Axes,

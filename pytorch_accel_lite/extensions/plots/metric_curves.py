@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.extending_callbacks import MetricValue, escape_unprintable
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import MetricValue
+from pytorch_accel_lite.extension_tools.texts_and_pages import escape_unprintable
 from pytorch_accel_lite.extensions.plots.figure_style import (
     COLOURS,
     GRID,

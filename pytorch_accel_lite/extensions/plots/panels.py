@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pytorch_accel_lite.extending import MONITORS
-from pytorch_accel_lite.extending_callbacks import MetricValue
-from pytorch_accel_lite.extending_tools import best_of, panels_by_metric
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import MetricValue, best_of, panels_by_metric
 
 
 class NothingToPlotError(ValueError):

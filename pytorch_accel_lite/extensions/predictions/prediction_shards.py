@@ -15,8 +15,9 @@ from accelerate.utils import honor_type
 
 from pytorch_accel_lite.checkpoint import local_path, write_checkpoint, write_text
 from pytorch_accel_lite.extending import JsonObject, Ranks, check_is_shared, load_verified, lock_path
-from pytorch_accel_lite.extending_callbacks import StateDict, Tree
-from pytorch_accel_lite.extending_tools import ListOfSamples, concatenate, warn_outside
+from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
+from pytorch_accel_lite.extension_tools.data_and_batches import ListOfSamples, concatenate
+from pytorch_accel_lite.extension_tools.plain_types import StateDict, Tree
 
 _DESCRIPTION = "predictions.json"
 _SHARD = re.compile(r"shard-\d{12,}-\d{12,}-rank\d+\.pt")

@@ -8,16 +8,11 @@ import os
 
 from pytorch_accel_lite.checkpoint import folder_path
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import (
-    Tree,
-    dataset_of,
-    evaluating_optimizers,
-    find_length,
-    to_cpu,
-    weight_checksums,
-    without_compile,
-)
-from pytorch_accel_lite.extending_tools import check_positive_int, is_overridden, other_modules
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, is_overridden
+from pytorch_accel_lite.extension_tools.data_and_batches import dataset_of, find_length, to_cpu
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import evaluating_optimizers, other_modules
+from pytorch_accel_lite.extension_tools.plain_types import Tree
+from pytorch_accel_lite.extension_tools.states_and_files import weight_checksums, without_compile
 from pytorch_accel_lite.extensions.predictions.prediction_shards import PredictionFolder
 
 

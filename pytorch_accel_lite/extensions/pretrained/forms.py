@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.extending import ModelForm, TrainerLike, WriteModel, write_tensors
-from pytorch_accel_lite.extending_tools import is_of_peft, is_of_timm, warn_outside
+from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
+from pytorch_accel_lite.extension_tools.states_and_files import is_of_peft, is_of_timm
 from pytorch_accel_lite.extensions.pretrained.preprocessors import save_preprocessors
 
 _CONFIG = "config.json"

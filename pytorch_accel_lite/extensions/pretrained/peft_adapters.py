@@ -16,8 +16,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pytorch_accel_lite.extending import ADAPTERS, ModelForm, TrainerLike, WriteModel, verify_tensors
-from pytorch_accel_lite.extending_callbacks import FROZEN, StateDict, without_compile
-from pytorch_accel_lite.extending_tools import is_of_peft, listed, warn_outside
+from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
+from pytorch_accel_lite.extension_tools.states_and_files import FROZEN, is_of_peft, without_compile
+from pytorch_accel_lite.extension_tools.texts_and_pages import listed
 from pytorch_accel_lite.extensions.pretrained.preprocessors import save_preprocessors
 
 _CONFIG = "adapter_config.json"

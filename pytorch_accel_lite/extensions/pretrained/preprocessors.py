@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_accel_lite.extending import TrainerLike
-from pytorch_accel_lite.extending_tools import reachable_from, warn_outside
+from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
+from pytorch_accel_lite.extension_tools.data_and_batches import reachable_from
 
 #: Preprocessors of a model's inputs, by their base class in transformers. A processor contains other preprocessors.
 _KINDS = {

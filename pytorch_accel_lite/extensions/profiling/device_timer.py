@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from pytorch_accel_lite.extending_callbacks import is_asynchronous, record_event
+from pytorch_accel_lite.extension_tools.modules_and_devices import is_asynchronous, record_event
 
 #: An event of a device; for a device that computes synchronously, a time in seconds.
 Moment: TypeAlias = Any

@@ -9,7 +9,7 @@ import torch
 
 from pytorch_accel_lite.checkpoint import folder_path
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_tools import check_positive_int, check_range
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, check_range
 
 
 class ProfilerCallback(TrainerCallback):

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import align, is_asynchronous
+from pytorch_accel_lite.extension_tools.modules_and_devices import is_asynchronous
+from pytorch_accel_lite.extension_tools.texts_and_pages import align
 from pytorch_accel_lite.extensions.profiling.device_timer import DeviceTimer, Moment
 
 _PHASES = ("data", "forward", "backward", "optimizer", "evaluation", "saving")

@@ -1,6 +1,6 @@
 """A table with a row for each epoch, and a summary of the run: a default callback."""
 
-from pytorch_accel_lite.extending_callbacks import DEFAULTS, ProgressBarCallback
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import DEFAULTS, ProgressBarCallback
 from pytorch_accel_lite.extensions.progress_table.progress_table_callback import ProgressTableCallback
 
 __all__ = ["ProgressTableCallback"]

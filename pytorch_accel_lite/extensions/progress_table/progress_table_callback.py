@@ -15,24 +15,26 @@ from dataclasses import replace
 import torch
 
 from pytorch_accel_lite.extending import RunInterruptedError, RunRequest, TrainerLike
-from pytorch_accel_lite.extending_callbacks import (
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
+from pytorch_accel_lite.extension_tools.data_and_batches import find_length
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import (
     LogMetricsCallback,
     MetricValue,
-    NotebookOutput,
-    current_rates,
     epoch_of,
+    improvement,
+    set_listening,
+)
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import current_rates, rates_change_in_each_update
+from pytorch_accel_lite.extension_tools.texts_and_pages import (
+    NotebookOutput,
     escape_unprintable,
-    find_length,
     format_duration,
     html_table,
     in_notebook,
-    rates_change_in_each_update,
-    set_listening,
     shows_live,
     to_number,
     wrapped,
 )
-from pytorch_accel_lite.extending_tools import check_positive_int
 from pytorch_accel_lite.extensions.progress_table.held_output import HeldOutput
 from pytorch_accel_lite.utils import format_metric, format_value
 
@@ -280,7 +282,7 @@ class _RunTable:
         value = float(metrics.get(self._marked_metric, math.nan))
         worst = -math.inf if self._greater_is_better else math.inf
         best = worst if self._best is None else self._best[0]
-        is_better = value > best if self._greater_is_better else value < best
+        is_better = improvement(value, best, self._greater_is_better) > 0
         if is_better:
             self._best = value, position
         return is_better

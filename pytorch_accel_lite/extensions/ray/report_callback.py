@@ -11,7 +11,7 @@ from typing import Any
 
 from pytorch_accel_lite.checkpoint import folder_path
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike, TrainingState, read_state
-from pytorch_accel_lite.extending_tools import check_positive_int
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
 from pytorch_accel_lite.utils import import_extra
 
 

@@ -18,8 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from pytorch_accel_lite.extending_callbacks import class_of, short_repr
-from pytorch_accel_lite.extending_tools import may_differ, unsharded_class
+from pytorch_accel_lite.extension_tools.arguments_and_errors import may_differ
+from pytorch_accel_lite.extension_tools.modules_and_devices import class_of, unsharded_class
+from pytorch_accel_lite.extension_tools.texts_and_pages import short_repr
 
 #: Marks the code of a function: the Python version of the bytecode, and a checksum.
 CODE = re.compile(r" #(\d+\.\d+)-[0-9a-f]{8}")

@@ -13,16 +13,12 @@ from typing import Any
 
 from pytorch_accel_lite.checkpoint import replacing, write_text
 from pytorch_accel_lite.extending import ADAPTERS, CompanionWriter, LoadedWeights, Run, SavedModel, TrainerLike
-from pytorch_accel_lite.extending_callbacks import class_of, dataset_of, find_length, to_number
-from pytorch_accel_lite.extending_tools import (
-    Column,
-    is_monitor,
-    is_of_peft,
-    is_of_timm,
-    panels_by_metric,
-    render,
-    warn_outside,
-)
+from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
+from pytorch_accel_lite.extension_tools.data_and_batches import dataset_of, find_length
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import is_monitor, panels_by_metric
+from pytorch_accel_lite.extension_tools.modules_and_devices import class_of
+from pytorch_accel_lite.extension_tools.states_and_files import is_of_peft, is_of_timm
+from pytorch_accel_lite.extension_tools.texts_and_pages import Column, render, to_number
 from pytorch_accel_lite.extensions.plots import NothingToPlotError
 from pytorch_accel_lite.extensions.reports.run_log_callback import RunLogCallback, describe_model, setup_of
 from pytorch_accel_lite.extensions.reports.run_page import TEMPLATES, environment_facts, training_facts

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pytorch_accel_lite.extending_callbacks import Picture
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import Picture
 from pytorch_accel_lite.utils import import_extra
 
 if TYPE_CHECKING:

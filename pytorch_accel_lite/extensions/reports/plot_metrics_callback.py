@@ -8,7 +8,9 @@ from typing import Any
 
 from pytorch_accel_lite.checkpoint import file_path, replacing
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import Interval, in_notebook, optional, parse_interval, set_listening
+from pytorch_accel_lite.extension_tools.arguments_and_errors import optional
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import Interval, parse_interval, set_listening
+from pytorch_accel_lite.extension_tools.texts_and_pages import in_notebook
 from pytorch_accel_lite.extensions.plots import NothingToPlotError, new_figure
 from pytorch_accel_lite.extensions.reports.time_budget import TimeBudget
 from pytorch_accel_lite.utils import import_extra

@@ -27,14 +27,14 @@ from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.checkpoint import folder_path, write_text
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import (
+from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
+from pytorch_accel_lite.extension_tools.modules_and_devices import class_of
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import (
     TrainerOptimizer,
-    class_of,
-    in_notebook,
     parts_of_optimizer,
     schedulers_in,
 )
-from pytorch_accel_lite.extending_tools import warn_outside
+from pytorch_accel_lite.extension_tools.texts_and_pages import in_notebook
 from pytorch_accel_lite.extensions.plots import NothingToPlotError, svg_panels
 from pytorch_accel_lite.extensions.reports.run_page import ShownPicture, pages, shown_outputs
 from pytorch_accel_lite.extensions.reports.show_outputs_callback import ShowOutputsCallback

@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pytorch_accel_lite.extending import MetricPanel
-from pytorch_accel_lite.extending_callbacks import describe_fractions, escape_unprintable, format_duration
-from pytorch_accel_lite.extending_tools import Column, best_of, direction_of, install_command, panels_by_metric, render
+from pytorch_accel_lite.extension_tools.arguments_and_errors import install_command
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import (
+    best_of,
+    describe_fractions,
+    direction_of,
+    panels_by_metric,
+)
+from pytorch_accel_lite.extension_tools.texts_and_pages import Column, escape_unprintable, format_duration, render
 from pytorch_accel_lite.utils import format_metric, format_value
 
 TEMPLATES = Path(__file__).with_name("templates")

@@ -12,23 +12,15 @@ from torch import nn
 
 from pytorch_accel_lite.checkpoint import as_file_name, folder_path
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import (
-    Interval,
-    Picture,
-    StateDict,
-    derive_seed,
-    in_notebook,
-    inference,
-    mixed_precision,
-    parse_interval,
-    preserving_generators,
-    preserving_modes,
-    seed_all,
-    suggest_arguments,
-    sync_ddp_buffers,
-    write_bytes,
-)
-from pytorch_accel_lite.extending_tools import warn_outside
+from pytorch_accel_lite.extension_tools.arguments_and_errors import checked_calls, warn_outside
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import Interval, Picture, parse_interval
+from pytorch_accel_lite.extension_tools.modules_and_devices import mixed_precision, preserving_modes
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import sync_ddp_buffers
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
+from pytorch_accel_lite.extension_tools.random_numbers import derive_seed, preserving_generators, seed_all
+from pytorch_accel_lite.extension_tools.runs_and_steps import inference
+from pytorch_accel_lite.extension_tools.states_and_files import write_bytes
+from pytorch_accel_lite.extension_tools.texts_and_pages import in_notebook
 from pytorch_accel_lite.extensions.reports.pictures import as_picture
 
 _MAX_SHOWN = 100
@@ -42,7 +34,7 @@ class Shown(TypedDict):
     pictures: NotRequired[dict[str, str]]
 
 
-@suggest_arguments
+@checked_calls("__init__")
 class ShowOutputsCallback(TrainerCallback):
     """Show what a function computes with the model at intervals: texts generated from fixed prompts, or pictures.
 

@@ -15,15 +15,14 @@ from torch.nn.parameter import UninitializedParameter
 
 from pytorch_accel_lite.data import BatchData, FailedRead, ShardedLoader
 from pytorch_accel_lite.extending import BatchAdapter, BatchOutput, Run, Snapshot, TrainerLike
-from pytorch_accel_lite.extending_callbacks import add_note, mixed_precision, preserving_modes
-from pytorch_accel_lite.extending_tools import (
-    complete_output,
+from pytorch_accel_lite.extension_tools.arguments_and_errors import add_note, is_from_this_package
+from pytorch_accel_lite.extension_tools.data_and_batches import complete_output
+from pytorch_accel_lite.extension_tools.modules_and_devices import mixed_precision, preserving_modes
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import other_modules
+from pytorch_accel_lite.extension_tools.random_numbers import find_held_generators, preserving_held_generators
+from pytorch_accel_lite.extension_tools.runs_and_steps import (
     explaining,
-    find_held_generators,
-    is_from_this_package,
-    other_modules,
     preserving_attributes,
-    preserving_held_generators,
     replaced,
     unwrapped_model,
 )

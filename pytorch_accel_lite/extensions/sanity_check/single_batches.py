@@ -5,8 +5,14 @@ from __future__ import annotations
 from torch.utils.data import Dataset, RandomSampler, SequentialSampler
 
 from pytorch_accel_lite.data import Batch, FailedRead, ShardedLoader
-from pytorch_accel_lite.extending_callbacks import find_length
-from pytorch_accel_lite.extending_tools import MapLoader, add_missing_note, nested_in, reader_of, to_device
+from pytorch_accel_lite.extension_tools.data_and_batches import (
+    MapLoader,
+    add_missing_note,
+    find_length,
+    nested_in,
+    reader_of,
+    to_device,
+)
 
 
 def datasets_in(loader: ShardedLoader) -> list[object]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pytorch_accel_lite.extending import Ranks
-from pytorch_accel_lite.extending_tools import MACHINERY, ControlGroup, chosen_timeout
+from pytorch_accel_lite.extension_tools.processes import MACHINERY, ControlGroup, chosen_timeout
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

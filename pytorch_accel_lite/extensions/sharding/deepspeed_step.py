@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from pytorch_accel_lite.extending import PlainStep, Run, TrainerLike
-from pytorch_accel_lite.extending_callbacks import parts_of_optimizer
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import parts_of_optimizer
 
 _INSTEAD = "Use fully_shard instead, with which this works"
 

@@ -15,9 +15,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pytorch_accel_lite.extending import PlainStep, Run, Step, TrainerLike
-from pytorch_accel_lite.extending_callbacks import are_sharded, is_created, preserving_generators, sharded_like
-from pytorch_accel_lite.extending_data import seed_generators
-from pytorch_accel_lite.extending_tools import find_tensors, listed, local_shard, tensor_parallel_size, verify_weights
+from pytorch_accel_lite.extension_tools.modules_and_devices import are_sharded, local_shard
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import is_created
+from pytorch_accel_lite.extension_tools.random_numbers import preserving_generators, seed_generators
+from pytorch_accel_lite.extension_tools.runs_and_steps import tensor_parallel_size
+from pytorch_accel_lite.extension_tools.states_and_files import find_tensors, sharded_like, verify_weights
+from pytorch_accel_lite.extension_tools.texts_and_pages import listed
 from pytorch_accel_lite.extensions.sharding.data_ranks import find_data_ranks
 from pytorch_accel_lite.extensions.sharding.deepspeed_step import DeepSpeedStep, configure_deepspeed, uses_deepspeed
 from pytorch_accel_lite.extensions.sharding.sharded_step import ShardedStep

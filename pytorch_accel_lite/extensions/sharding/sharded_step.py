@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from pytorch_accel_lite.extending import Batch, BatchOutput, PlainStep, Run, TrainerLike
-from pytorch_accel_lite.extending_tools import local_shard, parameters_not_in_model
+from pytorch_accel_lite.extension_tools.modules_and_devices import local_shard
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import parameters_not_in_model
 from pytorch_accel_lite.extensions.sharding.data_ranks import covers, is_hybrid, mesh_infos
 
 

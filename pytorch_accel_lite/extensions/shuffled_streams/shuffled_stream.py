@@ -9,13 +9,11 @@ from itertools import islice
 import torch
 from torch.utils.data import IterableDataset
 
-from pytorch_accel_lite.extending_data import (
-    Sample,
-    Source,
-    StateDict,
-    check_positive_int,
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
+from pytorch_accel_lite.extension_tools.data_and_batches import Sample, Source, early_end_error
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
+from pytorch_accel_lite.extension_tools.random_numbers import (
     derive_seed,
-    early_end_error,
     generator_with,
     preserving_generators,
     seed_generators,

@@ -8,7 +8,7 @@ import signal
 import subprocess
 
 from pytorch_accel_lite.extending import JobQueue, RunInterruptedError
-from pytorch_accel_lite.extending_tools import warn_outside
+from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
 
 #: The signals with which Slurm warns a job (``sbatch --signal``). SIGTERM is not among them: ``scancel`` sends it, too.
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)

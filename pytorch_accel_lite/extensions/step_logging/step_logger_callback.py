@@ -13,17 +13,11 @@ from typing import NamedTuple
 import torch
 
 from pytorch_accel_lite.extending import LossTracker, NonFiniteLossError, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import (
-    AsyncCopy,
-    Interval,
-    MetricValue,
-    StateDict,
-    accumulation_dtype,
-    is_number,
-    optional,
-    parse_interval,
-)
-from pytorch_accel_lite.extending_tools import check_positive_int
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, optional
+from pytorch_accel_lite.extension_tools.data_and_batches import is_number
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import Interval, MetricValue, parse_interval
+from pytorch_accel_lite.extension_tools.modules_and_devices import AsyncCopy, accumulation_dtype
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
 
 # Number of rows kept pending while their numbers are copied from a device.
 _ROWS_BEHIND = 4

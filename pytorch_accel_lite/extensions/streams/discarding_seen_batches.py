@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from pytorch_accel_lite.extending_data import (
+from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
+from pytorch_accel_lite.extension_tools.data_and_batches import (
     BatchData,
     early_end_error,
     infer_batch_size,
     slice_batch,
     tensors_in,
-    warn_outside,
 )
 
 

@@ -9,13 +9,13 @@ from zlib import crc32
 import torch
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.extending_data import (
+from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
+from pytorch_accel_lite.extension_tools.data_and_batches import (
     BatchData,
     Source,
     infer_batch_size,
     is_single_sample,
     tensors_in,
-    warn_outside,
 )
 
 

@@ -11,17 +11,9 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from pytorch_accel_lite.extending_data import (
-    Batch,
-    BatchData,
-    Message,
-    Ranks,
-    decode,
-    infer_batch_size,
-    parts_in,
-    preserving_generators,
-    with_last,
-)
+from pytorch_accel_lite.extension_tools.data_and_batches import Batch, BatchData, infer_batch_size, parts_in, with_last
+from pytorch_accel_lite.extension_tools.processes import Message, Ranks, decode
+from pytorch_accel_lite.extension_tools.random_numbers import preserving_generators
 
 T = TypeVar("T")
 

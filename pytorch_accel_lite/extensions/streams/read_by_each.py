@@ -9,18 +9,18 @@ from typing import ClassVar
 
 import torch
 
-from pytorch_accel_lite.extending_data import (
+from pytorch_accel_lite.extension_tools.data_and_batches import (
     Batch,
     BatchData,
     LoaderOptions,
     OwnShard,
-    Ranks,
     Source,
     find_length,
     infer_batch_size,
-    preserving_generators,
     skip_samples,
 )
+from pytorch_accel_lite.extension_tools.processes import Ranks
+from pytorch_accel_lite.extension_tools.random_numbers import preserving_generators
 from pytorch_accel_lite.extensions.streams.discarding_seen_batches import cannot_split
 from pytorch_accel_lite.extensions.streams.lockstep import AgreedStep, Lockstep
 from pytorch_accel_lite.extensions.streams.sequential_loader import SequentialLoader

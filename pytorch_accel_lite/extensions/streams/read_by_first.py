@@ -8,19 +8,19 @@ from itertools import islice
 
 import torch
 
-from pytorch_accel_lite.extending_data import (
+from pytorch_accel_lite.extension_tools.data_and_batches import (
     Batch,
     BatchData,
     LoaderOptions,
-    Ranks,
     Source,
     SourceState,
-    StateDict,
     copy_loader,
     count_global_batches,
     grouped,
     infer_batch_size,
 )
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
+from pytorch_accel_lite.extension_tools.processes import Ranks
 from pytorch_accel_lite.extensions.streams.lockstep import deal_batches
 from pytorch_accel_lite.extensions.streams.sequential_loader import SequentialLoader
 from pytorch_accel_lite.extensions.streams.stream_shards import can_be_divided, part_of

@@ -8,17 +8,17 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.extending_data import (
+from pytorch_accel_lite.extension_tools.data_and_batches import (
     Batch,
     BatchData,
     LoaderOptions,
-    Ranks,
     Sample,
     Source,
     SourceState,
     copy_loader,
-    preserving_generators,
 )
+from pytorch_accel_lite.extension_tools.processes import Ranks
+from pytorch_accel_lite.extension_tools.random_numbers import preserving_generators
 from pytorch_accel_lite.extensions.streams.lockstep import AgreedStep
 from pytorch_accel_lite.extensions.streams.read_by_each import PreShardedLoader
 from pytorch_accel_lite.extensions.streams.read_by_first import PARTS, StreamLoader, is_divided

@@ -11,28 +11,30 @@ from zlib import crc32
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from pytorch_accel_lite.extending_data import (
+from pytorch_accel_lite.extension_tools.data_and_batches import (
     Batch,
     BatchData,
     LoaderOptions,
     Marks,
-    Ranks,
     ShardedLoader,
     Source,
     SourceState,
     copy_loader,
-    derive_seed,
-    find_held_generators,
     infer_batch_size,
     marks_of,
+    skip_samples,
+    with_last,
+)
+from pytorch_accel_lite.extension_tools.processes import Ranks
+from pytorch_accel_lite.extension_tools.random_numbers import (
+    derive_seed,
+    find_held_generators,
     modules_with_generators,
     preserving_generators,
     seed_all,
     seed_generators,
     seed_held_generators,
-    skip_samples,
     state_of_generator,
-    with_last,
 )
 from pytorch_accel_lite.extensions.streams.discarding_seen_batches import last_samples, skip_batches
 from pytorch_accel_lite.extensions.streams.first_batches import (

@@ -13,7 +13,8 @@ from weakref import WeakValueDictionary
 
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.extending_data import Sample, Source, SourceState, preserving_generators
+from pytorch_accel_lite.extension_tools.data_and_batches import Sample, Source, SourceState
+from pytorch_accel_lite.extension_tools.random_numbers import preserving_generators
 from pytorch_accel_lite.extensions.streams.stream_shards import package_of, streams_in
 
 #: The tracker of the loader that started to read a source last, by the identity of the source.

@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch.utils.data
 from torch.utils.data import IterableDataset
 
-from pytorch_accel_lite.extending_data import PASS_OWN_SHARD, Ranks, Source, nested_in, warn_outside
+from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
+from pytorch_accel_lite.extension_tools.data_and_batches import PASS_OWN_SHARD, Source, nested_in
+from pytorch_accel_lite.extension_tools.processes import Ranks
 
 #: Classes of other packages that determine their rank themselves, by package and name.
 _RANK_AWARE = {("litdata", "StreamingDataset"), ("streaming", "StreamingDataset")}

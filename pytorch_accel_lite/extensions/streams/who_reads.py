@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch.utils.data import IterableDataset
 
-from pytorch_accel_lite.extending_data import (
+from pytorch_accel_lite.extension_tools.data_and_batches import (
     LoaderOptions,
-    Ranks,
     ShardedLoader,
     Source,
     copy_loader,
     is_loader_of_torch,
     of_all_processes,
 )
+from pytorch_accel_lite.extension_tools.processes import Ranks
 from pytorch_accel_lite.extensions.streams.read_by_each import PreShardedLoader
 from pytorch_accel_lite.extensions.streams.read_by_first import StreamLoader
 from pytorch_accel_lite.extensions.streams.read_in_parts import DividedLoader

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_tools import warn_outside
+from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
 
 
 class ConvertSyncBatchNormCallback(TrainerCallback):

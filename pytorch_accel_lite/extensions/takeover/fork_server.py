@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pytorch_accel_lite.extending_tools import die_with_parent
+from pytorch_accel_lite.extension_tools.processes import die_with_parent
 from pytorch_accel_lite.extensions.takeover import worker
 from pytorch_accel_lite.extensions.takeover.json_channel import SECONDS_BETWEEN_BEATS, Channel
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pytorch_accel_lite.extending_tools import MACHINERY
+from pytorch_accel_lite.extension_tools.processes import MACHINERY
 
 MACHINERY.add(__file__)
 _LOOK = timedelta(seconds=0.05)

@@ -16,7 +16,7 @@ from accelerate import DistributedType
 from accelerate.state import AcceleratorState, PartialState
 
 from pytorch_accel_lite.callbacks import StopTrainingError
-from pytorch_accel_lite.extending_tools import MACHINERY, ControlGroup, names_connection, set_timeout
+from pytorch_accel_lite.extension_tools.processes import MACHINERY, ControlGroup, names_connection, set_timeout
 from pytorch_accel_lite.extensions.takeover.connection_closer import ConnectionCloser, Waker
 from pytorch_accel_lite.extensions.takeover.gloo_waits import never_delete, watch_waits
 from pytorch_accel_lite.extensions.takeover.group_sockets import open_sockets, opened_since

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pytorch_accel_lite.extending_tools import set_timeout
+from pytorch_accel_lite.extension_tools.processes import set_timeout
 from pytorch_accel_lite.extensions.takeover.membership import COLLECTIVE, CONNECTING, Membership
 
 

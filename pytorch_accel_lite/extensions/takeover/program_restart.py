@@ -14,7 +14,7 @@ from typing import cast
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from pytorch_accel_lite.extending import TrainerLike
-from pytorch_accel_lite.extending_tools import open_trainers, use_holders
+from pytorch_accel_lite.extension_tools.processes import open_trainers, use_holders
 from pytorch_accel_lite.extensions.logical import LogicalProcesses
 from pytorch_accel_lite.extensions.takeover.joining_processes import wait_for_state
 from pytorch_accel_lite.extensions.takeover.membership import Membership

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from pytorch_accel_lite.extending import Run, TrainerLike
-from pytorch_accel_lite.extending_tools import Holders, every_part_is_held, replaced, use_holders
+from pytorch_accel_lite.extension_tools.processes import Holders, use_holders
+from pytorch_accel_lite.extension_tools.runs_and_steps import replaced
+from pytorch_accel_lite.extension_tools.states_and_files import every_part_is_held
 from pytorch_accel_lite.extensions.logical import LogicalWindow, sharded_modules
 from pytorch_accel_lite.extensions.sharding import mesh_infos, shard_dim
 from pytorch_accel_lite.extensions.takeover.joining_processes import memory_folder

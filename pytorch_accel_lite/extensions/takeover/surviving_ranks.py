@@ -12,7 +12,9 @@ import torch
 from accelerate import Accelerator
 
 from pytorch_accel_lite.extending import Ranks, Snapshot, TrainerLike
-from pytorch_accel_lite.extending_tools import MACHINERY, count_values, is_overridden, open_trainers
+from pytorch_accel_lite.extension_tools.arguments_and_errors import is_overridden
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import count_values
+from pytorch_accel_lite.extension_tools.processes import MACHINERY, open_trainers
 from pytorch_accel_lite.extensions.logical import LogicalProcesses, SharedLossTrackers
 from pytorch_accel_lite.extensions.takeover.joining_processes import wait_for_state
 from pytorch_accel_lite.extensions.takeover.membership import Change, Membership

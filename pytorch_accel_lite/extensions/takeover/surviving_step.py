@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 
 from pytorch_accel_lite.extending import Batch, BatchOutput, Run, TrainerLike
-from pytorch_accel_lite.extending_callbacks import seed_all
-from pytorch_accel_lite.extending_tools import capture_generators, restore_generators
+from pytorch_accel_lite.extension_tools.random_numbers import capture_generators, restore_generators, seed_all
 from pytorch_accel_lite.extensions.logical import KeepsShares, LogicalStep, LogicalWindow, SharedLossTrackers
 from pytorch_accel_lite.extensions.takeover.job_store import Key
 from pytorch_accel_lite.extensions.takeover.joining_processes import admit, admit_by_restart, enter, save_final_state

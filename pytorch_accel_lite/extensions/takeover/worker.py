@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from pytorch_accel_lite.extending import FENCES, replace_step
-from pytorch_accel_lite.extending_tools import use_ranks
+from pytorch_accel_lite.extension_tools.processes import use_ranks
 from pytorch_accel_lite.extensions.logical import LogicalStep
 from pytorch_accel_lite.extensions.takeover.connection_closer import Waker
 from pytorch_accel_lite.extensions.takeover.group_sockets import interface_to

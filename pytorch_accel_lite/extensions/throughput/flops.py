@@ -10,14 +10,9 @@ import torch
 
 from pytorch_accel_lite.data import FailedRead
 from pytorch_accel_lite.extending import Batch, StepSnapshot, TrainerLike
-from pytorch_accel_lite.extending_tools import (
-    infer_batch_size,
-    is_out_of_memory,
-    loss_of,
-    preserving_attributes,
-    replaced,
-    unwrapped_model,
-)
+from pytorch_accel_lite.extension_tools.data_and_batches import infer_batch_size
+from pytorch_accel_lite.extension_tools.modules_and_devices import is_out_of_memory
+from pytorch_accel_lite.extension_tools.runs_and_steps import loss_of, preserving_attributes, replaced, unwrapped_model
 from pytorch_accel_lite.extensions.batch_parts import split_into_parts
 
 
@@ -44,7 +39,7 @@ def try_counting_flops(trainer: TrainerLike) -> CountedFlops:
         return CountedFlops()
     flops = 0
     try:
-        part = split_into_parts(run.batch, run.stepper.num_microbatches)[0]
+        part = split_into_parts(run.batch, run.training_step.num_microbatches)[0]
         with replaced(run, batch=part), preserving_attributes(trainer), StepSnapshot(trainer):
             flops = _count(trainer, part)
         return CountedFlops(flops, infer_batch_size(part.data, part.num_samples))

@@ -9,8 +9,15 @@ from functools import partial
 import torch
 
 from pytorch_accel_lite.extending import BatchOutput, RunRequest, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import BatchData, Count, optional
-from pytorch_accel_lite.extending_tools import check_positive_int, check_range, is_overridden, warn_outside
+from pytorch_accel_lite.extension_tools.arguments_and_errors import (
+    check_positive_int,
+    check_range,
+    is_overridden,
+    optional,
+    warn_outside,
+)
+from pytorch_accel_lite.extension_tools.data_and_batches import BatchData
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import Count
 from pytorch_accel_lite.extensions.profiling import DeviceTimer, Moment
 from pytorch_accel_lite.extensions.throughput.device_peaks import find_peak, precision_of
 from pytorch_accel_lite.extensions.throughput.flops import try_counting_flops
@@ -121,7 +128,7 @@ class ThroughputCallback(TrainerCallback):
         self._timer = DeviceTimer(trainer.device)
 
     def on_train_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        if self._must_count and trainer.run.stepper.num_microbatches != self._failed_parts:
+        if self._must_count and trainer.run.training_step.num_microbatches != self._failed_parts:
             start = time.perf_counter()
             self._count(trainer)
             self._start += time.perf_counter() - start
@@ -133,7 +140,7 @@ class ThroughputCallback(TrainerCallback):
         run = trainer.run
         counts = trainer.all_gather_object(try_counting_flops(trainer))
         if run.request.auto_microbatch and any(count.is_out_of_memory for count in counts):
-            self._failed_parts = run.stepper.num_microbatches  # count again once batches are split further
+            self._failed_parts = run.training_step.num_microbatches  # count again once batches are split further
         elif samples := sum(count.samples for count in counts):
             self._must_count = False
             self._flops = sum(count.flops for count in counts) / samples

@@ -14,16 +14,10 @@ from typing import Any
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, TensorBoardTracker
 
 from pytorch_accel_lite.extending import TrainerLike
-from pytorch_accel_lite.extending_callbacks import (
-    Interval,
-    MetricValue,
-    NewMetrics,
-    Picture,
-    StateDict,
-    as_number_or_text,
-    did_you_mean,
-    parse_location,
-)
+from pytorch_accel_lite.extension_tools.arguments_and_errors import did_you_mean, parse_location
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import Interval, MetricValue, NewMetrics, Picture
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
+from pytorch_accel_lite.extension_tools.texts_and_pages import as_number_or_text
 from pytorch_accel_lite.extensions.step_logging import StepLogger
 from pytorch_accel_lite.utils import import_extra
 

@@ -17,38 +17,36 @@ from torch.utils.data import DataLoader
 from pytorch_accel_lite.callbacks import CallbackHandler
 from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedDatasets, Source
 from pytorch_accel_lite.extending import BatchOutput, Run, RunRequest, Snapshot, StepSnapshot, TrainerLike
-from pytorch_accel_lite.extending_callbacks import (
+from pytorch_accel_lite.extension_tools.arguments_and_errors import is_overridden
+from pytorch_accel_lite.extension_tools.data_and_batches import complete_output, copy_loader
+from pytorch_accel_lite.extension_tools.modules_and_devices import mixed_precision, preserving_modes
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import (
+    all_optimized_parameters,
     evaluating_optimizers,
-    mixed_precision,
-    preserving_modes,
+    other_modules,
+    registered_objects,
+    set_optimizer_modes,
     sync_ddp_buffers,
 )
-from pytorch_accel_lite.extending_tools import (
-    all_optimized_parameters,
+from pytorch_accel_lite.extension_tools.runs_and_steps import (
     check_dataset,
     check_training,
-    complete_output,
-    copy_loader,
     create_eval_loaders,
     create_step,
     create_train_loader,
     entering,
     explaining,
-    is_overridden,
     loss_of,
     min_share_for_batch_norm,
-    other_modules,
     prepare_model,
     prepare_training,
     preserving_attributes,
-    registered_objects,
     release_model,
     replaced,
     run_step,
-    set_optimizer_modes,
-    trained_objects,
     unwrapped_model,
 )
+from pytorch_accel_lite.extension_tools.states_and_files import trained_objects
 from pytorch_accel_lite.tracking import InMemoryRunHistory, Progress
 
 
@@ -121,7 +119,7 @@ class Trial:
             create_train_loader(trainer, run, self._batch_size, self._loader_kwargs)
             with _prepared(trainer):
                 _begin_trial(trainer, run, self._batch_size)
-                if run.stepper.closure and "closure" not in self._supports:
+                if run.training_step.closure and "closure" not in self._supports:
                     raise TypeError(
                         f"{self._name}() makes updates without the closure that the optimizer needs. Try another one."
                     )
@@ -226,9 +224,9 @@ class Trial:
         with (
             replaced(trainer, callback_handler=handler, run_history=InMemoryRunHistory()),
             replaced(run, loss_trackers=trainer.division.create_trackers()),
-            replaced(run, stepper=run.stepper, window=copy.copy(run.window), progress=Progress()),
+            replaced(run, training_step=run.training_step, window=copy.copy(run.window), progress=Progress()),
         ):
-            run.stepper = create_step(trainer, run)
+            run.training_step = create_step(trainer, run)
             run.progress.start_epoch()
             yield
 

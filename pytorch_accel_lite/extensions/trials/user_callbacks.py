@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from pytorch_accel_lite.callbacks import CallbackHandler, StopTrainingError, TrainerCallback
-from pytorch_accel_lite.extending_tools import EVENTS, describe_error, events_between, is_overridden
+from pytorch_accel_lite.extension_tools.arguments_and_errors import describe_error, is_overridden
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import EVENTS, events_between
 
 #: The events of a step, except the event for saving.
 _OF_A_STEP = events_between("on_train_epoch_start", "on_train_step_checkpoint")

@@ -9,7 +9,8 @@ from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedData, NamedDatasets, OwnShard, Source
 from pytorch_accel_lite.extending import RunRequest, TrainerLike
-from pytorch_accel_lite.extending_tools import check_positive_int, is_out_of_memory
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
+from pytorch_accel_lite.extension_tools.modules_and_devices import is_out_of_memory
 from pytorch_accel_lite.extensions.trials import Trial
 
 
@@ -103,6 +104,6 @@ def _can_train_on(trial: Trial, batch: Batch, num_steps: int) -> bool:
 def update_from(trial: Trial, batch: Batch) -> None:
     """Update the weights from one batch."""
     trial.trainer.backward_step(trial.loss_of(batch))
-    trial.run.stepper.can_skip_update = True  # an overridden optimizer_step may
+    trial.run.training_step.can_skip_update = True  # an overridden optimizer_step may
     trial.trainer.optimizer_step()
     trial.trainer.optimizer_zero_grad()

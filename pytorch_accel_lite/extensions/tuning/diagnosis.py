@@ -13,7 +13,9 @@ import torch
 from pytorch_accel_lite.callbacks import TrainerCallback
 from pytorch_accel_lite.data import Batch, CollateFunction, LoaderKwargs, NamedData
 from pytorch_accel_lite.extending import RunRequest, TrainerLike
-from pytorch_accel_lite.extending_tools import Report, check_positive_int, faster_data, infer_batch_size
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
+from pytorch_accel_lite.extension_tools.data_and_batches import DEFAULT_BATCH_SIZE, faster_data, infer_batch_size
+from pytorch_accel_lite.extension_tools.texts_and_pages import Report
 from pytorch_accel_lite.extensions.trials import Trial, UserCallbacks
 from pytorch_accel_lite.extensions.tuning.batch_size_finder import update_from
 from pytorch_accel_lite.extensions.tuning.fused_optimizers import unfused_class
@@ -86,7 +88,7 @@ class Diagnosis(Report):
 def diagnose(
     self: TrainerLike,
     train_dataset: NamedData,
-    per_device_batch_size: int = 8,
+    per_device_batch_size: int = DEFAULT_BATCH_SIZE,
     num_steps: int = 200,
     train_dataloader_kwargs: LoaderKwargs | None = None,
     collate_fn: CollateFunction | None = None,

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from pytorch_accel_lite.extending_callbacks import TrainerOptimizer, are_sharded, parts_of_optimizer
-from pytorch_accel_lite.extending_tools import optimized_parameters
+from pytorch_accel_lite.extension_tools.modules_and_devices import are_sharded
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import (
+    TrainerOptimizer,
+    optimized_parameters,
+    parts_of_optimizer,
+)
 
 _VARIANTS = ("fused", "foreach", "capturable", "differentiable")
 _FUSING_DEVICES = ("cpu", "cuda", "mps", "xpu")

@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from pytorch_accel_lite.data import CollateFunction, LoaderKwargs, NamedData
 from pytorch_accel_lite.extending import PLOTS, RunRequest, TrainerLike
-from pytorch_accel_lite.extending_callbacks import short_repr
-from pytorch_accel_lite.extending_tools import check_positive_int, check_range, layer_scales
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, check_range
+from pytorch_accel_lite.extension_tools.data_and_batches import DEFAULT_BATCH_SIZE
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import layer_scales
+from pytorch_accel_lite.extension_tools.texts_and_pages import short_repr
 from pytorch_accel_lite.extensions.trials import Trial
 from pytorch_accel_lite.optimizers import CombinedOptimizer
 
@@ -61,7 +63,7 @@ class LearningRates:
 def find_lr(
     self: TrainerLike,
     train_dataset: NamedData,
-    per_device_batch_size: int = 8,
+    per_device_batch_size: int = DEFAULT_BATCH_SIZE,
     min_lr: float = 1e-6,
     max_lr: float = 10.0,
     num_steps: int = 100,
@@ -122,7 +124,7 @@ def _groups_to_test(trial: Trial, name: str | None) -> list[dict[str, Any]]:
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without Accelerate's wrapper
     parts = inner.parts if isinstance(inner, CombinedOptimizer) else {}
     names = ", ".join(map(repr, parts))
-    if name is None and trial.run.stepper.updates_one_by_one and len(parts) > 1:
+    if name is None and trial.run.training_step.updates_one_by_one and len(parts) > 1:
         raise ValueError(f"find_lr() needs optimizer=, one of {names}: {type(trainer).__name__} updates each alone.")
     if name is not None and name not in parts:
         raise ValueError(
@@ -137,7 +139,7 @@ def _range_test(
 ) -> LearningRates:
     """Train with a learning rate that increases with every update, until the loss diverges."""
     groups = _groups_to_test(trial, name)
-    watched = "loss" if not trial.run.stepper.updates_one_by_one or name is None else name
+    watched = "loss" if not trial.run.training_step.updates_one_by_one or name is None else name
     set_rates = [float(group["lr"]) for group in groups]
     rates = [rate * scale for rate, scale in zip(set_rates, layer_scales(groups, set_rates), strict=True)]
     largest = max(rates)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import TrainerOptimizer, check_positive_number, is_created, wrapped
-from pytorch_accel_lite.extending_tools import check_positive_int
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, check_positive_number
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import TrainerOptimizer, is_created
+from pytorch_accel_lite.extension_tools.texts_and_pages import wrapped
 from pytorch_accel_lite.extensions.finetuning import ModelFreezer, ModuleGroup, find_groups, parameters_by_group
 
 

@@ -9,12 +9,11 @@ from itertools import chain
 from torch import nn
 
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_tools import (
-    is_from_this_package,
-    library_attributes,
+from pytorch_accel_lite.extension_tools.arguments_and_errors import is_from_this_package, library_attributes
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import named_callbacks
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import registered_objects
+from pytorch_accel_lite.extension_tools.states_and_files import (
     loose_parameters,
-    named_callbacks,
-    registered_objects,
     trained_objects,
     unsaved_attribute_names,
 )

@@ -15,8 +15,10 @@ from typing import TypeVar
 from torch import nn
 
 from pytorch_accel_lite.extending import TrainerLike, UserAttributes
-from pytorch_accel_lite.extending_callbacks import StateDict
-from pytorch_accel_lite.extending_tools import listed, unsaved_attribute_names, warn_outside
+from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
+from pytorch_accel_lite.extension_tools.states_and_files import unsaved_attribute_names
+from pytorch_accel_lite.extension_tools.texts_and_pages import listed
 from pytorch_accel_lite.extensions.user_attributes.attribute_owners import (
     Key,
     attributes_of_users,
@@ -24,7 +26,7 @@ from pytorch_accel_lite.extensions.user_attributes.attribute_owners import (
     path_of,
     saved_elsewhere,
 )
-from pytorch_accel_lite.extensions.user_attributes.changed_settings import describe_settings, is_moved
+from pytorch_accel_lite.extensions.user_attributes.changed_attributes import describe_changes, is_moved
 from pytorch_accel_lite.extensions.user_attributes.plain_objects import (
     Decoder,
     Encoder,
@@ -214,7 +216,7 @@ class KeptAttributes(UserAttributes):
             del settings[key]
         if settings:
             trainer.print(
-                f"Different from the run that saved the state: {describe_settings(saved, settings)}. The new values "
+                f"Different from the run that saved the state: {describe_changes(saved, settings)}. The new values "
                 "hold."
             )
         if restored := [path_of(key) for key in others if key in kept]:

@@ -27,8 +27,10 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.checkpoint import fit_model_state, model_state
-from pytorch_accel_lite.extending_callbacks import StateDict, Tree, full_state_dict
-from pytorch_accel_lite.extending_tools import RandomGenerator, is_in_this_package, restore_generator
+from pytorch_accel_lite.extension_tools.arguments_and_errors import is_in_this_package
+from pytorch_accel_lite.extension_tools.plain_types import StateDict, Tree
+from pytorch_accel_lite.extension_tools.random_numbers import RandomGenerator, restore_generator
+from pytorch_accel_lite.extension_tools.states_and_files import full_state_dict
 from pytorch_accel_lite.extensions.user_attributes.packed_lists import Columns, pack_columns, unpack_columns
 
 #: A value of one of ``_SCALARS``, or a tuple of the name of its kind and its parts.

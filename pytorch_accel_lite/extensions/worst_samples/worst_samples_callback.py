@@ -16,8 +16,10 @@ from accelerate.utils import recursively_apply, send_to_device
 from torch import nn
 
 from pytorch_accel_lite.extending import PLOTS, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import align, default_transform, is_list_of_samples, is_number, slice_batch
-from pytorch_accel_lite.extending_tools import check_positive_int
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int
+from pytorch_accel_lite.extension_tools.data_and_batches import is_list_of_samples, is_number, slice_batch
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import default_transform
+from pytorch_accel_lite.extension_tools.texts_and_pages import align
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,13 +7,8 @@ from numbers import Integral
 
 import torch
 
-from pytorch_accel_lite.extending_schedulers import (
-    ScheduleName,
-    TrainerPlaceholderValues,
-    Unresolved,
-    check_range,
-    warn_outside,
-)
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_range, warn_outside
+from pytorch_accel_lite.extension_tools.schedules import ScheduleName, TrainerPlaceholderValues, Unresolved
 from pytorch_accel_lite.extensions.wsd.warmup_stable_decay import WSDLrScheduler, plan_period
 
 

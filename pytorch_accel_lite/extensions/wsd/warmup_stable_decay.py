@@ -10,18 +10,15 @@ from typing import TypedDict
 
 import torch
 
-from pytorch_accel_lite.extending_schedulers import (
-    RUN_EPOCHS,
-    UPDATES_PER_EPOCH,
-    PlannedLrScheduler,
-    StateDict,
-    Unresolved,
+from pytorch_accel_lite.extension_tools.arguments_and_errors import (
     check_choice,
     check_int,
     check_positive_int,
     check_range,
     warn_outside,
 )
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
+from pytorch_accel_lite.extension_tools.schedules import RUN_EPOCHS, UPDATES_PER_EPOCH, PlannedLrScheduler, Unresolved
 
 
 class Period(TypedDict):

@@ -94,7 +94,7 @@ def one_has_left() -> None:
 def test_a_process_that_has_left_the_run_is_named_with_its_error(two_ranks):
     lines = two_ranks(one_has_left).output.splitlines()
     place = lines.index("  rank 1 has left the run: OSError: no disk")
-    assert lines[place + 1].startswith("  rank 0, epoch 1, step 3: in barrier of user_collectives.py:")
+    assert lines[place + 1].startswith("  rank 0, epoch 1, step 3: in barrier of gather_and_broadcast.py:")
     assert lines[place + 1].partition(", called by ")[2].startswith("on_train_step_end of test_hang_watch.py:")
 
 

@@ -39,7 +39,7 @@ from pytorch_accel_lite.callbacks import (
 )
 from pytorch_accel_lite.checkpoint import print_contents
 from pytorch_accel_lite.data import OwnShard
-from pytorch_accel_lite.extending_tools import share_bounds
+from pytorch_accel_lite.extension_tools.data_and_batches import share_bounds
 from pytorch_accel_lite.extensions.logical import LogicalStep
 from pytorch_accel_lite.extensions.logical.gradient_sum import Node, TreeSum, blocks_of
 from tests.launching import SOAK, only_with_soak, two_are_enough

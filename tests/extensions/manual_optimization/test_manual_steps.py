@@ -419,7 +419,7 @@ def test_each_optimizer_has_its_gradient_norms(clip):
     class Norms(GAN):
         def clip_gradients(self):
             gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
-            norms[self.current_run.stepper.updating].append(float(nn.utils.get_total_norm(gradients)))
+            norms[self.current_run.training_step.updating].append(float(nn.utils.get_total_norm(gradients)))
             super().clip_gradients()
 
     trainer = Norms(callbacks=[callbacks.GradientNormCallback])
@@ -521,7 +521,7 @@ def test_an_update_that_overflows_is_skipped_alone(scaled_accelerator):
     schedules = {name: partial(ExponentialLR, gamma=0.5) for name in ("generator", "critic")}
     trainer.train(FULL, 1, per_device_batch_size=9, create_scheduler_fn=schedules)
     assert skipped == [False, True, False]
-    assert trainer.run.stepper.skipped_updates == 1
+    assert trainer.run.training_step.skipped_updates == 1
     assert trainer.optimizer["critic"].param_groups[0]["lr"] == 0.05 / 4
     assert trainer.optimizer["generator"].param_groups[0]["lr"] == 0.02 / 8
     assert scaled_accelerator.scaler.get_scale() == 2.0**9
@@ -530,7 +530,7 @@ def test_an_update_that_overflows_is_skipped_alone(scaled_accelerator):
 
 def test_callbacks_skip_updates_of_scaled_gradients(scaled_accelerator):
     def skip(trainer: Trainer) -> None:
-        if trainer.current_run.stepper.updating == "critic":
+        if trainer.current_run.training_step.updating == "critic":
             trainer.skip_update()
 
     trainer = GAN(callbacks=[listener(on_optimizer_step_start=skip)], accelerator=scaled_accelerator)
@@ -548,7 +548,7 @@ def test_an_overflow_lowers_the_scale_beside_a_skipped_update(scaled_accelerator
             super().update(loss * 1e200 * 1e200 if optimizer == "critic" else loss, optimizer)
 
     def skip(trainer: Trainer) -> None:
-        if trainer.current_run.stepper.updating == "generator":  # which comes after the critic
+        if trainer.current_run.training_step.updating == "generator":  # which comes after the critic
             trainer.skip_update()
 
     trainer = Overflowing(callbacks=[listener(on_optimizer_step_start=skip)], accelerator=scaled_accelerator)

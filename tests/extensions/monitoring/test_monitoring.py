@@ -106,7 +106,7 @@ def test_skipped_updates_are_counted_over_a_resume(older, tmp_path, monkeypatch,
         callbacks = [skip, LossScaleCallback, listener(on_train_step_checkpoint=save)]
         trainer = make_trainer(callbacks, seed=1, accelerator=scaled_accelerator)
         train(trainer, epochs=2, size=8, **kwargs)
-        assert older or trainer.run.stepper.skipped_updates == 6
+        assert older or trainer.run.training_step.skipped_updates == 6
         return trainer.run_history.get_metric_values("skipped_updates")
 
     assert run() == run(resume_from=tmp_path / "state") == [3, 3]

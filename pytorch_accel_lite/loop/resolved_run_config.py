@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.run.accumulation import Accumulation
+from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.settings import RunRequest, TrainerRunConfig
 
 
 def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRunConfig:

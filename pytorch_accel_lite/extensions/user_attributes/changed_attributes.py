@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 import torch
 
-from pytorch_accel_lite.extending_callbacks import StateDict
-from pytorch_accel_lite.extending_tools import may_differ
+from pytorch_accel_lite.extension_tools.arguments_and_errors import may_differ
+from pytorch_accel_lite.extension_tools.plain_types import StateDict
 from pytorch_accel_lite.extensions.user_attributes.attribute_owners import Key, path_of
 from pytorch_accel_lite.extensions.user_attributes.plain_objects import Decoder, Node, NoPlaceError
 
 
-def describe_settings(saved: StateDict, settings: Mapping[Key, Node]) -> str:
+def describe_changes(saved: StateDict, settings: Mapping[Key, Node]) -> str:
     """Return the settings with their values now and in a state."""
     return "; ".join(
         f"{path_of(key)} is {_short_value(node)}, {_describe_before(_setting_before(saved, key))}"

@@ -13,16 +13,17 @@ from torch.optim import Optimizer
 
 from pytorch_accel_lite.data import Source
 from pytorch_accel_lite.extending import JsonObject, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extending_callbacks import dataset_of, is_created, parts_of_optimizer, to_number
-from pytorch_accel_lite.extending_tools import (
+from pytorch_accel_lite.extension_tools.arguments_and_errors import arguments_of, is_overridden, may_differ
+from pytorch_accel_lite.extension_tools.data_and_batches import dataset_of
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import named_callbacks
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import (
     Options,
-    arguments_of,
     initial_options,
-    is_overridden,
-    may_differ,
-    named_callbacks,
-    saved_optimizers,
+    is_created,
+    parts_of_optimizer,
 )
+from pytorch_accel_lite.extension_tools.states_and_files import saved_optimizers
+from pytorch_accel_lite.extension_tools.texts_and_pages import to_number
 from pytorch_accel_lite.extensions.data_fingerprints import fingerprint_of
 from pytorch_accel_lite.extensions.recorded_settings.described_values import (
     class_name,

@@ -34,7 +34,7 @@ def deterministic_kernels(wanted: bool | None) -> Iterator[None]:
         yield
 
 
-def describe_settings(is_cuda: bool) -> dict[str, object]:
+def kernel_settings(is_cuda: bool) -> dict[str, object]:
     """Return the current settings that affect the last bits of a computation, in JSON types."""
     try:
         precision = torch.get_float32_matmul_precision()

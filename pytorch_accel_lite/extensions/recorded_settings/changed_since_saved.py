@@ -11,12 +11,13 @@ from itertools import takewhile
 from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR
 
 from pytorch_accel_lite.extending import JsonObject, SettingsRecorder, TrainerLike, TrainingState, UserAttributes
-from pytorch_accel_lite.extending_callbacks import schedulers_in
-from pytorch_accel_lite.extending_schedulers import PlannedLrScheduler
-from pytorch_accel_lite.extending_tools import listed, saved_optimizers
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import schedulers_in
+from pytorch_accel_lite.extension_tools.schedules import PlannedLrScheduler
+from pytorch_accel_lite.extension_tools.states_and_files import saved_optimizers
+from pytorch_accel_lite.extension_tools.texts_and_pages import listed
 from pytorch_accel_lite.extensions.data_fingerprints import compare_fingerprints
 from pytorch_accel_lite.extensions.recorded_settings.described_values import CODE
-from pytorch_accel_lite.extensions.recorded_settings.run_settings import (
+from pytorch_accel_lite.extensions.recorded_settings.settings_to_record import (
     DATA,
     datasets_of_run,
     describe_optimizers,

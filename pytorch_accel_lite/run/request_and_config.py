@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from pytorch_accel_lite.base.reprs import call_repr
 from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.run.metric_checks import ExpectedMetrics
+from pytorch_accel_lite.run.training_state import TrainingState
 
 
 class StateSource(Protocol):
-    """A callback that can find training states.
+    """What can find training states, as a callback that saves them.
 
     Attributes:
         find_latest: returns the latest state that a trainer can resume from, or ``None``
@@ -23,7 +24,15 @@ class StateSource(Protocol):
     @property
     def save_dir(self) -> str | os.PathLike[str]: ...  # noqa: D102
     @property
-    def find_latest(self) -> Callable[..., Any]: ...  # noqa: D102
+    def find_latest(self) -> Callable[..., TrainingState | None]: ...  # noqa: D102
+
+
+@runtime_checkable
+class DatedStateSource(StateSource, Protocol):
+    """One that also dates new states, later than those that it has found, even if the clock is wrong."""
+
+    def next_time(self) -> float:
+        """Return the time for the next state, in seconds."""
 
 
 class LoaderArguments(NamedTuple):
@@ -44,21 +53,10 @@ class LoaderArguments(NamedTuple):
 class RunRequest:
     """The settings requested for a run, by the arguments of ``train()`` and by callbacks in ``configure_run``.
 
-    Most become part of the ``TrainerRunConfig``.
+    Those not described here are arguments of ``Trainer.train()``. Most become part of the ``TrainerRunConfig``.
 
     Args:
         kind: whether the run trains, evaluates or predicts
-        num_epochs: number of epochs
-        max_num_train_steps: number of updates after which to stop
-        gradient_accumulation_steps: number of batches in an update, or a dict by the first update that has the number
-        gradient_clip_value: maximum absolute value of each element of the gradients
-        gradient_clip_norm: maximum total norm of the gradients
-        scheduler_interval: whether the schedule is stepped after each update or each epoch
-        scheduler_metric: the metric whose value is passed to the scheduler's ``step``
-        eval_every_n_epochs: number of epochs between evaluations
-        evaluate_every: the ``Interval`` between evaluations, in its place
-        auto_microbatch: split batches that do not fit into memory
-        sanity_check: try the evaluation on one batch before the first update
         saves_training_states: derive the order of the data from a seed, even if the trainer has no seed
         skips_failed_batches: skip training batches that fail
         skips_in_evaluation: leave out evaluation batches that fail

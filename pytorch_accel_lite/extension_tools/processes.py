@@ -1,0 +1,24 @@
+"""The processes of a job: messages, time limits, where they wait and which are lost."""
+
+from pytorch_accel_lite.distributed import Ranks
+from pytorch_accel_lite.distributed.control_group import ControlGroup
+from pytorch_accel_lite.distributed.launch import die_with_parent
+from pytorch_accel_lite.distributed.lost_processes import names_connection
+from pytorch_accel_lite.distributed.messages import Message, decode
+from pytorch_accel_lite.distributed.ranks import chosen_timeout, set_timeout, timeout_of, use_ranks
+from pytorch_accel_lite.distributed.shard_holders import Holders, current_holders, use_holders
+from pytorch_accel_lite.distributed.shutdown import open_trainers
+from pytorch_accel_lite.distributed.stack_frames import (
+    MACHINERY,
+    describe_call,
+    describe_frame,
+    innermost_function,
+    is_in_backward,
+    is_library_frame,
+)
+
+__all__ = [
+    "ControlGroup", "Holders", "MACHINERY", "Message", "Ranks", "chosen_timeout", "current_holders", "decode",
+    "describe_call", "describe_frame", "die_with_parent", "innermost_function", "is_in_backward", "is_library_frame",
+    "names_connection", "open_trainers", "set_timeout", "timeout_of", "use_holders", "use_ranks",
+]  # fmt: skip

@@ -1,0 +1,41 @@
+"""Weights and training states, and writing files."""
+
+from pytorch_accel_lite.checkpoint.disk.atomic_files import write_bytes
+from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
+from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
+from pytorch_accel_lite.checkpoint.disk.plain_files import load_plain
+from pytorch_accel_lite.checkpoint.disk.shards import every_part_is_held, find_tensors
+from pytorch_accel_lite.checkpoint.models.model_forms import is_of_peft, is_of_timm
+from pytorch_accel_lite.checkpoint.models.supported_engines import (
+    check_states_are_possible,
+    refuse_engines,
+    refuse_fsdp1,
+)
+from pytorch_accel_lite.checkpoint.models.trained_object_states import buffers_beside_model
+from pytorch_accel_lite.checkpoint.models.trained_objects import (
+    loose_parameters,
+    saved_optimizers,
+    trained_objects,
+    unsaved_attribute_names,
+)
+from pytorch_accel_lite.checkpoint.models.weights import (
+    check_has_trainable,
+    full_state_dict,
+    leave_out_frozen,
+    model_checksums,
+    sharded_like,
+    verify_weights,
+    weight_checksums,
+    without_compile,
+)
+from pytorch_accel_lite.checkpoint.states.rotation import remove_old_states
+from pytorch_accel_lite.checkpoint.states.store import state_name
+from pytorch_accel_lite.checkpoint.store_choice import open_store
+
+__all__ = [
+    "BackgroundWriter", "FROZEN", "buffers_beside_model", "check_has_trainable", "check_states_are_possible",
+    "every_part_is_held", "find_tensors", "full_state_dict", "is_of_peft", "is_of_timm", "leave_out_frozen",
+    "load_plain", "loose_parameters", "model_checksums", "open_store", "refuse_engines", "refuse_fsdp1",
+    "remove_old_states", "saved_optimizers", "sharded_like", "state_name", "trained_objects",
+    "unsaved_attribute_names", "verify_weights", "weight_checksums", "without_compile", "write_bytes",
+]  # fmt: skip

@@ -1,0 +1,36 @@
+"""Whether greater or smaller values of a metric are better, and by how much one is better than another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+Key = TypeVar("Key")
+
+
+def direction_of(name: str, directions: Mapping[str, bool | None]) -> bool | None:
+    """Return whether larger values of a metric are better; by default smaller ones for losses, ``None`` for others."""
+    direction = directions.get(name)
+    return False if direction is None and "loss" in name else direction
+
+
+def direction_in_words(greater_is_better: bool | None) -> str:
+    """Return the direction of a metric for a message."""
+    return "greater is better" if greater_is_better else "smaller is better"
+
+
+def improvement(value: float, on: float | None, greater_is_better: bool | None) -> float:
+    """Return by how much a value is better than another one; negative if it is worse, NaN if either is.
+
+    Args:
+        on: the other value; ``None`` if there is none yet, on which any finite value is an improvement
+    """
+    if on is None:
+        return math.inf if math.isfinite(value) else -math.inf
+    return value - on if greater_is_better else on - value
+
+
+def best_first(items: Iterable[tuple[Key, float]], greater_is_better: bool | None) -> list[tuple[Key, float]]:
+    """Return values with their names, the best one first."""
+    return sorted(items, key=lambda item: item[1], reverse=bool(greater_is_better))

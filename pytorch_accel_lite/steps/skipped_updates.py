@@ -1,0 +1,43 @@
+"""When an update counts as skipped: by ``skip_update()``, or by the gradient scaler because gradients were infinite.
+
+``progress.update`` counts it all the same, and ``skipped_updates`` of the run's step, too. A scheduler that is stepped
+after updates is not stepped.
+"""
+
+from __future__ import annotations
+
+from pytorch_accel_lite.loop.clipping import unscale
+from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
+from pytorch_accel_lite.run.run import TrainerLike
+
+
+def skip(trainer: TrainerLike) -> None:
+    """Skip the coming update.
+
+    Raises:
+        RuntimeError: if no update is about to be made
+    """
+    step = trainer.current_run.training_step
+    if not step.can_skip_update:
+        raise RuntimeError(
+            "skip_update() skips an update that is about to be made, and there is none here. Call it in a "
+            "callback's on_optimizer_step_start, or in an overridden clip_gradients or optimizer_step."
+        )
+    step.skips_update = True
+
+
+def was_skipped(trainer: TrainerLike) -> bool:
+    """Whether the last update was skipped. A model that no wrapper has prepared has no gradient scaler."""
+    prepared = trainer.prepared_model
+    is_plain = prepared is None or prepared.is_plain
+    return trainer.current_run.training_step.skips_update or (
+        not is_plain and trainer.accelerator.optimizer_step_was_skipped
+    )
+
+
+def tell_scaler(trainer: TrainerLike) -> None:
+    """Let the gradient scaler see the gradients of a skipped update, if any: it finds its scale by overflows."""
+    if all(parameter.grad is None for parameter in optimized_parameters(trainer.optimizer)):
+        return
+    unscale(trainer)
+    trainer.accelerator.scaler.update()
