@@ -46,8 +46,8 @@ def check_model(trainer: TrainerLike) -> None:
         ValueError: if a parameter is not as it should be; names the parameter, or what to do instead
     """
     model = trainer.get_model(keep_torch_compile=False)
-    _check_quantised(model)
     _check_values(trainer, model)
+    _check_quantised(model)
 
 
 def _check_values(trainer: TrainerLike, model: nn.Module) -> None:

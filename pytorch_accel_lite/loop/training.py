@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
-from pytorch_accel_lite.base.inspection import find_length
 from pytorch_accel_lite.data import Batch, ShardedLoader
 from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.distributed.gradient_sync import no_sync_within_window, sync_ddp_buffers
@@ -126,12 +125,12 @@ def train_epoch(trainer: TrainerLike, run: Run) -> bool:
     loader = _begin_train_epoch(trainer, run)
     min_share = min_share_for_batch_norm(trainer, run)
     run.batch_number = run.progress.step
-    length = find_length(loader) if not run.progress.step else None  # a resumed epoch may have steps of other sizes
+    is_whole = not run.progress.step  # the rest of a resumed epoch may have steps of other sizes
     has_ended = False
     while not has_ended:
         has_ended = _steps_until_reread(trainer, run, loader, _batches_left(trainer, run, loader, min_share), limit)
     run.batch_number = None
-    check_num_steps(run, loader, length if run.progress.update < limit else None)
+    check_num_steps(run, loader, is_whole and run.progress.update < limit)
     _end_train_epoch(trainer, run)
     return run.progress.update >= limit
 
