@@ -39,7 +39,7 @@ TRAINING_CHECKS: list[Callable[[TrainerLike, Run], None]] = []
 def begin_training(trainer: TrainerLike, run: Run) -> None:
     """Start the clock, schedule the evaluations, and let the step prepare for its first batch."""
     run.control.start_clock()
-    if run.data.all_eval_loaders or run.request.evaluate_every is not None:
+    if run.data.eval_loader is not None or run.request.evaluate_every is not None:
         begin_evaluations(run)
     run.loop.has_update_schedules = run.evaluates_within_epochs or run.accumulation.changes
     run.training_step.begin(trainer)
@@ -59,7 +59,7 @@ def train(trainer: TrainerLike, run: Run) -> None:
         for check in TRAINING_CHECKS:
             check(trainer, run)
         is_over = run.resumed is not None and end_if_complete(trainer, run, run.resumed)
-        while not is_over and (run.progress.is_mid_epoch or not run.is_finished):
+        while not is_over and (not run.is_finished or run.progress.is_mid_epoch):
             _run_epoch(trainer, run)
     warn_of_nonfinite_weights(trainer, run)
 
