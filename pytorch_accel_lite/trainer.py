@@ -400,8 +400,8 @@ class Trainer:
             )
         size, train_kwargs, eval_kwargs = per_device_batch_size, train_dataloader_kwargs, eval_dataloader_kwargs
         dataset_checks.check_dataset(self, "train_dataset", train_dataset, size, train_kwargs, collate_fn, eval_dataset)
-        trainer_arguments.check_training(self.optimizer, self.accelerator, request)
         trainer_arguments.check_resume_from(resume_from)
+        trainer_arguments.check_training(self.optimizer, self.accelerator, request)
         has_schedule = create_scheduler_fn is not None or warmup_steps
         schedule = resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval) if has_schedule else None
         optimizer_checks.check_optimizers(self)
