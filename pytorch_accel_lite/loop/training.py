@@ -99,8 +99,8 @@ def begin_epoch(trainer: TrainerLike, run: Run) -> None:
     if run.resumed is not None and (is_new or run.epoch_is_trained):
         end_resuming(trainer, run, run.resumed)
     if is_new:
-        trainer.run_history.set_between_epochs(False)
         run.progress.start_epoch()
+        trainer.run_history.set_between_epochs(False)
         run.window.filled = 0
 
 
