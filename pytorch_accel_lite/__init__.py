@@ -9,7 +9,7 @@ from pytorch_accel_lite.callbacks import (
     TrainerCallback,
     get_default_callbacks,
 )
-from pytorch_accel_lite.distributed.launch import notebook_launcher
+from pytorch_accel_lite.distributed.launched_processes import notebook_launcher
 from pytorch_accel_lite.extension_names import missing_name_error
 from pytorch_accel_lite.extensions import plots as plots  # fills PLOTS
 from pytorch_accel_lite.extensions import pretrained as pretrained  # adds to MODEL_FORMS

@@ -11,7 +11,7 @@ from pytorch_accel_lite.checkpoint.disk.locks import lock_path
 from pytorch_accel_lite.checkpoint.disk.plain_files import load_verified
 from pytorch_accel_lite.checkpoint.disk.shared_disks import check_is_shared
 from pytorch_accel_lite.checkpoint.disk.tensor_files import write_tensors
-from pytorch_accel_lite.checkpoint.models.companion_files import COMPANION_WRITERS, CompanionWriter, SavedModel
+from pytorch_accel_lite.checkpoint.models.companion_files_seam import COMPANION_WRITERS, CompanionWriter, SavedModel
 from pytorch_accel_lite.checkpoint.models.model_forms import ADAPTERS, MODEL_FORMS, ModelForm, WriteModel
 from pytorch_accel_lite.checkpoint.states.directory import CapturedState, read_model, read_verified, write_files
 from pytorch_accel_lite.checkpoint.states.manifest import catch_damage, manifest_text, read_manifest
@@ -26,8 +26,8 @@ from pytorch_accel_lite.data.shares import Shares
 from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.control_group import OtherCallError
+from pytorch_accel_lite.distributed.job_observers_seam import OBSERVERS, JobObserver
 from pytorch_accel_lite.distributed.lost_processes import ProcessLostError
-from pytorch_accel_lite.distributed.observers import OBSERVERS, JobObserver
 from pytorch_accel_lite.distributed.stack_frames import Stack
 from pytorch_accel_lite.distributed.trainer_protocol import OpenTrainer
 from pytorch_accel_lite.loop.inference import INFERENCE_STEP
@@ -73,7 +73,7 @@ from pytorch_accel_lite.steps.choice import (
     Feature,
     replace_step,
 )
-from pytorch_accel_lite.steps.compilation import STEP_COMPILER, StepCompiler
+from pytorch_accel_lite.steps.compile_step_seam import STEP_COMPILER, StepCompiler
 from pytorch_accel_lite.steps.plain_step import PlainStep, backward
 
 __all__ = [

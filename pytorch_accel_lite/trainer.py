@@ -44,7 +44,7 @@ from pytorch_accel_lite.data.loader import LoaderKwargs
 from pytorch_accel_lite.data.loader_choice import DEFAULT_BATCH_SIZE, dataloader_for, default_loader_kwargs
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index, Source
 from pytorch_accel_lite.data.step_outputs import total_loss
-from pytorch_accel_lite.distributed import Ranks, launch, shutdown
+from pytorch_accel_lite.distributed import Ranks, launched_processes, shutdown
 from pytorch_accel_lite.distributed.accelerator import create_accelerator, find_unused_in_ddp
 from pytorch_accel_lite.distributed.ranks import find_ranks
 from pytorch_accel_lite.extension_names import add_missing_method_errors
@@ -97,9 +97,9 @@ from pytorch_accel_lite.optimizers.optimizer_types import (
 from pytorch_accel_lite.run.accelerated_model import PreparedModel
 from pytorch_accel_lite.run.accumulation import Count
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
+from pytorch_accel_lite.run.compiled_forward_interface import CompiledForwardLike
 from pytorch_accel_lite.run.division import create_division
 from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.forward_interface import CompiledForwardLike
 from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.history import InMemoryRunHistory, MetricValue, RunHistory
 from pytorch_accel_lite.run.intervals import Interval, parse_interval
@@ -118,7 +118,7 @@ from pytorch_accel_lite.schedulers.placeholders import (
 from pytorch_accel_lite.schedulers.schedule_arguments import ScheduleArgument, resolve_names
 from pytorch_accel_lite.steps import skipped_updates
 from pytorch_accel_lite.steps.choice import create_step
-from pytorch_accel_lite.steps.compilation import create_compiled_forward
+from pytorch_accel_lite.steps.compile_step_seam import create_compiled_forward
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -264,7 +264,7 @@ class Trainer:
         activation_checkpointing: ChosenModules = False,
     ) -> None:
         before = vars(self).keys() - _GIVEN
-        launch.respect_launcher()
+        launched_processes.respect_launcher()
         trainer_arguments.check_types(
             model=model,
             run_history=run_history,
@@ -1298,7 +1298,7 @@ class Trainer:
         trainer_arguments.check_mixed_precision(
             mixed_precision, accelerator
         )  # an overridden method may have created it
-        launch.check_launch(accelerator)
+        launched_processes.check_launch(accelerator)
         trainer_arguments.check_parallelism(accelerator)
         if find_unused:
             find_unused_in_ddp(accelerator)

@@ -9,7 +9,7 @@ from pytorch_accel_lite.base.formatting import format_bytes, format_metric, form
 from pytorch_accel_lite.base.plain_values import as_json
 from pytorch_accel_lite.base.unknown_names import suggest
 from pytorch_accel_lite.callbacks.batch_limits import LIMIT_BATCHES_ENV_VAR, LimitBatches
-from pytorch_accel_lite.distributed.launch import record_error
+from pytorch_accel_lite.distributed.launched_processes import record_error
 from pytorch_accel_lite.distributed.process_decorators import (
     local_process_zero_first,
     local_process_zero_only,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from pytorch_accel_lite.base.constructor_calls import library_attributes
-from pytorch_accel_lite.base.inspection import is_private
+from pytorch_accel_lite.base.lengths_and_signatures import is_private
 from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.base.user_code import is_from_this_package
 

@@ -1,4 +1,4 @@
-"""Telling the user's code from this package's and from libraries, for messages and tracebacks."""
+"""Telling the user's code from this package's and from libraries, for messages."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import CodeType
 
 #: The directories of Python and of installed packages.
 LIBRARIES = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "purelib", "platlib"))
@@ -71,56 +70,3 @@ def checked_by(error: BaseException, *others: type[Exception]) -> str:
     module = str(frame.f_globals.get("__name__"))
     is_check = isinstance(error, (ValueError, TypeError, RuntimeError, *others)) and is_in_this_package(module)
     return module if is_check else ""
-
-
-def leave_out_libraries(error: BaseException) -> None:
-    """Remove the frames of libraries from the traceback of an error, except the first frame, the caller of this."""
-    trace = error.__traceback__
-    while trace is not None:
-        following = trace.tb_next
-        while trace.tb_next is not None and is_of_library(trace.tb_next.tb_frame.f_globals.get("__name__")):
-            trace.tb_next = trace.tb_next.tb_next
-        trace = following
-    error.__suppress_context__ = True
-
-
-_CALLS_OF_MODULES = "torch.nn.modules.module"
-
-
-def hide_frames(error: BaseException) -> None:
-    """In IPython, remove from a traceback this package's frames, and torch's frames that only call modules.
-
-    The remaining frames are the user's, the frames that these have called, and the check that raised the error. All
-    frames stay if the error comes from code of this package that is not a check.
-    """
-    ipython = sys.modules.get("IPython")
-    if ipython is None or ipython.get_ipython() is None:
-        return
-    chain: list[BaseException] = []
-    part: BaseException | None = error
-    while part is not None and part not in chain:
-        chain.append(part)
-        *_, innermost = _entries(part)
-        is_check = isinstance(part, (ValueError, TypeError, RuntimeError))
-        if is_check or not is_in_this_package(_module_of(innermost)):
-            for trace in _entries(part):
-                following = trace.tb_next
-                while following is not None and following is not innermost and _is_hidden(_module_of(following)):
-                    following = following.tb_next
-                trace.tb_next = following
-        part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
-
-
-def _entries(error: BaseException) -> Iterator[TracebackType]:
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
-
-
-def _module_of(trace: TracebackType) -> str:
-    return str(trace.tb_frame.f_globals.get("__name__"))
-
-
-def _is_hidden(module: str) -> bool:
-    return is_in_this_package(module) or module == _CALLS_OF_MODULES

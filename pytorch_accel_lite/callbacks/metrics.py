@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 from accelerate.utils import recursively_apply, send_to_device
 
-from pytorch_accel_lite.base.error_texts import add_note
 from pytorch_accel_lite.base.reprs import short_repr
+from pytorch_accel_lite.base.shown_errors import add_note
 from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.base.user_warnings import warn_outside

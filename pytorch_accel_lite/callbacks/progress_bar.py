@@ -13,7 +13,7 @@ from pytorch_accel_lite.base.argument_checks import check_positive_number, check
 from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.base.displays import in_notebook, shows_live
 from pytorch_accel_lite.base.escaping import escape_unprintable
-from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.lengths_and_signatures import find_length
 from pytorch_accel_lite.callbacks.print_progress import epoch_of
 from pytorch_accel_lite.callbacks.tqdm_bars import Bar, NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.data import ShardedLoader

@@ -12,14 +12,14 @@ from typing import Literal
 
 from pytorch_accel_lite.base.argument_checks import check_positive_int, check_positive_number, check_range, optional
 from pytorch_accel_lite.base.checked_calls import checked_calls
-from pytorch_accel_lite.base.error_texts import add_note
 from pytorch_accel_lite.base.formatting import wrapped
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.sharded_weights import are_sharded
+from pytorch_accel_lite.base.shown_errors import add_note
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
+from pytorch_accel_lite.checkpoint.models.frozen_weights import model_checksums
 from pytorch_accel_lite.checkpoint.models.supported_engines import check_states_are_possible
-from pytorch_accel_lite.checkpoint.models.weights import model_checksums
 from pytorch_accel_lite.checkpoint.states.rotation import remove_old_states
 from pytorch_accel_lite.checkpoint.states.store import state_name
 from pytorch_accel_lite.checkpoint.store_choice import open_store

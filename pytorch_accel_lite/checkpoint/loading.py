@@ -14,10 +14,10 @@ from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN, read_checkpoint
 from pytorch_accel_lite.checkpoint.disk.checksums import verify
 from pytorch_accel_lite.checkpoint.disk.shared_disks import check_on_all_ranks
+from pytorch_accel_lite.checkpoint.models.frozen_weights import describe_other_weights
 from pytorch_accel_lite.checkpoint.models.supported_engines import refuse_engines
 from pytorch_accel_lite.checkpoint.models.trained_object_states import load_loss_state, load_trained_object_states
 from pytorch_accel_lite.checkpoint.models.weights import (
-    describe_other_weights,
     fit_model_state,
     load_optimizer_state,
     read_pretrained,

@@ -21,7 +21,8 @@ from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN, write_ch
 from pytorch_accel_lite.checkpoint.disk.checksums import UNSEALED, seal
 from pytorch_accel_lite.checkpoint.disk.shared_disks import check_on_all_ranks
 from pytorch_accel_lite.checkpoint.disk.tensor_files import write_sealed, write_tensors
-from pytorch_accel_lite.checkpoint.models.companion_files import COMPANION_WRITERS, SavedModel
+from pytorch_accel_lite.checkpoint.models.companion_files_seam import COMPANION_WRITERS, SavedModel
+from pytorch_accel_lite.checkpoint.models.frozen_weights import check_has_trainable, leave_out_frozen
 from pytorch_accel_lite.checkpoint.models.model_forms import MODEL_FORMS, WriteModel, find_writer, write_in_form
 from pytorch_accel_lite.checkpoint.models.supported_engines import (
     check_states_are_possible,
@@ -33,13 +34,7 @@ from pytorch_accel_lite.checkpoint.models.trained_object_states import (
     names_beside_model,
     trained_object_states,
 )
-from pytorch_accel_lite.checkpoint.models.weights import (
-    WEIGHTS,
-    check_has_trainable,
-    full_state_dict,
-    leave_out_frozen,
-    model_state,
-)
+from pytorch_accel_lite.checkpoint.models.weights import WEIGHTS, full_state_dict, model_state
 from pytorch_accel_lite.checkpoint.states.contents import capture
 from pytorch_accel_lite.checkpoint.states.directory import CapturedState
 from pytorch_accel_lite.checkpoint.store_choice import open_folder, write_state

@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import recursively_apply, send_to_device
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.lengths_and_signatures import find_length
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.shares import Shares, whole_steps
 from pytorch_accel_lite.data.sources import BatchData, Index, Sample, Source, SourceState

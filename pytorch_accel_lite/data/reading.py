@@ -14,8 +14,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
-from pytorch_accel_lite.base.error_texts import add_note, notes_of
 from pytorch_accel_lite.base.reprs import short_repr
+from pytorch_accel_lite.base.shown_errors import add_note, notes_of
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.shares import grouped
 from pytorch_accel_lite.data.sources import BatchData, Index, Sample, Source

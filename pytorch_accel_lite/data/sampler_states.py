@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from pytorch_accel_lite.base.reachable import nested_in
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.data.consistency import checksum_of_indices
+from pytorch_accel_lite.data.sampler_order_checks import checksum_of_indices
 from pytorch_accel_lite.data.sources import Index, SamplerLike, SourceState
 
 #: The identity of the epoch that a run has read last: its number, the identity of its order from ``check_order``, and

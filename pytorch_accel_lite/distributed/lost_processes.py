@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pytorch_accel_lite.distributed.control_group import OtherCallError
-from pytorch_accel_lite.distributed.observers import OBSERVERS
+from pytorch_accel_lite.distributed.job_observers_seam import OBSERVERS
 from pytorch_accel_lite.distributed.ranks import Ranks
 
 _LOST = re.compile(r"gloo.*((closed|reset) by peer|Broken pipe)|remote process exited|ncclRemoteError", re.DOTALL)

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from pytorch_accel_lite.distributed.observers import OBSERVERS
+from pytorch_accel_lite.distributed.job_observers_seam import OBSERVERS
 from pytorch_accel_lite.distributed.ranks import Ranks
 from pytorch_accel_lite.distributed.stack_frames import AT_THE_END
 from pytorch_accel_lite.distributed.trainer_protocol import OpenTrainer

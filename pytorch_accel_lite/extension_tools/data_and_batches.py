@@ -1,6 +1,6 @@
 """Sources, samples and batches; the loaders that read them, and the outputs of steps. Below the run."""
 
-from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.lengths_and_signatures import find_length
 from pytorch_accel_lite.base.nested_data import parts_in, tensors_in
 from pytorch_accel_lite.base.reachable import nested_in, reachable_from
 from pytorch_accel_lite.data.batch_adapter import (
@@ -14,7 +14,6 @@ from pytorch_accel_lite.data.batch_slices import WHAT_CAN_BE_SPLIT, is_list_of_s
 from pytorch_accel_lite.data.batches import Batch, infer_batch_size, is_as_long, is_packed, is_single_sample
 from pytorch_accel_lite.data.changed_data import Marks, marks_of
 from pytorch_accel_lite.data.concatenation import ListOfSamples, concatenate, to_cpu
-from pytorch_accel_lite.data.consistency import PASS_OWN_SHARD, checksum_of_indices
 from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions, ShardedLoader, copy_loader, to_device
 from pytorch_accel_lite.data.loader_choice import (
     DEFAULT_BATCH_SIZE,
@@ -28,6 +27,7 @@ from pytorch_accel_lite.data.map_loader import MapLoader
 from pytorch_accel_lite.data.named_datasets import check_are_named, sizes_of
 from pytorch_accel_lite.data.order import of_all_processes
 from pytorch_accel_lite.data.reading import add_missing_note, list_samples, names_sample, reader_of
+from pytorch_accel_lite.data.sampler_order_checks import PASS_OWN_SHARD, checksum_of_indices
 from pytorch_accel_lite.data.shares import count_global_batches, grouped, share_bounds, with_last
 from pytorch_accel_lite.data.skipping_on_resume import early_end_error, skip_samples
 from pytorch_accel_lite.data.sources import (

@@ -5,6 +5,12 @@ from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWrite
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
 from pytorch_accel_lite.checkpoint.disk.plain_files import load_plain
 from pytorch_accel_lite.checkpoint.disk.shards import every_part_is_held, find_tensors
+from pytorch_accel_lite.checkpoint.models.frozen_weights import (
+    check_has_trainable,
+    leave_out_frozen,
+    model_checksums,
+    weight_checksums,
+)
 from pytorch_accel_lite.checkpoint.models.model_forms import is_of_peft, is_of_timm
 from pytorch_accel_lite.checkpoint.models.supported_engines import (
     check_states_are_possible,
@@ -18,16 +24,7 @@ from pytorch_accel_lite.checkpoint.models.trained_objects import (
     trained_objects,
     unsaved_attribute_names,
 )
-from pytorch_accel_lite.checkpoint.models.weights import (
-    check_has_trainable,
-    full_state_dict,
-    leave_out_frozen,
-    model_checksums,
-    sharded_like,
-    verify_weights,
-    weight_checksums,
-    without_compile,
-)
+from pytorch_accel_lite.checkpoint.models.weights import full_state_dict, sharded_like, verify_weights, without_compile
 from pytorch_accel_lite.checkpoint.states.rotation import remove_old_states
 from pytorch_accel_lite.checkpoint.states.store import state_name
 from pytorch_accel_lite.checkpoint.store_choice import open_store

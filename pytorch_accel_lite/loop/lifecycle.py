@@ -12,8 +12,8 @@ from pytorch_accel_lite.base.formatting import wrapped
 from pytorch_accel_lite.base.sharded_weights import tensor_parallel_size
 from pytorch_accel_lite.distributed import shutdown
 from pytorch_accel_lite.distributed.accelerator import in_effect
+from pytorch_accel_lite.distributed.job_observers_seam import observed
 from pytorch_accel_lite.distributed.lost_processes import naming_call
-from pytorch_accel_lite.distributed.observers import observed
 from pytorch_accel_lite.loop.gather_and_broadcast import gathering_uneven_batches
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_call
 from pytorch_accel_lite.loop.model_setup import check_model, release_model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.lengths_and_signatures import find_length
 from pytorch_accel_lite.data import ShardedLoader
 from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions
 from pytorch_accel_lite.data.loader_choice import create_loader, dataset_of

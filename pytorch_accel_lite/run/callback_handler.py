@@ -10,7 +10,7 @@ from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pytorch_accel_lite.base.constructor_calls import IS_CONSTRUCTED
-from pytorch_accel_lite.base.error_texts import add_note
+from pytorch_accel_lite.base.shown_errors import add_note
 from pytorch_accel_lite.base.unknown_names import events_meant, suggest
 from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_overridden
 from pytorch_accel_lite.base.user_warnings import warn_outside

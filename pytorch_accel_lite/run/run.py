@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pytorch_accel_lite.base.formatting import listed
-from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.lengths_and_signatures import find_length
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.base.user_code import overridden_methods
@@ -32,9 +32,9 @@ from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, Trai
 from pytorch_accel_lite.run.accelerated_model import PreparedModel
 from pytorch_accel_lite.run.accumulation import Accumulation, Count, GradientWindow
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
+from pytorch_accel_lite.run.compiled_forward_interface import CompiledForwardLike
 from pytorch_accel_lite.run.division import Division
 from pytorch_accel_lite.run.events import Phase
-from pytorch_accel_lite.run.forward_interface import CompiledForwardLike
 from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.history import MetricValue, RunHistory
 from pytorch_accel_lite.run.intervals import Interval

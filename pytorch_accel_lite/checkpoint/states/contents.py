@@ -21,6 +21,7 @@ from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
 from pytorch_accel_lite.checkpoint.disk.plain_files import storable
 from pytorch_accel_lite.checkpoint.disk.shards import extract_tensors, fits_safetensors, is_sharded_tensor, local_parts
 from pytorch_accel_lite.checkpoint.disk.tensor_files import untie
+from pytorch_accel_lite.checkpoint.models.frozen_weights import describe_other_weights, leave_out_frozen
 from pytorch_accel_lite.checkpoint.models.model_forms import base_of
 from pytorch_accel_lite.checkpoint.models.trainability import (
     add_missing_groups,
@@ -37,14 +38,7 @@ from pytorch_accel_lite.checkpoint.models.trained_object_states import (
     trained_object_states,
 )
 from pytorch_accel_lite.checkpoint.models.trained_objects import saved_optimizers
-from pytorch_accel_lite.checkpoint.models.weights import (
-    describe_other_weights,
-    fit_model_state,
-    full_state_dict,
-    leave_out_frozen,
-    model_state,
-    without_compile,
-)
+from pytorch_accel_lite.checkpoint.models.weights import fit_model_state, full_state_dict, model_state, without_compile
 from pytorch_accel_lite.checkpoint.states.directory import (
     SHARD_OF_MODEL,
     CapturedState,

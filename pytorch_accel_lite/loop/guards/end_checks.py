@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.utils.data import IterableDataset
 
-from pytorch_accel_lite.base.inspection import find_length
+from pytorch_accel_lite.base.lengths_and_signatures import find_length
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.run.run import Run, TrainerLike

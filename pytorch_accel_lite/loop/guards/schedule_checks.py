@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from pytorch_accel_lite.base.formatting import wrapped
-from pytorch_accel_lite.base.inspection import accepts
+from pytorch_accel_lite.base.lengths_and_signatures import accepts
 from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.optimizers.optimizer_parts import follows_metric, schedulers_in

@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite import callbacks as shipped
-from pytorch_accel_lite.base.error_texts import notes_of
+from pytorch_accel_lite.base.shown_errors import notes_of
 from pytorch_accel_lite.callbacks import MetricsCallback, SaveTrainingStateCallback
 from tests.small_models import adamw_trainer, equal_weights, float64_data, float64_model, listener, weights
 

@@ -1,4 +1,4 @@
-"""Inspecting objects: lengths, parts, signatures, and sums of tensors' bits."""
+"""The lengths of objects, the arguments that functions accept, and which names are private."""
 
 from __future__ import annotations
 
