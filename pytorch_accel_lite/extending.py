@@ -19,12 +19,11 @@ from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import SETTING
 from pytorch_accel_lite.checkpoint.states.store import StateStore
 from pytorch_accel_lite.checkpoint.store_choice import STORES, Store, read_state
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.batch_adapter import BatchAdapter
+from pytorch_accel_lite.data.batch_adapter import BatchAdapter, LossFunction
 from pytorch_accel_lite.data.batches import Share
 from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SHARED_DATA_CHECKS, SequentialReader
-from pytorch_accel_lite.data.loss_functions import LossFunction
 from pytorch_accel_lite.data.shares import Shares
-from pytorch_accel_lite.data.step_outputs import BatchOutput
+from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.control_group import OtherCallError
 from pytorch_accel_lite.distributed.job_observers_seam import OBSERVERS, JobObserver
@@ -47,16 +46,23 @@ from pytorch_accel_lite.run.metric_panels import MONITORS, MetricPanel
 from pytorch_accel_lite.run.metrics_seam import METRICS
 from pytorch_accel_lite.run.plots_seam import PLOTS, Plots
 from pytorch_accel_lite.run.request_and_config import RunRequest
-from pytorch_accel_lite.run.run import USER_ATTRIBUTES, InferenceStep, Run, Step, TrainerLike, UserAttributes
-from pytorch_accel_lite.run.sharding_seam import SHARDING, Sharding
+from pytorch_accel_lite.run.run import (
+    SHARDING,
+    USER_ATTRIBUTES,
+    InferenceStep,
+    Run,
+    Sharding,
+    Step,
+    TrainerLike,
+    UserAttributes,
+)
 from pytorch_accel_lite.run.skipped_in_inference import SKIPPED, SkippedBatches, SkippedStep
 from pytorch_accel_lite.run.stop_errors import NonFiniteLossError, RunInterruptedError, StopTrainingError
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
-from pytorch_accel_lite.steps.choice import replace_step
-from pytorch_accel_lite.steps.compile_step_seam import COMPILED, STEP_COMPILER, StepCompiler
-from pytorch_accel_lite.steps.features import (
+from pytorch_accel_lite.steps.choice import (
     CLOSURE,
+    COMPILED,
     FP16,
     MANUAL,
     MICROBATCHES,
@@ -66,7 +72,9 @@ from pytorch_accel_lite.steps.features import (
     STEP_KINDS,
     Conflict,
     Feature,
+    replace_step,
 )
+from pytorch_accel_lite.steps.compile_step_seam import STEP_COMPILER, StepCompiler
 from pytorch_accel_lite.steps.plain_step import PlainStep, backward
 
 __all__ = [

@@ -37,12 +37,11 @@ from pytorch_accel_lite.callbacks.batch_limits import LIMIT_BATCHES_ENV_VAR, lim
 from pytorch_accel_lite.checkpoint import loading, saving
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
-from pytorch_accel_lite.data.batch_adapter import BatchAdapter
+from pytorch_accel_lite.data.batch_adapter import BatchAdapter, LossFunction
 from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.data.loader_defaults import DEFAULT_BATCH_SIZE, dataloader_for, default_loader_kwargs
-from pytorch_accel_lite.data.loss_functions import LossFunction
-from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Source
-from pytorch_accel_lite.data.step_outputs import BatchOutput, total_loss
+from pytorch_accel_lite.data.loader_choice import DEFAULT_BATCH_SIZE, dataloader_for, default_loader_kwargs
+from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index, Source
+from pytorch_accel_lite.data.step_outputs import total_loss
 from pytorch_accel_lite.distributed import Ranks, launched_processes, shutdown
 from pytorch_accel_lite.distributed.accelerator import create_accelerator, find_unused_in_ddp
 from pytorch_accel_lite.distributed.ranks import find_ranks
@@ -96,7 +95,6 @@ from pytorch_accel_lite.optimizers.optimizer_types import (
 )
 from pytorch_accel_lite.run.accelerated_model import PreparedModel
 from pytorch_accel_lite.run.accumulation import Count
-from pytorch_accel_lite.run.assigned_attributes import run_for_assignment
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.compiled_forward_interface import CompiledForwardLike
 from pytorch_accel_lite.run.division import create_division
@@ -155,6 +153,26 @@ _CHECKED = (
     *("find_lr", "find_batch_size", "check", "diagnose", "estimate_memory"),
     *("save_checkpoint", "load_checkpoint", "save_model", "save_training_state"),
 )
+
+
+def _run_for_assignment(trainer: Trainer, loader_of: Literal["train", "eval"] | None = None) -> Run:
+    """Return the current run, for a program to set an attribute of it.
+
+    Args:
+        loader_of: for a dataloader, whether it trains or evaluates
+
+    Raises:
+        AttributeError: before the trainer is initialised; or, for a dataloader, while nothing is running, because the
+            next run would replace the dataloader
+    """
+    if "current_run" not in vars(trainer):
+        raise AttributeError(f"{type(trainer).__name__}: call super().__init__(...) before setting attributes.")
+    if loader_of is not None and not trainer.open_runs:
+        raise AttributeError(
+            f"{type(trainer).__name__}.{loader_of}_dataloader is the loader of the current run, but nothing is "
+            f"running. Store your own loader under another name, and return it from create_{loader_of}_dataloader()."
+        )
+    return trainer.current_run
 
 
 @add_missing_method_errors
@@ -383,8 +401,8 @@ class Trainer:
             )
         size, train_kwargs, eval_kwargs = per_device_batch_size, train_dataloader_kwargs, eval_dataloader_kwargs
         dataset_checks.check_dataset(self, "train_dataset", train_dataset, size, train_kwargs, collate_fn, eval_dataset)
-        trainer_arguments.check_training(self.optimizer, self.accelerator, request)
         trainer_arguments.check_resume_from(resume_from)
+        trainer_arguments.check_training(self.optimizer, self.accelerator, request)
         has_schedule = create_scheduler_fn is not None or warmup_steps
         schedule = resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval) if has_schedule else None
         optimizer_checks.check_optimizers(self)
@@ -848,7 +866,8 @@ class Trainer:
             by default, a ``DataLoader`` of ``self.train_dataset``, or that itself if it is a loader
         """
         defaults = self.get_default_train_dl_kwargs(batch_size)
-        source, self._train_dl_kwargs = dataloader_for(self.train_dataset, self.collate_fn, defaults, train_dl_kwargs)
+        source, kwargs = dataloader_for(self.train_dataset, self.collate_fn, defaults, train_dl_kwargs)
+        self.current_run.data.train_loader_kwargs = kwargs
         return source  # type: ignore[no-any-return]
 
     def create_eval_dataloader(
@@ -856,7 +875,8 @@ class Trainer:
     ) -> Iterable[BatchData]:
         """Return the loader of evaluation batches; see ``create_train_dataloader()``."""
         defaults = self.get_default_eval_dl_kwargs(batch_size)
-        source, self._eval_dl_kwargs = dataloader_for(self.eval_dataset, self.collate_fn, defaults, eval_dl_kwargs)
+        source, kwargs = dataloader_for(self.eval_dataset, self.collate_fn, defaults, eval_dl_kwargs)
+        self.current_run.data.eval_loader_kwargs = kwargs
         return source  # type: ignore[no-any-return]
 
     def get_default_train_dl_kwargs(self, batch_size: int) -> LoaderKwargs:
@@ -1076,7 +1096,7 @@ class Trainer:
 
     @run_config.setter
     def run_config(self, config: TrainerRunConfig | None) -> None:
-        run_for_assignment(self).config = config
+        _run_for_assignment(self).config = config
 
     @property
     def step_metrics(self) -> dict[str, MetricValue]:
@@ -1085,7 +1105,7 @@ class Trainer:
 
     @step_metrics.setter
     def step_metrics(self, metrics: dict[str, MetricValue]) -> None:
-        run_for_assignment(self).step_metrics = metrics
+        _run_for_assignment(self).step_metrics = metrics
 
     @property
     def train_dataset(self) -> Source:
@@ -1094,7 +1114,7 @@ class Trainer:
 
     @train_dataset.setter
     def train_dataset(self, dataset: Source) -> None:
-        run_for_assignment(self).data.train_dataset = dataset
+        _run_for_assignment(self).data.train_dataset = dataset
 
     @property
     def eval_dataset(self) -> Source:
@@ -1103,7 +1123,7 @@ class Trainer:
 
     @eval_dataset.setter
     def eval_dataset(self, dataset: Source) -> None:
-        run_for_assignment(self).data.eval_dataset = dataset
+        _run_for_assignment(self).data.eval_dataset = dataset
 
     @property
     def collate_fn(self) -> CollateFunction | None:
@@ -1112,7 +1132,7 @@ class Trainer:
 
     @collate_fn.setter
     def collate_fn(self, collate_fn: CollateFunction | None) -> None:
-        run_for_assignment(self).data.collate_fn = collate_fn
+        _run_for_assignment(self).data.collate_fn = collate_fn
 
     @property
     def train_dataloader(self) -> ShardedLoader | None:
@@ -1121,7 +1141,7 @@ class Trainer:
 
     @train_dataloader.setter
     def train_dataloader(self, loader: Source) -> None:
-        run_for_assignment(self, loader_of="train").data.train_loader = loader
+        _run_for_assignment(self, loader_of="train").data.train_loader = loader
 
     @property
     def eval_dataloader(self) -> ShardedLoader | None:
@@ -1130,7 +1150,7 @@ class Trainer:
 
     @eval_dataloader.setter
     def eval_dataloader(self, loader: Source) -> None:
-        run_for_assignment(self, loader_of="eval").data.eval_loader = loader
+        _run_for_assignment(self, loader_of="eval").data.eval_loader = loader
 
     @property
     def eval_dataloaders(self) -> list[ShardedLoader]:
@@ -1147,7 +1167,7 @@ class Trainer:
 
     @_train_dl_kwargs.setter
     def _train_dl_kwargs(self, kwargs: LoaderKwargs | None) -> None:
-        run_for_assignment(self).data.train_loader_kwargs = kwargs
+        _run_for_assignment(self).data.train_loader_kwargs = kwargs
 
     @property
     def _eval_dl_kwargs(self) -> LoaderKwargs | None:
@@ -1155,7 +1175,7 @@ class Trainer:
 
     @_eval_dl_kwargs.setter
     def _eval_dl_kwargs(self, kwargs: LoaderKwargs | None) -> None:
-        run_for_assignment(self).data.eval_loader_kwargs = kwargs
+        _run_for_assignment(self).data.eval_loader_kwargs = kwargs
 
     @property
     def _loss_tracker(self) -> LossTracker:
@@ -1243,8 +1263,7 @@ class Trainer:
 
     def _run_train_epoch(self, train_dl: Iterable[BatchData]) -> bool:
         """Run the steps of an epoch; return whether all updates have been made, if their number was given."""
-        custom_loops.begin_epoch_of_custom_loop(self, self.current_run)
-        return training.train_epoch(self, self.current_run, train_dl)
+        return custom_loops.train_epoch_on(self, self.current_run, train_dl)
 
     def _run_eval_epoch(
         self, valid_dl: Iterable[BatchData], is_training: bool = True, is_intermediate: bool = False

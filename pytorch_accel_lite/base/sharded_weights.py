@@ -34,6 +34,11 @@ def reshard(model: nn.Module) -> None:
             method()
 
 
+def tensor_parallel_size(accelerator: Accelerator) -> int:
+    """Return the number of processes that share each batch according to the accelerator's ``parallelism_config``."""
+    return getattr(getattr(accelerator, "parallelism_config", None), "tp_size", 1) or 1
+
+
 #: Kinds of jobs in which Accelerate only adds bookkeeping to an optimizer, so the user's optimizer is stepped directly.
 PLAIN = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 

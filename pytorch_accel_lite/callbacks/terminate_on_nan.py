@@ -9,8 +9,7 @@ from typing import NoReturn
 import torch
 
 from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
-from pytorch_accel_lite.data.sources import BatchData
-from pytorch_accel_lite.data.step_outputs import BatchOutput
+from pytorch_accel_lite.data.sources import BatchData, BatchOutput
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.stop_errors import NonFiniteLossError

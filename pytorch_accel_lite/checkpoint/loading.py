@@ -30,8 +30,8 @@ from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import setting
 from pytorch_accel_lite.checkpoint.store_choice import read_state, store_of
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.run.latest_records import LoadedWeights
-from pytorch_accel_lite.run.optimizer_modes import evaluating_optimizers, set_optimizer_modes
 from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.trained_parts import evaluating_optimizers, set_optimizer_modes
 
 
 def load_checkpoint(

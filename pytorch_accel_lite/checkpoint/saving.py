@@ -41,10 +41,9 @@ from pytorch_accel_lite.checkpoint.store_choice import open_folder, write_state
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.extension_names import missing_extension_text
-from pytorch_accel_lite.run.optimizer_modes import evaluating_optimizers
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.stop_errors import NonFiniteLossError
-from pytorch_accel_lite.run.trainer_parameters import weights_are_finite
+from pytorch_accel_lite.run.trained_parts import evaluating_optimizers, weights_are_finite
 
 
 def _warn_of_weights(trainer: TrainerLike, method: str) -> None:

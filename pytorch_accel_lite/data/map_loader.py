@@ -189,7 +189,7 @@ class _EpochShares:
         if self.rows is not None and (isinstance(order, list) or type(order) is RandomSampler):
             drawn = np.asarray(order) if isinstance(order, list) else np.fromiter(order, dtype=np.int64)
             order = as_rows(drawn, self.rows)  # once rather than for each batch
-        size = find_length(self.sampler)
+        size = self.order_id["length"]
         if size is None:
             return grouped(islice(order, start, None), self.per_step)
         if isinstance(order, (list, torch.Tensor)) and len(order) != size:
@@ -285,17 +285,17 @@ class MapLoader(ShardedLoader):
 
     def _begin_epoch(self, epoch: int) -> None:
         """Pass the epoch to the datasets, and take up what has changed in them since the last epoch."""
-        source = self.source
-        for dataset in nested_in(source.dataset, lambda value: isinstance(value, Dataset)):
-            set_epoch = getattr(dataset, "set_epoch", None)
+        dataset = self.source.dataset
+        if self._memory is not None:  # tensors have no use for the epoch, but may have been replaced
+            self._memory = self._find_memory()
+            self._shares.rows = len(dataset)
+            return
+        for part in nested_in(dataset, lambda value: isinstance(value, Dataset)):
+            set_epoch = getattr(part, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(self.options.reported_epoch(epoch))
-        if self._memory is None:
-            if isinstance(self._reader, SeededReader):
-                self._reader.forget_generators()
-        else:  # its tensors may have been replaced
-            self._memory = self._find_memory()
-            self._shares.rows = len(source.dataset)
+        if isinstance(self._reader, SeededReader):
+            self._reader.forget_generators()
 
     def _create_inner(self) -> DataLoader[Sample]:
         source = self.source

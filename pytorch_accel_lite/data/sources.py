@@ -1,4 +1,4 @@
-"""Types of the data that users pass, and of the batches read from them."""
+"""Types of the data that users pass, of the batches read from them, and of what steps return for these."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ Index: TypeAlias = Any
 Sample: TypeAlias = Any
 #: A batch, as the user's dataset and collate function make it: what a loader yields and a step gets.
 BatchData: TypeAlias = Tree
+#: What a step returns for a batch: its loss, the outputs of the model and other values, by name.
+BatchOutput: TypeAlias = dict[str, Any]
 #: Makes a batch from a list of samples.
 CollateFunction: TypeAlias = Callable[[list[Sample]], BatchData]
 #: The state of a source or a loader for training states, in plain values, such as a position.

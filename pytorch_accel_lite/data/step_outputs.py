@@ -6,17 +6,15 @@ import numbers
 import operator
 from collections.abc import Mapping
 from functools import reduce
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
-from pytorch_accel_lite.data.batch_sizes import infer_batch_size, size_of_filler
-from pytorch_accel_lite.data.sources import BatchData
+from pytorch_accel_lite.data.batches import infer_batch_size, size_of_filler
+from pytorch_accel_lite.data.sources import BatchData, BatchOutput
 
 #: A loss, or several by name.
 Losses: TypeAlias = torch.Tensor | Mapping[str, torch.Tensor]
-#: What a step returns: its loss, the outputs of the model and other values, by name.
-BatchOutput: TypeAlias = dict[str, Any]
 _EXAMPLE = "For example: return {'loss': loss, 'model_outputs': outputs}."
 
 

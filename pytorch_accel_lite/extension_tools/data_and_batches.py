@@ -3,16 +3,26 @@
 from pytorch_accel_lite.base.lengths_and_signatures import find_length
 from pytorch_accel_lite.base.nested_data import parts_in, tensors_in
 from pytorch_accel_lite.base.reachable import is_a, nested_in, parts_held, reachable_from
-from pytorch_accel_lite.data.batch_adapter import IGNORED_LABEL, TARGET_KEYS, first_label
-from pytorch_accel_lite.data.batch_sizes import infer_batch_size, is_as_long, is_packed, is_single_sample
+from pytorch_accel_lite.data.batch_adapter import (
+    IGNORED_LABEL,
+    TARGET_KEYS,
+    LossShapeError,
+    first_label,
+    shapes_are_known,
+)
 from pytorch_accel_lite.data.batch_slices import WHAT_CAN_BE_SPLIT, is_list_of_samples, select_samples, slice_batch
-from pytorch_accel_lite.data.batches import Batch
+from pytorch_accel_lite.data.batches import Batch, infer_batch_size, is_as_long, is_packed, is_single_sample
 from pytorch_accel_lite.data.concatenation import ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.data.data_marks_seam import DATA_MARKS, Marks, marks_of
 from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions, ShardedLoader, copy_loader, to_device
-from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SequentialReader, dataset_of, is_loader_of_torch
-from pytorch_accel_lite.data.loader_defaults import DEFAULT_BATCH_SIZE, faster_data
-from pytorch_accel_lite.data.loss_functions import LossShapeError, shapes_are_known
+from pytorch_accel_lite.data.loader_choice import (
+    DEFAULT_BATCH_SIZE,
+    SEQUENTIAL_READER,
+    SequentialReader,
+    dataset_of,
+    faster_data,
+    is_loader_of_torch,
+)
 from pytorch_accel_lite.data.map_loader import MapLoader
 from pytorch_accel_lite.data.named_datasets import check_are_named, sizes_of
 from pytorch_accel_lite.data.order import of_all_processes
@@ -22,6 +32,7 @@ from pytorch_accel_lite.data.shares import count_global_batches, grouped, share_
 from pytorch_accel_lite.data.skipping_on_resume import early_end_error, skip_samples
 from pytorch_accel_lite.data.sources import (
     BatchData,
+    BatchOutput,
     Index,
     IndexedData,
     OwnShard,
@@ -30,7 +41,7 @@ from pytorch_accel_lite.data.sources import (
     SourceState,
     TrainingOrder,
 )
-from pytorch_accel_lite.data.step_outputs import BatchOutput, check_items, complete_output, is_number
+from pytorch_accel_lite.data.step_outputs import check_items, complete_output, is_number
 
 __all__ = [
     "Batch", "BatchData", "BatchOutput", "DATA_MARKS", "DEFAULT_BATCH_SIZE", "IGNORED_LABEL", "Index", "IndexedData",

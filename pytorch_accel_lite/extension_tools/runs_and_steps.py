@@ -1,18 +1,18 @@
 """The parts of a run, for trials and other runs within a run."""
 
+from pytorch_accel_lite.base.sharded_weights import tensor_parallel_size
 from pytorch_accel_lite.loop.extra_passes import loss_of
-from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
+from pytorch_accel_lite.loop.fit import prepare_training
 from pytorch_accel_lite.loop.guards.dataset_checks import check_dataset
 from pytorch_accel_lite.loop.guards.trainer_arguments import check_training
+from pytorch_accel_lite.loop.guards.training_batches import min_share_for_batch_norm
 from pytorch_accel_lite.loop.inference import inference, inference_run, unwrapped_model
 from pytorch_accel_lite.loop.lifecycle import entering
 from pytorch_accel_lite.loop.model_setup import prepare_model, release_model
 from pytorch_accel_lite.loop.run_loaders import create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.snapshot import preserving_attributes, replaced
 from pytorch_accel_lite.loop.training import run_step
-from pytorch_accel_lite.loop.training_setup import prepare_training
 from pytorch_accel_lite.run.error_notes_seam import explain, explaining
-from pytorch_accel_lite.run.sharding_seam import tensor_parallel_size
 from pytorch_accel_lite.steps.choice import create_step
 
 __all__ = [

@@ -1,17 +1,18 @@
-"""Support for custom loops in an overridden ``_run_training``, as in pytorch-accelerated.
+"""Support for an overridden ``_run_training`` or ``_run_train_epoch``, as in pytorch-accelerated.
 
-Such a loop calls ``_run_train_epoch`` and ``_run_eval_epoch``, fires the events of the run, and counts the epochs of
-the history. The functions here do the rest. An override that calls ``super()._run_training()`` runs the package's own
-loop, and needs none of this.
+A custom loop in ``_run_training`` calls ``_run_train_epoch`` and ``_run_eval_epoch``, fires the events of the run, and
+counts the epochs of the history. The functions here do the rest. An override that calls ``super()._run_training()``
+runs the package's own loop.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 
 from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.loop import training
 from pytorch_accel_lite.loop.guards.end_checks import warn_of_nonfinite_weights
 from pytorch_accel_lite.loop.lifecycle import end_failed_run
@@ -19,12 +20,11 @@ from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.stop_errors import StopTrainingError
 
 
-@contextmanager
-def completing_custom_loop(trainer: TrainerLike, run: Run) -> Iterator[None]:
-    """End a run after a block that calls ``_run_training``, if that is overridden by a custom loop."""
+def run_custom_loop(trainer: TrainerLike, run: Run) -> None:
+    """Call an overridden ``_run_training``; if it has a loop of its own, end the run afterwards."""
     try:
-        with _noting_end_of_custom_loop(trainer, run) if "_run_training" in run.overridden else nullcontext():
-            yield
+        with _noting_end_of_custom_loop(trainer, run):
+            trainer._run_training()
     except BaseException as error:
         if not run.loop.uses_builtin_loop:
             end_failed_run(trainer, run, error, ended=run.end.custom_loop_is_ending)
@@ -34,10 +34,24 @@ def completing_custom_loop(trainer: TrainerLike, run: Run) -> Iterator[None]:
         warn_of_nonfinite_weights(trainer, run)
 
 
-def begin_epoch_of_custom_loop(trainer: TrainerLike, run: Run) -> None:
-    """In a custom loop, complete its previous epoch, and begin the next."""
-    if run.loop.uses_builtin_loop:
-        return
+def train_epoch_on(trainer: TrainerLike, run: Run, source: Source) -> bool:
+    """Run the steps of an epoch on the batches that an override passes; return the result of ``train_epoch()``."""
+    if not run.loop.uses_builtin_loop:
+        _begin_epoch(trainer, run)
+    own = run.data.train_loader
+    if source is own:
+        return training.train_epoch(trainer, run)
+    run.data.train_loader = source
+    try:
+        return training.train_epoch(trainer, run)
+    finally:
+        if run.data.train_loader is not source:
+            run.data.train_loader.stop_workers()
+        run.data.train_loader = own
+
+
+def _begin_epoch(trainer: TrainerLike, run: Run) -> None:
+    """Complete the previous epoch of a custom loop, and begin the next."""
     name = f"{type(trainer).__name__}._run_training"
     if run.resumed is not None:
         raise RuntimeError(

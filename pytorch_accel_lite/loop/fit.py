@@ -1,13 +1,42 @@
-"""The outline of ``train()``: how a run is set up, from its settings to its loop. The loop is in ``training.py``."""
+"""``train()``, from its settings to its loop: the outline, then its parts in order. ``training.py`` has the loop."""
 
 from __future__ import annotations
 
 import os
 from contextlib import nullcontext
 
-from pytorch_accel_lite.loop import custom_loops, lifecycle, scheduler_creation, training, training_setup
-from pytorch_accel_lite.run.request_and_config import LoaderArguments
+import torch
+from accelerate.utils import DistributedType
+from torch.nn.parallel import DistributedDataParallel
+
+from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
+from pytorch_accel_lite.base.seeding import seed_run
+from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
+from pytorch_accel_lite.base.user_code import is_from_this_package
+from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.checkpoint.disk.locks import lock_path
+from pytorch_accel_lite.checkpoint.state_to_resume import find_state
+from pytorch_accel_lite.checkpoint.states.contents import check_history
+from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
+from pytorch_accel_lite.loop import custom_loops, training
+from pytorch_accel_lite.loop.guards.optimizer_checks import check_optimizers
+from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_ranks, settings_of_optimizer
+from pytorch_accel_lite.loop.guards.trainer_arguments import check_training
+from pytorch_accel_lite.loop.inference import choose_inference_step
+from pytorch_accel_lite.loop.lifecycle import entering
+from pytorch_accel_lite.loop.model_setup import apply_model_options, prepare_model
+from pytorch_accel_lite.loop.resolved_run_config import create_config
+from pytorch_accel_lite.loop.resuming import begin_resuming
+from pytorch_accel_lite.loop.run_loaders import create_eval_loaders, create_train_loader
+from pytorch_accel_lite.loop.scheduler_creation import begin_schedule
+from pytorch_accel_lite.optimizers.optimizer_parts import is_created
+from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients
+from pytorch_accel_lite.run.accumulation import Accumulation, GradientWindow
+from pytorch_accel_lite.run.history import InMemoryRunHistory
+from pytorch_accel_lite.run.latest_records import TrainingRecord
+from pytorch_accel_lite.run.request_and_config import LoaderArguments, TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.run.run_data import EvalArguments
 from pytorch_accel_lite.run.signals import ending_at_signals, exit_after_signal
 
 
@@ -20,16 +49,172 @@ def fit(
 ) -> None:
     """Train in a run, from the beginning or from a state."""
     call = "train()" if resume_from is None else "train(resume_from=...)"
-    with run.goodput.running(), lifecycle.entering(trainer, run, call):
-        training_setup.configure(trainer, run)
-        training_setup.find_state_to_resume(trainer, run, resume_from)
-        training_setup.prepare_data(trainer, run, loader_arguments)
-        training_setup.prepare_training(trainer, run, loader_arguments.batch_size)
-        scheduler_creation.begin_schedule(trainer, run)
-        training_setup.begin_or_resume(trainer, run, reset_run_history)
+    with run.goodput.running(), entering(trainer, run, call):
+        configure(trainer, run)
+        find_state_to_resume(trainer, run, resume_from)
+        prepare_data(trainer, run, loader_arguments)
+        prepare_training(trainer, run, loader_arguments.batch_size)
+        begin_schedule(trainer, run)
+        begin_or_resume(trainer, run, reset_run_history)
         with ending_at_signals(run.control.request) if run.request.ends_at_signals else nullcontext():
             training.begin_training(trainer, run)
-            with custom_loops.completing_custom_loop(trainer, run):
-                trainer._run_training()  # training.train(), unless it is overridden
+            if "_run_training" in run.overridden:
+                custom_loops.run_custom_loop(trainer, run)
+            else:
+                training.train(trainer, run)
     if run.end.pause is not None:
         exit_after_signal(run.end.pause)
+
+
+def configure(trainer: TrainerLike, run: Run) -> None:
+    """Let the callbacks declare what they need from a run, and check the resulting request."""
+    request, callbacks = run.request, trainer.callback_handler.callbacks
+    of_users = [one for one in (trainer, *callbacks) if not is_from_this_package(type(one))]
+    if of_users and run.ranks.rank == 0:
+        trainer.callback_handler.warn_of_unknown_events()
+        for warn_of_habit in OTHER_LIBRARIES.habits:
+            warn_of_habit(of_users)
+    trainer.callback_handler.configure_run(trainer, request, is_outermost=True)
+    if request.auto_microbatch or request.skips_in_evaluation or request.skips_failed_batches:
+        choose_inference_step(trainer, run, request)
+    if request.locked_paths:
+        _lock_paths(run)
+    if callbacks:  # which may have changed the request
+        check_training(trainer.optimizer, trainer.accelerator, request)
+    _check_metrics(trainer, run)
+
+
+def _lock_paths(run: Run) -> None:
+    """Keep other runs from writing to the paths that callbacks have claimed, until this run ends.
+
+    Raises:
+        RuntimeError: on all processes, if another run writes to one of the paths
+    """
+
+    def lock() -> None:
+        for path, argument in run.request.locked_paths.items():
+            run.cleanup.callback(lock_path(argument, path).release)
+
+    run.ranks.run_together(lock, only_first=True)
+
+
+def _check_metrics(trainer: TrainerLike, run: Run) -> None:
+    """Check, as far as can be known now, that the run records the metrics being watched."""
+    request = run.request
+    if request.scheduler_metric is not None:
+        request.metrics.require(f"scheduler_metric={request.scheduler_metric!r}", request.scheduler_metric)
+    request.metrics.settle(trainer)
+    if isinstance(trainer.run_history, InMemoryRunHistory):
+        trainer.run_history.directions = request.metrics.directions
+
+
+def find_state_to_resume(trainer: TrainerLike, run: Run, resume_from: str | os.PathLike[str] | None) -> None:
+    """Find and read the state to resume from, if any, and note which attributes the program has created by now."""
+    resume_from = run.ranks.state_to_join() or resume_from  # a process that joins others begins from their state
+    saves_states = run.request.saves_training_states or resume_from is not None
+    if saves_states:
+        check_history(trainer.run_history)
+    if saves_states or run.request.paths:
+        run.user_attributes.note_created(trainer)
+    if resume_from is not None:
+        run.resumed = find_state(trainer, run.request.state_sources, resume_from)
+
+
+def prepare_data(trainer: TrainerLike, run: Run, loader_arguments: LoaderArguments) -> None:
+    """Seed the generators, and create the loaders, whose order may depend on the seed or on the resumed state."""
+    _set_seeds(trainer, run)
+    create_train_loader(trainer, run, loader_arguments.batch_size, loader_arguments.train_kwargs)
+    data, size, eval_kwargs = run.data, loader_arguments.batch_size, loader_arguments.eval_kwargs
+    data.eval_arguments = EvalArguments(
+        data.eval_dataset, size, eval_kwargs, data.collate_fn, run.request.auto_microbatch
+    )
+    if data.eval_dataset is not None:
+        create_eval_loaders(trainer, run, size, eval_kwargs)
+    apply_model_options(trainer)  # before the event, so that copies made by callbacks have them too
+    # If a callback requests the end of the run, the request waits until the run has started and can end in order.
+    trainer.callback_handler.call_each("on_dataloaders_created", run.control.request, trainer)
+
+
+def _set_seeds(trainer: TrainerLike, run: Run) -> None:
+    """Seed the generators, and find the seed of the data order, which a resumed run takes from its state."""
+    run.data.seed = trainer.seed
+    if trainer.seed is not None:
+        seed_run(trainer.seed, alike=trainer.division.has_fixed_shares)
+    state = run.resumed
+    if state is not None:
+        run.data.seed = state.metadata["data_seed"]
+        run.data.first_epoch = state.metadata.get("first_epoch", 1)
+    elif trainer.seed is None and (run.request.saves_training_states or run.data.ranks.replicas > 1):
+        run.data.seed = run.ranks.result_of_first(lambda: int(torch.randint(2**62, ()).item()))
+    if run.data.ranks.replicas > 1:  # processes that share a batch must draw the same dropout
+        restore_generators(run.data.ranks.broadcast_to_sharers(capture_generators()))
+
+
+def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
+    """Prepare the model and the optimizer, and make the config of the run, its accumulation window and its step."""
+    had_optimizer = is_created(trainer.optimizer)
+    if run.sharding is not None:
+        run.sharding.prepare_training(trainer, run, batch_size)
+    prepare_model(trainer, training=True)
+    has_copies = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED  # of the weights, in its optimizer
+    if not had_optimizer and not has_copies:
+        check_optimizers(trainer)
+    run.config = create_config(trainer, run, batch_size)
+    run.latest.training = TrainingRecord(run.config, run.end, run.data.eval_arguments)
+    if run.ranks.world_size > 1:
+        _check_same_settings(trainer, run, run.config)
+    _create_window(run, run.config)
+    clear_gradients(trainer.optimizer)  # a run that failed within a window may have left gradients
+    trainer.accelerator.sync_gradients = True  # a run that failed within a window may have left it off
+    run.training_step = trainer._create_step(run)
+
+
+def _check_same_settings(trainer: TrainerLike, run: Run, config: TrainerRunConfig) -> None:
+    """Check that all processes have the same settings, those of their optimizers included."""
+    options = settings_of_optimizer(trainer.optimizer) if trainer.check_replicas else {}
+    check_same_on_all_ranks(config.to_dict() | options, run.ranks)
+
+
+def _create_window(run: Run, config: TrainerRunConfig) -> None:
+    """Create the accumulation window of a run. Warn of a change of its size that the run does not reach."""
+    run.accumulation = accumulation = Accumulation(run.request.gradient_accumulation_steps)
+    nominal_size, updates = config.train_per_device_batch_size, config.max_num_train_steps
+    run.window = GradientWindow(run.data.ranks, run.device, accumulation.window_size_after(0), nominal_size)
+    if updates is not None and 0 < updates <= accumulation.last_change and run.ranks.rank == 0:
+        warn_outside(
+            f"gradient_accumulation_steps={run.request.gradient_accumulation_steps!r} has a change that is never "
+            f"reached: the run has {updates} updates."
+        )
+
+
+def begin_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> None:
+    """Start from the beginning or from a training state."""
+    _begin_history(trainer, run, reset_run_history)
+    _record_settings(trainer, run)
+    if run.resumed is not None:
+        begin_resuming(trainer, run, run.resumed)
+    _plan_first_update(trainer, run)
+
+
+def _begin_history(trainer: TrainerLike, run: Run, reset: bool) -> None:
+    """Clear the history, or continue it; if the run before has ended within an epoch, in a new epoch."""
+    previous = run.previous
+    run.drop_previous()
+    run.cleanup.callback(trainer.run_history.set_between_epochs, False)
+    if reset:
+        trainer.run_history.reset()
+    elif previous is not None and previous.progress.is_mid_epoch:
+        trainer.run_history._increment_epoch()
+
+
+def _record_settings(trainer: TrainerLike, run: Run) -> None:
+    """Record the settings for training states, before a state changes them."""
+    if trainer.accelerator.is_main_process and (run.resumed is not None or run.request.saves_training_states):
+        run.recorded_settings = settings_recorder().record(trainer)
+
+
+def _plan_first_update(trainer: TrainerLike, run: Run) -> None:
+    """Plan what only the first update needs: a warm-up of DDP before it, and a comparison of replicas after it."""
+    run.loop.must_compare_replicas = trainer.check_replicas and run.ranks.world_size > 1
+    reorders = isinstance(trainer.model, DistributedDataParallel) and run.ranks.world_size > 2
+    run.loop.must_warm_up_ddp = reorders and not run.window.is_guarded and run.progress.update > 0

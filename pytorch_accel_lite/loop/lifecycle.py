@@ -9,19 +9,19 @@ from typing import Literal
 
 from pytorch_accel_lite.base.deterministic_kernels import deterministic_kernels
 from pytorch_accel_lite.base.formatting import wrapped
+from pytorch_accel_lite.base.sharded_weights import tensor_parallel_size
 from pytorch_accel_lite.distributed import shutdown
 from pytorch_accel_lite.distributed.accelerator import in_effect
 from pytorch_accel_lite.distributed.job_observers_seam import observed
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.loop.gather_and_broadcast import gathering_uneven_batches
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_call
-from pytorch_accel_lite.loop.model_setup import check_model_has_values, release_model
+from pytorch_accel_lite.loop.model_setup import check_model, release_model
 from pytorch_accel_lite.optimizers.rates import learning_rates, note_initial_options
 from pytorch_accel_lite.run.error_notes_seam import explain
-from pytorch_accel_lite.run.optimizer_modes import set_optimizer_modes
-from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.sharding_seam import find_sharding
+from pytorch_accel_lite.run.run import SHARDING, Run, Sharding, TrainerLike
 from pytorch_accel_lite.run.stop_errors import NonFiniteLossError, StopTrainingError
+from pytorch_accel_lite.run.trained_parts import set_optimizer_modes
 
 
 @contextmanager
@@ -39,10 +39,11 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
     trainer.current_run = run
     try:
         with ExitStack() as run.cleanup, _applying_settings(trainer), _begun_together(trainer, run, call):
+            run.sharding = _find_sharding(trainer, run)
             if run.outer is None:
-                if sharding := find_sharding(trainer, run):
-                    sharding.begin_run(trainer, run)
-                check_model_has_values(trainer)
+                if run.sharding is not None:
+                    run.sharding.begin_run(trainer, run)
+                check_model(trainer)
             yield
         shutdown.record_end(failed=False)
     except BaseException as error:
@@ -66,6 +67,16 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
             loader.stop_workers()
 
 
+def _find_sharding(trainer: TrainerLike, run: Run) -> Sharding | None:
+    """Return what a run does differently because its model is or will be sharded; ``None`` if it will not be.
+
+    Raises:
+        ValueError: if the extension for it is missing
+    """
+    will_be = "parallelize_model" in run.overridden or tensor_parallel_size(trainer.accelerator) > 1
+    return SHARDING.get("A run of a sharded model") if will_be or trainer.is_sharded else None
+
+
 @contextmanager
 def _begun_together(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
     """Check that all processes begin the run, and let it be observed within a block."""
@@ -84,7 +95,7 @@ def _applying_settings(trainer: TrainerLike) -> Iterator[None]:
     with (
         in_effect(trainer.accelerator),
         nullcontext() if trainer.deterministic is None else deterministic_kernels(trainer.deterministic),
-        trainer.division.computing(trainer.device),
+        trainer.division.computing(trainer.current_run.device),
     ):
         yield
 

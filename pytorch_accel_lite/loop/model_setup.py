@@ -28,7 +28,7 @@ def prepare_model(trainer: TrainerLike, training: bool) -> None:
     if prepared is not None and (is_same or not prepared.outlives_runs):
         return
     if isinstance(trainer.loss_func, nn.Module):
-        trainer.loss_func.to(trainer.device)
+        trainer.loss_func.to(trainer.current_run.device)
     apply_model_options(trainer)
     step_averages = "train_step" in trainer.current_run.overridden or trainer.division.has_fixed_shares
     prepared = PreparedModel(trainer.accelerator, trainer.model, trainer.optimizer, training and not step_averages)
@@ -39,13 +39,19 @@ def prepare_model(trainer: TrainerLike, training: bool) -> None:
     trainer.optimizer = prepared.optimizer
 
 
-def check_model_has_values(trainer: TrainerLike) -> None:
-    """Check that no parameter is on the meta device, unless Accelerate gives it values: FSDP2, or hooks of offloading.
+def check_model(trainer: TrainerLike) -> None:
+    """Check that all parameters have values, and that none would be trained although it is quantised.
 
     Raises:
-        ValueError: if one is
+        ValueError: if a parameter is not as it should be; names the parameter, or what to do instead
     """
     model = trainer.get_model(keep_torch_compile=False)
+    _check_values(trainer, model)
+    _check_quantised(model)
+
+
+def _check_values(trainer: TrainerLike, model: nn.Module) -> None:
+    """Check that no parameter is on the meta device, unless Accelerate gives it values (FSDP2, hooks of offloading)."""
     if trainer.accelerator.is_fsdp2 or not any(parameter.is_meta for parameter in model.parameters()):
         return
     if not any(hasattr(module, "_hf_hook") for module in model.modules()):
@@ -58,7 +64,6 @@ def check_model_has_values(trainer: TrainerLike) -> None:
 
 def apply_model_options(trainer: TrainerLike) -> None:
     """Change the memory format of the model and compile it, in place, as requested, unless it is already compiled."""
-    _prepare_quantised(trainer.get_model())
     if not trainer.channels_last and trainer.compile_model is False:
         return
     model = trainer.get_model()
@@ -69,7 +74,7 @@ def apply_model_options(trainer: TrainerLike) -> None:
         model.compile(**(options if isinstance(options, dict) else {}))
 
 
-def _prepare_quantised(model: nn.Module) -> None:
+def _check_quantised(model: nn.Module) -> None:
     """Leave quantised weights where they are, and check that none would be trained, as in a head that PEFT copied."""
     keep_as_they_are(model)
     trained = trained_and_quantised(model)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pytorch_accel_lite.base.lengths_and_signatures import find_length
 from pytorch_accel_lite.run.accumulation import Accumulation
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
@@ -26,20 +24,23 @@ def create_config(trainer: TrainerLike, run: Run, batch_size: int) -> TrainerRun
 
 def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batch_size: int) -> TrainerRunConfig:
     """Derive the settings of a run from its request and the length of its data."""
-    accelerator = trainer.accelerator
-    data = run.data
+    accelerator, data = trainer.accelerator, run.data
+    shares = trainer.division.count
     steps = find_length(data.train_loader)
     accumulation = Accumulation(request.gradient_accumulation_steps)
     is_evaluation = data.train_loader is None
     updates_per_epoch = 0 if is_evaluation else None if steps is None else accumulation.updates_after(steps)
-    request = _complete_lengths(request, accumulation, steps)
-    shares = trainer.division.count
+    updates, epochs = request.max_num_train_steps, request.num_epochs
+    if updates is not None:  # takes precedence
+        epochs = None if steps is None else accumulation.epochs_for(updates, steps)
+    elif steps is not None and epochs is not None:
+        updates = accumulation.updates_in(epochs, steps)
     processes = shares or data.ranks.world_size
     train_batch_size = (data.train_loader_kwargs or {}).get("batch_size") or batch_size
     eval_batch_size = (data.eval_loader_kwargs or {}).get("batch_size") or batch_size
     return TrainerRunConfig(
-        num_epochs=request.num_epochs,
-        max_num_train_steps=request.max_num_train_steps,
+        num_epochs=epochs,
+        max_num_train_steps=updates,
         gradient_accumulation_steps=request.gradient_accumulation_steps,
         gradient_clip_value=request.gradient_clip_value,
         gradient_clip_norm=request.gradient_clip_norm,
@@ -64,13 +65,3 @@ def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batc
         logical_processes=shares,
         deterministic=trainer.deterministic,
     )
-
-
-def _complete_lengths(request: RunRequest, accumulation: Accumulation, steps: int | None) -> RunRequest:
-    """Derive epochs from updates, or updates from epochs of ``steps`` steps; updates take precedence."""
-    updates, epochs = request.max_num_train_steps, request.num_epochs
-    if updates is not None:
-        return replace(request, num_epochs=None if steps is None else accumulation.epochs_for(updates, steps))
-    if steps is None or epochs is None:
-        return request
-    return replace(request, max_num_train_steps=accumulation.updates_in(epochs, steps))

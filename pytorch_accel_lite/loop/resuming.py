@@ -46,19 +46,18 @@ def begin_resuming(trainer: TrainerLike, run: Run, state: TrainingState) -> None
             trainer.print(changes)
 
 
-def end_resuming(trainer: TrainerLike, run: Run, options: Options | None = None) -> None:
-    """Restore what the starting events may have reset, and then the random generators. Does nothing if that is done.
+def end_resuming(trainer: TrainerLike, run: Run, state: TrainingState, options: Options | None = None) -> None:
+    """Restore what the starting events may have reset, and then the random generators.
 
     Args:
         options: the options of the optimizer before the starting events of the epoch, which the saved run had before
             it trained; by default, those of now
     """
-    if run.resumed is not None:
-        # What an overridden method has loaded is not known.
-        if has_starting_code(trainer, run) and is_from_this_package(trainer.load_training_state):
-            restore_again(trainer, run.resumed, all_options(trainer.optimizer) if options is None else options)
-        restore_after_start(trainer, run.resumed)
-        run.resumed = None
+    # What an overridden method has loaded is not known.
+    if has_starting_code(trainer, run) and is_from_this_package(trainer.load_training_state):
+        restore_again(trainer, state, all_options(trainer.optimizer) if options is None else options)
+    restore_after_start(trainer, state)
+    run.resumed = None
 
 
 @contextmanager
@@ -72,18 +71,18 @@ def ending_resumption(trainer: TrainerLike, run: Run) -> Iterator[None]:
     try:
         yield
     except StopTrainingError:
-        end_resuming(trainer, run)
+        if run.resumed is not None:
+            end_resuming(trainer, run, run.resumed)
         raise
-    end_resuming(trainer, run)
+    if run.resumed is not None:
+        end_resuming(trainer, run, run.resumed)
 
 
 def print_state_contents(trainer: TrainerLike, run: Run) -> None:
-    """Print which attributes training states include, if states are saved, once starting events may have added some.
+    """Print which attributes training states include, once starting events may have added some.
 
     Also prints a message if it is known that a resumed run cannot read the same data.
     """
-    if not (run.request.saves_training_states or run.resumed is not None):
-        return
     note_trainability(trainer)
     for described in (describe_attributes(trainer), run.user_attributes.describe_unsaved(trainer)):
         if described:

@@ -14,11 +14,12 @@ from pytorch_accel_lite.run.run import Run, TrainerLike
 def create_train_loader(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: LoaderKwargs | None) -> None:
     """Create the loader of the training batches."""
     source = trainer.create_train_dataloader(batch_size, loader_kwargs)
-    run.data.train_loader = loader_of_run(trainer, run, source, training=True)
     run.data.train_dataset = dataset_of(run.data.train_dataset)
-    sampler = getattr(run.data.train_loader, "sampler", None)
+    run.data.train_loader = loader = loader_of_run(trainer, run, source, training=True)
+    sampler = getattr(source, "sampler", None)
     if isinstance(sampler, NamedSampler) and (lengths := describe_lengths(sampler)):
         trainer.print(lengths)
+    _check_gives_batches(loader, "train_dataset")
 
 
 def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: LoaderKwargs | None) -> None:
@@ -32,7 +33,7 @@ def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_
         run.data.eval_dataset = part  # read by overrides of create_eval_dataloader
         source = trainer.create_eval_dataloader(batch_size, loader_kwargs)
         run.data.eval_loader = loader_of_run(trainer, run, source, training=False)
-        check_gives_batches(run.data.eval_loader, "eval_dataset")
+        _check_gives_batches(run.data.eval_loader, "eval_dataset")
         if name:
             run.data.eval_loaders[name] = run.data.eval_loader
     if isinstance(dataset, dict):
@@ -41,7 +42,7 @@ def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_
         run.data.eval_dataset = dataset_of(dataset)
 
 
-def check_gives_batches(loader: ShardedLoader, argument: str) -> None:
+def _check_gives_batches(loader: ShardedLoader, argument: str) -> None:
     """Check that a dataset fills a batch. Those of streams are counted as they are read.
 
     Args:
@@ -63,8 +64,8 @@ def loader_of_run(trainer: TrainerLike, run: Run, source: Source, training: bool
     A source that is already a ``ShardedLoader`` is returned unchanged.
     """
     has_fixed_shares = trainer.division.has_fixed_shares
-    takes_equal_steps = training or (trainer.is_sharded and not has_fixed_shares)
-    evens_shares = trainer.is_sharded and has_fixed_shares and run.ranks.world_size > 1
+    takes_equal_steps = training or (not has_fixed_shares and trainer.is_sharded)
+    evens_shares = has_fixed_shares and run.ranks.world_size > 1 and trainer.is_sharded
     options = LoaderOptions(
         seed=run.data.seed,
         fill=takes_equal_steps,

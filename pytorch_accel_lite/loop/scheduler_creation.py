@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pytorch_accel_lite.loop.guards.schedule_checks import (
+    check_schedule_length,
     check_scheduled_optimizer,
     print_leftover_rates,
     print_unused_rates,
@@ -28,7 +29,7 @@ def begin_schedule(trainer: TrainerLike, run: Run) -> None:
         _begin_from_initial_rates(trainer, run, has_schedule)
     else:
         trainer._check_scheduler(run.request)
-    if run.ranks.rank == 0:
+    if run.ranks.rank == 0 and any("lr_scale" in group for group in trainer.optimizer.param_groups):
         warn_of_unused_scales(trainer)
 
 
@@ -53,6 +54,8 @@ def _begin_from_initial_rates(trainer: TrainerLike, run: Run, has_schedule: bool
         run.schedule.initial_options = initial
         if run.resumed is None:
             print_unused_rates(trainer, initial)
+    if run.resumed is None:
+        check_schedule_length(trainer, run)
 
 
 def _create_or_continue(trainer: TrainerLike, initial: Options, now: Options) -> bool:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 
-from pytorch_accel_lite.base.lengths_and_signatures import find_length
 from pytorch_accel_lite.data import Batch, ShardedLoader
-from pytorch_accel_lite.data.sources import Source
-from pytorch_accel_lite.data.step_outputs import BatchOutput
+from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.distributed.gradient_sync import no_sync_within_window, sync_ddp_buffers
 from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, evaluate_if_due
 from pytorch_accel_lite.loop.extra_passes import warm_up_ddp
-from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, warn_of_nonfinite_weights
 from pytorch_accel_lite.loop.guards.modes import (
     check_global_modes,
@@ -23,15 +20,16 @@ from pytorch_accel_lite.loop.guards.modes import (
     restoring_mode_between_batches,
 )
 from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
+from pytorch_accel_lite.loop.guards.training_batches import min_share_for_batch_norm
 from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.resuming import end_if_complete, end_resuming, ending_resumption, print_state_contents
 from pytorch_accel_lite.loop.run_loaders import loader_of_run
 from pytorch_accel_lite.optimizers.rates import all_options
-from pytorch_accel_lite.run.error_notes_seam import explaining
+from pytorch_accel_lite.run.error_notes_seam import explain
 from pytorch_accel_lite.run.loop_state import GlobalModes
-from pytorch_accel_lite.run.optimizer_modes import set_optimizer_modes
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.run.trained_parts import set_optimizer_modes
 
 #: Checks of a training run before its first update, when its starting events have fired: an error ends the run. An
 #: extension adds its own.
@@ -41,7 +39,8 @@ TRAINING_CHECKS: list[Callable[[TrainerLike, Run], None]] = []
 def begin_training(trainer: TrainerLike, run: Run) -> None:
     """Start the clock, schedule the evaluations, and let the step prepare for its first batch."""
     run.control.start_clock()
-    begin_evaluations(run)
+    if run.data.eval_loader is not None or run.request.evaluate_every is not None:
+        begin_evaluations(run)
     run.loop.has_update_schedules = run.evaluates_within_epochs or run.accumulation.changes
     run.training_step.begin(trainer)
 
@@ -49,16 +48,18 @@ def begin_training(trainer: TrainerLike, run: Run) -> None:
 def train(trainer: TrainerLike, run: Run) -> None:
     """Train for all epochs of a run, or for the remaining ones if it is resumed."""
     run.loop.uses_builtin_loop = True
-    with ending(trainer, run, "training"), ending_resumption(trainer, run):
+    resuming = nullcontext() if run.resumed is None else ending_resumption(trainer, run)
+    with ending(trainer, run, "training"), resuming:
         trainer.training_run_start()
         trainer.call_event("on_training_run_start")
         run.loop.global_modes = GlobalModes.now(run.device)
         run.control.sync(now=True)
-        print_state_contents(trainer, run)
+        if run.request.saves_training_states or run.resumed is not None:
+            print_state_contents(trainer, run)
         for check in TRAINING_CHECKS:
             check(trainer, run)
         is_over = run.resumed is not None and end_if_complete(trainer, run, run.resumed)
-        while not is_over and (run.progress.is_mid_epoch or not run.is_finished):
+        while not is_over and (not run.is_finished or run.progress.is_mid_epoch):
             _run_epoch(trainer, run)
     warn_of_nonfinite_weights(trainer, run)
 
@@ -67,8 +68,7 @@ def _run_epoch(trainer: TrainerLike, run: Run) -> None:
     """Train for one epoch and evaluate. A resumed run does what is left of the epoch."""
     begin_epoch(trainer, run)
     if run.epoch_phase < EpochPhase.TRAINED:
-        with explaining(trainer, run, "training"):  # the method, train_epoch() by default, may be overridden
-            run.loop.has_reached_limit = bool(trainer._run_train_epoch(run.data.required_train_loader))
+        _run_steps(trainer, run)
     if run.epoch_phase < EpochPhase.EVALUATED and run.evaluation_is_due:
         evaluate_all(trainer, run)
     if run.epoch_phase < EpochPhase.ENDED:
@@ -81,14 +81,26 @@ def _run_epoch(trainer: TrainerLike, run: Run) -> None:
     complete_epoch(trainer, run)
 
 
+def _run_steps(trainer: TrainerLike, run: Run) -> None:
+    """Run the steps of an epoch, or the user's method for them."""
+    try:
+        if "_run_train_epoch" in run.overridden:
+            run.loop.has_reached_limit = bool(trainer._run_train_epoch(run.data.required_train_loader))
+        else:
+            run.loop.has_reached_limit = train_epoch(trainer, run)
+    except Exception as error:
+        explain(error, trainer, run, "training")
+        raise
+
+
 def begin_epoch(trainer: TrainerLike, run: Run) -> None:
     """Begin the next epoch, unless the current one is incomplete."""
     is_new = not run.progress.is_mid_epoch
-    if is_new or run.epoch_is_trained:
-        end_resuming(trainer, run)
+    if run.resumed is not None and (is_new or run.epoch_is_trained):
+        end_resuming(trainer, run, run.resumed)
     if is_new:
-        trainer.run_history.set_between_epochs(False)
         run.progress.start_epoch()
+        trainer.run_history.set_between_epochs(False)
         run.window.filled = 0
 
 
@@ -103,27 +115,23 @@ def complete_epoch(trainer: TrainerLike, run: Run) -> None:
     run.control.sync(now=True, can_save=True)
 
 
-def train_epoch(trainer: TrainerLike, run: Run, source: Source) -> bool:
+def train_epoch(trainer: TrainerLike, run: Run) -> bool:
     """Run the steps of an epoch, or the remaining ones, and record its losses.
-
-    Args:
-        source: the training batches, usually those of the run
 
     Returns:
         whether the run has made all its updates, if their number was given
     """
     limit = run.request.max_num_train_steps or math.inf
-    with _reading_from(run, source):
-        loader = _begin_train_epoch(trainer, run)
-        min_share = min_share_for_batch_norm(trainer, run)
-        run.batch_number = run.progress.step
-        length = find_length(loader) if not run.progress.step else None  # a resumed epoch may have steps of other sizes
-        has_ended = False
-        while not has_ended:
-            has_ended = _steps_until_reread(trainer, run, _batches_left(trainer, run, min_share), limit)
-        run.batch_number = None
-        check_num_steps(run, loader, length if run.progress.update < limit else None)
-        _end_train_epoch(trainer, run)
+    loader = _begin_train_epoch(trainer, run)
+    min_share = min_share_for_batch_norm(trainer, run)
+    run.batch_number = run.progress.step
+    is_whole = not run.progress.step  # the rest of a resumed epoch may have steps of other sizes
+    has_ended = False
+    while not has_ended:
+        has_ended = _steps_until_reread(trainer, run, loader, _batches_left(trainer, run, loader, min_share), limit)
+    run.batch_number = None
+    check_num_steps(run, loader, is_whole and run.progress.update < limit)
+    _end_train_epoch(trainer, run)
     return run.progress.update >= limit
 
 
@@ -136,9 +144,11 @@ def _begin_train_epoch(trainer: TrainerLike, run: Run) -> ShardedLoader:
     if trainer.callback_handler.listeners["on_train_epoch_start"]:
         fire_start_event(trainer, "on_train_epoch_start", "training")
     check_global_modes(trainer, run)
-    end_resuming(trainer, run, options)
-    # A callback may have set trainer.train_dataloader.
-    run.data.train_loader = loader = loader_of_run(trainer, run, run.data.train_loader, training=True)
+    if run.resumed is not None:
+        end_resuming(trainer, run, run.resumed, options)
+    loader = run.data.train_loader
+    if not isinstance(loader, ShardedLoader):  # a callback has set trainer.train_dataloader
+        run.data.train_loader = loader = loader_of_run(trainer, run, loader, training=True)
     set_optimizer_modes(trainer, training=True)
     return loader
 
@@ -157,21 +167,23 @@ def _end_train_epoch(trainer: TrainerLike, run: Run) -> None:
     trainer.call_event("on_train_epoch_end")
 
 
-def _batches_left(trainer: TrainerLike, run: Run, min_share: int) -> Iterator[Batch]:
+def _batches_left(trainer: TrainerLike, run: Run, loader: ShardedLoader, min_share: int) -> Iterator[Batch]:
     """Return the remaining batches of the epoch."""
-    progress, loader = run.progress, run.data.required_train_loader
+    progress = run.progress
     batches = loader.steps(progress.epoch, progress.samples_in_epoch, progress.step, min_share)
     return iter(restoring_mode_between_batches(trainer, run, batches, "training"))
 
 
-def _steps_until_reread(trainer: TrainerLike, run: Run, batches: Iterator[Batch], limit: float) -> bool:
+def _steps_until_reread(
+    trainer: TrainerLike, run: Run, loader: ShardedLoader, batches: Iterator[Batch], limit: float
+) -> bool:
     """Train on the batches of an epoch, up to a limit of updates, and measure how long training waits for them.
 
     Returns:
         whether the epoch has ended; otherwise the batches left must be read again, because the step repeats an update,
         or the data have changed
     """
-    progress, loader = run.progress, run.data.required_train_loader
+    progress = run.progress
     with run.goodput.training(loader):
         with run.goodput.counting("data"):  # includes the time in which workers start
             batch = next(batches, None) if progress.update < limit else None
@@ -243,19 +255,3 @@ def _follow_schedules(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     run.training_step.set_accumulation(run, run.accumulation.window_size_after(run.progress.update))
     if run.evaluates_within_epochs:
         evaluate_if_due(trainer, run, ends_epoch=batch.is_last)
-
-
-@contextmanager
-def _reading_from(run: Run, source: Source) -> Iterator[None]:
-    """Let a run read other training batches within a block, if they are not its own."""
-    own = run.data.train_loader
-    if source is own:
-        yield
-        return
-    run.data.train_loader = source
-    try:
-        yield
-    finally:
-        if run.data.train_loader is not source:
-            run.data.train_loader.stop_workers()
-        run.data.train_loader = own

@@ -10,7 +10,7 @@ import torch
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.shares import Shares
-from pytorch_accel_lite.data.step_outputs import BatchOutput
+from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.extension_names import ARGUMENTS, missing_extension_text
 from pytorch_accel_lite.run.history import MetricValue

@@ -13,8 +13,7 @@ import numpy.typing as npt
 from pytorch_accel_lite.base.constructor_calls import constructor_arguments, remember_arguments
 from pytorch_accel_lite.base.reprs import constructor_call
 from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.data.sources import BatchData, Index
-from pytorch_accel_lite.data.step_outputs import BatchOutput
+from pytorch_accel_lite.data.sources import BatchData, BatchOutput, Index
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run.request_and_config import RunRequest

@@ -11,7 +11,7 @@ from pytorch_accel_lite.base import reprs
 from pytorch_accel_lite.base.devices import accumulation_dtype, to_float
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.step_outputs import BatchOutput
+from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.accumulation import Count
 

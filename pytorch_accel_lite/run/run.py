@@ -22,11 +22,10 @@ from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
+from pytorch_accel_lite.data.batch_adapter import LossFunction
 from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.data.loss_functions import LossFunction
 from pytorch_accel_lite.data.named_datasets import NamedDatasets
-from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index
-from pytorch_accel_lite.data.step_outputs import BatchOutput
+from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.extension_names import Slot, missing_extension_text
 from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, TrainerOptimizer, TrainerScheduler
@@ -162,6 +161,26 @@ class InferenceStep(Protocol):
 
     def report(self, trainer: TrainerLike, run: Run) -> None:
         """Report what was skipped. Called on every process after its last batch."""
+
+
+class Sharding(Protocol):
+    """What runs of models with sharded weights do differently. Every process calls each method."""
+
+    def begin_run(self, trainer: TrainerLike, run: Run) -> None:
+        """Shard the model, if that is left to the trainer, and decide which processes read which data.
+
+        Called when a run has become the current one, before it reads its data.
+        """
+
+    def prepare_training(self, trainer: TrainerLike, run: Run, batch_size: int) -> None:
+        """Called in a training run before its model and its optimizer are prepared."""
+
+    def choose_step(self, trainer: TrainerLike, run: Run) -> Callable[[TrainerLike, Run], Step]:
+        """Return the kind of step of a training run for which no feature asks for another one."""
+
+
+#: What shards models, and trains those that are sharded.
+SHARDING: Slot[Sharding] = Slot("sharding")
 
 
 class UserAttributes:
@@ -305,6 +324,7 @@ class Run:
     trainability: dict[str, dict[str, bool]] = field(default_factory=dict)  # of parameters, after the starting events
     holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)  # of parameters, by ids
     inference_step: InferenceStep | None = None  # how batches without training are computed, if they may fail
+    sharding: Sharding | None = None  # what the run does differently because its model is or will be sharded
 
     @classmethod
     def create(
@@ -323,14 +343,14 @@ class Run:
         """
         if isinstance(train_data, dict):
             train_data = NamedDatasets(train_data)
-        ranks = ranks or trainer.ranks
+        ranks = ranks or trainer.current_run.ranks
         return cls(
             ranks=ranks,
             control=StopCoordinator(ranks),
             window=GradientWindow(ranks, torch.device("cpu"), steps=1, batch_size=1),
             request=request,
             data=RunData(ranks, train_data, eval_data, collate_fn),
-            device=trainer.device,
+            device=trainer.accelerator.device,
             overridden=overridden_methods(trainer),
         )
 

@@ -1,16 +1,79 @@
-"""The choice of a run's training step among the kinds of steps, and the features that do not work together."""
+"""The choice of a run's training step, by the features that the run uses, which may not work together."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
+from torch import nn
+
+from pytorch_accel_lite.base.reachable import codes_in
+from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.extension_names import missing_extension_text
+from pytorch_accel_lite.optimizers.optimizer_steps import needs_closure
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
-from pytorch_accel_lite.run.sharding_seam import find_sharding
-from pytorch_accel_lite.steps.compile_step_seam import CHECKPOINTED, COMPILED
-from pytorch_accel_lite.steps.features import OF_EXTENSIONS, STEP_KINDS, Feature, StepKind
 from pytorch_accel_lite.steps.plain_step import PlainStep
 
+
+class Conflict(NamedTuple):
+    """Another feature that a feature does not work with.
+
+    Args:
+        other: the feature that it does not work with
+        reason: why they conflict, and what to do instead, as sentences without the first capital letter
+    """
+
+    other: Feature
+    reason: str
+
+
+class Feature(NamedTuple):
+    """A feature of a run, as messages name it.
+
+    Args:
+        name: the name that messages show, with the arguments that ask for it
+        is_used: returns whether a run of a trainer uses the feature
+        own_conflicts: the features that this feature does not work with
+        is_refused: whether a conflict is an error before training; otherwise the feature itself handles conflicts
+        excludes: further conflicts, which the other features do not declare
+        extension: the extension whose kind of step provides the feature, for the error if it is missing
+    """
+
+    name: str
+    is_used: Callable[[TrainerLike, Run], bool]
+    own_conflicts: tuple[Conflict, ...] = ()
+    is_refused: bool = True
+    excludes: tuple[Conflict, ...] = ()
+    extension: str = ""
+
+    def with_conflicts(self, *conflicts: Conflict) -> Feature:
+        """Return the feature with its conflicts, for the kind of step that provides it."""
+        return self._replace(own_conflicts=conflicts)
+
+    @property
+    def conflicts(self) -> list[Conflict]:
+        """All conflicts of the feature, including those that other features declare."""
+        features = [feature for kind in STEP_KINDS for feature in kind.features]
+        declared = [(feature, excluded) for feature in features for excluded in feature.excludes]
+        return [*self.own_conflicts, *(Conflict(one, why) for one, (other, why) in declared if other.name == self.name)]
+
+    def find_conflict(self, trainer: TrainerLike, run: Run) -> Conflict | None:
+        """Return the first conflict of the feature in a run, or ``None``."""
+        return next((conflict for conflict in self.conflicts if conflict.other.is_used(trainer, run)), None)
+
+
+class StepKind(Protocol):
+    """A kind of step: a subclass of ``Step``, with the features for which it replaces the plain step."""
+
+    @property
+    def features(self) -> tuple[Feature, ...]: ...  # noqa: D102
+    def __call__(self, trainer: TrainerLike, run: Run) -> Step: ...  # noqa: D102
+
+
+#: The kinds of steps that a run may ask for, which extensions add. Any two of them conflict, so their order does not
+#: matter.
+STEP_KINDS: list[StepKind] = []
 _replacements: dict[StepKind, StepKind] = {}
 
 
@@ -42,8 +105,7 @@ def _choose_kind(trainer: TrainerLike, run: Run, features: Sequence[Feature]) ->
         if feature.extension:
             raise ValueError(f"{feature.name} {missing_extension_text(feature.extension)}")
     # Sharded weights are not a requested feature, so they choose a step only if no feature does.
-    sharding = find_sharding(trainer, run)
-    return PlainStep if sharding is None else sharding.choose_step(trainer, run)
+    return PlainStep if run.sharding is None else run.sharding.choose_step(trainer, run)
 
 
 def all_features() -> list[Feature]:
@@ -74,3 +136,78 @@ def as_markdown() -> str:
     pairs = [(feature, conflict) for feature in all_features() for conflict in feature.conflicts]
     rows = [f"| {feature.name} | {other.name} | {why} |" for feature, (other, why) in pairs]
     return "\n".join(["| feature | does not work with | because |", "|---|---|---|", *rows])
+
+
+# Features with which several kinds of steps conflict, but that none of them provides.
+SHARDED = Feature("sharded weights", lambda trainer, run: trainer.is_sharded)
+FP16 = Feature("mixed_precision='fp16'", lambda trainer, run: trainer.accelerator.scaler is not None)
+
+
+def _recomputes_gradients(trainer: TrainerLike, run: Run) -> bool:
+    """Whether the trainer's class declares or seems to recompute gradients. Only then are batches kept."""
+    declared = trainer.recomputes_gradients
+    return _mentions_recompute_gradients(trainer, run) if declared is None else declared
+
+
+def _mentions_recompute_gradients(trainer: TrainerLike, run: Run) -> bool:
+    """Whether ``optimizer_step`` is overridden, and a method of the user's classes mentions ``recompute_gradients``."""
+    if "optimizer_step" not in run.overridden:
+        return False
+    values = [
+        value for base in type(trainer).__mro__ if not is_from_this_package(base) for value in vars(base).values()
+    ]
+    methods = [inspect.unwrap(getattr(value, "__func__", value)) for value in values]  # methods may be decorated
+    codes = [method.__code__ for method in methods if hasattr(method, "__code__")]
+    return any("recompute_gradients" in inner.co_names for code in codes for inner in codes_in(code))
+
+
+# Features of extensions, with which other kinds of steps conflict, too.
+MANUAL = Feature(
+    "an overridden train_step", lambda trainer, run: "train_step" in run.overridden, extension="manual_optimization"
+)
+CLOSURE = Feature(
+    "an optimizer that needs a closure (LBFGS)",
+    lambda trainer, run: bool(needs_closure(trainer.optimizer)),
+    extension="closures",
+)
+RECOMPUTED = Feature("recompute_gradients()", _recomputes_gradients, is_refused=False, extension="closures")
+MICROBATCHES = Feature(
+    "auto_microbatch=True", lambda trainer, run: run.request.auto_microbatch, extension="failed_batches"
+)
+SKIPPED_BATCHES = Feature(
+    "SkipFailedBatchesCallback", lambda trainer, run: run.request.skips_failed_batches, extension="failed_batches"
+)
+OF_EXTENSIONS = (MANUAL, CLOSURE, RECOMPUTED, MICROBATCHES, SKIPPED_BATCHES)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return model._compiled_call_impl is not None or hasattr(model, "_orig_mod")
+
+
+# Features of runs with any kind of step.
+#: A conflict leads to a warning, and batches are computed without compilation.
+COMPILED = Feature(
+    "compile_step",
+    lambda trainer, run: trainer.compiled_forward is not None,
+    (
+        Conflict(
+            MANUAL,
+            "it may update several times. Compile the networks that it calls with torch.compile, or the model with "
+            "compile_model=True",
+        ),
+        Conflict(SHARDED, "compile the blocks of the model with compile_model='blocks'"),
+    ),
+    is_refused=False,
+)
+_AGAIN = (
+    "within a larger graph, compiled code draws other random numbers when it is computed again, and changes buffers "
+    "twice. Pass compile_model='blocks', which compiles the blocks one by one"
+)
+CHECKPOINTED = Feature(
+    "activation_checkpointing",
+    lambda trainer, run: trainer.activation_checkpointing is not False,
+    (
+        Conflict(COMPILED, _AGAIN),
+        Conflict(Feature("compile_model=True", lambda trainer, run: _is_compiled(trainer.get_model())), _AGAIN),
+    ),
+)

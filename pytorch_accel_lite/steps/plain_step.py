@@ -10,14 +10,14 @@ from torch import nn
 from pytorch_accel_lite.base.mixed_precision import mixed_precision
 from pytorch_accel_lite.checkpoint.models.trained_object_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.sources import BatchData
-from pytorch_accel_lite.data.step_outputs import BatchOutput, as_scalars, check_loss, complete_output, total_loss
+from pytorch_accel_lite.data.sources import BatchData, BatchOutput
+from pytorch_accel_lite.data.step_outputs import as_scalars, check_loss, complete_output, total_loss
 from pytorch_accel_lite.distributed.gradient_sync import average_gradients
 from pytorch_accel_lite.loop.clipping import clip_as_overridden
-from pytorch_accel_lite.loop.guards.first_batch import examine_first_batch
+from pytorch_accel_lite.loop.guards.training_batches import examine_first_batch
 from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
-from pytorch_accel_lite.run.trainer_parameters import parameters_not_in_model
+from pytorch_accel_lite.run.trained_parts import parameters_not_in_model
 from pytorch_accel_lite.steps.skipped_updates import tell_scaler
 
 
@@ -52,7 +52,7 @@ class PlainStep(Step):
 
     def begin(self, trainer: TrainerLike) -> None:
         """Have the first batch examined when it comes, on one process."""
-        self.must_examine_batch = trainer.ranks.rank == 0
+        self.must_examine_batch = trainer.current_run.ranks.rank == 0
 
     def forward_backward(self, trainer: TrainerLike, run: Run, batch: Batch) -> BatchOutput | None:
         """Run the forward and backward pass on a batch and track its losses."""

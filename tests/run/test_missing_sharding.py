@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.run.sharding_seam import SHARDING
+from pytorch_accel_lite.run.run import SHARDING
 from tests.small_models import make_data, make_model, make_trainer, train
 
 

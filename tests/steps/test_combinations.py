@@ -13,8 +13,7 @@ from torch import nn
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.run.run import Step
 from pytorch_accel_lite.steps import choice
-from pytorch_accel_lite.steps.choice import as_markdown
-from pytorch_accel_lite.steps.features import STEP_KINDS
+from pytorch_accel_lite.steps.choice import STEP_KINDS, as_markdown
 from tests.launching import CAN_SHARD, ROOT
 from tests.sharded import create_model, shard, sharding_accelerator
 from tests.small_models import adamw_trainer, float64_data, float64_model, make_model, make_trainer, train

@@ -24,7 +24,7 @@ from pytorch_accel_lite.checkpoint.models.weights import (
     sharded_like,
 )
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trainer_attributes import buffers_in, other_modules
+from pytorch_accel_lite.run.trained_parts import buffers_in, other_modules
 
 #: An object that is saved with a trainer. The state of a tensor is the tensor itself.
 Owner: TypeAlias = HasStateDict | torch.Tensor

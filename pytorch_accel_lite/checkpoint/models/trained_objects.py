@@ -16,7 +16,8 @@ from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trainer_attributes import (
+from pytorch_accel_lite.run.trained_parts import (
+    all_optimized_parameters,
     instances_in,
     other_modules,
     other_optimizers,
@@ -24,7 +25,6 @@ from pytorch_accel_lite.run.trainer_attributes import (
     parameters_in,
     registered_objects,
 )
-from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters
 
 T = TypeVar("T")
 

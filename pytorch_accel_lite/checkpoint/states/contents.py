@@ -55,7 +55,7 @@ from pytorch_accel_lite.run.division import numbers_of_shares
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.request_and_config import DatedStateSource
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trainer_attributes import registered_objects
+from pytorch_accel_lite.run.trained_parts import registered_objects
 from pytorch_accel_lite.run.training_state import TrainingState
 
 # What a training state keeps, by key: since which version, and what restores it: restore_before_start, before the

@@ -9,14 +9,12 @@ import sys
 from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.base.argument_checks import check_positive_int, refuse_class
-from pytorch_accel_lite.base.lengths_and_signatures import find_length
 from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.shown_errors import add_note
 from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.data.loader_choice import dataset_of, is_loader, options_of
-from pytorch_accel_lite.data.loader_defaults import DEFAULT_BATCH_SIZE
+from pytorch_accel_lite.data.loader_choice import DEFAULT_BATCH_SIZE, dataset_of, is_loader, options_of
 from pytorch_accel_lite.data.sampler_order_checks import is_prepared
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.run.run import TrainerLike
@@ -54,9 +52,6 @@ def check_dataset(
         if not is_built:
             _check_readable(name_of_part, part)
         _check_length(name_of_part, dataset_of(part))
-        if find_length(dataset_of(part)) == 0:
-            kind = type(dataset_of(part)).__name__
-            raise ValueError(f"{name_of_part} is empty: {kind} has length 0. Check how it was created.")
     if not is_built and all(map(is_loader, parts.values())):
         options: dict[str, object] = {name_of_kwargs: loader_kwargs or None}
         other_parts = {} if other is None else _by_name("", other)
@@ -80,8 +75,10 @@ def _check_loader_kwargs(name: str, arguments: LoaderKwargs) -> None:
 
 def _check_length(name: str, data: Source) -> None:
     """Check that ``__len__`` of data returns a number of samples. A ``TypeError`` means that there is no length."""
+    if not hasattr(type(data), "__len__"):
+        return
     try:
-        length = type(data).__len__(data) if hasattr(type(data), "__len__") else 0
+        length = type(data).__len__(data)
     except (TypeError, NotImplementedError):
         return
     except Exception as error:
@@ -93,6 +90,8 @@ def _check_length(name: str, data: Source) -> None:
             f"{name}: __len__ of {type(data).__name__} returned {length!r}. It must return the number of samples, an "
             f"int from 0 to {sys.maxsize}."
         )
+    if length == 0:
+        raise ValueError(f"{name} is empty: {type(data).__name__} has length 0. Check how it was created.")
 
 
 def _refuse_options(name: str, loader: Source, options: dict[str, object]) -> None:

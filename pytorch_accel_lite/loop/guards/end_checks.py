@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from torch.utils.data import IterableDataset
 
+from pytorch_accel_lite.base.lengths_and_signatures import find_length
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.trainer_parameters import weights_are_finite
+from pytorch_accel_lite.run.trained_parts import weights_are_finite
 
 
-def check_num_steps(run: Run, loader: Source, length: int | None) -> None:
-    """Check that an epoch had batches. Warn if a stream ended before its length, on which schedules rely."""
+def check_num_steps(run: Run, loader: Source, is_whole: bool) -> None:
+    """Check that an epoch had batches. Warn if a stream ended before its length, on which schedules rely.
+
+    Args:
+        is_whole: whether the epoch was read from its beginning to its end
+    """
     steps = run.progress.step
     if not steps:
         raise ValueError("train_dataset gave no batch in this epoch: is it empty or exhausted?")
     # A stream that divides itself among the processes may have the length of all data.
     is_stream = run.data.ranks.world_size == 1 and isinstance(getattr(loader.source, "dataset", None), IterableDataset)
-    if length is not None and is_stream and steps + loader.source.num_workers < length:  # each may drop one
+    length = find_length(loader) if is_whole and is_stream else None
+    if length is not None and steps + loader.source.num_workers < length:  # each may drop one
         warn_outside(
             f"The training data ended after {steps} steps of this epoch, but their length is {length} steps, by which "
             "schedules and the remaining time are computed. Return the true length in __len__ of the dataset, or "

@@ -8,8 +8,7 @@ from pytorch_accel_lite.base.formatting import listed
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created, optimized_parameters, parts_of_optimizer
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trainer_attributes import other_modules
-from pytorch_accel_lite.run.trainer_parameters import all_optimized_parameters
+from pytorch_accel_lite.run.trained_parts import all_optimized_parameters, other_modules
 
 
 def check_optimizers(trainer: TrainerLike) -> None:
@@ -19,7 +18,7 @@ def check_optimizers(trainer: TrainerLike) -> None:
     """
     if not is_created(trainer.optimizer):
         return
-    parts = parts_of_optimizer(trainer.optimizer)
+    parts, in_optimizer = parts_of_optimizer(trainer.optimizer), optimized_parameters(trainer.optimizer)
     model, loss_func = trainer.get_model(keep_torch_compile=False), trainer.loss_func
     optimized = set(all_optimized_parameters(trainer))
     missed = _not_optimized(model, optimized) if parts else ""
@@ -28,7 +27,6 @@ def check_optimizers(trainer: TrainerLike) -> None:
             f"None of the optimizers {', '.join(map(repr, parts))} has the model's {missed}. Add them to one of the "
             "optimizers, or call requires_grad_(False) on those that should not be trained."
         )
-    in_optimizer = optimized_parameters(trainer.optimizer)
     modules = [model, *other_modules(trainer).values()]
     in_modules = {parameter for module in modules for parameter in module.parameters()}
     if in_optimizer and in_modules.isdisjoint(in_optimizer):

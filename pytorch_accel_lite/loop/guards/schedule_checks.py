@@ -17,7 +17,7 @@ from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, Trai
 from pytorch_accel_lite.optimizers.rates import Options, format_rates, has_unused_scales
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.trainer_attributes import other_optimizers
+from pytorch_accel_lite.run.trained_parts import other_optimizers
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.schedulers.placeholders import Placeholder
 from pytorch_accel_lite.schedulers.scheduler_base import PlannedLrScheduler
@@ -148,9 +148,7 @@ def warn_of_other_schedule(trainer: TrainerLike, state: TrainingState) -> None:
 
 
 def warn_of_unused_scales(trainer: TrainerLike) -> None:
-    """Warn if nothing applies the ``lr_scale`` that timm's layer decay has put into the parameter groups."""
-    if not any("lr_scale" in group for group in trainer.optimizer.param_groups):
-        return
+    """Warn if nothing applies the ``lr_scale`` that timm's layer decay has put into parameter groups."""
     schedulers = schedulers_in(trainer.scheduler).values()
     applies = any(isinstance(part, PlannedLrScheduler) or hasattr(part, "update_groups") for part in schedulers)
     if applies or not has_unused_scales(trainer.optimizer):

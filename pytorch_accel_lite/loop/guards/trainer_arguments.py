@@ -23,12 +23,12 @@ from pytorch_accel_lite.base.argument_checks import (
     refuse_class,
 )
 from pytorch_accel_lite.base.reprs import short_repr
+from pytorch_accel_lite.base.sharded_weights import tensor_parallel_size
 from pytorch_accel_lite.distributed.process_decorators import current_process
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 from pytorch_accel_lite.run.history import RunHistory
 from pytorch_accel_lite.run.intervals import parse_interval
 from pytorch_accel_lite.run.request_and_config import RunRequest
-from pytorch_accel_lite.run.sharding_seam import tensor_parallel_size
 
 _COMPILE = (bool, dict), "True, False, or a dict of arguments for torch.compile, such as {'mode': 'max-autotune'}"
 #: The types of a trainer's arguments.
@@ -148,10 +148,14 @@ def check_training(optimizer: TrainerOptimizer, accelerator: Accelerator, reques
         raise ValueError("optimizer=None: train() needs an optimizer. Pass one to the trainer.")
     if request.num_epochs is None and request.max_num_train_steps is None:
         raise ValueError("num_epochs=None and max_num_train_steps=None: train() needs one of them.")
+    _check_accelerator(accelerator)
     for name, check in _LIMITS.items():
         if getattr(request, name) is not None:
             check(name, getattr(request, name))
-    _check_accumulation(request.gradient_accumulation_steps)
+    if isinstance(request.gradient_accumulation_steps, Mapping):
+        _check_accumulation("gradient_accumulation_steps", request.gradient_accumulation_steps)
+    else:
+        check_positive_int("gradient_accumulation_steps", request.gradient_accumulation_steps)
     check_positive_int("eval_every_n_epochs", request.eval_every_n_epochs)
     if request.evaluate_every is not None:
         parse_interval("evaluate_every", request.evaluate_every)
@@ -168,14 +172,10 @@ def check_training(optimizer: TrainerOptimizer, accelerator: Accelerator, reques
         raise ValueError(
             f"scheduler_metric={metric!r}: metrics are recorded in evaluations. Pass scheduler_interval='epoch' too."
         )
-    _check_accelerator(accelerator)
 
 
-def _check_accumulation(steps: object) -> None:
-    name = "gradient_accumulation_steps"
-    if not isinstance(steps, Mapping):
-        check_positive_int(name, steps)
-        return
+def _check_accumulation(name: str, steps: Mapping[int, int]) -> None:
+    """Check numbers of batches in an update that change after numbers of updates."""
     for first, size in steps.items():
         check_number(f"a key of {name}", first, numbers.Integral, "a number of updates")
         check_positive_int(f"{name}[{first!r}]", size)

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
-from pytorch_accel_lite.run.sharding_seam import find_sharding
+from pytorch_accel_lite.extending import SHARDING
 from tests.sharded import sharding_accelerator
 from tests.small_models import float64_data, largest_difference, make_trainer
 from tests.small_models import train as train_small
@@ -172,7 +172,7 @@ def test_deepspeed_has_a_step_that_checks_the_weights(no_accelerator):
     trainer = make_trainer(accelerator=accelerator, trainer_class=CountsItems)
     run = train_small(trainer).current_run
     accelerator.state.distributed_type = DistributedType.DEEPSPEED
-    sharding = find_sharding(trainer, run)
+    sharding = SHARDING.content
     assert sharding is not None
     step: Any = sharding.choose_step(trainer, run)(trainer, run)
     run.window.items_per_batch = 3.0
