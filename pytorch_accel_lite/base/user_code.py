@@ -54,10 +54,17 @@ def users_classes(instance: object) -> list[type]:
 
 
 def overridden_methods(instance: object) -> frozenset[str]:
-    """Return the names of all methods of this package that the user's classes of an object override."""
-    users = [kind for kind in type(instance).__mro__ if kind is not object and not is_from_this_package(kind)]
+    """Return the names of all methods of this package that the user overrides in classes of an object.
+
+    Also of those that the user has replaced, in the object itself or in a class of this package.
+    """
+    kinds = [kind for kind in type(instance).__mro__ if kind is not object]
+    users = [kind for kind in kinds if not is_from_this_package(kind)]
     names = {name for kind in users for name in vars(kind)}
-    return frozenset(name for name in names if is_overridden(instance, name))
+    names |= {name for kind in kinds for name, value in vars(kind).items() if callable(value)}
+    in_object = {name for name, value in vars(instance).items() if callable(value)}
+    replaced = {name for name in in_object if callable(getattr(type(instance), name, None))}
+    return frozenset(name for name in names if is_overridden(instance, name)) | replaced
 
 
 def checked_by(error: BaseException, *others: type[Exception]) -> str:

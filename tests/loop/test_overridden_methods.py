@@ -216,3 +216,27 @@ def test_predict_returns_the_result_of_an_overridden_step():
     predicted = trainer.predict(data, per_device_batch_size=2)
     assert predicted.keys() == {"sign"}
     assert torch.equal(predicted["sign"], expected)
+
+
+@pytest.mark.parametrize("hook", ["_create_run_config", "_run_training", "_run_train_epoch", "_run_eval_epoch"])
+def test_a_hook_replaced_on_an_object_or_class_is_called(hook, monkeypatch):
+    calls: list[str] = []
+
+    def noting(original: Any) -> Any:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            calls.append(hook)
+            return original(*args, **kwargs)
+
+        return replacement
+
+    plain = train(make_trainer(), epochs=2, eval_dataset=True)
+    trainer = make_trainer()
+    monkeypatch.setattr(trainer, hook, noting(getattr(trainer, hook)))
+    train(trainer, epochs=2, eval_dataset=True)
+    of_object = len(calls)
+    monkeypatch.setattr(Trainer, hook, noting(getattr(Trainer, hook)))
+    other = train(make_trainer(), epochs=2, eval_dataset=True)
+    assert len(calls) == 2 * of_object > 0
+    assert equal_weights(weights(plain.model), weights(trainer.model))
+    assert equal_weights(weights(plain.model), weights(other.model))
+    assert trainer.run_history["eval_loss_epoch"] == plain.run_history["eval_loss_epoch"]
