@@ -14,7 +14,7 @@ from pytorch_accel_lite.data.batch_slices import WHAT_CAN_BE_SPLIT, is_list_of_s
 from pytorch_accel_lite.data.batches import Batch, infer_batch_size, is_as_long, is_packed, is_single_sample
 from pytorch_accel_lite.data.concatenation import ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.data.data_marks_seam import DATA_MARKS, Marks, marks_of
-from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions, ShardedLoader, copy_loader, to_device
+from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions, ShardedLoader, copy_loader
 from pytorch_accel_lite.data.loader_choice import (
     DEFAULT_BATCH_SIZE,
     SEQUENTIAL_READER,
@@ -26,6 +26,7 @@ from pytorch_accel_lite.data.loader_choice import (
 from pytorch_accel_lite.data.map_loader import MapLoader
 from pytorch_accel_lite.data.named_datasets import check_are_named, sizes_of
 from pytorch_accel_lite.data.order import of_all_processes
+from pytorch_accel_lite.data.placing import to_device
 from pytorch_accel_lite.data.reading import add_missing_note, list_samples, names_sample, reader_of
 from pytorch_accel_lite.data.sampler_order_checks import PASS_OWN_SHARD, checksum_of_indices
 from pytorch_accel_lite.data.shares import count_global_batches, grouped, share_bounds, with_last
