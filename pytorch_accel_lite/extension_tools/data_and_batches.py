@@ -10,8 +10,9 @@ from pytorch_accel_lite.data.batch_adapter import (
     first_label,
     shapes_are_known,
 )
+from pytorch_accel_lite.data.batch_size import infer_batch_size, is_as_long, is_packed
 from pytorch_accel_lite.data.batch_slices import WHAT_CAN_BE_SPLIT, is_list_of_samples, select_samples, slice_batch
-from pytorch_accel_lite.data.batches import Batch, infer_batch_size, is_as_long, is_packed, is_single_sample
+from pytorch_accel_lite.data.batches import Batch, is_single_sample
 from pytorch_accel_lite.data.concatenation import ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.data.data_marks_seam import DATA_MARKS, Marks, marks_of
 from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions, ShardedLoader, copy_loader
