@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
@@ -19,9 +19,6 @@ from pytorch_accel_lite.data.shares import Shares, whole_steps
 from pytorch_accel_lite.data.sources import BatchData, Index, Sample, Source, SourceState
 from pytorch_accel_lite.data.worker_startup import start_reading
 from pytorch_accel_lite.distributed import Ranks
-
-#: Keyword arguments of a ``DataLoader``.
-LoaderKwargs: TypeAlias = dict[str, Any]
 
 
 @dataclass(eq=False, repr=False)

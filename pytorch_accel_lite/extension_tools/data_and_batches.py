@@ -15,15 +15,9 @@ from pytorch_accel_lite.data.batch_slices import WHAT_CAN_BE_SPLIT, is_list_of_s
 from pytorch_accel_lite.data.batches import Batch, is_single_sample
 from pytorch_accel_lite.data.concatenation import ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.data.data_marks_seam import DATA_MARKS, Marks, marks_of
-from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions, ShardedLoader, copy_loader
-from pytorch_accel_lite.data.loader_choice import (
-    DEFAULT_BATCH_SIZE,
-    SEQUENTIAL_READER,
-    SequentialReader,
-    dataset_of,
-    faster_data,
-    is_loader_of_torch,
-)
+from pytorch_accel_lite.data.dataloader_defaults import DEFAULT_BATCH_SIZE, LoaderKwargs, faster_data
+from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader, copy_loader
+from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SequentialReader, is_loader_of_torch
 from pytorch_accel_lite.data.map_loader import MapLoader
 from pytorch_accel_lite.data.named_datasets import check_are_named, sizes_of
 from pytorch_accel_lite.data.order import of_all_processes
@@ -42,6 +36,7 @@ from pytorch_accel_lite.data.sources import (
     Source,
     SourceState,
     TrainingOrder,
+    dataset_of,
 )
 from pytorch_accel_lite.data.step_outputs import check_items, complete_output, is_number
 

@@ -12,7 +12,7 @@ from pytorch_accel_lite.base.generator_states import preserving_generators
 from pytorch_accel_lite.base.module_modes import preserving_modes
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data import Batch, NamedData
-from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.dataloader_defaults import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.distributed.gradient_sync import sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.dataset_checks import check_dataset

@@ -17,7 +17,7 @@ from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.base.unwrapping import unwrap
 from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.dataloader_defaults import LoaderKwargs
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Source
 from pytorch_accel_lite.data.step_outputs import complete_output
 from pytorch_accel_lite.extension_names import Slot

@@ -23,7 +23,7 @@ from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict
 from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batch_adapter import LossFunction
-from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.dataloader_defaults import LoaderKwargs
 from pytorch_accel_lite.data.named_datasets import NamedDatasets
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index
 from pytorch_accel_lite.distributed import Ranks
