@@ -24,8 +24,7 @@ from pytorch_accel_lite.data.order import of_all_processes
 from pytorch_accel_lite.data.placing import to_device
 from pytorch_accel_lite.data.reading import add_missing_note, list_samples, names_sample, reader_of
 from pytorch_accel_lite.data.sampler_order_checks import PASS_OWN_SHARD, checksum_of_indices
-from pytorch_accel_lite.data.shares import count_global_batches, grouped, share_bounds, with_last
-from pytorch_accel_lite.data.skipping_on_resume import early_end_error, skip_samples
+from pytorch_accel_lite.data.shares import share_bounds
 from pytorch_accel_lite.data.sources import (
     BatchData,
     BatchOutput,
@@ -39,6 +38,13 @@ from pytorch_accel_lite.data.sources import (
     dataset_of,
 )
 from pytorch_accel_lite.data.step_outputs import check_items, complete_output, is_number
+from pytorch_accel_lite.data.steps_from_position import (
+    count_global_batches,
+    early_end_error,
+    grouped,
+    skip_samples,
+    with_last,
+)
 
 __all__ = [
     "Batch", "BatchData", "BatchOutput", "DATA_MARKS", "DEFAULT_BATCH_SIZE", "IGNORED_LABEL", "Index", "IndexedData",
