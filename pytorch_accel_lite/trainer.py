@@ -1300,9 +1300,8 @@ class Trainer:
         self._requested_precision = mixed_precision
         if accelerator is None:
             accelerator = create_accelerator(self._create_accelerator, mixed_precision)
-        trainer_arguments.check_mixed_precision(
-            mixed_precision, accelerator
-        )  # an overridden method may have created it
+        # An overridden method may have created it with another precision.
+        trainer_arguments.check_mixed_precision(mixed_precision, accelerator)
         launched_processes.check_launch(accelerator)
         trainer_arguments.check_parallelism(accelerator)
         if find_unused:

@@ -1,4 +1,7 @@
-"""Evaluation on one or several datasets, within a training run or alone. Every sample counts once."""
+"""Evaluation on one or several datasets; if it interrupts a training run, it restores the modes of all modules.
+
+Every sample counts once.
+"""
 
 from __future__ import annotations
 
