@@ -1028,7 +1028,7 @@ class Trainer:
         replicas.compare_replicas(self)
 
     def call_event(self, event: str, **kwargs: object) -> None:
-        """Fire an event, which may be your own. Call it on every process.
+        """Call an event, which may be your own, on all callbacks. Every process must call it.
 
         On a single process, a request to end the run is raised after the event; on several, it is synchronised. A pause
         waits for the next point from which the run can be resumed exactly.
@@ -1038,7 +1038,7 @@ class Trainer:
             return
         control = self.current_run.control
         if control.ranks.world_size > 1:
-            handler.call_each(event, control.request, self, **kwargs)
+            handler.call_event_passing_stops(event, control.request, self, **kwargs)
             return
         try:
             handler.call_event(event, self, **kwargs)

@@ -19,7 +19,7 @@ from pytorch_accel_lite.data.dataloader_defaults import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.distributed.gradient_sync import sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.dataset_checks import check_dataset
-from pytorch_accel_lite.loop.guards.modes import fire_start_event
+from pytorch_accel_lite.loop.guards.modes import call_start_event
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import ending, entering
 from pytorch_accel_lite.loop.run_loaders import loader_of_run
@@ -135,7 +135,7 @@ def evaluate_dataset(trainer: TrainerLike, run: Run, source: Source, is_training
     """Evaluate on one dataset and record its losses."""
     trainer.eval_epoch_start()
     run.loss_trackers = trainer.division.create_trackers()
-    fire_start_event(trainer, "on_eval_epoch_start", "evaluation", is_intermediate=is_intermediate)
+    call_start_event(trainer, "on_eval_epoch_start", "evaluation", is_intermediate=is_intermediate)
     loader = loader_of_run(trainer, run, source, training=False)
     sync_ddp_buffers(trainer.model, run.ranks)
     run.data.has_fillers = loader.options.fill

@@ -132,7 +132,7 @@ def prepare_data(trainer: TrainerLike, run: Run, loader_arguments: LoaderArgumen
         create_eval_loaders(trainer, run, size, eval_kwargs)
     apply_model_options(trainer)  # before the event, so that copies made by callbacks have them too
     # If a callback requests the end of the run, the request waits until the run has started and can end in order.
-    trainer.callback_handler.call_each("on_dataloaders_created", run.control.request, trainer)
+    trainer.callback_handler.call_event_passing_stops("on_dataloaders_created", run.control.request, trainer)
 
 
 def _set_seeds(trainer: TrainerLike, run: Run) -> None:

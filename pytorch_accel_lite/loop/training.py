@@ -14,8 +14,8 @@ from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, 
 from pytorch_accel_lite.loop.extra_passes import warm_up_ddp
 from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, warn_of_nonfinite_weights
 from pytorch_accel_lite.loop.guards.modes import (
+    call_start_event,
     check_global_modes,
-    fire_start_event,
     has_starting_code,
     restoring_mode_between_batches,
 )
@@ -142,7 +142,7 @@ def _begin_train_epoch(trainer: TrainerLike, run: Run) -> ShardedLoader:
     trainer.train_epoch_start()
     run.loss_trackers = run.unrecorded_losses = trainer.division.create_trackers()
     if trainer.callback_handler.listeners["on_train_epoch_start"]:
-        fire_start_event(trainer, "on_train_epoch_start", "training")
+        call_start_event(trainer, "on_train_epoch_start", "training")
     check_global_modes(trainer, run)
     if run.resumed is not None:
         end_resuming(trainer, run, run.resumed, options)
