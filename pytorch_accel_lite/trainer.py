@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from pytorch_accel_lite.base.checked_calls import checked_calls
 from pytorch_accel_lite.base.constructor_calls import LIBRARY_ATTRIBUTES
 from pytorch_accel_lite.base.devices import launched_on_cpus
+from pytorch_accel_lite.base.missing_extensions import add_missing_method_errors
 from pytorch_accel_lite.base.module_modes import without_gradients
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.reprs import join_wrapped
@@ -49,7 +50,6 @@ from pytorch_accel_lite.data.step_outputs import total_loss
 from pytorch_accel_lite.distributed import Ranks, launched_processes, shutdown
 from pytorch_accel_lite.distributed.accelerator import create_accelerator, find_unused_in_ddp
 from pytorch_accel_lite.distributed.ranks import find_ranks
-from pytorch_accel_lite.extension_names import add_missing_method_errors
 from pytorch_accel_lite.extensions import blocks as blocks  # adds to MODEL_CHANGES
 from pytorch_accel_lite.extensions import compiled_step as compiled_step  # fills STEP_COMPILER
 from pytorch_accel_lite.extensions import data_fingerprints as data_fingerprints  # adds to SHARED_DATA_CHECKS

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from pytorch_accel_lite.base.missing_extensions import missing_name_error
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.dataloader_defaults import LoaderKwargs
 from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader
@@ -17,7 +18,6 @@ from pytorch_accel_lite.data.sources import (
     Sample,
     Source,
 )
-from pytorch_accel_lite.extension_names import missing_name_error
 from pytorch_accel_lite.extensions import kept_workers as kept_workers  # fills DATA_MARKS
 from pytorch_accel_lite.extensions import streams as streams  # fills SEQUENTIAL_READER
 from pytorch_accel_lite.extensions.mixtures import Mixture, MixtureSampler, MixtureStream

@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.map_loader import MapLoader
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.extension_names import Slot
 
 #: Checks of a dataset that can be indexed, before each of several processes reads its share: called on all of them. An
 #: extension adds its own.

@@ -18,7 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pytorch_accel_lite.base.formatting import listed
 from pytorch_accel_lite.base.lengths_and_signatures import find_length
+from pytorch_accel_lite.base.missing_extensions import missing_extension_text
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
+from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
@@ -27,7 +29,6 @@ from pytorch_accel_lite.data.dataloader_defaults import LoaderKwargs
 from pytorch_accel_lite.data.named_datasets import NamedDatasets
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.extension_names import Slot, missing_extension_text
 from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, TrainerOptimizer, TrainerScheduler
 from pytorch_accel_lite.run.accelerated_model import PreparedModel
 from pytorch_accel_lite.run.accumulation import Accumulation, Count, GradientWindow
