@@ -1276,7 +1276,7 @@ class Trainer:
         evaluation.evaluate_dataset(self, self.current_run, valid_dl, is_training, is_intermediate)
 
     def _create_step(self, run: Run) -> Step:
-        """Choose how the run trains on a batch."""
+        """Choose how the run trains on a batch, and whether that is compiled."""
         return create_step(self, run)
 
     def _check_scheduler(self, request: RunRequest) -> None:

@@ -166,6 +166,7 @@ def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     _create_window(run, run.config)
     clear_gradients(trainer.optimizer)  # a run that failed within a window may have left gradients
     trainer.accelerator.sync_gradients = True  # a run that failed within a window may have left it off
+    # This also disables compile_step, if it does not work with what the run uses.
     run.training_step = trainer._create_step(run)
 
 
