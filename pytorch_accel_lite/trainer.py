@@ -111,7 +111,7 @@ from pytorch_accel_lite.run.metrics_seam import METRICS
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.request_and_config import LoaderArguments, RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, Step
-from pytorch_accel_lite.run.scheduler_steps import step_after_epoch
+from pytorch_accel_lite.run.scheduler_stepping import step_after_epoch
 from pytorch_accel_lite.run.stop_errors import RunPausedError
 from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.placeholders import (

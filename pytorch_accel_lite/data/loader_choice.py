@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from pytorch_accel_lite.base.slots import Slot
-from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader
+from pytorch_accel_lite.data.loader_base import LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.map_loader import MapLoader
 from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed import Ranks

@@ -18,7 +18,7 @@ from pytorch_accel_lite.base.seeding import derive_seed, draw_seed, generator_wi
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.batches import Batch, Share
 from pytorch_accel_lite.data.data_marks_seam import Marks, marks_of
-from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader
+from pytorch_accel_lite.data.loader_base import FailedRead, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.order import (
     ComputedOrder,
     Order,

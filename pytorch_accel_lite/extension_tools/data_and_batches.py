@@ -16,7 +16,7 @@ from pytorch_accel_lite.data.batches import Batch, is_single_sample
 from pytorch_accel_lite.data.concatenation import ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.data.data_marks_seam import DATA_MARKS, Marks, marks_of
 from pytorch_accel_lite.data.dataloader_defaults import DEFAULT_BATCH_SIZE, LoaderKwargs, faster_data
-from pytorch_accel_lite.data.loader import LoaderOptions, ShardedLoader, copy_loader
+from pytorch_accel_lite.data.loader_base import LoaderOptions, ShardedLoader, copy_loader
 from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SequentialReader, is_loader_of_torch
 from pytorch_accel_lite.data.map_loader import MapLoader
 from pytorch_accel_lite.data.named_datasets import check_are_named, sizes_of

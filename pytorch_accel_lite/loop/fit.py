@@ -24,10 +24,10 @@ from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_r
 from pytorch_accel_lite.loop.guards.trainer_arguments import check_training
 from pytorch_accel_lite.loop.inference import choose_inference_step
 from pytorch_accel_lite.loop.lifecycle import entering
+from pytorch_accel_lite.loop.loader_creation import create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.model_setup import apply_model_options, prepare_model
 from pytorch_accel_lite.loop.resolved_run_config import create_config
 from pytorch_accel_lite.loop.resuming import begin_resuming
-from pytorch_accel_lite.loop.run_loaders import create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.scheduler_creation import begin_schedule
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients

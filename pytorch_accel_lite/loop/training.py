@@ -22,8 +22,8 @@ from pytorch_accel_lite.loop.guards.modes import (
 from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.guards.training_batches import min_share_for_batch_norm
 from pytorch_accel_lite.loop.lifecycle import ending
+from pytorch_accel_lite.loop.loader_creation import loader_of_run
 from pytorch_accel_lite.loop.resuming import end_if_complete, end_resuming, ending_resumption, print_state_contents
-from pytorch_accel_lite.loop.run_loaders import loader_of_run
 from pytorch_accel_lite.optimizers.rates import all_options
 from pytorch_accel_lite.run.error_notes_seam import explain
 from pytorch_accel_lite.run.loop_state import GlobalModes
