@@ -24,7 +24,7 @@ from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_r
 from pytorch_accel_lite.loop.guards.trainer_arguments import check_training
 from pytorch_accel_lite.loop.inference import choose_inference_step
 from pytorch_accel_lite.loop.lifecycle import entering
-from pytorch_accel_lite.loop.loader_creation import create_eval_loaders, create_train_loader
+from pytorch_accel_lite.loop.loader_creation import check_gives_batches, create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.model_setup import apply_model_options, prepare_model
 from pytorch_accel_lite.loop.resolved_run_config import create_config
 from pytorch_accel_lite.loop.resuming import begin_resuming
@@ -124,6 +124,7 @@ def prepare_data(trainer: TrainerLike, run: Run, loader_arguments: LoaderArgumen
     """Seed the generators, and create the loaders, whose order may depend on the seed or on the resumed state."""
     _set_seeds(trainer, run)
     create_train_loader(trainer, run, loader_arguments.batch_size, loader_arguments.train_kwargs)
+    check_gives_batches(run.data.required_train_loader, "train_dataset")
     data, size, eval_kwargs = run.data, loader_arguments.batch_size, loader_arguments.eval_kwargs
     data.eval_arguments = EvalArguments(
         data.eval_dataset, size, eval_kwargs, data.collate_fn, run.request.auto_microbatch
