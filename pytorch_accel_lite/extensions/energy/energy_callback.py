@@ -53,7 +53,6 @@ class EnergyCallback(TrainerCallback):
     def _clear(self) -> None:
         self._joules: Counter[str] = Counter()  # the energy of the job
         self._own: Counter[str] = Counter()  # the energy of this process that is not in _joules yet
-        self._epochs = 0
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         """Find the counters."""
@@ -74,6 +73,8 @@ class EnergyCallback(TrainerCallback):
         if time.monotonic() - self._read_at >= _SECONDS:
             self._read()
 
+    on_eval_step_end = on_predict_step_end = on_train_step_end
+
     def _read(self) -> None:
         self._read_at = time.monotonic()
         for kind, meters in self._meters.items():
@@ -81,7 +82,6 @@ class EnergyCallback(TrainerCallback):
 
     def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         """Add up the energy that the processes have measured."""
-        self._epochs = trainer.progress.epoch
         self._read()
         for own in trainer.all_gather_object(dict(self._own)):
             self._joules.update(own)
@@ -103,9 +103,8 @@ class EnergyCallback(TrainerCallback):
 
     def state_dict(self) -> StateDict:
         """Return the energy of the job."""
-        return {"joules": dict(self._joules), "epochs": self._epochs}
+        return {"joules": dict(self._joules)}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Load the state returned by ``state_dict()``."""
         self._joules = Counter(state["joules"])
-        self._epochs = state["epochs"]
