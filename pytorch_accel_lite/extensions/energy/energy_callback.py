@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import Counter
@@ -48,6 +49,7 @@ class EnergyCallback(TrainerCallback):
         self.overhead = check_range("overhead", overhead, above=0)
         self.powercap = Path(powercap)
         self._meters: dict[str, list[Meter]] = {}
+        self._read_at = math.inf  # until training begins: an evaluation alone reads nothing
         self._clear()
 
     def _clear(self) -> None:
@@ -69,7 +71,7 @@ class EnergyCallback(TrainerCallback):
     def on_train_step_end(
         self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
     ) -> None:
-        """Read the counters once a minute."""
+        """Read the counters once a minute, also in long evaluations and predictions."""
         if time.monotonic() - self._read_at >= _SECONDS:
             self._read()
 

@@ -67,6 +67,13 @@ def test_a_counter_that_wraps_in_an_evaluation_is_followed(tmp_path, monkeypatch
     assert trainer.goodput.used == {"energy_kwh": 18.0}
 
 
+def test_inference_without_training_reads_no_counters(tmp_path):
+    trainer = adamw_trainer(make_model(), callbacks=[EnergyCallback(powercap=counters(tmp_path, dram=0))])
+    trainer.predict(make_data())
+    assert len(trainer.evaluate(make_data())) == 1
+    assert trainer.goodput.used == {}
+
+
 def test_a_state_with_a_number_of_epochs_is_loaded():
     energy = EnergyCallback()
     energy.load_state_dict({"joules": {"GPUs": 3.0}, "epochs": 2})
