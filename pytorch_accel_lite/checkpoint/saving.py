@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -60,8 +60,7 @@ def _warn_of_weights(trainer: TrainerLike, method: str) -> None:
 @contextmanager
 def _timed(trainer: TrainerLike) -> Iterator[None]:
     """Count the time of a block as saving."""
-    timer = trainer.callback_handler.timer
-    with nullcontext() if timer is None else timer("saving"), trainer.current_run.goodput.counting("saving"):
+    with trainer.callback_handler.timing("saving"), trainer.current_run.goodput.counting("saving"):
         yield
 
 

@@ -67,6 +67,7 @@ def evaluate_all(
             with (
                 explaining(trainer, run, "evaluation"),
                 run.goodput.counting("evaluation"),
+                trainer.callback_handler.timing("evaluation"),
                 prefixing_metric_names(trainer.run_history, prefix),
                 _loss_in_evaluation_mode(trainer),
             ):
@@ -246,7 +247,11 @@ def run_evaluation(
         run.trained_model = trained
     used = trained if model is None else model
     handler = trainer.callback_handler if callbacks is None else callbacks
-    with prefixing_metric_names(trainer.run_history, prefix), replaced(trainer, model=used, callback_handler=handler):
+    with (
+        prefixing_metric_names(trainer.run_history, prefix),
+        replaced(handler, timer=trainer.callback_handler.timer),
+        replaced(trainer, model=used, callback_handler=handler),
+    ):
         return _evaluate_in_derived_run(trainer, run, is_intermediate)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -100,7 +100,8 @@ class CallbackHandler:
         callbacks: the callbacks, in order
         listeners: the methods that each event calls, by event and in order; an event without listeners costs only a
             look-up
-        timer: called with the callback about to be called, or the phase ``"saving"``; returns a context that times it
+        timer: called with the callback about to be called, or the phase ``"saving"`` or ``"evaluation"``; returns a
+            context that times it
     """
 
     def __init__(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback] | None] = ()) -> None:
@@ -230,6 +231,10 @@ class CallbackHandler:
                 self._failed = listener
                 _explain(error, listener, event, args, kwargs)
                 raise
+
+    def timing(self, phase: str) -> AbstractContextManager[None]:
+        """Return a context that times a phase."""
+        return nullcontext() if self.timer is None else self.timer(phase)
 
     def call_event_despite_errors(self, event: str, *args: object, **kwargs: object) -> list[Exception]:
         """Call an event on every callback, even if some raise errors, and return the errors."""
