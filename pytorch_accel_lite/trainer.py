@@ -1275,11 +1275,12 @@ class Trainer:
         """Choose how the run trains on a batch."""
         return create_step(self, run)
 
-    def _check_scheduler(self, request: RunRequest) -> None:
-        """Check that the scheduler can be stepped as the run requests."""
-        steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
-        create = None if "create_scheduler" in self.current_run.overridden else self.create_scheduler_fn
+    def _check_scheduler(self, request: RunRequest, *, steps_itself: bool = False) -> None:
+        """Check that the scheduler can be stepped as the run requests; in its own way if a trainer steps it itself."""
+        overridden = self.current_run.overridden
+        create = None if "create_scheduler" in overridden else self.create_scheduler_fn
         if not (self.scheduler is None and create is None and request.scheduler_interval == "update"):
+            steps_itself = steps_itself or "scheduler_step" in overridden
             schedule_checks.check_scheduler(self.scheduler, request, create, steps_itself)
 
     def _step_after_epoch(self) -> None:
@@ -1386,9 +1387,9 @@ class TrainerWithTimmScheduler(Trainer):
         if loss is not None or not follows_loss or self.progress.epoch <= self.scheduler.warmup_t:
             self.scheduler.step(self.progress.epoch, loss)
 
-    def _check_scheduler(self, request: RunRequest) -> None:
+    def _check_scheduler(self, request: RunRequest, *, steps_itself: bool = True) -> None:
         """Check the scheduler, and that the run requests no other interval."""
-        super()._check_scheduler(request)
+        super()._check_scheduler(request, steps_itself=steps_itself)
         if request.scheduler_interval != "update":
             raise ValueError(
                 f"scheduler_interval={request.scheduler_interval!r}: TrainerWithTimmScheduler steps timm's schedulers "

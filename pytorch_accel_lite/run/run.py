@@ -257,7 +257,7 @@ class Run:
         request: the settings requested for the run
         data: the data and their loaders
         device: the device of this process
-        overridden: names of the methods of a trainer that the user's class overrides
+        overridden: names of the methods of a trainer that the user overrides, in a class or in the object
         kind: ``"training"``, also in the run's own evaluations; ``"evaluation"``, by ``evaluate``; or ``"prediction"``.
             ``request.kind`` is the kind of the outermost run
         config: the settings resolved from the request and the data; ``None`` before that

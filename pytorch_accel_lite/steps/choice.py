@@ -156,6 +156,7 @@ def _mentions_recompute_gradients(trainer: TrainerLike, run: Run) -> bool:
     values = [
         value for base in type(trainer).__mro__ if not is_from_this_package(base) for value in vars(base).values()
     ]
+    values.append(trainer.optimizer_step)  # which the user may have replaced in the object
     methods = [inspect.unwrap(getattr(value, "__func__", value)) for value in values]  # methods may be decorated
     codes = [method.__code__ for method in methods if hasattr(method, "__code__")]
     return any("recompute_gradients" in inner.co_names for code in codes for inner in codes_in(code))
