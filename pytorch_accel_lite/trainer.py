@@ -780,7 +780,7 @@ class Trainer:
         take_step(self.optimizer, *self.current_run.training_step.closure)
 
     def scheduler_step(self) -> None:
-        """Step the scheduler. Called once per update, unless a gradient scaler skipped it, or once per epoch."""
+        """Step the scheduler. Called once per update, unless ``update_was_skipped``, or once per epoch."""
         if self.scheduler is None:
             return
         metric = self.current_run.required_config.scheduler_metric
