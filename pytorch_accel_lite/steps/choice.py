@@ -200,6 +200,7 @@ COMPILED = Feature(
     ),
     is_refused=False,
 )
+COMPILED_MODEL = Feature("compile_model=True", lambda trainer, run: _is_compiled(trainer.get_model()))
 _AGAIN = (
     "within a larger graph, compiled code draws other random numbers when it is computed again, and changes buffers "
     "twice. Pass compile_model='blocks', which compiles the blocks one by one"
@@ -207,8 +208,5 @@ _AGAIN = (
 CHECKPOINTED = Feature(
     "activation_checkpointing",
     lambda trainer, run: trainer.activation_checkpointing is not False,
-    (
-        Conflict(COMPILED, _AGAIN),
-        Conflict(Feature("compile_model=True", lambda trainer, run: _is_compiled(trainer.get_model())), _AGAIN),
-    ),
+    (Conflict(COMPILED, _AGAIN), Conflict(COMPILED_MODEL, _AGAIN)),
 )
