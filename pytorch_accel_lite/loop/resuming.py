@@ -67,14 +67,15 @@ def ending_resumption(trainer: TrainerLike, run: Run) -> Iterator[None]:
     the steps of an epoch, otherwise those of the run. But nothing may be left to do, or a starting event may stop the
     run.
     """
+    stopped: StopTrainingError | None = None
     try:
         yield
-    except StopTrainingError:
-        if run.resumed is not None:
-            end_resuming(trainer, run, run.resumed)
-        raise
+    except StopTrainingError as stop:
+        stopped = stop
     if run.resumed is not None:
         end_resuming(trainer, run, run.resumed)
+    if stopped is not None:
+        raise stopped
 
 
 def print_state_contents(trainer: TrainerLike, run: Run) -> None:
