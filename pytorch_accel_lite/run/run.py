@@ -426,9 +426,9 @@ class Run:
         """Whether all requested epochs or updates are complete."""
         limit, num_epochs = self.request.max_num_train_steps, self.required_config.num_epochs
         counts_updates = self.progress.update > 0  # an overridden _run_train_epoch need not count updates
-        if limit is not None and (counts_updates or num_epochs is None or self.loop.has_reached_limit):
+        if limit is not None and (counts_updates or num_epochs is None or self.end.has_reached_limit):
             # The number of epochs is an estimate, because batches may be skipped.
-            return self.progress.update >= limit or self.loop.has_reached_limit
+            return self.progress.update >= limit or self.end.has_reached_limit
         return num_epochs is not None and self.progress.epochs_completed >= num_epochs
 
     @property
