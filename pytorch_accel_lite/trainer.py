@@ -283,9 +283,8 @@ class Trainer:
             self.callback_handler.add_callback(create(metrics), first=True)
         self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
         # The second is the name in pytorch-accelerated.
-        self.accelerator = self._accelerator = self._find_accelerator(
-            accelerator, mixed_precision, find_unused_parameters
-        )
+        self._requested_precision = mixed_precision
+        self.accelerator = self._accelerator = self._checked_accelerator(accelerator, find_unused_parameters)
         self.seed = None if seed is None else int(seed)  # generators reject numpy's integers
         self.compile_model: bool | Literal["blocks"] | dict[str, Any] = compile_model
         self.activation_checkpointing = activation_checkpointing
@@ -1289,17 +1288,13 @@ class Trainer:
 
     # ---------------------------------------------------------- creating, closing and showing the trainer
 
-    def _find_accelerator(
-        self, accelerator: Accelerator | None, mixed_precision: str | None, find_unused: bool
-    ) -> Accelerator:
-        """Return the accelerator passed, or a new one, after all checks."""
-        trainer_arguments.check_mixed_precision(mixed_precision, accelerator)
-        self._requested_precision = mixed_precision
+    def _checked_accelerator(self, accelerator: Accelerator | None, find_unused: bool) -> Accelerator:
+        """Check the accelerator that was passed, or create one; let it find unused parameters, if asked to."""
+        precision = self._requested_precision
+        trainer_arguments.check_mixed_precision(precision, accelerator)
         if accelerator is None:
-            accelerator = create_accelerator(self._create_accelerator, mixed_precision)
-        trainer_arguments.check_mixed_precision(
-            mixed_precision, accelerator
-        )  # an overridden method may have created it
+            accelerator = create_accelerator(self._create_accelerator, precision)
+            trainer_arguments.check_mixed_precision(precision, accelerator)  # an overridden method may have created it
         launched_processes.check_launch(accelerator)
         trainer_arguments.check_parallelism(accelerator)
         if find_unused:
