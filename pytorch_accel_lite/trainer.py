@@ -282,9 +282,7 @@ class Trainer:
             create = METRICS.get(f"metrics={metrics!r}")
             self.callback_handler.add_callback(create(metrics), first=True)
         self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
-        # The second is the name in pytorch-accelerated.
-        self._requested_precision = mixed_precision
-        self.accelerator = self._accelerator = self._checked_accelerator(accelerator, find_unused_parameters)
+        self._set_up_accelerator(accelerator, mixed_precision, find_unused_parameters)
         self.seed = None if seed is None else int(seed)  # generators reject numpy's integers
         self.compile_model: bool | Literal["blocks"] | dict[str, Any] = compile_model
         self.activation_checkpointing = activation_checkpointing
@@ -1288,10 +1286,10 @@ class Trainer:
 
     # ---------------------------------------------------------- creating, closing and showing the trainer
 
-    def _checked_accelerator(self, accelerator: Accelerator | None, find_unused: bool) -> Accelerator:
-        """Check the accelerator that was passed, or create one; let it find unused parameters, if asked to."""
-        precision = self._requested_precision
+    def _set_up_accelerator(self, accelerator: Accelerator | None, precision: str | None, find_unused: bool) -> None:
+        """Set the accelerator that was passed, or a new one, after all checks."""
         trainer_arguments.check_mixed_precision(precision, accelerator)
+        self._requested_precision = precision
         if accelerator is None:
             accelerator = create_accelerator(self._create_accelerator, precision)
             trainer_arguments.check_mixed_precision(precision, accelerator)  # an overridden method may have created it
@@ -1299,7 +1297,7 @@ class Trainer:
         trainer_arguments.check_parallelism(accelerator)
         if find_unused:
             find_unused_in_ddp(accelerator)
-        return accelerator
+        self.accelerator = self._accelerator = accelerator  # the second is the name in pytorch-accelerated
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
