@@ -27,7 +27,7 @@ from pytorch_accel_lite.loop.lifecycle import entering
 from pytorch_accel_lite.loop.model_setup import apply_model_options, prepare_model
 from pytorch_accel_lite.loop.resolved_run_config import create_config
 from pytorch_accel_lite.loop.resuming import begin_resuming
-from pytorch_accel_lite.loop.run_loaders import create_eval_loaders, create_train_loader
+from pytorch_accel_lite.loop.run_loaders import check_gives_batches, create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.scheduler_creation import begin_schedule
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients
@@ -124,6 +124,7 @@ def prepare_data(trainer: TrainerLike, run: Run, loader_arguments: LoaderArgumen
     """Seed the generators, and create the loaders, whose order may depend on the seed or on the resumed state."""
     _set_seeds(trainer, run)
     create_train_loader(trainer, run, loader_arguments.batch_size, loader_arguments.train_kwargs)
+    check_gives_batches(run.data.required_train_loader, "train_dataset")
     data, size, eval_kwargs = run.data, loader_arguments.batch_size, loader_arguments.eval_kwargs
     data.eval_arguments = EvalArguments(
         data.eval_dataset, size, eval_kwargs, data.collate_fn, run.request.auto_microbatch

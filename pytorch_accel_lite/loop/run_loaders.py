@@ -15,11 +15,10 @@ def create_train_loader(trainer: TrainerLike, run: Run, batch_size: int, loader_
     """Create the loader of the training batches."""
     source = trainer.create_train_dataloader(batch_size, loader_kwargs)
     run.data.train_dataset = dataset_of(run.data.train_dataset)
-    run.data.train_loader = loader = loader_of_run(trainer, run, source, training=True)
+    run.data.train_loader = loader_of_run(trainer, run, source, training=True)
     sampler = getattr(source, "sampler", None)
     if isinstance(sampler, NamedSampler) and (lengths := describe_lengths(sampler)):
         trainer.print(lengths)
-    _check_gives_batches(loader, "train_dataset")
 
 
 def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_kwargs: LoaderKwargs | None) -> None:
@@ -33,7 +32,7 @@ def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_
         run.data.eval_dataset = part  # read by overrides of create_eval_dataloader
         source = trainer.create_eval_dataloader(batch_size, loader_kwargs)
         run.data.eval_loader = loader_of_run(trainer, run, source, training=False)
-        _check_gives_batches(run.data.eval_loader, "eval_dataset")
+        check_gives_batches(run.data.eval_loader, "eval_dataset")
         if name:
             run.data.eval_loaders[name] = run.data.eval_loader
     if isinstance(dataset, dict):
@@ -42,7 +41,7 @@ def create_eval_loaders(trainer: TrainerLike, run: Run, batch_size: int, loader_
         run.data.eval_dataset = dataset_of(dataset)
 
 
-def _check_gives_batches(loader: ShardedLoader, argument: str) -> None:
+def check_gives_batches(loader: ShardedLoader, argument: str) -> None:
     """Check that a dataset fills a batch. Those of streams are counted as they are read.
 
     Args:

@@ -134,6 +134,7 @@ def trained_and_resumed() -> dict[str, Any]:
     return {"whole": weights(whole.get_model()), "resumed": resumed}
 
 
+@pytest.mark.thorough
 def test_processes_carry_their_rows_and_resume_to_the_same_bits(job):
     alone = trained_and_resumed()
     for found in (alone, *job(3)(trained_and_resumed)):

@@ -172,6 +172,7 @@ def test_sigkill_at_any_file_operation_leads_to_the_same_bits(tmp_path, asynchro
     assert number > 100
 
 
+@pytest.mark.thorough
 @pytest.mark.soak
 @pytest.mark.processes
 @pytest.mark.timeout(7200 if SOAK else 1800)

@@ -110,6 +110,7 @@ def test_adapters_resume_to_the_same_bits_without_the_base(kind, tmp_path, capsy
         train(kind, other, None, state)
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("pretrained")
 def test_adapters_are_loaded_by_peft_on_a_quantised_base(kind, tmp_path):
     from peft import PeftModel

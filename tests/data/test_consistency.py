@@ -181,6 +181,7 @@ def distributed_samplers() -> Any:
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("streams")
 @two_are_enough
 @pytest.mark.processes

@@ -217,6 +217,7 @@ def test_a_run_on_a_loader_resumes_to_the_same_bits(kind, workers):
     assert all(equal_weights(whole, other) for other in others)
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 @pytest.mark.soak
 @pytest.mark.parametrize(("kind", "workers"), KINDS[: 2 if SOAK else 1])

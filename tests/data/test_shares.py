@@ -80,6 +80,7 @@ def test_an_epoch_can_continue_anywhere_with_other_sizes(size, batch, world_size
     assert Counter(before + after) == Counter(range(size))
 
 
+@pytest.mark.thorough
 @settings(max_examples=60)
 @given(sizes, batches, processes, batches, processes, st.data())
 def test_redividing_for_batch_norm_keeps_samples_in_their_steps(size, batch, world_size, batch2, world2, data):

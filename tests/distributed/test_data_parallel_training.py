@@ -157,6 +157,7 @@ def losses_over_all_samples() -> Any:
     return results
 
 
+@pytest.mark.thorough
 @two_are_enough
 def test_losses_over_all_samples_equal_those_of_one_process(ranks):
     for result in ranks(losses_over_all_samples):

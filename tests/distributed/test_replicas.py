@@ -187,6 +187,7 @@ def test_a_single_differing_bit_is_found_at_the_epochs_end(ranks, found):
         assert result["one bit, checked often"][0] == 2
 
 
+@pytest.mark.thorough
 @two_are_enough
 def test_weights_may_differ_between_processes_on_purpose(found):
     first, *others = (result["on purpose"] for result in found)

@@ -136,6 +136,7 @@ def test_no_process_gets_a_single_sample_with_batch_norm(ranks):
         assert not any(result["error"] or result["said"] for result in with_norm)
 
 
+@pytest.mark.thorough
 @two_are_enough
 def test_a_last_batch_of_one_sample_warns_with_batch_norm(ranks):
     for rank, result in enumerate(ranks(tails_with_batch_norm)):

@@ -246,11 +246,10 @@ def by_the_user_is_used_again(folder: Path) -> Any:
     return _used_again(large_trainer)
 
 
+@pytest.mark.thorough
 @CAN_SHARD
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "case", [by_accelerate_is_used_again, pytest.param(by_the_user_is_used_again, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("case", [by_accelerate_is_used_again, by_the_user_is_used_again])
 def test_a_sharded_model_is_used_within_its_run_and_after_it(tmp_path, job, case):
     expected = job(2).run(case, tmp_path)
     assert equal_weights(expected[0], expected[1])

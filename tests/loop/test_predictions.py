@@ -81,6 +81,7 @@ def predicted_streams() -> Any:
     return results
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("streams")
 @two_are_enough
 @pytest.mark.processes

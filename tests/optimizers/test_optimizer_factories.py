@@ -125,9 +125,10 @@ def sharded_by_the_user() -> Any:
     return found
 
 
+@pytest.mark.thorough
 @CAN_SHARD
 @pytest.mark.processes
-@pytest.mark.parametrize("case", [sharded_by_accelerate, pytest.param(sharded_by_the_user, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("case", [sharded_by_accelerate, sharded_by_the_user])
 def test_a_sharded_model_is_sharded_first(two_ranks, case):
     for with_factory, with_optimizer in two_ranks(case):
         assert equal_weights(with_factory, with_optimizer)

@@ -72,6 +72,7 @@ def test_missing_results_are_a_failure():
     assert command.has_failed(results(tests=[TEST], benchmarks=[], parts=parts))
 
 
+@pytest.mark.thorough
 def test_a_hanging_part_is_killed_and_the_others_run(tmp_path, monkeypatch, capsys):
     hangs = (
         "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('hangs', flush=True); time.sleep(99)"

@@ -107,6 +107,7 @@ def time_limit() -> Any:
     return outcomes
 
 
+@pytest.mark.thorough
 @two_are_enough
 def test_a_time_limit_pauses_all_ranks_at_the_same_update(ranks):
     for paused, whole in ranks(time_limit):

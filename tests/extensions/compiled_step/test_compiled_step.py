@@ -227,6 +227,7 @@ def test_a_run_with_a_compiled_step_repeats_and_resumes_its_bits(tmp_path):
     assert same_run(mixed, whole)
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("streams")
 @pytest.mark.slow
 def test_varying_sizes_are_recompiled_once():
@@ -255,6 +256,7 @@ def test_varying_sizes_are_recompiled_once():
     assert same_run(limited, run(False))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_compiled_code_is_freed_with_its_trainer():
     backend = Counts()

@@ -69,6 +69,7 @@ def test_each_fold_is_trained_on_others_and_tested_on_its_own(result):
     assert torch.equal(trainer.predict(test, 2), fold.predictions)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_predictions_are_in_the_order_of_the_dataset(result, tmp_path):
     assert torch.equal(result.predictions, torch.cat([fold.predictions for fold in result.folds]))
@@ -108,6 +109,7 @@ def test_columns_that_do_not_fit_the_terminal_follow_below(result, monkeypatch):
     assert [line.split()[0] for line in lines if line].count("fold-1") == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("metrics")
 @pytest.mark.soak
 @pytest.mark.parametrize(

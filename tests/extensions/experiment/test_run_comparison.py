@@ -121,6 +121,7 @@ def test_a_table_fits_a_terminal_and_marks_the_best(runs, monkeypatch):
     assert re.search(r"^sgd +5 +SGD +0.01 +0$", "\n".join(lines), re.MULTILINE)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.extension("monitoring", "reports")
 def test_the_page_has_the_curves_of_all_runs_and_loads_nothing(compared, tmp_path):

@@ -77,6 +77,7 @@ def test_an_untrained_experiment_releases_its_folder(file, monkeypatch):
     second.train()
 
 
+@pytest.mark.thorough
 def test_commands_use_the_newest_run_or_the_given_folder(file, capsys):
     run("train", file, capsys=capsys)
     run("train", file, "--model.width=7", capsys=capsys)
@@ -94,6 +95,7 @@ def test_commands_use_the_newest_run_or_the_given_folder(file, capsys):
     assert (folders()[1:], epochs_in("runs/small-run3")) == (["small-run2", "small-run3"], [1, 2, 3])
 
 
+@pytest.mark.thorough
 def test_a_run_resumes_in_the_folder_that_its_state_is_in(file, capsys):
     run("train", file, capsys=capsys)
     run("train", file, capsys=capsys)

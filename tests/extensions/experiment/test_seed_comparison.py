@@ -231,6 +231,7 @@ def test_a_seed_comparison_has_a_table_and_rows(result):
 # ----------------------------------------------------------------------------------------------- continuing
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("metrics")
 def test_more_seeds_and_other_metrics_train_only_missing_runs(tmp_path, capsys):
     first = compare_seeds(slow, fast, seeds=2, save_dir=tmp_path)
@@ -283,6 +284,7 @@ def test_an_interrupted_comparison_continues_when_called_again(tmp_path, monkeyp
     assert content["conclusion"] == "identical"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_run_that_is_paused_is_not_finished(result, tmp_path):
     def pauses(seed: int, folder: Path) -> tuple[Trainer, dict[str, Any]]:

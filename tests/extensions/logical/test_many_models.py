@@ -285,6 +285,7 @@ def test_the_models_have_different_hashes():
     assert len({*found}) == len(found)
 
 
+@pytest.mark.thorough
 @pytest.mark.soak
 @pytest.mark.parametrize(("processes", "is_sharded"), [(3, False), *[(2, True), (2, False)] * SOAK])
 def test_every_model_has_one_hash(job, processes, is_sharded):

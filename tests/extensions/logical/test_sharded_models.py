@@ -75,6 +75,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["history"] == expected["history"]
 
 
+@pytest.mark.thorough
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("how", "processes"), [("fsdp", 3), *[("hsdp", 4), ("fsdp", 2), ("fsdp", 4), ("layers", 3)] * SOAK]

@@ -228,6 +228,7 @@ def normalised() -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Te
     return found[0], found[1]
 
 
+@pytest.mark.thorough
 def test_ranks_have_the_same_statistics_after_each_update(two_ranks):
     """Each rank normalises its own batches; the running statistics of rank 0 count, also beside the model."""
     first, second = two_ranks(normalised)

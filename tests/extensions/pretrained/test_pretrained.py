@@ -50,6 +50,7 @@ def make_tokenizer(word: str = "a") -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("model_ema")
 def test_transformers_loads_the_best_model_and_the_best_average(tmp_path):
     from pytorch_accel_lite.callbacks import ModelEmaCallback

@@ -51,6 +51,7 @@ def saved(how: str, folder: Path, **options: Any) -> dict[str, Any]:
 pytestmark = [pytest.mark.processes, CAN_SHARD, pytest.mark.extension("model_ema")]
 
 
+@pytest.mark.thorough
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("how", "processes", "asynchronous"), some_of([("tp_fsdp", 4, False), ("hsdp", 4, False), ("fsdp", 2, True)])

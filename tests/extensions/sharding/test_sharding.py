@@ -438,6 +438,7 @@ def random_data_alike(how: str) -> list[tuple[Any, Any]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("streams")
 @pytest.mark.soak
 @pytest.mark.parametrize(("how", "processes"), [("tp", 2), *[("tp_fsdp", 4)] * SOAK])

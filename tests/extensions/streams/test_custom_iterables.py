@@ -42,6 +42,7 @@ def ended(folder: Path, processes: int, kind: str, seed: int, kill_at: int) -> l
     return ends
 
 
+@pytest.mark.thorough
 @pytest.mark.programs
 @pytest.mark.soak
 @pytest.mark.parametrize(

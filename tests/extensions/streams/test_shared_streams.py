@@ -585,6 +585,7 @@ def hugging_face_streams() -> Any:
     return results
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["by shards", "by samples", "whole"])
 def test_streams_split_by_hugging_face_are_read_by_each_process(ranks, kind):
     pytest.importorskip("datasets")

@@ -246,6 +246,7 @@ def test_a_sharded_run_restarts_from_its_latest_state(run, undisturbed, capfd, h
     assert all(place in line for place, line in zip(begins, said, strict=False))
 
 
+@pytest.mark.thorough
 @CAN_SHARD
 @pytest.mark.soak
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ def unfreezing(folder: Path | None = None, resume_from: Path | None = None) -> A
     return weights(trainer.get_model()), weights(ema.ema.module), rates
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("model_ema")
 @pytest.mark.slow
 def test_unfreezing_by_depth_resumes_to_the_same_bits(tmp_path):

@@ -184,6 +184,7 @@ def test_invalid_starts_of_wsd_checkpoints_are_explained(tmp_path):
             run(CONTINUED, WSDCheckpointCallback(tmp_path, initial_checkpoint=tmp_path / name))
 
 
+@pytest.mark.thorough
 def test_wsd_checkpoints_are_continued_on_several_processes(ranks):
     for found in ranks(wsd):
         assert found["files"] == ["checkpoint_4_wsd_pre_decay.pt", "checkpoint_8_wsd_post_decay.pt"]
