@@ -268,7 +268,7 @@ def test_a_method_replaced_on_an_object_or_class_is_called(name, place, monkeypa
     assert trainer.run.overridden == {name}
 
 
-def test_a_step_that_is_replaced_on_an_object_steps_any_scheduler():
+def test_a_step_replaced_on_an_object_steps_any_scheduler():
     def scheduler_step(trainer: Trainer) -> None:
         trainer.scheduler.step(1.0)  # needs an argument
 
@@ -289,7 +289,7 @@ def test_a_loader_that_an_object_creates_needs_no_dataset():
 
 
 @pytest.mark.parametrize("place", ["object", "class"])
-def test_a_replaced_method_loads_the_state_of_a_resumed_run(place, tmp_path, monkeypatch):
+def test_a_replaced_method_loads_the_state_to_resume(place, tmp_path, monkeypatch):
     callbacks = [SaveTrainingStateCallback(tmp_path)]
     train(make_trainer(callbacks))
     expected, calls = train(make_trainer(callbacks), epochs=2, resume_from="latest"), []

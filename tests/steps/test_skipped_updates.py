@@ -150,7 +150,7 @@ def test_an_update_without_gradients_is_skipped_beside_a_scaler(scaled_accelerat
     assert scaled_accelerator.scaler.get_scale() == 2.0**10
 
 
-def test_an_error_of_the_device_is_not_taken_for_unscaled_gradients(scaled_accelerator, monkeypatch):
+def test_an_error_of_the_device_in_unscaling_is_raised(scaled_accelerator, monkeypatch):
     def fail(*_: Any) -> None:
         raise RuntimeError("an error of the device")
 
