@@ -286,10 +286,7 @@ class Trainer:
             create = METRICS.get(f"metrics={metrics!r}")
             self.callback_handler.add_callback(create(metrics), first=True)
         self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
-        # The second is the name in pytorch-accelerated.
-        self.accelerator = self._accelerator = self._find_accelerator(
-            accelerator, mixed_precision, find_unused_parameters
-        )
+        self._set_up_accelerator(accelerator, mixed_precision, find_unused_parameters)
         self.seed = None if seed is None else int(seed)  # generators reject numpy's integers
         self.compile_model: bool | Literal["blocks"] | dict[str, Any] = compile_model
         self.activation_checkpointing = activation_checkpointing
@@ -784,7 +781,7 @@ class Trainer:
         take_step(self.optimizer, *self.current_run.training_step.closure)
 
     def scheduler_step(self) -> None:
-        """Step the scheduler. Called once per update, unless a gradient scaler skipped it, or once per epoch."""
+        """Step the scheduler. Called once per update, unless ``update_was_skipped``, or once per epoch."""
         if self.scheduler is None:
             return
         metric = self.current_run.required_config.scheduler_metric
@@ -1279,11 +1276,12 @@ class Trainer:
         """Choose how the run trains on a batch, and whether that is compiled."""
         return create_step(self, run)
 
-    def _check_scheduler(self, request: RunRequest) -> None:
-        """Check that the scheduler can be stepped as the run requests."""
-        steps_itself = type(self).scheduler_step is not Trainer.scheduler_step
-        create = None if "create_scheduler" in self.current_run.overridden else self.create_scheduler_fn
+    def _check_scheduler(self, request: RunRequest, *, steps_itself: bool = False) -> None:
+        """Check that the scheduler can be stepped as the run requests; in its own way if a trainer steps it itself."""
+        overridden = self.current_run.overridden
+        create = None if "create_scheduler" in overridden else self.create_scheduler_fn
         if not (self.scheduler is None and create is None and request.scheduler_interval == "update"):
+            steps_itself = steps_itself or "scheduler_step" in overridden
             schedule_checks.check_scheduler(self.scheduler, request, create, steps_itself)
 
     def _step_after_epoch(self) -> None:
@@ -1292,21 +1290,19 @@ class Trainer:
 
     # ---------------------------------------------------------- creating, closing and showing the trainer
 
-    def _find_accelerator(
-        self, accelerator: Accelerator | None, mixed_precision: str | None, find_unused: bool
-    ) -> Accelerator:
-        """Return the accelerator passed, or a new one, after all checks."""
-        trainer_arguments.check_mixed_precision(mixed_precision, accelerator)
-        self._requested_precision = mixed_precision
+    def _set_up_accelerator(self, accelerator: Accelerator | None, precision: str | None, find_unused: bool) -> None:
+        """Set the accelerator that was passed, or a new one, after all checks."""
+        trainer_arguments.check_mixed_precision(precision, accelerator)
+        self._requested_precision = precision
         if accelerator is None:
-            accelerator = create_accelerator(self._create_accelerator, mixed_precision)
-        # An overridden method may have created it with another precision.
-        trainer_arguments.check_mixed_precision(mixed_precision, accelerator)
+            accelerator = create_accelerator(self._create_accelerator, precision)
+            # An overridden method may have created it with another precision.
+            trainer_arguments.check_mixed_precision(precision, accelerator)
         launched_processes.check_launch(accelerator)
         trainer_arguments.check_parallelism(accelerator)
         if find_unused:
             find_unused_in_ddp(accelerator)
-        return accelerator
+        self.accelerator = self._accelerator = accelerator  # the second is the name in pytorch-accelerated
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -1389,9 +1385,9 @@ class TrainerWithTimmScheduler(Trainer):
         if loss is not None or not follows_loss or self.progress.epoch <= self.scheduler.warmup_t:
             self.scheduler.step(self.progress.epoch, loss)
 
-    def _check_scheduler(self, request: RunRequest) -> None:
+    def _check_scheduler(self, request: RunRequest, *, steps_itself: bool = True) -> None:
         """Check the scheduler, and that the run requests no other interval."""
-        super()._check_scheduler(request)
+        super()._check_scheduler(request, steps_itself=steps_itself)
         if request.scheduler_interval != "update":
             raise ValueError(
                 f"scheduler_interval={request.scheduler_interval!r}: TrainerWithTimmScheduler steps timm's schedulers "

@@ -44,27 +44,38 @@ def _is_installed_file(path: str) -> bool:
 
 
 def is_overridden(instance: object, method: str) -> bool:
-    """Whether the user's own class overrides a method of this package."""
-    return not is_from_this_package(getattr(type(instance), method))
+    """Whether a user overrides a method of this package, for an object.
+
+    The user may override it in a class, or replace it in the object itself or in a class of this package. Values and
+    properties of this package are not methods, and no name of the user's own is one of this package.
+    """
+    return any(callable(vars(kind).get(method)) for kind in _own_classes(instance)) and _is_replaced(instance, method)
+
+
+def overridden_methods(instance: object) -> frozenset[str]:
+    """Return the names of all methods of this package for which ``is_overridden()`` is true."""
+    methods = {name for kind in _own_classes(instance) for name, value in vars(kind).items() if callable(value)}
+    return frozenset(name for name in methods if _is_replaced(instance, name))
+
+
+def _own_classes(instance: object) -> list[type]:
+    return [kind for kind in type(instance).__mro__ if is_from_this_package(kind)]
+
+
+def _is_replaced(instance: object, name: str) -> bool:
+    """Whether an object, or its class, has something else in place of a method of this package."""
+    of_class = getattr(type(instance), name)
+    in_object = vars(instance).get(name)
+    if callable(in_object) and getattr(in_object, "__func__", None) is not of_class:
+        return True
+    # A user's wrapper with functools.wraps() only says that it is from this package; one of torch says so rightly.
+    written_in = getattr(of_class, "__globals__", {}).get("__name__", "")
+    return not is_from_this_package(of_class) or not (is_in_this_package(written_in) or is_of_library(written_in))
 
 
 def users_classes(instance: object) -> list[type]:
     """Return the classes of an object, its own first, that are neither Python's nor a library's."""
     return [kind for kind in type(instance).__mro__ if not is_of_library(kind.__module__)]
-
-
-def overridden_methods(instance: object) -> frozenset[str]:
-    """Return the names of all methods of this package that the user overrides in classes of an object.
-
-    Also of those that the user has replaced, in the object itself or in a class of this package.
-    """
-    kinds = [kind for kind in type(instance).__mro__ if kind is not object]
-    users = [kind for kind in kinds if not is_from_this_package(kind)]
-    names = {name for kind in users for name in vars(kind)}
-    names |= {name for kind in kinds for name, value in vars(kind).items() if callable(value)}
-    in_object = {name for name, value in vars(instance).items() if callable(value)}
-    replaced = {name for name in in_object if callable(getattr(type(instance), name, None))}
-    return frozenset(name for name in names if is_overridden(instance, name)) | replaced
 
 
 def checked_by(error: BaseException, *others: type[Exception]) -> str:

@@ -88,7 +88,7 @@ class SaveBestModelCallback(MetricWatcher):
         self._kept: dict[str, float] = {}  # values of the kept models by epoch or update, best first
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
-        super().configure_run(trainer, request)
+        super().configure_run(trainer, request, **kwargs)
         request.claim_path(self, "save_path", self.save_path, "best model")
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -111,7 +111,7 @@ class SaveBestModelCallback(MetricWatcher):
                     "later (GradualUnfreezingCallback), so the best model could not be restored. Save it with "
                     "trainable_only=False."
                 )
-        super().on_training_run_start(trainer)
+        super().on_training_run_start(trainer, **kwargs)
         self._is_of_earlier_run = self.best_metric is not None
 
     def on_stop_training_error(self, trainer: TrainerLike, **kwargs: object) -> None:

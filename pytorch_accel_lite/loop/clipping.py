@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.amp.grad_scaler import OptState
 
 from pytorch_accel_lite.base.sharded_weights import are_sharded, local_shard
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
@@ -85,8 +86,12 @@ def total_norm(trainer: TrainerLike) -> torch.Tensor:
 
 def unscale(trainer: TrainerLike) -> None:
     """Remove the loss scale from the gradients of an update, unless that has been done, as by clipping."""
-    with suppress(RuntimeError):  # a gradient scaler refuses to do it twice
-        trainer.accelerator.unscale_gradients(trainer.optimizer)
+    accelerator, optimizer = trainer.accelerator, trainer.optimizer
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    states = getattr(accelerator.scaler, "_per_optimizer_states", None)  # which a disabled scaler does not have
+    if states is not None and states[id(optimizer)]["stage"] is OptState.READY:
+        accelerator.unscale_gradients(trainer.optimizer)
 
 
 def clip_as_overridden(trainer: TrainerLike) -> None:

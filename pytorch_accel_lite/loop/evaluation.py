@@ -5,7 +5,7 @@ Every sample counts once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -14,7 +14,7 @@ from torch import nn
 from pytorch_accel_lite.base.generator_states import preserving_generators
 from pytorch_accel_lite.base.module_modes import preserving_modes
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.data import Batch, NamedData
+from pytorch_accel_lite.data import Batch, NamedData, ShardedLoader
 from pytorch_accel_lite.data.dataloader_defaults import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.distributed.gradient_sync import sync_ddp_buffers
@@ -57,8 +57,6 @@ def evaluate_all(
     losses: dict[str, float] = {}
     loaders = data.eval_loaders or {"": data.required_eval_loader}
     of_run = is_training and not is_intermediate
-    # Without their defaults, as overrides that were written for pytorch-accelerated may lack these arguments.
-    flags = ({} if is_training else {"is_training": False}) | ({"is_intermediate": True} if is_intermediate else {})
     try:
         for number, (name, loader) in enumerate(loaders.items(), 1):
             prefix = f"{name}_" if name else ""
@@ -72,7 +70,7 @@ def evaluate_all(
                 _loss_in_evaluation_mode(trainer),
             ):
                 run.completes_evaluation = of_run and number == len(loaders)
-                evaluate = partial(trainer._run_eval_epoch, loader, **flags)  # by default evaluate_dataset()
+                evaluate = _evaluation_on(trainer, run, loader, is_training, is_intermediate)
                 trainer.ranks.repeatable(evaluate, changes=trainer)
                 _note_completion(run)  # an override need not call evaluate_dataset()
             losses |= {f"{prefix}{metric}": loss for metric, loss in run.recorded_losses.items()}
@@ -80,6 +78,17 @@ def evaluate_all(
         data.eval_dataset_name = None
         run.completes_evaluation = False
     return losses
+
+
+def _evaluation_on(
+    trainer: TrainerLike, run: Run, loader: ShardedLoader, is_training: bool, is_intermediate: bool
+) -> Callable[[], None]:
+    """Return what evaluates on one dataset: ``evaluate_dataset()``, or the user's method for it."""
+    if "_run_eval_epoch" not in run.overridden:
+        return partial(evaluate_dataset, trainer, run, loader, is_training, is_intermediate)
+    # Without their defaults, as overrides that were written for pytorch-accelerated may lack these arguments.
+    flags = ({} if is_training else {"is_training": False}) | ({"is_intermediate": True} if is_intermediate else {})
+    return partial(trainer._run_eval_epoch, loader, **flags)
 
 
 def begin_evaluations(run: Run) -> None:

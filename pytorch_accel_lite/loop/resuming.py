@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pytorch_accel_lite.base.types import JsonObject
-from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.checkpoint.models.trainability import note_trainability
 from pytorch_accel_lite.checkpoint.models.trained_object_states import describe_attributes
 from pytorch_accel_lite.checkpoint.states.contents import restore_after_start, restore_again, restore_before_start
@@ -31,10 +30,10 @@ def begin_resuming(trainer: TrainerLike, run: Run, state: TrainingState) -> None
     """
     warn_of_other_schedule(trainer, state)
     run.schedule.is_recreated = must_recreate_schedule(trainer, run, state)
-    if is_from_this_package(trainer.load_training_state):
-        restore_before_start(trainer, state, with_scheduler=not run.schedule.is_recreated)
+    if "load_training_state" in run.overridden:
+        trainer.load_training_state(state.directory)  # the method of Trainer, if it calls that, takes run.resumed
     else:
-        trainer.load_training_state(state.directory)  # an override; the method of Trainer then takes run.resumed
+        restore_before_start(trainer, state, with_scheduler=not run.schedule.is_recreated)
     run.training_step.set_accumulation(run, run.accumulation.window_size_after(run.progress.update))
     run.goodput.resume(state.metadata.get("goodput", {}), state.metadata["saved_at"])
     check_schedule_length(trainer, run)
@@ -54,7 +53,7 @@ def end_resuming(trainer: TrainerLike, run: Run, state: TrainingState, options: 
             it trained; by default, those of now
     """
     # What an overridden method has loaded is not known.
-    if has_starting_code(trainer, run) and is_from_this_package(trainer.load_training_state):
+    if has_starting_code(trainer, run) and "load_training_state" not in run.overridden:
         restore_again(trainer, state, all_options(trainer.optimizer) if options is None else options)
     restore_after_start(trainer, state)
     run.resumed = None
@@ -68,14 +67,15 @@ def ending_resumption(trainer: TrainerLike, run: Run) -> Iterator[None]:
     the steps of an epoch, otherwise those of the run. But nothing may be left to do, or a starting event may stop the
     run.
     """
+    stopped: StopTrainingError | None = None
     try:
         yield
-    except StopTrainingError:
-        if run.resumed is not None:
-            end_resuming(trainer, run, run.resumed)
-        raise
+    except StopTrainingError as stop:
+        stopped = stop
     if run.resumed is not None:
         end_resuming(trainer, run, run.resumed)
+    if stopped is not None:
+        raise stopped
 
 
 def print_state_contents(trainer: TrainerLike, run: Run) -> None:

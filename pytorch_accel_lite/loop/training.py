@@ -85,9 +85,9 @@ def _run_steps(trainer: TrainerLike, run: Run) -> None:
     """Run the steps of an epoch, or the user's method for them."""
     try:
         if "_run_train_epoch" in run.overridden:
-            run.loop.has_reached_limit = bool(trainer._run_train_epoch(run.data.required_train_loader))
+            run.end.has_reached_limit = bool(trainer._run_train_epoch(run.data.required_train_loader))
         else:
-            run.loop.has_reached_limit = train_epoch(trainer, run)
+            run.end.has_reached_limit = train_epoch(trainer, run)
     except Exception as error:
         explain(error, trainer, run, "training")
         raise

@@ -42,11 +42,10 @@ class ClippingOrder(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class LoopState:
-    """What only the functions in ``loop/`` need to know of a run, and its ``is_finished``.
+    """What only the functions in ``loop/`` need to know of a run.
 
     Attributes:
         uses_builtin_loop: whether the package's own loop has begun, rather than that of an overridden ``_run_training``
-        has_reached_limit: whether the last epoch made the last requested update
         has_update_schedules: whether evaluations, or the sizes of windows, are scheduled by updates
         global_modes: settings of torch after the starting events
         must_warm_up_ddp: whether ``DistributedDataParallel`` still has to arrange its gradients
@@ -56,7 +55,6 @@ class LoopState:
     """
 
     uses_builtin_loop: bool = False
-    has_reached_limit: bool = False
     has_update_schedules: bool = False
     global_modes: GlobalModes | None = None
     must_warm_up_ddp: bool = False

@@ -169,7 +169,7 @@ class Run:
         request: the settings requested for the run
         data: the data and their loaders
         device: the device of this process
-        overridden: names of the methods of a trainer that the user's class overrides
+        overridden: names of the methods of a trainer that the user overrides, in a class or in the object
         kind: ``"training"``, also in the run's own evaluations; ``"evaluation"``, by ``evaluate``; or ``"prediction"``.
             ``request.kind`` is the kind of the outermost run
         config: the settings resolved from the request and the data; ``None`` before that
@@ -339,9 +339,9 @@ class Run:
         """Whether all requested epochs or updates are complete."""
         limit, num_epochs = self.request.max_num_train_steps, self.required_config.num_epochs
         counts_updates = self.progress.update > 0  # an overridden _run_train_epoch need not count updates
-        if limit is not None and (counts_updates or num_epochs is None or self.loop.has_reached_limit):
+        if limit is not None and (counts_updates or num_epochs is None or self.end.has_reached_limit):
             # The number of epochs is an estimate, because batches may be skipped.
-            return self.progress.update >= limit or self.loop.has_reached_limit
+            return self.progress.update >= limit or self.end.has_reached_limit
         return num_epochs is not None and self.progress.epochs_completed >= num_epochs
 
     @property

@@ -16,6 +16,7 @@ class RunEnd:
         reason: why the run was stopped early
         stopped_by: the callback that stopped the run, as the call that created the callback
         pause: the request to pause that stopped the run
+        has_reached_limit: whether the last epoch made the last requested update
         custom_loop_is_ending: whether the custom loop of an overridden ``_run_training`` has begun the ending events
         has_failed: whether an error has ended the run
         last_calls: functions to call when the run has ended without an error and all callbacks have handled its end
@@ -24,6 +25,7 @@ class RunEnd:
     reason: str | None = None
     stopped_by: str | None = None
     pause: RunPausedError | None = None
+    has_reached_limit: bool = False
     custom_loop_is_ending: bool = False
     has_failed: bool = False
     last_calls: list[Callable[[], None]] = field(default_factory=list)

@@ -6,7 +6,7 @@ from pytorch_accel_lite.run.run import TrainerLike
 
 
 def is_stepped_after_updates(trainer: TrainerLike) -> bool:
-    """Whether the scheduler is stepped after each update that is not skipped. The plain step inlines this."""
+    """Whether the scheduler is stepped after each update that is not skipped."""
     return trainer.scheduler is not None and trainer.current_run.request.scheduler_interval == "update"
 
 

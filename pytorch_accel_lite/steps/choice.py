@@ -155,6 +155,7 @@ def _mentions_recompute_gradients(trainer: TrainerLike, run: Run) -> bool:
     values = [
         value for base in type(trainer).__mro__ if not is_from_this_package(base) for value in vars(base).values()
     ]
+    values.append(trainer.optimizer_step)  # which the user may have replaced in the object
     methods = [inspect.unwrap(getattr(value, "__func__", value)) for value in values]  # methods may be decorated
     codes = [method.__code__ for method in methods if hasattr(method, "__code__")]
     return any("recompute_gradients" in inner.co_names for code in codes for inner in codes_in(code))
@@ -198,6 +199,7 @@ COMPILED = Feature(
     ),
     is_refused=False,
 )
+COMPILED_MODEL = Feature("compile_model=True", lambda trainer, run: _is_compiled(trainer.get_model()))
 _AGAIN = (
     "within a larger graph, compiled code draws other random numbers when it is computed again, and changes buffers "
     "twice. Pass compile_model='blocks', which compiles the blocks one by one"
@@ -205,8 +207,5 @@ _AGAIN = (
 CHECKPOINTED = Feature(
     "activation_checkpointing",
     lambda trainer, run: trainer.activation_checkpointing is not False,
-    (
-        Conflict(COMPILED, _AGAIN),
-        Conflict(Feature("compile_model=True", lambda trainer, run: _is_compiled(trainer.get_model())), _AGAIN),
-    ),
+    (Conflict(COMPILED, _AGAIN), Conflict(COMPILED_MODEL, _AGAIN)),
 )

@@ -17,6 +17,7 @@ from pytorch_accel_lite.loop.clipping import clip_as_overridden
 from pytorch_accel_lite.loop.guards.training_batches import examine_first_batch
 from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
+from pytorch_accel_lite.run.scheduler_stepping import is_stepped_after_updates
 from pytorch_accel_lite.run.trained_parts import parameters_not_in_model
 from pytorch_accel_lite.steps.skipped_updates import tell_scaler
 
@@ -104,8 +105,7 @@ class PlainStep(Step):
         prepared = trainer.prepared_model
         may_overflow = prepared is not None and not prepared.is_plain  # inlines was_skipped(), to save calls
         was_skipped = (self.skips_update or may_overflow) and self.count_if_skipped(trainer)
-        # Inlines is_stepped_after_updates().
-        if trainer.scheduler is not None and not was_skipped and run.request.scheduler_interval == "update":
+        if trainer.scheduler is not None and not was_skipped and is_stepped_after_updates(trainer):
             trainer.scheduler_step()
         trainer.optimizer_zero_grad()
         if listeners["on_optimizer_step_end"]:

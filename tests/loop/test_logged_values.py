@@ -396,3 +396,28 @@ def test_the_dataset_that_is_evaluated_is_known_by_name():
     trainer.evaluate(make_data(2))
     assert names == ["clean", "noisy", None]
     assert trainer.eval_dataset_name is None
+
+
+def test_plain_steps_and_evaluations_note_the_size_of_a_batch():
+    """As ``note_batch_size()`` does, which both inline to save a call in every step."""
+
+    class Logs(Trainer):
+        def calculate_train_batch_loss(self, batch: Any) -> Any:
+            self.log("mean", batch[0])  # waits for the size of the batch
+            return super().calculate_train_batch_loss(batch) | {"batch_size": 7}
+
+        def calculate_eval_batch_loss(self, batch: Any) -> Any:
+            self.log("mean", batch[0])
+            return super().calculate_eval_batch_loss(batch) | {"batch_size": 9}
+
+    sizes: list[int] = []
+
+    def look(trainer: Trainer, batch_output: Any, **_: Any) -> None:
+        trackers = trainer.run.loss_trackers
+        assert trackers.latest_batch[0] is trainer.run.batch
+        assert not trackers.unweighed
+        sizes.append(trackers.latest_batch[1])
+
+    callback = listener(on_backward_start=look, on_eval_step_end=look)
+    train(make_trainer([callback], trainer_class=Logs), size=4, eval_dataset=True)
+    assert sizes == [7, 7, 9, 9]

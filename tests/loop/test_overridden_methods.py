@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -10,7 +12,16 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import Trainer
-from tests.small_models import equal_weights, listener, make_data, make_model, make_trainer, train, weights
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
+from tests.small_models import equal_weights, listener, make_data, make_model, make_trainer, same_bits, train, weights
+
+#: The methods that users may override, which follow each other in the trainer, and the hooks of pytorch-accelerated.
+METHODS = list(vars(Trainer))
+METHODS = METHODS[METHODS.index("training_run_start") : METHODS.index("_create_run_config") + 1]
+METHODS += ["_run_training", "_run_train_epoch", "_run_eval_epoch"]
+#: Those that only the constructor, resumed runs or sharded ones call.
+ELSEWHERE = {"_create_accelerator", "_create_callback_handler", "advance_scheduler", "parallelize_model"}
+NEEDED = {"train_step": ("manual_optimization",)}
 
 
 def noting(name: str, result: Any = None) -> tuple[type[Trainer], list[Any]]:
@@ -218,25 +229,98 @@ def test_predict_returns_the_result_of_an_overridden_step():
     assert torch.equal(predicted["sign"], expected)
 
 
-@pytest.mark.parametrize("hook", ["_create_run_config", "_run_training", "_run_train_epoch", "_run_eval_epoch"])
-def test_a_hook_replaced_on_an_object_or_class_is_called(hook, monkeypatch):
-    calls: list[str] = []
+def noted(original: Any, calls: list[Any]) -> Any:
+    """A function that also records its calls. Like many decorators, it has the names of what it wraps."""
 
-    def noting(original: Any) -> Any:
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            calls.append(hook)
-            return original(*args, **kwargs)
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        calls.append(original)
+        return original(*args, **kwargs)
 
-        return replacement
+    return replacement
 
-    plain = train(make_trainer(), epochs=2, eval_dataset=True)
+
+def use_everything(trainer: Trainer) -> tuple[Any, ...]:
+    """What a trainer computes when it trains with a schedule, evaluates and predicts."""
+    schedule = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.9)
+    train(trainer, epochs=2, eval_dataset=True, create_scheduler_fn=schedule)
+    evaluated = trainer.evaluate(make_data(4))
+    rates = trainer.optimizer.param_groups[0]["lr"], trainer.run_history["eval_loss_epoch"]
+    return *weights(trainer.model).values(), trainer.predict(make_data(3)), evaluated, rates
+
+
+@pytest.mark.parametrize("place", ["object", "class"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.extension(*NEEDED.get(name, ())))
+        for name in METHODS
+        if name not in ELSEWHERE
+    ],
+)
+def test_a_method_replaced_on_an_object_or_class_is_called(name, place, monkeypatch):
+    expected, calls = use_everything(make_trainer()), []
     trainer = make_trainer()
-    monkeypatch.setattr(trainer, hook, noting(getattr(trainer, hook)))
-    train(trainer, epochs=2, eval_dataset=True)
-    of_object = len(calls)
-    monkeypatch.setattr(Trainer, hook, noting(getattr(Trainer, hook)))
-    other = train(make_trainer(), epochs=2, eval_dataset=True)
-    assert len(calls) == 2 * of_object > 0
-    assert equal_weights(weights(plain.model), weights(trainer.model))
-    assert equal_weights(weights(plain.model), weights(other.model))
-    assert trainer.run_history["eval_loss_epoch"] == plain.run_history["eval_loss_epoch"]
+    owner = trainer if place == "object" else Trainer
+    monkeypatch.setattr(owner, name, noted(getattr(owner, name), calls))
+    assert same_bits(expected, use_everything(trainer))
+    assert calls
+    assert trainer.run.overridden == {name}
+
+
+def test_a_step_replaced_on_an_object_steps_any_scheduler():
+    def scheduler_step(trainer: Trainer) -> None:
+        trainer.scheduler.step(1.0)  # needs an argument
+
+    trainer = make_trainer()
+    trainer.scheduler_step = MethodType(scheduler_step, trainer)
+    plateau = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.5)
+    train(trainer, create_scheduler_fn=plateau)
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.1 * 0.5**2
+
+
+def test_a_loader_that_an_object_creates_needs_no_dataset():
+    trainer = make_trainer()
+    trainer.create_train_dataloader = lambda batch_size, kwargs=None: DataLoader(make_data(6), batch_size)
+    trainer.create_eval_dataloader = lambda batch_size, kwargs=None: DataLoader(make_data(6), batch_size)
+    trainer.train(None, 1, per_device_batch_size=2)
+    assert trainer.progress.update == 3
+    assert trainer.evaluate().keys() == {"evaluation_loss"}
+
+
+@pytest.mark.parametrize("place", ["object", "class"])
+def test_a_replaced_method_loads_the_state_to_resume(place, tmp_path, monkeypatch):
+    callbacks = [SaveTrainingStateCallback(tmp_path)]
+    train(make_trainer(callbacks))
+    expected, calls = train(make_trainer(callbacks), epochs=2, resume_from="latest"), []
+    train(make_trainer(callbacks))
+    trainer = make_trainer(callbacks)
+    owner = trainer if place == "object" else Trainer
+    monkeypatch.setattr(owner, "load_training_state", noted(owner.load_training_state, calls))
+    train(trainer, epochs=2, resume_from="latest")
+    assert len(calls) == 1
+    assert equal_weights(weights(expected.model), weights(trainer.model))
+
+
+def test_a_resumed_schedule_is_advanced_by_a_replaced_method(tmp_path):
+    calls: list[int] = []
+
+    def advance(trainer: Trainer, num_updates: int) -> None:
+        calls.append(num_updates)
+        Trainer.advance_scheduler(trainer, num_updates)
+
+    schedule = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=100, gamma=0.5)
+    callbacks = [SaveTrainingStateCallback(tmp_path)]
+    train(make_trainer(callbacks), create_scheduler_fn=schedule)
+    trainer = make_trainer(callbacks)
+    trainer.advance_scheduler = MethodType(advance, trainer)
+    train(trainer, epochs=2, batch_size=1, create_scheduler_fn=schedule, resume_from="latest")
+    assert calls == [6]  # and not several around it, as the default does
+
+
+@pytest.mark.parametrize("name", ["_create_accelerator", "_create_callback_handler"])
+def test_a_replaced_method_of_the_constructor_is_called(name, monkeypatch):
+    calls: list[Any] = []
+    monkeypatch.setattr(Trainer, name, noted(getattr(Trainer, name), calls))
+    make_trainer()
+    assert calls

@@ -148,3 +148,13 @@ def test_an_update_without_gradients_is_skipped_beside_a_scaler(scaled_accelerat
     trainer = train(make_trainer([listener(on_optimizer_step_start=skip)], accelerator=scaled_accelerator))
     assert trainer.run.training_step.skipped_updates == 3
     assert scaled_accelerator.scaler.get_scale() == 2.0**10
+
+
+def test_an_error_of_the_device_in_unscaling_is_raised(scaled_accelerator, monkeypatch):
+    def fail(*_: Any) -> None:
+        raise RuntimeError("an error of the device")
+
+    monkeypatch.setattr(scaled_accelerator.scaler, "_unscale_grads_", fail)
+    skip = listener(on_optimizer_step_start=lambda trainer: trainer.skip_update())
+    with pytest.raises(RuntimeError, match="an error of the device"):
+        train(make_trainer([skip], accelerator=scaled_accelerator))

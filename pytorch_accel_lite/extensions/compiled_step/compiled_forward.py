@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.extending import Batch, BatchAdapter, BatchOutput, LossFunction, Run, TrainerLike
-from pytorch_accel_lite.extension_tools.arguments_and_errors import is_overridden, warn_outside
+from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
 from pytorch_accel_lite.extension_tools.data_and_batches import BatchData, infer_batch_size, shapes_are_known
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import Count, optimized_parameters
 from pytorch_accel_lite.extension_tools.plain_types import Tree
@@ -60,7 +60,6 @@ class CompiledForward:
         self._run: Run | None = None  # the run whose steps have begun
         self._runs_compiled = True
         self._has_warned = False
-        self._is_default = not is_overridden(trainer, "calculate_train_batch_loss")
         self._is_unchecked = False  # whether shapes of outputs and targets are still to be checked
         self.logged: list[tuple[str, torch.Tensor | float, Count | None]] = []
         self._adapter = adapter
@@ -85,7 +84,7 @@ class CompiledForward:
         read = run.batch
         self.num_samples = read.num_samples if read is not None and batch is read.data else None
         if not (self._runs_compiled and torch.is_grad_enabled()) or _has_other_size(run, batch):
-            return self._usual(batch)
+            return self._trainer.calculate_train_batch_loss(batch)
         if run is not self._run:
             self._begin(run)
         if self._replays:
@@ -122,9 +121,11 @@ class CompiledForward:
         trainer = self._trainer
         self._run = run
         self._last_cloned = -1
+        if trainer.calculate_train_batch_loss != self._usual:  # the user has replaced the method meanwhile
+            self._usual, self._compiled = trainer.calculate_train_batch_loss, None
         if self._adapter.is_new:
             self._adapter.is_new = False  # otherwise the check would be compiled, too
-            self._is_unchecked = self._is_default
+            self._is_unchecked = "calculate_train_batch_loss" not in run.overridden
         is_wrapped = isinstance(trainer.model, DistributedDataParallel)
         if self._compiled is None:
             self._compile(fullgraph=not is_wrapped)  # the graph does not contain the work of DistributedDataParallel

@@ -38,7 +38,7 @@ from pytorch_accel_lite.extension_tools.optimizers_and_gradients import (
     schedulers_in,
 )
 from pytorch_accel_lite.extension_tools.plain_types import StateDict
-from pytorch_accel_lite.extension_tools.runs_and_steps import replaced
+from pytorch_accel_lite.extension_tools.runs_and_steps import is_stepped_after_updates, replaced
 from pytorch_accel_lite.extension_tools.states_and_files import buffers_beside_model
 from pytorch_accel_lite.extension_tools.texts_and_pages import short_repr
 
@@ -231,7 +231,7 @@ class ManualStep(Step):
         was_made = not self.skips_update and not getattr(stepped, "was_skipped", False)
         self._updates_made.append(was_made)
         scheduler = schedulers_in(trainer.scheduler).get(name)
-        if scheduler is not None and _steps_schedule(run, [was_made]):
+        if scheduler is not None and was_made and is_stepped_after_updates(trainer):
             with _only_optimizer(trainer, stepped):
                 scheduler.step()
 
@@ -257,7 +257,8 @@ class ManualStep(Step):
         self.count_if_skipped(trainer)
         if trainer.scheduler is not None and "" in schedulers_in(trainer.scheduler):
             trainer.optimizer._opt_called = True  # else torch warns that the scheduler steps too early
-            if _steps_schedule(run, self._updates_made):
+            was_made = any(self._updates_made) or not self._updates_made  # it waits if all updates were skipped
+            if was_made and is_stepped_after_updates(trainer):
                 trainer.scheduler_step()
         trainer.call_event("on_optimizer_step_end")
 
@@ -271,11 +272,6 @@ class ManualStep(Step):
         super().load_state_dict(state)
         for name, window in self.windows.items():
             window.items_per_batch = state.get("own_items_per_batch", {}).get(name)
-
-
-def _steps_schedule(run: Run, updates_made: list[bool]) -> bool:
-    """Whether a schedule of updates is stepped: it waits if every update of its optimizers was skipped."""
-    return run.request.scheduler_interval == "update" and (any(updates_made) or not updates_made)
 
 
 def _loss_error(loss: object) -> ValueError:

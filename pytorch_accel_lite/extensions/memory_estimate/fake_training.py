@@ -7,6 +7,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -270,6 +271,9 @@ class FakeTrainer:
             compiled_forward=None,
         )
         self._copies.memo[id(trainer)] = self.trainer
+        for name, value in vars(trainer).items():
+            if isinstance(value, MethodType) and value.__self__ is trainer:  # replaced in the object by its user
+                vars(self.trainer)[name] = MethodType(value.__func__, self.trainer)
         with self._mode, self._kernels, self.live:  # new tensors are fake, and counted
             self.trainer.model = self._copies.of(trainer.get_model(keep_torch_compile=False))
         if scenario.checkpoints:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -269,6 +270,20 @@ def test_a_decorated_step_may_compute_gradients_again():
 
     model = float64_model()
     Decorated(model, nn.MSELoss(), sgd(model), callbacks=[]).train(DATA, 1, per_device_batch_size=26)
+    expected = nn.functional.mse_loss(float64_model()(DATA.tensors[0]), DATA.tensors[1])
+    assert losses == [pytest.approx(expected.item())]
+
+
+def test_a_method_replaced_on_an_object_may_recompute_gradients():
+    losses = []
+
+    def optimizer_step(trainer: Trainer) -> None:
+        losses.append(float(trainer.recompute_gradients()))
+
+    model = float64_model()
+    trainer = Trainer(model, nn.MSELoss(), sgd(model), callbacks=[])
+    trainer.optimizer_step = MethodType(optimizer_step, trainer)
+    trainer.train(DATA, 1, per_device_batch_size=26)
     expected = nn.functional.mse_loss(float64_model()(DATA.tensors[0]), DATA.tensors[1])
     assert losses == [pytest.approx(expected.item())]
 

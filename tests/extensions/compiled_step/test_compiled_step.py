@@ -10,6 +10,7 @@ import warnings
 import weakref
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -486,3 +487,20 @@ def test_cuda_graphs_overwrite_nothing_that_is_still_in_use(accumulation):
     half = len(losses) // 2
     assert torch.allclose(torch.stack(losses[:half]), torch.stack(losses[half:]), atol=1e-4)
     assert largest_difference(weights(replayed.model), weights(plain.model)) < 1e-4
+
+
+def test_a_loss_replaced_on_an_object_is_the_one_compiled():
+    def twice(trainer: Trainer, batch: Any) -> Any:
+        output = Trainer.calculate_train_batch_loss(trainer, batch)
+        return output | {"loss": 2 * output["loss"]}
+
+    def trained(trainer: Trainer) -> Trainer:
+        trainer.train(DATA, 1, per_device_batch_size=10)
+        trainer.calculate_train_batch_loss = MethodType(twice, trainer)
+        trainer.train(DATA, 1, per_device_batch_size=10)
+        return trainer
+
+    def make(compile_step: Any) -> Trainer:
+        return Trainer(small_net(), nn.MSELoss(), SGD, callbacks=(), seed=1, compile_step=compile_step)
+
+    assert same_run(trained(make(AS_PLAIN)), trained(make(False)))

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -321,6 +322,24 @@ def test_overridden_steps_are_estimated():
     size = sum(8 * parameter.numel() for part in (model, critic) for parameter in part.parameters())
     assert found.parts["parameters"] == size
     assert found.parts["optimizer"] >= 2 * size
+
+
+@pytest.mark.extension("manual_optimization")
+def test_steps_replaced_on_an_object_are_estimated():
+    def trainer_of(trainer_class: type[Trainer]) -> Trainer:
+        model = float64_model()
+        return trainer_class(model, nn.MSELoss(), torch.optim.AdamW(model.parameters()), callbacks=[])
+
+    def train_step(self: Trainer, batch: Any) -> None:
+        self.update(nn.functional.mse_loss(self.model(batch[0]), batch[1]))
+
+    trainer = trainer_of(Trainer)
+    trainer.train_step = MethodType(train_step, trainer)
+    overriding = trainer_of(type("Own", (Trainer,), {"train_step": train_step}))
+    found, expected = (one.estimate_memory(float64_data(), 4, **quick) for one in (trainer, overriding))
+    assert found.parts == expected.parts
+    trainer.train(float64_data(), 1)  # the estimate leaves the trainer with its own method
+    assert trainer.progress.update > 0
 
 
 def test_a_step_that_reads_values_cannot_be_estimated():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -47,6 +48,22 @@ def test_a_monitor_names_the_groups_of_the_trainer_that_uses_it():
         trainer = train(make_trainer([monitor], model=model, optimizer=optimizers))
         recorded = [name for name in trainer.run_history.get_metric_names() if name.startswith("lr")]
         assert sorted(recorded) == [f"lr_{name}" for name in names]
+
+
+@pytest.mark.extension("manual_optimization")
+def test_a_step_replaced_on_an_object_has_a_norm_per_optimizer():
+    def train_step(trainer: Trainer, batch: Any) -> None:
+        for name in "ab":
+            trainer.update(trainer.calculate_train_batch_loss(batch)["loss"], optimizer=name)
+
+    model = make_model()
+    optimizers = {name: torch.optim.SGD(part.parameters(), lr=0.1) for name, part in zip("ab", model[::2], strict=True)}
+    trainer = make_trainer([GradientNormCallback], model=model, optimizer=optimizers)
+    trainer.train_step = MethodType(train_step, trainer)
+    train(trainer)
+    norms = {f"gradient_norm_{name}_{kind}" for name in "ab" for kind in ("mean", "max")}
+    assert norms <= trainer.run.request.metrics.directions.keys() | set(trainer.run_history.get_metric_names())
+    assert "gradient_norm_mean" not in trainer.run_history.get_metric_names()
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])

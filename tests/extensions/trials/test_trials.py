@@ -74,6 +74,10 @@ def test_a_trial_says_which_steps_it_supports():
     with pytest.raises(TypeError, match=r"try_it\(\) makes steps with one loss and one update, unlike Own.train_step"):
         trial_of(make_trainer(trainer_class=Own))
     trial_of(make_trainer(trainer_class=Own), supports=("train_step",))
+    trainer = make_trainer()
+    trainer.train_step = lambda batch: None
+    with pytest.raises(TypeError, match=r"try_it\(\) makes steps with one loss and one update"):
+        trial_of(trainer)
 
 
 def test_callbacks_are_called_until_they_fail():
