@@ -23,7 +23,7 @@ from pytorch_accel_lite.loop.guards.optimizer_checks import check_optimizers
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_ranks, settings_of_optimizer
 from pytorch_accel_lite.loop.guards.trainer_arguments import check_training
 from pytorch_accel_lite.loop.inference import choose_inference_step
-from pytorch_accel_lite.loop.lifecycle import entering
+from pytorch_accel_lite.loop.lifecycle import entering, find_sharding
 from pytorch_accel_lite.loop.model_setup import apply_model_options, prepare_model
 from pytorch_accel_lite.loop.resolved_run_config import create_config
 from pytorch_accel_lite.loop.resuming import begin_resuming
@@ -79,8 +79,7 @@ def configure(trainer: TrainerLike, run: Run) -> None:
         choose_inference_step(trainer, run, request)
     if request.locked_paths:
         _lock_paths(run)
-    if callbacks:  # which may have changed the request
-        check_training(trainer.optimizer, trainer.accelerator, request)
+    check_training(trainer.optimizer, trainer.accelerator, request)  # again, as callbacks may have changed it
     _check_metrics(trainer, run)
 
 
@@ -154,6 +153,7 @@ def _set_seeds(trainer: TrainerLike, run: Run) -> None:
 def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     """Prepare the model and the optimizer, and make the config of the run, its accumulation window and its step."""
     had_optimizer = is_created(trainer.optimizer)
+    run.sharding = find_sharding(trainer, run)  # again, as a callback may have sharded the model
     if run.sharding is not None:
         run.sharding.prepare_training(trainer, run, batch_size)
     prepare_model(trainer, training=True)
