@@ -283,7 +283,7 @@ class Trainer:
         self._callbacks = callbacks
         self.callback_handler = self._create_callback_handler()
         if metrics is not None:
-            create = METRICS.get(f"metrics={metrics!r}")
+            create = METRICS.get("metrics=...")
             self.callback_handler.add_callback(create(metrics), first=True)
         self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
         self._set_up_accelerator(accelerator, mixed_precision, find_unused_parameters)
@@ -867,8 +867,7 @@ class Trainer:
             by default, a ``DataLoader`` of ``self.train_dataset``, or that itself if it is a loader
         """
         defaults = self.get_default_train_dl_kwargs(batch_size)
-        source, kwargs = dataloader_for(self.train_dataset, self.collate_fn, defaults, train_dl_kwargs)
-        self.current_run.data.train_loader_kwargs = kwargs
+        source, self._train_dl_kwargs = dataloader_for(self.train_dataset, self.collate_fn, defaults, train_dl_kwargs)
         return source  # type: ignore[no-any-return]
 
     def create_eval_dataloader(
@@ -876,8 +875,7 @@ class Trainer:
     ) -> Iterable[BatchData]:
         """Return the loader of evaluation batches; see ``create_train_dataloader()``."""
         defaults = self.get_default_eval_dl_kwargs(batch_size)
-        source, kwargs = dataloader_for(self.eval_dataset, self.collate_fn, defaults, eval_dl_kwargs)
-        self.current_run.data.eval_loader_kwargs = kwargs
+        source, self._eval_dl_kwargs = dataloader_for(self.eval_dataset, self.collate_fn, defaults, eval_dl_kwargs)
         return source  # type: ignore[no-any-return]
 
     def get_default_train_dl_kwargs(self, batch_size: int) -> LoaderKwargs:

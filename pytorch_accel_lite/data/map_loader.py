@@ -285,15 +285,14 @@ class MapLoader(ShardedLoader):
     def _begin_epoch(self, epoch: int) -> None:
         """Pass the epoch to the datasets, and take up what has changed in them since the last epoch."""
         dataset = self.source.dataset
-        if self._memory is not None:  # tensors have no use for the epoch, but may have been replaced
-            self._memory = self._find_memory()
-            self._shares.rows = len(dataset)
-            return
         for part in nested_in(dataset, lambda value: isinstance(value, Dataset)):
             set_epoch = getattr(part, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(self.options.reported_epoch(epoch))
-        if isinstance(self._reader, SeededReader):
+        if self._memory is not None:  # its tensors may have been replaced
+            self._memory = self._find_memory()
+            self._shares.rows = len(dataset)
+        elif isinstance(self._reader, SeededReader):
             self._reader.forget_generators()
 
     def _create_inner(self) -> DataLoader[Sample]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from pytorch_accel_lite.base.generator_states import preserving_generators
 from pytorch_accel_lite.base.module_modes import preserving_modes
+from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data import Batch, NamedData, ShardedLoader
 from pytorch_accel_lite.data.dataloader_defaults import LoaderKwargs
@@ -84,7 +85,7 @@ def _evaluation_on(
     trainer: TrainerLike, run: Run, loader: ShardedLoader, is_training: bool, is_intermediate: bool
 ) -> Callable[[], None]:
     """Return what evaluates on one dataset: ``evaluate_dataset()``, or the user's method for it."""
-    if "_run_eval_epoch" not in run.overridden:
+    if not is_overridden(trainer, "_run_eval_epoch"):
         return partial(evaluate_dataset, trainer, run, loader, is_training, is_intermediate)
     # Without their defaults, as overrides that were written for pytorch-accelerated may lack these arguments.
     flags = ({} if is_training else {"is_training": False}) | ({"is_intermediate": True} if is_intermediate else {})

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pytorch_accel_lite.base.generator_states import capture_generators, restore_generators
 from pytorch_accel_lite.base.seeding import seed_run
 from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
-from pytorch_accel_lite.base.user_code import is_from_this_package
+from pytorch_accel_lite.base.user_code import is_from_this_package, is_overridden
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.locks import lock_path
 from pytorch_accel_lite.checkpoint.state_to_resume import find_state
@@ -23,7 +23,7 @@ from pytorch_accel_lite.loop.guards.optimizer_checks import check_optimizers
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_ranks, settings_of_optimizer
 from pytorch_accel_lite.loop.guards.trainer_arguments import check_training
 from pytorch_accel_lite.loop.inference import choose_inference_step
-from pytorch_accel_lite.loop.lifecycle import entering
+from pytorch_accel_lite.loop.lifecycle import entering, find_sharding
 from pytorch_accel_lite.loop.loader_creation import check_gives_batches, create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.model_setup import apply_model_options, prepare_model
 from pytorch_accel_lite.loop.resolved_run_config import create_config
@@ -58,7 +58,7 @@ def fit(
         begin_or_resume(trainer, run, reset_run_history)
         with ending_at_signals(run.control.request) if run.request.ends_at_signals else nullcontext():
             training.begin_training(trainer, run)
-            if "_run_training" in run.overridden:
+            if is_overridden(trainer, "_run_training"):
                 custom_loops.run_custom_loop(trainer, run)
             else:
                 training.train(trainer, run)
@@ -79,8 +79,7 @@ def configure(trainer: TrainerLike, run: Run) -> None:
         choose_inference_step(trainer, run, request)
     if request.locked_paths:
         _lock_paths(run)
-    if callbacks:  # which may have changed the request
-        check_training(trainer.optimizer, trainer.accelerator, request)
+    check_training(trainer.optimizer, trainer.accelerator, request)  # again, as callbacks may have changed it
     _check_metrics(trainer, run)
 
 
@@ -154,6 +153,7 @@ def _set_seeds(trainer: TrainerLike, run: Run) -> None:
 def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     """Prepare the model and the optimizer, and make the config of the run, its accumulation window and its step."""
     had_optimizer = is_created(trainer.optimizer)
+    run.sharding = find_sharding(trainer, run)  # again, as a callback may have sharded the model
     if run.sharding is not None:
         run.sharding.prepare_training(trainer, run, batch_size)
     prepare_model(trainer, training=True)

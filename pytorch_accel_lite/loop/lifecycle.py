@@ -16,7 +16,7 @@ from pytorch_accel_lite.distributed.job_observers_seam import observed
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.loop.gather_and_broadcast import gathering_uneven_batches
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_call
-from pytorch_accel_lite.loop.model_setup import check_model, release_model
+from pytorch_accel_lite.loop.model_setup import check_model_has_values, release_model
 from pytorch_accel_lite.optimizers.rates import learning_rates, note_initial_options
 from pytorch_accel_lite.run.error_notes_seam import explain
 from pytorch_accel_lite.run.run import SHARDING, Run, Sharding, TrainerLike
@@ -39,11 +39,11 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
     trainer.current_run = run
     try:
         with ExitStack() as run.cleanup, _applying_settings(trainer), _begun_together(trainer, run, call):
-            run.sharding = _find_sharding(trainer, run)
+            run.sharding = find_sharding(trainer, run)
             if run.outer is None:
                 if run.sharding is not None:
                     run.sharding.begin_run(trainer, run)
-                check_model(trainer)
+                check_model_has_values(trainer)
             yield
         shutdown.record_end(failed=False)
     except BaseException as error:
@@ -67,7 +67,7 @@ def entering(trainer: TrainerLike, run: Run, call: str) -> Iterator[None]:
             loader.stop_workers()
 
 
-def _find_sharding(trainer: TrainerLike, run: Run) -> Sharding | None:
+def find_sharding(trainer: TrainerLike, run: Run) -> Sharding | None:
     """Return what a run does differently because its model is or will be sharded; ``None`` if it will not be.
 
     Raises:

@@ -39,19 +39,13 @@ def prepare_model(trainer: TrainerLike, training: bool) -> None:
     trainer.optimizer = prepared.optimizer
 
 
-def check_model(trainer: TrainerLike) -> None:
-    """Check that all parameters have values, and that none would be trained although it is quantised.
+def check_model_has_values(trainer: TrainerLike) -> None:
+    """Check that no parameter is on the meta device, unless Accelerate gives it values: FSDP2, or hooks of offloading.
 
     Raises:
-        ValueError: if a parameter is not as it should be; names the parameter, or what to do instead
+        ValueError: if one is
     """
     model = trainer.get_model(keep_torch_compile=False)
-    _check_values(trainer, model)
-    _check_quantised(model)
-
-
-def _check_values(trainer: TrainerLike, model: nn.Module) -> None:
-    """Check that no parameter is on the meta device, unless Accelerate gives it values (FSDP2, hooks of offloading)."""
     if trainer.accelerator.is_fsdp2 or not any(parameter.is_meta for parameter in model.parameters()):
         return
     if not any(hasattr(module, "_hf_hook") for module in model.modules()):
@@ -64,6 +58,7 @@ def _check_values(trainer: TrainerLike, model: nn.Module) -> None:
 
 def apply_model_options(trainer: TrainerLike) -> None:
     """Change the memory format of the model and compile it, in place, as requested, unless it is already compiled."""
+    _prepare_quantised(trainer.get_model())
     if not trainer.channels_last and trainer.compile_model is False:
         return
     model = trainer.get_model()
@@ -74,7 +69,7 @@ def apply_model_options(trainer: TrainerLike) -> None:
         model.compile(**(options if isinstance(options, dict) else {}))
 
 
-def _check_quantised(model: nn.Module) -> None:
+def _prepare_quantised(model: nn.Module) -> None:
     """Leave quantised weights where they are, and check that none would be trained, as in a head that PEFT copied."""
     keep_as_they_are(model)
     trained = trained_and_quantised(model)

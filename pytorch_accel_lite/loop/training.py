@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
+from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.data import Batch, ShardedLoader
 from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.distributed.gradient_sync import no_sync_within_window, sync_ddp_buffers
 from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, evaluate_if_due
 from pytorch_accel_lite.loop.extra_passes import warm_up_ddp
-from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, warn_of_nonfinite_weights
+from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, steps_of_stream, warn_of_nonfinite_weights
 from pytorch_accel_lite.loop.guards.modes import (
     call_start_event,
     check_global_modes,
@@ -39,8 +40,7 @@ TRAINING_CHECKS: list[Callable[[TrainerLike, Run], None]] = []
 def begin_training(trainer: TrainerLike, run: Run) -> None:
     """Start the clock, schedule the evaluations, and let the step prepare for its first batch."""
     run.control.start_clock()
-    if run.data.eval_loader is not None or run.request.evaluate_every is not None:
-        begin_evaluations(run)
+    begin_evaluations(run)
     run.loop.has_update_schedules = run.evaluates_within_epochs or run.accumulation.changes
     run.training_step.begin(trainer)
 
@@ -84,7 +84,7 @@ def _run_epoch(trainer: TrainerLike, run: Run) -> None:
 def _run_steps(trainer: TrainerLike, run: Run) -> None:
     """Run the steps of an epoch, or the user's method for them."""
     try:
-        if "_run_train_epoch" in run.overridden:
+        if is_overridden(trainer, "_run_train_epoch"):
             run.end.has_reached_limit = bool(trainer._run_train_epoch(run.data.required_train_loader))
         else:
             run.end.has_reached_limit = train_epoch(trainer, run)
@@ -125,12 +125,13 @@ def train_epoch(trainer: TrainerLike, run: Run) -> bool:
     loader = _begin_train_epoch(trainer, run)
     min_share = min_share_for_batch_norm(trainer, run)
     run.batch_number = run.progress.step
-    is_whole = not run.progress.step  # the rest of a resumed epoch may have steps of other sizes
+    length = steps_of_stream(run, loader)  # now, as a stream may learn its length by being read
     has_ended = False
     while not has_ended:
+        loader = run.data.required_train_loader  # a callback may have replaced it
         has_ended = _steps_until_reread(trainer, run, loader, _batches_left(trainer, run, loader, min_share), limit)
     run.batch_number = None
-    check_num_steps(run, loader, is_whole and run.progress.update < limit)
+    check_num_steps(run, loader, length if run.progress.update < limit else None)
     _end_train_epoch(trainer, run)
     return run.progress.update >= limit
 

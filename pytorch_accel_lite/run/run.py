@@ -263,7 +263,7 @@ class Run:
             window=GradientWindow(ranks, torch.device("cpu"), steps=1, batch_size=1),
             request=request,
             data=RunData(ranks, train_data, eval_data, collate_fn),
-            device=trainer.accelerator.device,
+            device=trainer.device,
             overridden=overridden_methods(trainer),
         )
 
@@ -318,6 +318,10 @@ class Run:
     def stepper(self) -> Step:
         """The earlier name of ``training_step``."""
         return self.training_step
+
+    @stepper.setter
+    def stepper(self, step: Step) -> None:
+        self.training_step = step
 
     @property
     def epoch_is_trained(self) -> bool:

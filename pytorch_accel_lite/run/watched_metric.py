@@ -123,7 +123,7 @@ class WatchedMetric:
         """Whether a value is better than the best so far; ``None`` before the first value. NaN is never better."""
         if math.isnan(value) or best is None:
             return not math.isnan(value)
-        return self.improvement(value, best) > 0
+        return value > best if self.greater_is_better else value < best
 
     def improvement(self, value: float, on: float | None) -> float:
         """Return by how much a value is better than another one, or than none yet; negative if it is worse."""

@@ -23,6 +23,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
 )
@@ -32,7 +33,7 @@ from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.extending import SHARED_DATA_CHECKS
 from tests.launching import two_are_enough
 from tests.ranks import OrderedStream, rank, world_size
-from tests.small_models import Rows, changed_manifest, make_trainer
+from tests.small_models import Rows, changed_manifest, make_data, make_trainer, train
 from tests.streams import SavesEachUpdate, mixed, shuffled
 
 
@@ -495,3 +496,12 @@ def test_states_of_earlier_versions_count_epochs_from_one(tmp_path):
     rest = seen_in_training(numbers(12), [SavesAll(tmp_path / "again")], tmp_path / "4", sampler=ByEpoch())
     assert rest == [whole[1][4:]]
     assert seen_in_training(numbers(12), resume_from=tmp_path / "again/5", sampler=ByEpoch()) == [whole[1][8:]]
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Subset(data, range(4))], ids=["whole", "subset"])
+def test_data_in_memory_are_told_the_epoch(wrap):
+    epochs: list[int] = []
+    data: Any = make_data(6)
+    data.set_epoch = epochs.append
+    train(make_trainer(), epochs=2, train_dataset=wrap(data))
+    assert epochs == [0, 1]

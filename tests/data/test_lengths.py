@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -204,3 +205,19 @@ def test_a_stream_that_is_shorter_than_its_length_is_warned_of(length, warns):
     with pytest.warns(UserWarning, match=message) if warns else nullcontext():
         train(make_trainer(), train_dataset=Promises(length))
     train(make_trainer(), train_dataset=Promises(20), epochs=None, max_num_train_steps=3)
+
+
+class Learns(Promises):
+    """A stream that knows its length once it has been read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+        self.length = 8 if self.length == 20 else 20
+
+
+@pytest.mark.extension("streams")
+@pytest.mark.parametrize(("promised", "warns"), [(20, True), (8, False)])
+def test_the_length_that_a_stream_had_before_its_epoch_counts(promised, warns, recwarn):
+    train(make_trainer(), train_dataset=Learns(promised), epochs=1)
+    said = [str(warning.message) for warning in recwarn]
+    assert any("ended after 4 steps of this epoch" in text for text in said) == warns

@@ -324,3 +324,20 @@ def test_a_replaced_method_of_the_constructor_is_called(name, monkeypatch):
     monkeypatch.setattr(Trainer, name, noted(getattr(Trainer, name), calls))
     make_trainer()
     assert calls
+
+
+@pytest.mark.parametrize("hook", ["_run_train_epoch", "_run_eval_epoch"])
+def test_a_hook_that_a_callback_replaces_is_called(hook):
+    calls: list[str] = []
+
+    def replace(trainer: Trainer, **_: Any) -> None:
+        original = getattr(trainer, hook)
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            calls.append(hook)
+            return original(*args, **kwargs)
+
+        setattr(trainer, hook, replacement)
+
+    train(make_trainer([listener(on_training_run_start=replace)]), epochs=3, eval_dataset=True)
+    assert len(calls) == 3

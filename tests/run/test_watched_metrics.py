@@ -12,6 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -28,6 +29,7 @@ from pytorch_accel_lite.callbacks import (
     SaveBestModelCallback,
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
+    WatchedMetric,
 )
 from tests.launching import some_of, two_are_enough
 from tests.ranks import shared_folder
@@ -597,3 +599,10 @@ def test_the_best_models_epoch_is_counted_as_in_other_lines(here, capsys):
         "Starting epoch 2/2",
         "Loading the best model: epoch 4 of an earlier run",
     ]
+
+
+def test_numbers_of_any_type_are_compared():
+    watched = WatchedMetric(None, "watch_metric", "accuracy", True)
+    assert not watched.is_better(np.uint8(3), np.uint8(5))
+    assert watched.is_better(np.bool_(True), np.bool_(False))
+    assert not watched.is_better(float("nan"), 1.0)

@@ -11,18 +11,18 @@ from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.trained_parts import weights_are_finite
 
 
-def check_num_steps(run: Run, loader: Source, is_whole: bool) -> None:
-    """Check that an epoch had batches. Warn if a stream ended before its length, on which schedules rely.
+def steps_of_stream(run: Run, loader: Source) -> int | None:
+    """Return the length of a stream in steps, if it has one and the epoch begins with it."""
+    # A stream that divides itself among the processes may have the length of all data.
+    is_stream = run.data.ranks.world_size == 1 and isinstance(getattr(loader.source, "dataset", None), IterableDataset)
+    return find_length(loader) if is_stream and not run.progress.step else None
 
-    Args:
-        is_whole: whether the epoch was read from its beginning to its end
-    """
+
+def check_num_steps(run: Run, loader: Source, length: int | None) -> None:
+    """Check that an epoch had batches. Warn if a stream ended before its length, on which schedules rely."""
     steps = run.progress.step
     if not steps:
         raise ValueError("train_dataset gave no batch in this epoch: is it empty or exhausted?")
-    # A stream that divides itself among the processes may have the length of all data.
-    is_stream = run.data.ranks.world_size == 1 and isinstance(getattr(loader.source, "dataset", None), IterableDataset)
-    length = find_length(loader) if is_whole and is_stream else None
     if length is not None and steps + loader.source.num_workers < length:  # each may drop one
         warn_outside(
             f"The training data ended after {steps} steps of this epoch, but their length is {length} steps, by which "
