@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from pytorch_accel_lite.base.missing_extensions import missing_name_error
 from pytorch_accel_lite.callbacks import (
     CallbackHandler,
     NonFiniteLossError,
@@ -10,7 +11,6 @@ from pytorch_accel_lite.callbacks import (
     get_default_callbacks,
 )
 from pytorch_accel_lite.distributed.launched_processes import notebook_launcher
-from pytorch_accel_lite.extension_names import missing_name_error
 from pytorch_accel_lite.extensions import plots as plots  # fills PLOTS
 from pytorch_accel_lite.extensions import pretrained as pretrained  # adds to MODEL_FORMS
 from pytorch_accel_lite.extensions import remote as remote

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.extension_names import missing_name_error
+from pytorch_accel_lite.base.missing_extensions import missing_name_error
 from pytorch_accel_lite.extensions.model_ema import ModelEma
 
 __all__ = ["ModelEma"]

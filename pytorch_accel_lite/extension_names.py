@@ -1,12 +1,6 @@
-"""What each extension gives the facade, and slots that one extension fills; errors that name a missing extension."""
+"""The names of the extensions: what each offers, the arguments that need it, and what it needs itself."""
 
 from __future__ import annotations
-
-from pathlib import Path
-from typing import Generic, TypeVar
-
-C = TypeVar("C", bound=type)
-T = TypeVar("T")
 
 #: Names in the package; names in its modules and in ``Trainer`` are prefixed with these.
 OFFERED = {
@@ -135,78 +129,3 @@ NEEDED = {
     "tuning": ("trials",),
     "unfreezing": ("finetuning",),
 }
-
-
-def missing_name_error(name: str, prefix: str = "") -> Exception:
-    """Return the error about a missing name in the package, or in ``prefix`` in it.
-
-    If a missing extension has the name of a module, it is an ``ImportError``: ``from ... import`` would replace the
-    message of an ``AttributeError``.
-    """
-    kind = AttributeError if prefix[:1].isupper() else ImportError
-    qualified = f"{prefix}.{name}" if prefix else name
-    for extension, names in OFFERED.items():
-        if qualified in names:
-            return kind(f"{qualified} {missing_extension_text(extension)}")
-    folder = Path(__file__).parent.name
-    owner = f"{prefix!r} object" if prefix[:1].isupper() else f"module {f'{folder}.{prefix}'.rstrip('.')!r}"
-    return AttributeError(f"{owner} has no attribute {name!r}")
-
-
-class _MissingMethod:
-    """Stands for a method from a missing extension."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def __get__(self, instance: object, owner: type) -> object:
-        raise AttributeError(str(self._error))
-
-
-def add_missing_method_errors(cls: C) -> C:
-    """Give a class errors for the methods that it lacks because an extension is missing.
-
-    A ``__getattr__`` would make each attribute of each instance slower to read, and hide the errors of properties.
-    """
-    for name in [name for names in OFFERED.values() for name in names]:
-        prefix, _, method = name.rpartition(".")
-        if prefix == cls.__name__ and not hasattr(cls, method):
-            setattr(cls, method, _MissingMethod(missing_name_error(method, prefix)))
-    return cls
-
-
-def missing_extension_text(extension: str) -> str:
-    """Return the end of an error about a missing extension, which begins with the name that needs it."""
-    folder = Path(__file__).parent.name
-    return (
-        f"belongs to the extension {extension!r}, which is not installed: its folder "
-        f"{folder}/extensions/{extension} is missing. Reinstall the package."
-    )
-
-
-class Slot(Generic[T]):
-    """A seam that a single extension fills.
-
-    Args:
-        extension: the name of the extension, for the error if it is missing
-    """
-
-    def __init__(self, extension: str) -> None:
-        self.extension = extension
-        self.content: T | None = None
-
-    def fill(self, content: T) -> None:
-        """Fill the slot.
-
-        Raises:
-            RuntimeError: if it is filled already
-        """
-        if self.content is not None:
-            raise RuntimeError(f"The extension {self.extension!r} has filled this slot already, with {self.content!r}.")
-        self.content = content
-
-    def get(self, wanted_by: str, kind: type[Exception] = ValueError) -> T:
-        """Return the content; without it, raise an error of a kind, which begins with what wants it."""
-        if self.content is None:
-            raise kind(f"{wanted_by} {missing_extension_text(self.extension)}")
-        return self.content

@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from pytorch_accel_lite.base.checked_calls import checked_calls
 from pytorch_accel_lite.base.constructor_calls import LIBRARY_ATTRIBUTES
 from pytorch_accel_lite.base.devices import launched_on_cpus
+from pytorch_accel_lite.base.missing_extensions import add_missing_method_errors
 from pytorch_accel_lite.base.module_modes import without_gradients
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.reprs import join_wrapped
@@ -38,14 +39,17 @@ from pytorch_accel_lite.checkpoint import loading, saving
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batch_adapter import BatchAdapter, LossFunction
-from pytorch_accel_lite.data.loader import LoaderKwargs
-from pytorch_accel_lite.data.loader_choice import DEFAULT_BATCH_SIZE, dataloader_for, default_loader_kwargs
+from pytorch_accel_lite.data.dataloader_defaults import (
+    DEFAULT_BATCH_SIZE,
+    LoaderKwargs,
+    dataloader_for,
+    default_loader_kwargs,
+)
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index, Source
 from pytorch_accel_lite.data.step_outputs import total_loss
 from pytorch_accel_lite.distributed import Ranks, launched_processes, shutdown
 from pytorch_accel_lite.distributed.accelerator import create_accelerator, find_unused_in_ddp
 from pytorch_accel_lite.distributed.ranks import find_ranks
-from pytorch_accel_lite.extension_names import add_missing_method_errors
 from pytorch_accel_lite.extensions import blocks as blocks  # adds to MODEL_CHANGES
 from pytorch_accel_lite.extensions import compiled_step as compiled_step  # fills STEP_COMPILER
 from pytorch_accel_lite.extensions import data_fingerprints as data_fingerprints  # adds to SHARED_DATA_CHECKS
@@ -107,7 +111,7 @@ from pytorch_accel_lite.run.metrics_seam import METRICS
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.request_and_config import LoaderArguments, RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, Step
-from pytorch_accel_lite.run.scheduler_steps import step_after_epoch
+from pytorch_accel_lite.run.scheduler_stepping import step_after_epoch
 from pytorch_accel_lite.run.stop_errors import RunPausedError
 from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.placeholders import (
@@ -1021,7 +1025,7 @@ class Trainer:
         replicas.compare_replicas(self)
 
     def call_event(self, event: str, **kwargs: object) -> None:
-        """Fire an event, which may be your own. Call it on every process.
+        """Call an event, which may be your own, on all callbacks. Every process must call it.
 
         On a single process, a request to end the run is raised after the event; on several, it is synchronised. A pause
         waits for the next point from which the run can be resumed exactly.
@@ -1031,7 +1035,7 @@ class Trainer:
             return
         control = self.current_run.control
         if control.ranks.world_size > 1:
-            handler.call_each(event, control.request, self, **kwargs)
+            handler.call_event_passing_stops(event, control.request, self, **kwargs)
             return
         try:
             handler.call_event(event, self, **kwargs)
@@ -1269,7 +1273,7 @@ class Trainer:
         evaluation.evaluate_dataset(self, self.current_run, valid_dl, is_training, is_intermediate)
 
     def _create_step(self, run: Run) -> Step:
-        """Choose how the run trains on a batch."""
+        """Choose how the run trains on a batch, and whether that is compiled."""
         return create_step(self, run)
 
     def _check_scheduler(self, request: RunRequest, *, steps_itself: bool = False) -> None:

@@ -6,6 +6,7 @@ from pytorch_accel_lite.base.compat_names import DataLoaderSlice, worker_init_fn
 from pytorch_accel_lite.base.escaping import as_cell, from_cell
 from pytorch_accel_lite.base.extras import import_extra
 from pytorch_accel_lite.base.formatting import format_bytes, format_metric, format_value, listed
+from pytorch_accel_lite.base.missing_extensions import missing_name_error
 from pytorch_accel_lite.base.plain_values import as_json
 from pytorch_accel_lite.base.unknown_names import suggest
 from pytorch_accel_lite.callbacks.batch_limits import LIMIT_BATCHES_ENV_VAR, LimitBatches
@@ -15,7 +16,6 @@ from pytorch_accel_lite.distributed.process_decorators import (
     local_process_zero_only,
     world_process_zero_only,
 )
-from pytorch_accel_lite.extension_names import missing_name_error
 from pytorch_accel_lite.extensions.idle_gpus import use_idle_gpus
 from pytorch_accel_lite.extensions.model_ema import ModelEma
 from pytorch_accel_lite.loop.gather_and_broadcast import remove_padding, result_of_first

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.base.compat_names import CallbackMethodNotImplementedError
+from pytorch_accel_lite.base.missing_extensions import missing_name_error
 from pytorch_accel_lite.callbacks.batch_limits import LimitBatchesCallback, LimitEvalStepsCallback
 from pytorch_accel_lite.callbacks.best_model import SaveBestModelCallback
 from pytorch_accel_lite.callbacks.default_callbacks import DefaultCallbacks, get_default_callbacks
@@ -15,7 +16,6 @@ from pytorch_accel_lite.callbacks.step_evaluation import StepBasedEvaluationCall
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TimeLimitCallback
 from pytorch_accel_lite.callbacks.terminate_on_nan import TerminateOnNaNCallback
 from pytorch_accel_lite.callbacks.training_states import SaveTrainingStateCallback
-from pytorch_accel_lite.extension_names import missing_name_error
 from pytorch_accel_lite.extensions import slurm as slurm  # adds to JOB_QUEUES
 from pytorch_accel_lite.extensions.advice import AdviceCallback  # adds to DEFAULTS
 from pytorch_accel_lite.extensions.energy import EnergyCallback

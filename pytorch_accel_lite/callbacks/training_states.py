@@ -13,6 +13,7 @@ from typing import Literal
 from pytorch_accel_lite.base.argument_checks import check_positive_int, check_positive_number, check_range, optional
 from pytorch_accel_lite.base.checked_calls import checked_calls
 from pytorch_accel_lite.base.formatting import wrapped
+from pytorch_accel_lite.base.missing_extensions import missing_extension_text
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.sharded_weights import are_sharded
 from pytorch_accel_lite.base.shown_errors import add_note
@@ -23,7 +24,6 @@ from pytorch_accel_lite.checkpoint.models.supported_engines import check_states_
 from pytorch_accel_lite.checkpoint.states.rotation import remove_old_states
 from pytorch_accel_lite.checkpoint.states.store import state_name
 from pytorch_accel_lite.checkpoint.store_choice import open_store
-from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval

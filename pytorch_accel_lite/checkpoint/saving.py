@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from pytorch_accel_lite.base.formatting import listed
+from pytorch_accel_lite.base.missing_extensions import missing_extension_text
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath, check_open_file, file_path, name_of, parse_location
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.user_warnings import warn_outside
@@ -40,7 +41,6 @@ from pytorch_accel_lite.checkpoint.states.directory import CapturedState
 from pytorch_accel_lite.checkpoint.store_choice import open_folder, write_state
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.lost_processes import naming_call
-from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.stop_errors import NonFiniteLossError
 from pytorch_accel_lite.run.trained_parts import evaluating_optimizers, weights_are_finite
@@ -60,8 +60,7 @@ def _warn_of_weights(trainer: TrainerLike, method: str) -> None:
 @contextmanager
 def _timed(trainer: TrainerLike) -> Iterator[None]:
     """Count the time of a block as saving."""
-    timer = trainer.callback_handler.timer
-    with nullcontext() if timer is None else timer("saving"), trainer.current_run.goodput.counting("saving"):
+    with trainer.callback_handler.timing("saving"), trainer.current_run.goodput.counting("saving"):
         yield
 
 

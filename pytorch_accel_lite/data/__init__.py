@@ -2,12 +2,22 @@
 
 from typing import TYPE_CHECKING
 
+from pytorch_accel_lite.base.missing_extensions import missing_name_error
 from pytorch_accel_lite.data.batches import Batch
-from pytorch_accel_lite.data.loader import FailedRead, LoaderKwargs, LoaderOptions, ShardedLoader
-from pytorch_accel_lite.data.loader_choice import Data, NamedData, shard
+from pytorch_accel_lite.data.dataloader_defaults import LoaderKwargs
+from pytorch_accel_lite.data.loader_base import FailedRead, LoaderOptions, ShardedLoader
+from pytorch_accel_lite.data.loader_choice import shard
 from pytorch_accel_lite.data.named_datasets import NamedDatasets, NamedSampler
-from pytorch_accel_lite.data.sources import BatchData, CollateFunction, IndexedData, OwnShard, Sample, Source
-from pytorch_accel_lite.extension_names import missing_name_error
+from pytorch_accel_lite.data.sources import (
+    BatchData,
+    CollateFunction,
+    Data,
+    IndexedData,
+    NamedData,
+    OwnShard,
+    Sample,
+    Source,
+)
 from pytorch_accel_lite.extensions import kept_workers as kept_workers  # fills DATA_MARKS
 from pytorch_accel_lite.extensions import streams as streams  # fills SEQUENTIAL_READER
 from pytorch_accel_lite.extensions.mixtures import Mixture, MixtureSampler, MixtureStream

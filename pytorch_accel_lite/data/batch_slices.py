@@ -12,7 +12,7 @@ from accelerate.utils.operations import honor_type
 from pytorch_accel_lite.base.lengths_and_signatures import find_length
 from pytorch_accel_lite.base.nested_data import is_dataclass, parts_in
 from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.data.batches import is_as_long
+from pytorch_accel_lite.data.batch_size import is_as_long
 from pytorch_accel_lite.data.sources import BatchData
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
-from pytorch_accel_lite.extension_names import Slot
+from pytorch_accel_lite.base.slots import Slot
 
 #: Numbers and types that differ if objects, or their contents, have changed.
 Marks: TypeAlias = list[object]

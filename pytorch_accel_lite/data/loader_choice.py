@@ -1,148 +1,26 @@
-"""Choosing the loader for what users pass: a ``DataLoader`` with default arguments, and how its batches are divided."""
+"""Choosing the loader that divides the batches of a source: by index, or read in turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
-from accelerate import Accelerator
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from pytorch_accel_lite.base.cores import cores_per_process
-from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions, ShardedLoader
+from pytorch_accel_lite.base.slots import Slot
+from pytorch_accel_lite.data.loader_base import LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.map_loader import MapLoader
-from pytorch_accel_lite.data.named_datasets import NamedDatasets
-from pytorch_accel_lite.data.reading import inner_datasets, reads_batches, tensors_in_memory
-from pytorch_accel_lite.data.sources import CollateFunction, IndexedData, OwnShard, Sample, Source, TrainingOrder
-from pytorch_accel_lite.data.worker_startup import start_method
+from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.extension_names import Slot
 
-#: What a trainer reads: a dataset, a ``DataLoader`` or ``OwnShard``, or anything with an element for each sample.
-Data = Dataset[Sample] | DataLoader[Sample] | OwnShard | IndexedData
-#: Data, or several data by name.
-NamedData = Data | Mapping[str, Data]
-#: The batch size of ``train()`` and ``evaluate()`` if none is passed.
-DEFAULT_BATCH_SIZE = 8
-#: Arguments with a user-defined order.
-_ORDER_ARGUMENTS = {"sampler", "batch_sampler"}
 #: Checks of a dataset that can be indexed, before each of several processes reads its share: called on all of them. An
 #: extension adds its own.
 SHARED_DATA_CHECKS: list[Callable[[Source, Ranks], None]] = []
-#: Options of a ``DataLoader`` that a run config reports.
-_REPORTED = ("batch_size", "drop_last", "num_workers", "persistent_workers", "pin_memory")
 #: Returns the loader for a source that is read in turn.
 SequentialReader: TypeAlias = Callable[[Source, Ranks, torch.device, LoaderOptions], ShardedLoader]
 #: What reads data in turn: streams, and batches that are ready.
 SEQUENTIAL_READER: Slot[SequentialReader] = Slot("streams")
-
-
-def is_loader(data: object) -> bool:
-    """Whether the user has passed a loader, which yields batches, in place of a dataset."""
-    return isinstance(data, (DataLoader, OwnShard))
-
-
-def dataset_of(data: Source) -> Source:
-    """Return the dataset that a ``DataLoader`` reads; anything else unchanged."""
-    batches = data.batches if isinstance(data, OwnShard) else data
-    return batches.dataset if isinstance(batches, DataLoader) else batches
-
-
-def options_of(loader: Source) -> LoaderKwargs:
-    """Return the options with which a loader reads its dataset, if it has any."""
-    batches = loader.batches if isinstance(loader, OwnShard) else loader
-    return {name: getattr(batches, name) for name in _REPORTED if hasattr(batches, name)}
-
-
-def default_num_workers(dataset: Source, processes: int) -> int:
-    """Return the default number of worker processes of a dataloader, given the number of processes in the job.
-
-    The default is 0 for data in memory, for data that are read a whole batch at a time, for iterable datasets (each
-    worker would repeat the stream), and where workers are new interpreters rather than forks. Otherwise it is the
-    number of this process's cores, up to eight.
-    """
-    is_fast = _is_in_memory(dataset) or reads_batches(dataset)
-    if is_fast or isinstance(dataset, IterableDataset) or start_method() != "fork":
-        return 0
-    per_process = cores_per_process(processes)
-    return min(per_process, 8) if per_process > 1 else 0
-
-
-def faster_data(loader: Source, processes: int) -> str:
-    """Return advice, for the cores of this machine, on how to feed a model that waits for the data of a loader."""
-    workers = getattr(loader, "num_workers", 0)
-    cores = cores_per_process(processes)
-    if workers < cores:
-        more = "more workers" if workers else "workers"
-        count = min(cores, max(8, 2 * workers))
-        advice = f"Use {more}, num_workers={count} in train_dataloader_kwargs or in your DataLoader, or precompute"
-    else:
-        advice = f"{workers} workers already share {cores} core{'s' * (cores > 1)}; more would not help. Precompute"
-    return (
-        f"{advice} what the dataset does for each sample. Data that fits in memory can be a TensorDataset, which is "
-        "read a batch at a time."
-    )
-
-
-def _is_in_memory(dataset: Source) -> bool:
-    if type(dataset) in (TensorDataset, torch.Tensor):
-        return True
-    inner = inner_datasets(dataset)
-    return bool(inner) and all(map(_is_in_memory, inner))
-
-
-def default_loader_kwargs(dataset: Source, batch_size: int, shuffle: bool, accelerator: Accelerator) -> LoaderKwargs:
-    """Return the default arguments of a dataloader."""
-    workers = default_num_workers(dataset, accelerator.num_processes)
-    inner = dataset
-    while type(inner) is Subset:  # converting a subset's indices takes time
-        inner = inner.dataset
-    memory = tensors_in_memory(inner)
-    can_be_pinned = memory is None or memory.is_on(torch.device("cpu"))
-    kwargs: LoaderKwargs = {
-        "batch_size": batch_size,
-        "num_workers": workers,
-        "persistent_workers": workers > 0,
-        "pin_memory": torch.cuda.is_available() and can_be_pinned,
-    }
-    if isinstance(dataset, NamedDatasets):
-        kwargs["sampler"] = dataset.create_sampler(shuffle)
-    elif not isinstance(dataset, IterableDataset):
-        kwargs["shuffle"] = shuffle
-    return kwargs
-
-
-def dataloader_for(
-    dataset: Source, collate_fn: CollateFunction | None, defaults: LoaderKwargs, arguments: LoaderKwargs | None
-) -> tuple[Source, LoaderKwargs]:
-    """Return a dataloader of a dataset, and its arguments. The user may have passed one in place of a dataset.
-
-    Args:
-        arguments: the user's arguments, which override the defaults
-    """
-    if is_loader(dataset):
-        return dataset, options_of(dataset)
-    merged = _merged(dataset, defaults, arguments)
-    kwargs: LoaderKwargs = {"collate_fn": collate_fn} | merged
-    return DataLoader(dataset, **kwargs), merged
-
-
-def _merged(dataset: Source, defaults: LoaderKwargs, arguments: LoaderKwargs | None) -> LoaderKwargs:
-    """Return the user's arguments, with all defaults that are compatible with them."""
-    arguments = dict(arguments or {})
-    if isinstance(dataset, NamedDatasets) and "shuffle" in arguments:
-        arguments["sampler"] = dataset.create_sampler(arguments.pop("shuffle"))
-    elif isinstance(dataset, TrainingOrder) and defaults.get("shuffle") and not arguments.keys() & _ORDER_ARGUMENTS:
-        arguments["sampler"] = dataset.create_training_sampler(arguments.pop("shuffle", True))
-    excluded = set()
-    if arguments.keys() & _ORDER_ARGUMENTS:
-        excluded = {"shuffle"}
-    if "batch_sampler" in arguments:
-        excluded |= {"batch_size", "drop_last", "sampler"}
-    if not (defaults | arguments).get("num_workers"):
-        excluded |= {"persistent_workers", "prefetch_factor"}
-    return {name: value for name, value in defaults.items() if name not in excluded} | arguments
 
 
 def shard(

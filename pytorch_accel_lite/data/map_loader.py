@@ -18,7 +18,7 @@ from pytorch_accel_lite.base.seeding import derive_seed, draw_seed, generator_wi
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.batches import Batch, Share
 from pytorch_accel_lite.data.data_marks_seam import Marks, marks_of
-from pytorch_accel_lite.data.loader import FailedRead, LoaderOptions, ShardedLoader
+from pytorch_accel_lite.data.loader_base import FailedRead, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.order import (
     ComputedOrder,
     Order,
@@ -33,17 +33,16 @@ from pytorch_accel_lite.data.reading import InMemory, add_missing_note, as_rows,
 from pytorch_accel_lite.data.sample_seeds import SeededReader, as_collated
 from pytorch_accel_lite.data.sampler_order_checks import check_order
 from pytorch_accel_lite.data.sampler_states import EpochRead, advance_sampler, state_of_sampler, warn_of_other_order
-from pytorch_accel_lite.data.shares import (
-    Shares,
+from pytorch_accel_lite.data.shares import Shares, share_bounds
+from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Sample, SamplerLike, SourceState
+from pytorch_accel_lite.data.steps_from_position import (
     WrongLengthError,
     count_global_batches,
     global_batches,
     grouped,
-    share_bounds,
+    skip_samples,
     with_last,
 )
-from pytorch_accel_lite.data.skipping_on_resume import skip_samples
-from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Sample, SamplerLike, SourceState
 from pytorch_accel_lite.distributed import Ranks
 
 #: Samplers whose orders depend on the seed and the epoch alone.

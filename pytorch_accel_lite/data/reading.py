@@ -17,8 +17,8 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.shown_errors import add_note, notes_of
 from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.data.shares import grouped
 from pytorch_accel_lite.data.sources import BatchData, Index, Sample, Source
+from pytorch_accel_lite.data.steps_from_position import grouped
 
 _STEPS = 256  # number of steps whose indices are copied to a device together
 _MOST_OF_RANGE = 8  # consecutive samples that are listed one by one

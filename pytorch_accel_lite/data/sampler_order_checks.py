@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.data.shares import WrongLengthError
 from pytorch_accel_lite.data.sources import Index, SamplerLike
+from pytorch_accel_lite.data.steps_from_position import WrongLengthError
 from pytorch_accel_lite.distributed import Ranks
 
 _PIECE = 1 << 16  # indices

@@ -1,17 +1,14 @@
-"""The arithmetic of dividing an epoch into steps and shares."""
+"""The shares of a step: their bounds, and which of them a process reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
-from typing import TypeVar
+from itertools import chain
 
 import torch
 
 from pytorch_accel_lite.data.batches import Batch
-
-T = TypeVar("T")
 
 
 def share_bounds(
@@ -34,54 +31,6 @@ def share_bounds(
     quotient, remainder = divmod(size, sharers)
     start = min(rank * quotient + min(rank, remainder), size)
     return start, min(start + quotient + (rank < remainder), size)
-
-
-def count_global_batches(num_samples: int, global_batch: int, drop_last: bool = False) -> int:
-    """Return the number of steps in an epoch."""
-    return num_samples // global_batch if drop_last else -(-num_samples // global_batch)
-
-
-def global_batches(
-    num_samples: int, global_batch: int, start: int = 0, drop_last: bool = False, min_last: int = 1
-) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of the samples of each step, for all ranks together, in the order of the epoch.
-
-    Args:
-        global_batch: number of samples in a full step
-        start: number of samples of the epoch already consumed
-        drop_last: whether to drop a smaller last step
-        min_last: if fewer than this many samples are left for the last step, the last two steps divide their samples
-            evenly; evaluation uses it to keep every rank busy in every step
-    """
-    while start < num_samples:
-        remaining = num_samples - start
-        size = min(global_batch, remaining)
-        if drop_last and size < global_batch:
-            return
-        if not drop_last and 0 < remaining - size < min_last and remaining >= 2 * min_last:
-            size = (remaining + 1) // 2
-        yield start, start + size
-        start += size
-
-
-class WrongLengthError(ValueError):
-    """A sampler gives fewer or more indices than its length. Unlike a failed batch, this error is never skipped."""
-
-
-def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Yield each item, and whether it is the last one. Reads one item ahead."""
-    iterator = iter(items)
-    pending = list(islice(iterator, 1))
-    for following in iterator:
-        yield pending.pop(), False
-        pending.append(following)
-    if pending:
-        yield pending.pop(), True
-
-
-def grouped(items: Iterator[T], size: int) -> Iterator[list[T]]:
-    """Yield lists of ``size`` items; the last may be shorter."""
-    return iter(lambda: list(islice(items, size)), [])
 
 
 @dataclass(eq=False, slots=True)

@@ -1,10 +1,12 @@
-"""Types of the data that users pass, of the batches read from them, and of what steps return for these."""
+"""The data that users pass: their types, those of the batches read from them, and of what steps return for these."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias
+
+from torch.utils.data import DataLoader, Dataset
 
 from pytorch_accel_lite.base.types import Tree
 
@@ -60,3 +62,20 @@ class TrainingOrder(ABC):
     @abstractmethod
     def create_training_sampler(self, shuffle: bool = True) -> SamplerLike:
         """Return the sampler of a training epoch."""
+
+
+#: What a trainer reads: a dataset, a ``DataLoader`` or ``OwnShard``, or anything with an element for each sample.
+Data = Dataset[Sample] | DataLoader[Sample] | OwnShard | IndexedData
+#: Data, or several data by name.
+NamedData = Data | Mapping[str, Data]
+
+
+def is_loader(data: object) -> bool:
+    """Whether the user has passed a loader, which yields batches, in place of a dataset."""
+    return isinstance(data, (DataLoader, OwnShard))
+
+
+def dataset_of(data: Source) -> Source:
+    """Return the dataset that a ``DataLoader`` reads; anything else unchanged."""
+    batches = data.batches if isinstance(data, OwnShard) else data
+    return batches.dataset if isinstance(batches, DataLoader) else batches

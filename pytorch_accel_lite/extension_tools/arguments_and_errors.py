@@ -12,12 +12,12 @@ from pytorch_accel_lite.base.argument_checks import (
 from pytorch_accel_lite.base.checked_calls import checked_calls
 from pytorch_accel_lite.base.constructor_calls import arguments_of, library_attributes
 from pytorch_accel_lite.base.extras import install_command
+from pytorch_accel_lite.base.missing_extensions import missing_extension_text
 from pytorch_accel_lite.base.paths import may_differ, parse_location
 from pytorch_accel_lite.base.shown_errors import add_note, describe_error, notes_of
 from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_in_this_package, is_overridden
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.extension_names import missing_extension_text
 
 __all__ = [
     "add_note", "arguments_of", "check_bool", "check_choice", "check_int", "check_positive_int",

@@ -10,26 +10,21 @@ from pytorch_accel_lite.data.batch_adapter import (
     first_label,
     shapes_are_known,
 )
+from pytorch_accel_lite.data.batch_size import infer_batch_size, is_as_long, is_packed
 from pytorch_accel_lite.data.batch_slices import WHAT_CAN_BE_SPLIT, is_list_of_samples, select_samples, slice_batch
-from pytorch_accel_lite.data.batches import Batch, infer_batch_size, is_as_long, is_packed, is_single_sample
+from pytorch_accel_lite.data.batches import Batch, is_single_sample
 from pytorch_accel_lite.data.concatenation import ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.data.data_marks_seam import DATA_MARKS, Marks, marks_of
-from pytorch_accel_lite.data.loader import LoaderKwargs, LoaderOptions, ShardedLoader, copy_loader, to_device
-from pytorch_accel_lite.data.loader_choice import (
-    DEFAULT_BATCH_SIZE,
-    SEQUENTIAL_READER,
-    SequentialReader,
-    dataset_of,
-    faster_data,
-    is_loader_of_torch,
-)
+from pytorch_accel_lite.data.dataloader_defaults import DEFAULT_BATCH_SIZE, LoaderKwargs, faster_data
+from pytorch_accel_lite.data.loader_base import LoaderOptions, ShardedLoader, copy_loader
+from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SequentialReader, is_loader_of_torch
 from pytorch_accel_lite.data.map_loader import MapLoader
 from pytorch_accel_lite.data.named_datasets import check_are_named, sizes_of
 from pytorch_accel_lite.data.order import of_all_processes
+from pytorch_accel_lite.data.placing import to_device
 from pytorch_accel_lite.data.reading import add_missing_note, list_samples, names_sample, reader_of
 from pytorch_accel_lite.data.sampler_order_checks import PASS_OWN_SHARD, checksum_of_indices
-from pytorch_accel_lite.data.shares import count_global_batches, grouped, share_bounds, with_last
-from pytorch_accel_lite.data.skipping_on_resume import early_end_error, skip_samples
+from pytorch_accel_lite.data.shares import share_bounds
 from pytorch_accel_lite.data.sources import (
     BatchData,
     BatchOutput,
@@ -40,8 +35,16 @@ from pytorch_accel_lite.data.sources import (
     Source,
     SourceState,
     TrainingOrder,
+    dataset_of,
 )
 from pytorch_accel_lite.data.step_outputs import check_items, complete_output, is_number
+from pytorch_accel_lite.data.steps_from_position import (
+    count_global_batches,
+    early_end_error,
+    grouped,
+    skip_samples,
+    with_last,
+)
 
 __all__ = [
     "Batch", "BatchData", "BatchOutput", "DATA_MARKS", "DEFAULT_BATCH_SIZE", "IGNORED_LABEL", "Index", "IndexedData",

@@ -8,12 +8,12 @@ from pytorch_accel_lite.loop.guards.trainer_arguments import check_training
 from pytorch_accel_lite.loop.guards.training_batches import min_share_for_batch_norm
 from pytorch_accel_lite.loop.inference import inference, inference_run, unwrapped_model
 from pytorch_accel_lite.loop.lifecycle import entering
+from pytorch_accel_lite.loop.loader_creation import create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.model_setup import prepare_model, release_model
-from pytorch_accel_lite.loop.run_loaders import create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.snapshot import preserving_attributes, replaced
 from pytorch_accel_lite.loop.training import run_step
 from pytorch_accel_lite.run.error_notes_seam import explain, explaining
-from pytorch_accel_lite.run.scheduler_steps import is_stepped_after_updates
+from pytorch_accel_lite.run.scheduler_stepping import is_stepped_after_updates
 from pytorch_accel_lite.steps.choice import create_step
 
 __all__ = [

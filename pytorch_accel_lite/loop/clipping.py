@@ -73,9 +73,8 @@ def total_norm(trainer: TrainerLike) -> torch.Tensor:
     """Return the total norm of the gradients of an update, before clipping by norm; computed once per update."""
     run = trainer.current_run
     if run.training_step.gradient_norm is None:
-        updates_all = (
-            not run.training_step.updates_one_by_one
-        )  # otherwise the gradients being used are already unscaled
+        # If optimizers are updated one by one, the gradients of this one are unscaled already.
+        updates_all = not run.training_step.updates_one_by_one
         if updates_all and trainer.accelerator.scaler is not None:
             unscale(trainer)
         optimized = optimized_parameters(run.training_step.optimizer_to_update(trainer))

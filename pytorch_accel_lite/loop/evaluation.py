@@ -1,4 +1,7 @@
-"""Evaluation on one or several datasets, within a training run or alone. Every sample counts once."""
+"""Evaluation on one or several datasets; if it interrupts a training run, it restores the modes of all modules.
+
+Every sample counts once.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from pytorch_accel_lite.base.generator_states import preserving_generators
 from pytorch_accel_lite.base.module_modes import preserving_modes
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data import Batch, NamedData, ShardedLoader
-from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.dataloader_defaults import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction, Source
 from pytorch_accel_lite.distributed.gradient_sync import sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.dataset_checks import check_dataset
-from pytorch_accel_lite.loop.guards.modes import fire_start_event
+from pytorch_accel_lite.loop.guards.modes import call_start_event
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import ending, entering
-from pytorch_accel_lite.loop.run_loaders import loader_of_run
+from pytorch_accel_lite.loop.loader_creation import loader_of_run
 from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.error_notes_seam import explaining
@@ -30,7 +33,7 @@ from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_data import EvalArguments
-from pytorch_accel_lite.run.scheduler_steps import step_within_epoch
+from pytorch_accel_lite.run.scheduler_stepping import step_within_epoch
 from pytorch_accel_lite.run.skipped_in_inference import SKIPPED, SkippedBatches
 from pytorch_accel_lite.run.stop_errors import StopTrainingError
 
@@ -62,6 +65,7 @@ def evaluate_all(
             with (
                 explaining(trainer, run, "evaluation"),
                 run.goodput.counting("evaluation"),
+                trainer.callback_handler.timing("evaluation"),
                 prefixing_metric_names(trainer.run_history, prefix),
                 _loss_in_evaluation_mode(trainer),
             ):
@@ -141,7 +145,7 @@ def evaluate_dataset(trainer: TrainerLike, run: Run, source: Source, is_training
     """Evaluate on one dataset and record its losses."""
     trainer.eval_epoch_start()
     run.loss_trackers = trainer.division.create_trackers()
-    fire_start_event(trainer, "on_eval_epoch_start", "evaluation", is_intermediate=is_intermediate)
+    call_start_event(trainer, "on_eval_epoch_start", "evaluation", is_intermediate=is_intermediate)
     loader = loader_of_run(trainer, run, source, training=False)
     sync_ddp_buffers(trainer.model, run.ranks)
     run.data.has_fillers = loader.options.fill
@@ -252,7 +256,11 @@ def run_evaluation(
         run.trained_model = trained
     used = trained if model is None else model
     handler = trainer.callback_handler if callbacks is None else callbacks
-    with prefixing_metric_names(trainer.run_history, prefix), replaced(trainer, model=used, callback_handler=handler):
+    with (
+        prefixing_metric_names(trainer.run_history, prefix),
+        replaced(handler, timer=trainer.callback_handler.timer),
+        replaced(trainer, model=used, callback_handler=handler),
+    ):
         return _evaluate_in_derived_run(trainer, run, is_intermediate)
 
 

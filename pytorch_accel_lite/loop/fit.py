@@ -24,10 +24,10 @@ from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_r
 from pytorch_accel_lite.loop.guards.trainer_arguments import check_training
 from pytorch_accel_lite.loop.inference import choose_inference_step
 from pytorch_accel_lite.loop.lifecycle import entering
+from pytorch_accel_lite.loop.loader_creation import check_gives_batches, create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.model_setup import apply_model_options, prepare_model
 from pytorch_accel_lite.loop.resolved_run_config import create_config
 from pytorch_accel_lite.loop.resuming import begin_resuming
-from pytorch_accel_lite.loop.run_loaders import check_gives_batches, create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.scheduler_creation import begin_schedule
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients
@@ -133,7 +133,7 @@ def prepare_data(trainer: TrainerLike, run: Run, loader_arguments: LoaderArgumen
         create_eval_loaders(trainer, run, size, eval_kwargs)
     apply_model_options(trainer)  # before the event, so that copies made by callbacks have them too
     # If a callback requests the end of the run, the request waits until the run has started and can end in order.
-    trainer.callback_handler.call_each("on_dataloaders_created", run.control.request, trainer)
+    trainer.callback_handler.call_event_passing_stops("on_dataloaders_created", run.control.request, trainer)
 
 
 def _set_seeds(trainer: TrainerLike, run: Run) -> None:
@@ -167,6 +167,7 @@ def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     _create_window(run, run.config)
     clear_gradients(trainer.optimizer)  # a run that failed within a window may have left gradients
     trainer.accelerator.sync_gradients = True  # a run that failed within a window may have left it off
+    # This also disables compile_step, if it does not work with what the run uses.
     run.training_step = trainer._create_step(run)
 
 

@@ -13,19 +13,19 @@ import torch
 from pytorch_accel_lite.base.generator_states import preserving_generators
 from pytorch_accel_lite.base.mixed_precision import mixed_precision
 from pytorch_accel_lite.base.sharded_weights import reshard
+from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.base.unwrapping import unwrap
 from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.dataloader_defaults import LoaderKwargs
 from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Source
 from pytorch_accel_lite.data.step_outputs import complete_output
-from pytorch_accel_lite.extension_names import Slot
 from pytorch_accel_lite.loop.guards.modes import restoring_mode_between_batches
 from pytorch_accel_lite.loop.lifecycle import entering
+from pytorch_accel_lite.loop.loader_creation import create_eval_loaders
 from pytorch_accel_lite.loop.model_setup import prepare_model
 from pytorch_accel_lite.loop.resolved_run_config import create_config
-from pytorch_accel_lite.loop.run_loaders import create_eval_loaders
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import InferenceStep, Run, TrainerLike
 from pytorch_accel_lite.run.skipped_in_inference import SkippedBatches

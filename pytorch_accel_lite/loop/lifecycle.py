@@ -158,7 +158,7 @@ def _call_ending_event(trainer: TrainerLike, run: Run, event: str) -> None:
 
 
 def end_failed_run(trainer: TrainerLike, run: Run, error: BaseException, ended: bool) -> None:
-    """Notify the callbacks that an error ends the run; the caller raises the error itself.
+    """Call the events of a run that an error ends; the caller raises the error itself.
 
     Does nothing within an outer run, which may catch the error. A rank that fails alone does not fire the ending
     events, because they may communicate with ranks that have not failed.
@@ -172,16 +172,16 @@ def end_failed_run(trainer: TrainerLike, run: Run, error: BaseException, ended: 
     run.end.has_failed = True
     run.control.forget()
     together = run.ranks.world_size == 1 or isinstance(error, NonFiniteLossError)
-    problems = trainer.callback_handler.notify_all("on_exception", trainer, exception=error)
+    problems = trainer.callback_handler.call_event_despite_errors("on_exception", trainer, exception=error)
     if together and not ended:
         try:
             run.record_interrupted_epoch(trainer.run_history, run.data.ranks)
             trainer.training_run_end()
         except Exception as failure:
             problems.append(failure)
-        problems += trainer.callback_handler.notify_all("on_training_run_end", trainer)
+        problems += trainer.callback_handler.call_event_despite_errors("on_training_run_end", trainer)
     elif together:
-        problems += trainer.callback_handler.notify_rest("on_training_run_end", trainer)
+        problems += trainer.callback_handler.call_event_after_error("on_training_run_end", trainer)
     for problem in problems:
         text = "".join(traceback.format_exception(problem))
         with suppress(OSError):  # a closed output must not hide the error itself

@@ -21,9 +21,10 @@ from pytorch_accel_lite.base.nested_data import parts_in, tensors_in
 from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data import Data
-from pytorch_accel_lite.data.batches import Batch, infer_batch_size
+from pytorch_accel_lite.data.batch_size import infer_batch_size
+from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.concatenation import Concatenation, ListOfSamples, concatenate, to_cpu
-from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.dataloader_defaults import LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.gradient_sync import sync_ddp_buffers

@@ -14,16 +14,16 @@ from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, 
 from pytorch_accel_lite.loop.extra_passes import warm_up_ddp
 from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, warn_of_nonfinite_weights
 from pytorch_accel_lite.loop.guards.modes import (
+    call_start_event,
     check_global_modes,
-    fire_start_event,
     has_starting_code,
     restoring_mode_between_batches,
 )
 from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.guards.training_batches import min_share_for_batch_norm
 from pytorch_accel_lite.loop.lifecycle import ending
+from pytorch_accel_lite.loop.loader_creation import loader_of_run
 from pytorch_accel_lite.loop.resuming import end_if_complete, end_resuming, ending_resumption, print_state_contents
-from pytorch_accel_lite.loop.run_loaders import loader_of_run
 from pytorch_accel_lite.optimizers.rates import all_options
 from pytorch_accel_lite.run.error_notes_seam import explain
 from pytorch_accel_lite.run.loop_state import GlobalModes
@@ -142,7 +142,7 @@ def _begin_train_epoch(trainer: TrainerLike, run: Run) -> ShardedLoader:
     trainer.train_epoch_start()
     run.loss_trackers = run.unrecorded_losses = trainer.division.create_trackers()
     if trainer.callback_handler.listeners["on_train_epoch_start"]:
-        fire_start_event(trainer, "on_train_epoch_start", "training")
+        call_start_event(trainer, "on_train_epoch_start", "training")
     check_global_modes(trainer, run)
     if run.resumed is not None:
         end_resuming(trainer, run, run.resumed, options)

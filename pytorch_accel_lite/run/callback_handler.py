@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -100,7 +100,8 @@ class CallbackHandler:
         callbacks: the callbacks, in order
         listeners: the methods that each event calls, by event and in order; an event without listeners costs only a
             look-up
-        timer: called with the callback about to be called, or the phase ``"saving"``; returns a context that times it
+        timer: called with the callback about to be called, or the phase ``"saving"`` or ``"evaluation"``; returns a
+            context that times it
     """
 
     def __init__(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback] | None] = ()) -> None:
@@ -204,11 +205,13 @@ class CallbackHandler:
                 raise
             return
         raised: list[Exception] = []
-        self.call_each(event, raised.append, *args, **kwargs)
+        self.call_event_passing_stops(event, raised.append, *args, **kwargs)
         if raised:
             raise next((error for error in raised if not isinstance(error, RunPausedError)), raised[0])
 
-    def call_each(self, event: str, ask: Callable[[Exception], None], *args: object, **kwargs: object) -> None:
+    def call_event_passing_stops(
+        self, event: str, ask: Callable[[Exception], None], *args: object, **kwargs: object
+    ) -> None:
         """Call an event like ``call_event()``, but pass requests to end the run to ``ask`` and continue.
 
         The next callbacks must run even if one of several processes requests the end, because they may communicate.
@@ -229,15 +232,22 @@ class CallbackHandler:
                 _explain(error, listener, event, args, kwargs)
                 raise
 
-    def notify_all(self, event: str, *args: object, **kwargs: object) -> list[Exception]:
-        """Call an event of the end of a run on every callback, even if some raise errors, and return the errors."""
-        return _call_all(event, self.listeners[event], *args, **kwargs)
+    def timing(self, phase: str) -> AbstractContextManager[None]:
+        """Return a context that times a phase."""
+        return nullcontext() if self.timer is None else self.timer(phase)
 
-    def notify_rest(self, event: str, *args: object, **kwargs: object) -> list[Exception]:
-        """After an error in this event, call the callbacks after the one that raised it, like ``notify_all()``."""
+    def call_event_despite_errors(self, event: str, *args: object, **kwargs: object) -> list[Exception]:
+        """Call an event on every callback, even if some raise errors, and return the errors."""
+        return _call_despite_errors(event, self.listeners[event], *args, **kwargs)
+
+    def call_event_after_error(self, event: str, *args: object, **kwargs: object) -> list[Exception]:
+        """Call an event on the callbacks after the one that raised an error in it, and return their errors."""
         listeners, failed, self._failed = self.listeners[event], self._failed, None
         first = listeners.index(failed) + 1 if failed in listeners else len(listeners)
-        return _call_all(event, listeners[first:], *args, **kwargs)
+        return _call_despite_errors(event, listeners[first:], *args, **kwargs)
+
+    # Their earlier names.
+    call_each, notify_all, notify_rest = call_event_passing_stops, call_event_despite_errors, call_event_after_error
 
     def _find_listeners(self, event: str) -> Iterator[Listener]:
         default = getattr(TrainerCallback, event, None)
@@ -341,7 +351,7 @@ def _check_call(method: Listener, name: str, args: tuple[object, ...], kwargs: M
         ) from None
 
 
-def _call_all(event: str, listeners: Iterable[Listener], *args: object, **kwargs: object) -> list[Exception]:
+def _call_despite_errors(event: str, listeners: Iterable[Listener], *args: object, **kwargs: object) -> list[Exception]:
     """Call all listeners to an event, even if some raise, and return their errors."""
     errors = []
     for listener in listeners:

@@ -6,7 +6,7 @@ import torch
 
 from pytorch_accel_lite.optimizers.optimizer_parts import parts_of_optimizer
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.scheduler_steps import is_stepped_after_updates
+from pytorch_accel_lite.run.scheduler_stepping import is_stepped_after_updates
 
 
 def current_rates(trainer: TrainerLike) -> dict[str, float | torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.extension_names import Slot
+from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.run.events import TrainerCallback
 
 if TYPE_CHECKING:

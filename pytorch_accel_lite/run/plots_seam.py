@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy.typing as npt
 import torch
 
-from pytorch_accel_lite.extension_names import Slot
+from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.run.metric_panels import MetricValue
 
 if TYPE_CHECKING:

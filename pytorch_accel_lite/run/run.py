@@ -1,4 +1,7 @@
-"""``Run``, the state of a call of ``train``, ``evaluate`` or ``predict``, and the interfaces of steps and trainers."""
+"""``Run``, the state of a call of ``train``, ``evaluate`` or ``predict``, and the interfaces of what refers to it.
+
+These are its step, the trainer, and at the end what extensions fill.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pytorch_accel_lite.base.formatting import listed
 from pytorch_accel_lite.base.lengths_and_signatures import find_length
+from pytorch_accel_lite.base.missing_extensions import missing_extension_text
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
+from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
 from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batch_adapter import LossFunction
-from pytorch_accel_lite.data.loader import LoaderKwargs
+from pytorch_accel_lite.data.dataloader_defaults import LoaderKwargs
 from pytorch_accel_lite.data.named_datasets import NamedDatasets
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.extension_names import Slot, missing_extension_text
 from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, TrainerOptimizer, TrainerScheduler
 from pytorch_accel_lite.run.accelerated_model import PreparedModel
 from pytorch_accel_lite.run.accumulation import Accumulation, Count, GradientWindow
@@ -45,7 +49,7 @@ from pytorch_accel_lite.run.progress import EpochPhase, Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run_data import RunData
 from pytorch_accel_lite.run.run_end import RunEnd
-from pytorch_accel_lite.run.run_schedule import RunSchedule
+from pytorch_accel_lite.run.schedule_state import RunSchedule
 from pytorch_accel_lite.run.skipped_in_inference import SkippedBatches
 from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
 from pytorch_accel_lite.run.training_state import TrainingState
@@ -149,98 +153,6 @@ class Step:
         self.skipped_updates = state.get("skipped_updates", 0)
 
 
-class InferenceStep(Protocol):
-    """How a run computes a batch of its evaluations, or of its prediction, if batches may fail."""
-
-    def compute(self, trainer: TrainerLike, run: Run, batch: Batch, compute: Callable[[Batch], Tree]) -> Tree:
-        """Return the output of a batch, or ``SKIPPED`` if it has failed and is skipped.
-
-        Args:
-            compute: returns the output of a batch, or of a part of it
-        """
-
-    def report(self, trainer: TrainerLike, run: Run) -> None:
-        """Report what was skipped. Called on every process after its last batch."""
-
-
-class Sharding(Protocol):
-    """What runs of models with sharded weights do differently. Every process calls each method."""
-
-    def begin_run(self, trainer: TrainerLike, run: Run) -> None:
-        """Shard the model, if that is left to the trainer, and decide which processes read which data.
-
-        Called when a run has become the current one, before it reads its data.
-        """
-
-    def prepare_training(self, trainer: TrainerLike, run: Run, batch_size: int) -> None:
-        """Called in a training run before its model and its optimizer are prepared."""
-
-    def choose_step(self, trainer: TrainerLike, run: Run) -> Callable[[TrainerLike, Run], Step]:
-        """Return the kind of step of a training run for which no feature asks for another one."""
-
-
-#: What shards models, and trains those that are sharded.
-SHARDING: Slot[Sharding] = Slot("sharding")
-
-
-class UserAttributes:
-    """What users hold in attributes of trainers and callbacks, in the training states of a run.
-
-    This class keeps none of them. An extension fills ``USER_ATTRIBUTES`` with a subclass that does.
-
-    Attributes:
-        compared: arguments of callbacks, by callback and name, whose differences have been reported
-    """
-
-    def __init__(self) -> None:
-        self.compared: set[tuple[str, str]] = set()
-
-    def note_created(self, trainer: TrainerLike) -> None:
-        """Note what the program has created, before a run that may save or resume changes it."""
-
-    def capture(self, trainer: TrainerLike) -> tuple[StateDict, StateDict]:
-        """Return the states of the attributes: those of all processes, and those of this process. A collective."""
-        return {}, {}
-
-    def restore(
-        self, trainer: TrainerLike, saved: StateDict, own: StateDict | None, source: str, *, is_final: bool
-    ) -> None:
-        """Restore the results of ``capture()``.
-
-        Args:
-            own: the states of this process; ``None`` if another number of processes saved them
-            source: the directory or the URL of the training state, for messages
-            is_final: whether no more attributes will be created, so that missing ones are reported
-
-        Raises:
-            ValueError: if there are such states, but the extension is missing
-        """
-        if trainer.saves_attributes and (names := self.names_in(saved)):
-            paths = listed(sorted(f"{owner}.{name}".lstrip(".") for owner, name in names), 10)
-            raise ValueError(f"Restoring {paths} from {source!r} {missing_extension_text(USER_ATTRIBUTES.extension)}")
-
-    @staticmethod
-    def names_in(saved: StateDict) -> set[tuple[str, str]]:
-        """Return the names of owners and of their attributes whose values are in a state."""
-        return {(owner, name) for part in ("kept", "own") for owner, of in saved.get(part, {}).items() for name in of}
-
-    def describe_unsaved(self, trainer: TrainerLike) -> str:
-        """Return a description of what states cannot hold; an empty text if they hold everything."""
-        return ""
-
-    def changed_modules(self, trainer: TrainerLike) -> dict[str, nn.Module]:
-        """Return the modules in attributes of the trainer that no optimizer trains, but that the run has changed."""
-        return {}
-
-
-#: What keeps the users' attributes of a run in its training states.
-USER_ATTRIBUTES: Slot[type[UserAttributes]] = Slot("user_attributes")
-
-
-def _create_user_attributes() -> UserAttributes:
-    return (USER_ATTRIBUTES.content or UserAttributes)()
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class Run:
     """The state of a run. A trainer always has one, ``trainer.run``: the active run, the last one, or an idle one.
@@ -320,7 +232,8 @@ class Run:
     previous: Run | None = None  # the run that is current again when this one ends
     recorded_settings: StateDict | None = None  # recorded in training states; on the main process, if it saves states
     loop: LoopState = field(default_factory=LoopState)  # what only the loop needs to know
-    user_attributes: UserAttributes = field(default_factory=_create_user_attributes)  # in training states
+    # What keeps users' attributes in training states; the function is defined below.
+    user_attributes: UserAttributes = field(default_factory=lambda: _create_user_attributes())
     trainability: dict[str, dict[str, bool]] = field(default_factory=dict)  # of parameters, after the starting events
     holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)  # of parameters, by ids
     inference_step: InferenceStep | None = None  # how batches without training are computed, if they may fail
@@ -651,3 +564,98 @@ class TrainerLike(Protocol):
     def save_training_state(self, output_dir: StrPath, *args: Any, **options: Any) -> None: ...
     def load_training_state(self, input_dir: StrPath) -> StateDict: ...
     def close(self) -> None: ...
+
+
+# What extensions fill, with interfaces that take the trainer and its run.
+
+
+class InferenceStep(Protocol):
+    """How a run computes a batch of its evaluations, or of its prediction, if batches may fail."""
+
+    def compute(self, trainer: TrainerLike, run: Run, batch: Batch, compute: Callable[[Batch], Tree]) -> Tree:
+        """Return the output of a batch, or ``SKIPPED`` if it has failed and is skipped.
+
+        Args:
+            compute: returns the output of a batch, or of a part of it
+        """
+
+    def report(self, trainer: TrainerLike, run: Run) -> None:
+        """Report what was skipped. Called on every process after its last batch."""
+
+
+class Sharding(Protocol):
+    """What runs of models with sharded weights do differently. Every process calls each method."""
+
+    def begin_run(self, trainer: TrainerLike, run: Run) -> None:
+        """Shard the model, if that is left to the trainer, and decide which processes read which data.
+
+        Called when a run has become the current one, before it reads its data.
+        """
+
+    def prepare_training(self, trainer: TrainerLike, run: Run, batch_size: int) -> None:
+        """Called in a training run before its model and its optimizer are prepared."""
+
+    def choose_step(self, trainer: TrainerLike, run: Run) -> Callable[[TrainerLike, Run], Step]:
+        """Return the kind of step of a training run for which no feature asks for another one."""
+
+
+#: What shards models, and trains those that are sharded.
+SHARDING: Slot[Sharding] = Slot("sharding")
+
+
+class UserAttributes:
+    """What users hold in attributes of trainers and callbacks, in the training states of a run.
+
+    This class keeps none of them. An extension fills ``USER_ATTRIBUTES`` with a subclass that does.
+
+    Attributes:
+        compared: arguments of callbacks, by callback and name, whose differences have been reported
+    """
+
+    def __init__(self) -> None:
+        self.compared: set[tuple[str, str]] = set()
+
+    def note_created(self, trainer: TrainerLike) -> None:
+        """Note what the program has created, before a run that may save or resume changes it."""
+
+    def capture(self, trainer: TrainerLike) -> tuple[StateDict, StateDict]:
+        """Return the states of the attributes: those of all processes, and those of this process. A collective."""
+        return {}, {}
+
+    def restore(
+        self, trainer: TrainerLike, saved: StateDict, own: StateDict | None, source: str, *, is_final: bool
+    ) -> None:
+        """Restore the results of ``capture()``.
+
+        Args:
+            own: the states of this process; ``None`` if another number of processes saved them
+            source: the directory or the URL of the training state, for messages
+            is_final: whether no more attributes will be created, so that missing ones are reported
+
+        Raises:
+            ValueError: if there are such states, but the extension is missing
+        """
+        if trainer.saves_attributes and (names := self.names_in(saved)):
+            paths = listed(sorted(f"{owner}.{name}".lstrip(".") for owner, name in names), 10)
+            raise ValueError(f"Restoring {paths} from {source!r} {missing_extension_text(USER_ATTRIBUTES.extension)}")
+
+    @staticmethod
+    def names_in(saved: StateDict) -> set[tuple[str, str]]:
+        """Return the names of owners and of their attributes whose values are in a state."""
+        return {(owner, name) for part in ("kept", "own") for owner, of in saved.get(part, {}).items() for name in of}
+
+    def describe_unsaved(self, trainer: TrainerLike) -> str:
+        """Return a description of what states cannot hold; an empty text if they hold everything."""
+        return ""
+
+    def changed_modules(self, trainer: TrainerLike) -> dict[str, nn.Module]:
+        """Return the modules in attributes of the trainer that no optimizer trains, but that the run has changed."""
+        return {}
+
+
+#: What keeps the users' attributes of a run in its training states.
+USER_ATTRIBUTES: Slot[type[UserAttributes]] = Slot("user_attributes")
+
+
+def _create_user_attributes() -> UserAttributes:
+    return (USER_ATTRIBUTES.content or UserAttributes)()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytorch_accel_lite.extension_names import missing_name_error
+from pytorch_accel_lite.base.missing_extensions import missing_name_error
 from pytorch_accel_lite.extensions.wsd import WSDLrScheduler
 from pytorch_accel_lite.schedulers.cosine_scheduler import CosineLrScheduler
 from pytorch_accel_lite.schedulers.preview import schedule_values

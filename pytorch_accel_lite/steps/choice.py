@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 
 from torch import nn
 
+from pytorch_accel_lite.base.missing_extensions import missing_extension_text
 from pytorch_accel_lite.base.reachable import codes_in
 from pytorch_accel_lite.base.user_code import is_from_this_package
-from pytorch_accel_lite.extension_names import missing_extension_text
 from pytorch_accel_lite.optimizers.optimizer_steps import needs_closure
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
 from pytorch_accel_lite.steps.plain_step import PlainStep
@@ -85,15 +85,21 @@ def replace_step(kind: StepKind, by: StepKind) -> None:
 def create_step(trainer: TrainerLike, run: Run) -> Step:
     """Create the training step of a run, and let it start with the same values on all processes.
 
+    Before, compilation is disabled if it does not work with the features that the run uses.
+
     Raises:
         ValueError: if the run uses features that do not work together, or of an extension that is missing
     """
     features = find_features(trainer, run)
-    if trainer.compiled_forward is not None and (conflict := COMPILED.find_conflict(trainer, run)):
-        trainer.compiled_forward.disable(f"with {conflict.other.name}, {conflict.reason}")
+    _disable_compilation_if_it_conflicts(trainer, run)
     step = _choose_kind(trainer, run, features)(trainer, run)
     step.begin_replicas(trainer, run)
     return step
+
+
+def _disable_compilation_if_it_conflicts(trainer: TrainerLike, run: Run) -> None:
+    if trainer.compiled_forward is not None and (conflict := COMPILED.find_conflict(trainer, run)):
+        trainer.compiled_forward.disable(f"with {conflict.other.name}, {conflict.reason}")
 
 
 def _choose_kind(trainer: TrainerLike, run: Run, features: Sequence[Feature]) -> Callable[[TrainerLike, Run], Step]:
@@ -129,13 +135,6 @@ def find_features(trainer: TrainerLike, run: Run) -> list[Feature]:
         elif feature.is_refused:
             raise ValueError(f"{feature.name} does not work with {conflict.other.name}: {conflict.reason}.")
     return found
-
-
-def as_markdown() -> str:
-    """Return the table of conflicts for the documentation."""
-    pairs = [(feature, conflict) for feature in all_features() for conflict in feature.conflicts]
-    rows = [f"| {feature.name} | {other.name} | {why} |" for feature, (other, why) in pairs]
-    return "\n".join(["| feature | does not work with | because |", "|---|---|---|", *rows])
 
 
 # Features with which several kinds of steps conflict, but that none of them provides.

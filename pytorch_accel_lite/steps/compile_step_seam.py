@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.data.batch_adapter import BatchAdapter
-from pytorch_accel_lite.extension_names import Slot
 from pytorch_accel_lite.run.compiled_forward_interface import CompiledForwardLike
 from pytorch_accel_lite.run.run import TrainerLike
 

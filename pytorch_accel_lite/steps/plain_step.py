@@ -17,7 +17,7 @@ from pytorch_accel_lite.loop.clipping import clip_as_overridden
 from pytorch_accel_lite.loop.guards.training_batches import examine_first_batch
 from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
-from pytorch_accel_lite.run.scheduler_steps import is_stepped_after_updates
+from pytorch_accel_lite.run.scheduler_stepping import is_stepped_after_updates
 from pytorch_accel_lite.run.trained_parts import parameters_not_in_model
 from pytorch_accel_lite.steps.skipped_updates import tell_scaler
 

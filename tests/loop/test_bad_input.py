@@ -22,9 +22,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from pytorch_accel_lite import InMemoryRunHistory, Trainer, TrainerCallback, TrainerPlaceholderValues
+from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.callbacks import EarlyStoppingCallback, SaveBestModelCallback, get_default_callbacks
 from pytorch_accel_lite.extending import DIVISIONS, INFERENCE_STEP, PLOTS, STEP_COMPILER
-from pytorch_accel_lite.extension_names import Slot
 from pytorch_accel_lite.schedulers import CosineLrScheduler
 from tests.shipped_callbacks import NEEDED, SHIPPED
 from tests.small_models import (

@@ -66,7 +66,7 @@ from pytorch_accel_lite.run.training_state import TrainingState
 #: What all ranks share.
 SHARED_KEYS = {
     "optimizer": ("0.1", "restore_before_start; with groups that are added, restore_after_start"),
-    "scheduler": ("0.1", "restore_before_start; with another batch size, resumed_schedule.py"),
+    "scheduler": ("0.1", "restore_before_start; with another batch size, recreated_schedule.py"),
     "scaler": ("0.1", "restore_before_start"),
     "model_extra": ("0.1", "restore_before_start: weights that safetensors does not support"),
     "history": ("0.1", "restore_before_start, by _restore_history"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pytorch_accel_lite.base.slots import Slot
 from pytorch_accel_lite.base.types import JsonObject
-from pytorch_accel_lite.extension_names import Slot
 from pytorch_accel_lite.run.run import TrainerLike, UserAttributes
 from pytorch_accel_lite.run.training_state import TrainingState
 

@@ -30,7 +30,7 @@ class AdviceCallback(TrainerCallback):
 
     It reports that
 
-    - the model waited for data for at least a fifth of the epoch and at least ``min_seconds``;
+    - the model waited for data for at least a fifth of the epoch, without evaluations, and at least ``min_seconds``;
     - one of several processes keeps the others waiting, because it reads more slowly;
     - at least half of the updates were clipped by norm;
     - more than one update in twenty was skipped, by the gradient scaler (fp16) or by other callbacks;
@@ -65,7 +65,7 @@ class AdviceCallback(TrainerCallback):
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         if not self._watches:
             return
-        self._start = time.perf_counter()
+        self._start = _training_time(trainer)
         self._updates_before = trainer.progress.update
         self._skipped_before = trainer.run.training_step.skipped_updates
         self._norms = GradientNorms()
@@ -124,7 +124,7 @@ class AdviceCallback(TrainerCallback):
     def _on_data(self, trainer: TrainerLike) -> Iterator[str]:
         """Advise if training has waited for data, on all processes or on one."""
         waited = trainer.run.data.required_train_loader.seconds_waited
-        duration = time.perf_counter() - self._start
+        duration = _training_time(trainer) - self._start
         if waited >= max(0.2 * duration, self.min_seconds):
             yield (
                 f"The model waited for data for {waited:.1f} of {duration:.1f} seconds ({waited / duration:.0%}). "
@@ -195,6 +195,11 @@ class AdviceCallback(TrainerCallback):
                 f"{name} has raised the learning rate to only {self._highest:.3g} in this epoch; the optimizer's own "
                 f"is {initial:.3g}. If that is too slow, shorten the warm-up."
             )
+
+
+def _training_time(trainer: TrainerLike) -> float:
+    """Return the time by a clock that stands still during evaluations."""
+    return time.perf_counter() - trainer.run.goodput.seconds["evaluation"]
 
 
 def _is_supervised(trainer: TrainerLike) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import Counter
@@ -48,12 +49,12 @@ class EnergyCallback(TrainerCallback):
         self.overhead = check_range("overhead", overhead, above=0)
         self.powercap = Path(powercap)
         self._meters: dict[str, list[Meter]] = {}
+        self._read_at = math.inf  # until training begins: an evaluation alone reads nothing
         self._clear()
 
     def _clear(self) -> None:
         self._joules: Counter[str] = Counter()  # the energy of the job
         self._own: Counter[str] = Counter()  # the energy of this process that is not in _joules yet
-        self._epochs = 0
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         """Find the counters."""
@@ -70,9 +71,11 @@ class EnergyCallback(TrainerCallback):
     def on_train_step_end(
         self, trainer: TrainerLike, batch: BatchData, batch_output: BatchOutput, **kwargs: object
     ) -> None:
-        """Read the counters once a minute."""
+        """Read the counters once a minute, also in long evaluations and predictions."""
         if time.monotonic() - self._read_at >= _SECONDS:
             self._read()
+
+    on_eval_step_end = on_predict_step_end = on_train_step_end
 
     def _read(self) -> None:
         self._read_at = time.monotonic()
@@ -81,7 +84,6 @@ class EnergyCallback(TrainerCallback):
 
     def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         """Add up the energy that the processes have measured."""
-        self._epochs = trainer.progress.epoch
         self._read()
         for own in trainer.all_gather_object(dict(self._own)):
             self._joules.update(own)
@@ -103,9 +105,8 @@ class EnergyCallback(TrainerCallback):
 
     def state_dict(self) -> StateDict:
         """Return the energy of the job."""
-        return {"joules": dict(self._joules), "epochs": self._epochs}
+        return {"joules": dict(self._joules)}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Load the state returned by ``state_dict()``."""
         self._joules = Counter(state["joules"])
-        self._epochs = state["epochs"]

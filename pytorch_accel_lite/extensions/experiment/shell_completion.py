@@ -64,9 +64,8 @@ def completion_script(
             elif action.dest == "help" and action.nargs == "?":
                 action.choices = [*dict.fromkeys(option.group for option in options)]
     script = str(shtab.complete(parser, shell))
-    return (
-        script.replace("--callbacks+[", r"--callbacks\+[") if shell == "zsh" else script
-    )  # a plus is special in regular expressions
+    # A plus is special in the regular expressions of zsh.
+    return script.replace("--callbacks+[", r"--callbacks\+[") if shell == "zsh" else script
 
 
 def _add_options(command: argparse.ArgumentParser, options: Sequence[Option]) -> None:

@@ -16,7 +16,7 @@ class GradientSpikeCallback(TrainerCallback):
 
     The weights, the optimizer and the scheduler stay unchanged. The usual norm is an exponential moving average of the
     total gradient norm (before any clipping by norm) over the updates that were not skipped. In an overridden
-    ``train_step``, each optimizer has its own. Reads one number from the device per update.
+    ``train_step``, each optimizer has its own, and its own row of spikes. Reads one number from the device per update.
 
     With a gradient scaler (fp16), infinite gradients are how it finds its scale: it skips these updates anyway, and
     they do not count as spikes.
@@ -45,8 +45,8 @@ class GradientSpikeCallback(TrainerCallback):
 
     def _clear(self) -> None:
         self.skipped: list[int] = []
-        self._in_a_row = 0
         self._counts: dict[str, int] = {}  # by optimizer name, which is "" for the only one
+        self._in_a_row: dict[str, int] = {}
         self._averages: dict[str, float] = {}
         self._stop_reason = ""  # of a stop that waits for the end of the step, after which a state can be saved
 
@@ -61,23 +61,23 @@ class GradientSpikeCallback(TrainerCallback):
         # An optimizer may make its first update after the warm-up.
         is_warm = trainer.progress.update >= self.warm_up_updates and count > 0
         if math.isfinite(norm) and not (is_warm and norm > self.factor * usual):
-            self._in_a_row = 0
+            self._in_a_row[name] = 0
             self._counts[name] = count + 1
             self._averages[name] = average + (norm - average) * (1 - self.decay)
             return
         trainer.skip_update()
         if trainer.accelerator.scaler is not None and not math.isfinite(norm):
             return
-        self._in_a_row += 1
+        in_a_row = self._in_a_row[name] = self._in_a_row.get(name, 0) + 1
         self.skipped.append(trainer.progress.update + 1)
         optimizer = f" of {name!r}" if name else ""
         trainer.print(
             f"Update {self.skipped[-1]}{optimizer} skipped: the gradient norm is {norm:.3g}, usually {usual:.3g}."
         )
-        if self._in_a_row >= self.max_skips_in_a_row:
+        if in_a_row >= self.max_skips_in_a_row:
             self._stop_reason = (
-                f"The gradients of {self._in_a_row} updates in a row were more than {self.factor:g} times as large "
-                "as usual, or not finite. Lower the learning rate, or raise factor."
+                f"The gradients of {in_a_row} updates{optimizer} in a row were more than {self.factor:g} times as "
+                "large as usual, or not finite. Lower the learning rate, or raise factor."
             )
 
     def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -90,7 +90,7 @@ class GradientSpikeCallback(TrainerCallback):
         return {
             "count": dict(self._counts),
             "average": dict(self._averages),
-            "in_a_row": self._in_a_row,
+            "in_a_row": dict(self._in_a_row),
             "skipped": list(self.skipped),
         }
 
@@ -98,5 +98,6 @@ class GradientSpikeCallback(TrainerCallback):
         """Load the state returned by ``state_dict()``."""
         self._counts = dict(state["count"])
         self._averages = dict(state["average"])
-        self._in_a_row = state["in_a_row"]
+        in_a_row = state["in_a_row"]  # of all optimizers together in states of earlier versions
+        self._in_a_row = dict.fromkeys(("", *self._counts), in_a_row) if isinstance(in_a_row, int) else dict(in_a_row)
         self.skipped = list(state["skipped"])

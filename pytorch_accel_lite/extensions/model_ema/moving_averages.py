@@ -14,6 +14,7 @@ from torch import nn
 
 from pytorch_accel_lite.extension_tools.arguments_and_errors import warn_outside
 from pytorch_accel_lite.extension_tools.modules_and_devices import is_frozen_and_quantised, local_shard, reshard
+from pytorch_accel_lite.extension_tools.runs_and_steps import replaced
 
 _kind_of = attrgetter("dtype", "device", "requires_grad")
 #: An averaged tensor, the tensor of the model, and whether that is trained.
@@ -69,12 +70,21 @@ class ModelEma(nn.Module):
             if type(self).update_fn is ModelEma.update_fn:
                 self._update_together(model)
             else:
-                for average, value, _ in self._pairs(model):
-                    average.copy_(self.update_fn(average, value.to(average.device)))
+                self._update_one_by_one(model)
         vars(self)["num_updates"] += 1  # assigning attributes of a module takes ten times as long
 
+    @property
+    def _next_decay(self) -> float:
+        return min(self.decay, (1 + self.num_updates) / (10 + self.num_updates)) if self.warmup else self.decay
+
+    def _update_one_by_one(self, model: nn.Module) -> None:
+        with replaced(self, decay=self._next_decay):
+            for average, value, _ in self._pairs(model):
+                is_count = not (average.is_floating_point() or average.is_complex())
+                average.copy_(value if is_count else self.update_fn(average, value.to(average.device)))
+
     def _update_together(self, model: nn.Module) -> None:
-        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates)) if self.warmup else self.decay
+        decay = self._next_decay
         pairs = self._sorted_pairs(model)
         for average, value in pairs.counts:
             average.copy_(value)
@@ -105,7 +115,11 @@ class ModelEma(nn.Module):
         return {**vars(self), "_cached": None}
 
     def update_fn(self, ema_model_weights: torch.Tensor, updated_model_weights: torch.Tensor) -> torch.Tensor:
-        """Return the new average of one tensor. An override changes the rule, and is called for each tensor."""
+        """Return the new average of one tensor. An override changes the rule.
+
+        It is called for each tensor of floating-point or complex numbers. ``self.decay`` is then the decay of this
+        update, which is smaller during the warm-up.
+        """
         return self.decay * ema_model_weights + (1 - self.decay) * updated_model_weights
 
     def set(self, model: nn.Module) -> None:

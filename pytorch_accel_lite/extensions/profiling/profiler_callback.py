@@ -46,6 +46,7 @@ class ProfilerCallback(TrainerCallback):
         self.schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
         self.profile_kwargs = profile_kwargs
         self._skipped = wait + warmup
+        self._active = active
         self._profiler: torch.profiler.profile | None = None
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -64,6 +65,8 @@ class ProfilerCallback(TrainerCallback):
                 f"ProfilerCallback has written no trace: the run had {self._profiler.step_num} steps, and the first "
                 f"{self._skipped} are not recorded. Pass a smaller wait or warmup."
             )
+        if self._profiler is not None and self._profiler.step_num % (self._skipped + self._active) == self._skipped:
+            self._profiler.on_trace_ready = None  # a trace has begun, but holds no step
         self._stop()
 
     def on_exception(self, trainer: TrainerLike, **kwargs: object) -> None:

@@ -81,6 +81,8 @@ class TimingCallback(TrainerCallback):
             else:
                 self._callbacks[type(part).__name__] += seconds
             self._counted += seconds
+            if part == "evaluation":
+                self._lap(None)  # what led to it is no waiting for data
 
     def _lap(self, phase: str | None) -> None:
         """Add the uncounted time since the last mark to a phase, and reset the mark."""
@@ -104,8 +106,6 @@ class TimingCallback(TrainerCallback):
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._lap(None)
 
-    on_eval_epoch_start = on_train_epoch_start
-
     def on_train_step_end(self, trainer: TrainerLike, *args: object, **kwargs: object) -> None:
         self._lap(None)
 
@@ -122,9 +122,6 @@ class TimingCallback(TrainerCallback):
 
     def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._lap_of_device("optimizer")
-
-    def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
-        self._lap("evaluation")
 
     def on_training_run_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         for name, seconds in self._count(trainer).items():

@@ -126,7 +126,7 @@ class ProgressBarCallback(TrainerCallback):
             self._rates_used = {}
             set_listening(trainer, self, rates_change_in_each_update(trainer), "on_optimizer_step_start")
         else:
-            self._speed.mark(trainer.progress.samples, now)
+            self._leave_out(trainer)
         if not self.pbar.disable:
             self.pbar.update(trainer.progress.step)
 
@@ -173,7 +173,7 @@ class ProgressBarCallback(TrainerCallback):
             # Includes the evaluations and saving done so far.
             remaining = (now - self._run_start) / num_updates * (config.max_num_train_steps - progress.update)
             numbers["run ETA"] = tqdm.format_interval(remaining)
-        self._speed.add(progress.samples, now)
+        self._speed.add(progress.samples, _training_time(trainer))
         if self._speed.seconds:
             numbers["samples/s"] = f"{self._speed.samples / self._speed.seconds:,.0f}"
         evaluated = trainer.run_history.get_metric_values("eval_loss_epoch")
@@ -211,7 +211,6 @@ class ProgressBarCallback(TrainerCallback):
 
     def on_eval_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
         self.eval_pbar.close()
-        self._speed.mark(trainer.progress.samples, time.monotonic())
 
     def on_predict_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         self._begin_inference(trainer, "Predicting")
@@ -222,7 +221,12 @@ class ProgressBarCallback(TrainerCallback):
         self.eval_pbar.close()
         self.on_evaluation_run_end(trainer)
 
+    def _leave_out(self, trainer: TrainerLike) -> None:
+        """Leave the time since the last refresh out of the speed."""
+        self._speed.mark(trainer.progress.samples, _training_time(trainer))
+
     def on_evaluation_run_end(self, trainer: TrainerLike, **kwargs: object) -> None:
+        self._leave_out(trainer)  # it includes the time to begin and end the evaluation or the prediction
         if not trainer.is_running or trainer.train_dataloader is None:  # outside a training run
             self._close(trainer)
 
@@ -237,3 +241,8 @@ class ProgressBarCallback(TrainerCallback):
                 bar.close()
         if in_notebook():
             NotebookOutput.leave(trainer)
+
+
+def _training_time(trainer: TrainerLike) -> float:
+    """Return the time by a clock that stands still during evaluations, also those that show no bar."""
+    return time.monotonic() - trainer.run.goodput.seconds["evaluation"]

@@ -245,6 +245,7 @@ class _RunTable:
         self._terminal_width = 0
         self._epoch_width = max(len(epoch_of(trainer)), len(f"step {_num_steps(trainer)}"))
         self._start = self._epoch_start = time.monotonic()
+        self._evaluations_before = 0.0  # seconds of evaluations before the current epoch
         self._first = replace(trainer.progress)
         self._trained_epoch = self._timed_epoch = 0
         self._speed = ""  # samples per second of the latest epoch's training part
@@ -308,6 +309,7 @@ class _RunTable:
     def begin_row(self, trainer: TrainerLike) -> None:
         """Note the start of an epoch."""
         self._epoch_start = time.monotonic()
+        self._evaluations_before = trainer.run.goodput.seconds["evaluation"]
         self._samples_before = trainer.progress.samples
         self._sums = {}
 
@@ -315,7 +317,9 @@ class _RunTable:
         """Note the learning rates and the speed at the end of the training part of an epoch."""
         self._trained_epoch = trainer.progress.epoch
         self._rates = self._current_rates(trainer)
-        self._speed = _speed(trainer.progress.samples - self._samples_before, time.monotonic() - self._epoch_start)
+        evaluating = trainer.run.goodput.seconds["evaluation"] - self._evaluations_before
+        seconds = time.monotonic() - self._epoch_start - evaluating
+        self._speed = _speed(trainer.progress.samples - self._samples_before, seconds)
 
     def _current_rates(self, trainer: TrainerLike) -> dict[str, float]:
         """Return the learning rates of the latest update."""
@@ -490,7 +494,7 @@ class _RunTable:
 
 
 def _speed(samples: int, seconds: float) -> str:
-    return f"{samples / seconds:,.0f}" if seconds else "0"
+    return f"{samples / seconds:,.0f}" if seconds > 0 else "0"
 
 
 def _shown_rates(trainer: TrainerLike) -> dict[str, float]:

@@ -188,9 +188,8 @@ def _load_shards(model: nn.Module, source: Path) -> set[str]:
                 )
             tensor.copy_(stored[name].read(tensor))
             loaded.add(id(tensor))
-    return {
-        name for name, tensor in _parameters_and_buffers(model) if id(tensor) in loaded
-    }  # the file has one name for tied weights
+    # By identity, as the file has one name for tied weights.
+    return {name for name, tensor in _parameters_and_buffers(model) if id(tensor) in loaded}
 
 
 def _initialise(model: nn.Module, missing: set[str], device: torch.device) -> set[str]:

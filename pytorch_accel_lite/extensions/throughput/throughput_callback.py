@@ -85,15 +85,20 @@ class ThroughputCallback(TrainerCallback):
         self._peak: float | None = None
         self._must_count = False
         self._failed_parts = 0  # number of batch parts with which counting ran out of memory
-        self._restart(0)
+        self._seconds_of_counting = 0.0
+        self._clear()
 
-    def _restart(self, samples: int) -> None:
+    def _clear(self) -> None:
         self._recent: deque[tuple[float, int, Count]] = deque(maxlen=self.window)
         self._items: Count | None = None
         self._samples: Count = 0  # the samples of this process
-        self._first = samples
-        self._start = time.perf_counter()
+        self._first = 0
+        self._start = 0.0
         self._forward_start: Moment | None = None
+
+    def _now(self, trainer: TrainerLike) -> float:
+        """Return the time by a clock that stands still during evaluations and while FLOPs are counted."""
+        return time.perf_counter() - trainer.run.goodput.seconds["evaluation"] - self._seconds_of_counting
 
     def configure_run(self, trainer: TrainerLike, request: RunRequest, **kwargs: object) -> None:
         names = ["samples_per_second_epoch", "items_per_second_epoch"]
@@ -123,15 +128,16 @@ class ThroughputCallback(TrainerCallback):
         _warn(trainer, f"ThroughputCallback counts no FLOPs: {reason}. Pass flops_per_sample=... instead.")
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        # The part of the epoch trained before resuming takes no time now.
-        self._restart(trainer.progress.samples_in_epoch)
+        self._clear()
+        self._first = trainer.progress.samples_in_epoch  # what was trained before resuming takes no time now
+        self._start = self._now(trainer)
         self._timer = DeviceTimer(trainer.device)
 
     def on_train_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
         if self._must_count and trainer.run.training_step.num_microbatches != self._failed_parts:
             start = time.perf_counter()
             self._count(trainer)
-            self._start += time.perf_counter() - start
+            self._seconds_of_counting += time.perf_counter() - start
         if trainer.ranks.world_size > 1:
             self._forward_start = self._timer.now()
 
@@ -162,7 +168,7 @@ class ThroughputCallback(TrainerCallback):
             self._items = items if self._items is None else self._items + items
 
     def on_optimizer_step_end(self, trainer: TrainerLike, **kwargs: object) -> None:
-        now = time.perf_counter()
+        now = self._now(trainer)
         samples = trainer.progress.samples_in_epoch
         start, first, first_items = self._recent[0] if self._recent else (self._start, self._first, 0)
         self._recent.append((now, samples, 0 if self._items is None else self._items))
@@ -183,7 +189,7 @@ class ThroughputCallback(TrainerCallback):
         return rates
 
     def on_train_epoch_end(self, trainer: TrainerLike, **kwargs: object) -> None:
-        seconds = time.perf_counter() - self._start
+        seconds = self._now(trainer) - self._start
         items = None if self._items is None else float(self._items)
         world_size = trainer.ranks.world_size
         sharing = world_size / trainer.run.data.ranks.world_size  # number of processes that share each batch

@@ -64,8 +64,8 @@ def _warn_of_mode(who: str, phase: Phase, is_training: bool) -> None:
     )
 
 
-def fire_start_event(trainer: TrainerLike, event: str, phase: Phase, **kwargs: object) -> None:
-    """Fire the event before the steps of a phase; warn if a callback changes the mode of the model in it.
+def call_start_event(trainer: TrainerLike, event: str, phase: Phase, **kwargs: object) -> None:
+    """Call the event before the steps of a phase; warn if a callback changes the mode of the model in it.
 
     The change is kept, as it may be intended.
     """

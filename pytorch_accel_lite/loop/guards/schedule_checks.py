@@ -185,9 +185,8 @@ def print_unused_rates(trainer: TrainerLike, initial: Options) -> None:
         groups = optimizer.param_groups
         highest = scheduler.max_lrs if isinstance(scheduler, CyclicLR) else [group["max_lr"] for group in groups]
         used = [*highest, *scheduler.base_lrs, *([default.default] if default else [])]
-        as_shown = {
-            format_rates([rate]) for rate in used if isinstance(rate, (int, float, torch.Tensor))
-        }  # rates in tensors are rounded
+        # Rates in tensors are rounded, so rates are compared as they are shown.
+        as_shown = {format_rates([rate]) for rate in used if isinstance(rate, (int, float, torch.Tensor))}
         unused = [rate for group in groups if format_rates([rate := rates.get(id(group))]) not in {"none", *as_shown}]
         if unused:
             message = (

@@ -70,6 +70,16 @@ def test_waiting_for_data_is_reported_once_after_the_metrics(capsys):
     assert f"Use workers, num_workers={min(cores, 8)} in train_dataloader_kwargs or in your DataLoader" in said
 
 
+@pytest.mark.usefixtures("sleep_passes_time")
+def test_waiting_is_compared_with_the_time_of_training(capsys, monkeypatch):
+    monkeypatch.setattr(time, "monotonic", time.perf_counter)
+    slow = listener(on_eval_step_start=lambda _: time.sleep(100 * NAP))
+    trainer = make_trainer([AdviceCallback(min_seconds=NAP), slow])
+    kwargs = {"train_dataset": SlowRows(make_data()), "train_dataloader_kwargs": {"num_workers": 0}}
+    train(trainer, eval_dataset=make_data(), evaluate_every="1 updates", **kwargs)
+    assert " of 0.1 seconds" in capsys.readouterr().out
+
+
 def learnable(size: int = 512) -> TensorDataset:
     inputs = make_data(size).tensors[0]
     return TensorDataset(inputs, inputs.sum(1, keepdim=True))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import EnergyCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.extensions.energy import energy_callback
 from tests.ranks import rank, shared_folder
 from tests.small_models import adamw_trainer, listener, make_data, make_model
 
@@ -55,6 +56,28 @@ def test_restarts_are_counted(tmp_path):
     saving = SaveTrainingStateCallback(tmp_path / "states", 1)
     trained(folder, 2, [saving])
     assert trained(folder, 3, [saving], resume_from="latest").goodput.used == {"energy_kwh": 3.0}
+
+
+def test_a_counter_that_wraps_in_an_evaluation_is_followed(tmp_path, monkeypatch):
+    monkeypatch.setattr(energy_callback, "_SECONDS", 0.0)
+    path = counters(tmp_path, **{"package-0": 0}) / "intel-rapl:0" / "energy_uj"
+    work = listener(on_eval_step_start=lambda _: path.write_text(str((int(path.read_text()) + 6 * KWH) % (10 * KWH))))
+    trainer = adamw_trainer(make_model(), callbacks=[work, EnergyCallback(powercap=tmp_path)])
+    trainer.train(make_data(), 1, make_data(), per_device_batch_size=2)
+    assert trainer.goodput.used == {"energy_kwh": 18.0}
+
+
+def test_inference_without_training_reads_no_counters(tmp_path):
+    trainer = adamw_trainer(make_model(), callbacks=[EnergyCallback(powercap=counters(tmp_path, dram=0))])
+    trainer.predict(make_data())
+    assert len(trainer.evaluate(make_data())) == 1
+    assert trainer.goodput.used == {}
+
+
+def test_a_state_with_a_number_of_epochs_is_loaded():
+    energy = EnergyCallback()
+    energy.load_state_dict({"joules": {"GPUs": 3.0}, "epochs": 2})
+    assert energy.state_dict() == {"joules": {"GPUs": 3.0}}
 
 
 def test_energy_is_not_recorded_without_counters(tmp_path, capsys):

@@ -63,6 +63,37 @@ def test_consecutive_spikes_end_the_run():
     assert guard.skipped == [4, 5, 6, 7]
 
 
+class TwoNetworks(Trainer):
+    """Updates two networks in each step; after four steps, the gradients of the named ones are not finite."""
+
+    def __init__(self, diverging: tuple[str, ...], guard: GradientSpikeCallback) -> None:
+        self.diverging = diverging
+        self.parts = nn.ModuleDict({name: nn.Linear(5, 1).double() for name in ("first", "second")})
+        optimizers = {name: torch.optim.SGD(part.parameters(), lr=0.01) for name, part in self.parts.items()}
+        super().__init__(self.parts, None, optimizers, callbacks=[guard])
+
+    def train_step(self, batch: Any) -> None:
+        for name, part in self.parts.items():
+            has_diverged = name in self.diverging and self.progress.step > 3
+            loss = nn.functional.mse_loss(part(batch[0]), batch[1])
+            self.update(loss * (math.nan if has_diverged else 1.0), name)
+
+
+@pytest.mark.extension("manual_optimization")
+@pytest.mark.parametrize("diverging", [("second",), ("first", "second")])
+def test_the_spikes_of_each_optimizer_are_counted(diverging):
+    trainer = TwoNetworks(diverging, GradientSpikeCallback(max_skips_in_a_row=4))
+    trainer.train(float64_data(50), 1, per_device_batch_size=5)
+    assert f"gradients of 4 updates of {diverging[-1]!r} in a row" in trainer.stop_reason
+    assert trainer.progress.step == 8
+
+
+def test_a_state_with_one_count_of_spikes_is_loaded():
+    guard = GradientSpikeCallback()
+    guard.load_state_dict({"count": {"a": 3, "b": 2}, "average": {"a": 1.0, "b": 1.0}, "in_a_row": 2, "skipped": [4]})
+    assert guard.state_dict()["in_a_row"] == {"": 2, "a": 2, "b": 2}
+
+
 def test_a_run_that_ends_after_spikes_saves_its_last_state(tmp_path, capsys):
     data = float64_data(50)
     data.tensors[1][15:] = 1e3

@@ -335,6 +335,26 @@ def test_a_custom_averaging_rule_may_call_the_default():
         Noted(model, decay=1.5)
 
 
+@pytest.mark.parametrize("warmup", [False, True])
+def test_a_custom_averaging_rule_counts_and_warms_up(warmup):
+    class Noted(ModelEma):
+        def update_fn(self, ema_model_weights, updated_model_weights):
+            assert ema_model_weights.is_floating_point()
+            return self.decay * ema_model_weights + (1 - self.decay) * updated_model_weights
+
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8)).double()
+    averages = [average_class(model, decay=0.9, warmup=warmup) for average_class in (Noted, ModelEma)]
+    for _ in range(5):
+        with torch.no_grad():
+            model(torch.randn(4, 5, dtype=torch.float64))
+            model[0].weight += 1
+        for average in averages:
+            average.update(model)
+    assert averages[0].module[1].num_batches_tracked == 5
+    assert averages[0].decay == 0.9
+    torch.testing.assert_close(averages[0].module.state_dict(), averages[1].module.state_dict())
+
+
 def averaged() -> Any:
     """The average with its buffers and its evaluation loss, and the expected loss over the dataset."""
     torch.manual_seed(0)

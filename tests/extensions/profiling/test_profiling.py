@@ -103,6 +103,22 @@ def test_an_evaluation_in_a_callback_is_counted_once():
     assert sum(parts) < timing.totals["run"] + 4 * NAP  # counted twice, it would be 16 * NAP more
 
 
+@pytest.mark.extension("model_ema")
+@pytest.mark.usefixtures("sleep_passes_time")
+def test_the_evaluation_of_an_average_counts_as_evaluation():
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
+    model, timing = float64_model(), TimingCallback(show=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    average = ModelEmaCallback(save_path=None, callbacks=[Sleepy()])
+    trainer = SlowTrainer(model, nn.MSELoss(), optimizer, callbacks=[timing, average])
+    trainer.slow = "evaluation"
+    data = float64_data(16)
+    trainer.train(data, 1, data, per_device_batch_size=4)
+    assert timing.totals["evaluation"] == 8 * NAP
+    assert timing.totals["ModelEmaCallback"] == 0
+
+
 @pytest.mark.usefixtures("sleep_passes_time")
 def test_times_of_callbacks_of_one_class_are_added_up():
     timing = TimingCallback(show=False)
@@ -158,6 +174,14 @@ def test_a_run_too_short_for_a_trace_warns(tmp_path, capsys):
     train(make_trainer([ProfilerCallback(tmp_path, wait=1, warmup=1)]))
     assert "no trace" not in capsys.readouterr().out
     assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler")
+@pytest.mark.parametrize(("wait", "active", "traces"), [(2, 3, 0), (0, 1, 1)])
+def test_a_trace_without_steps_is_not_written(wait, active, traces, tmp_path, capsys):
+    train(make_trainer([ProfilerCallback(tmp_path, wait=wait, warmup=1, active=active, repeat=2)]))
+    assert ("has written no trace" in capsys.readouterr().out) == (traces == 0)
+    assert len(list(tmp_path.iterdir())) == traces
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler")

@@ -88,6 +88,34 @@ def test_samples_a_second_are_of_the_last_training_steps(capsys, monkeypatch):
     assert rates[-1] > rates[18]
 
 
+@pytest.mark.extension("model_ema")
+def test_the_speed_leaves_out_predictions_and_evaluations(capsys, monkeypatch):
+    from pytorch_accel_lite.callbacks import ModelEmaCallback
+
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    class Slow(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            now[0] += 0.1
+            return super().calculate_train_batch_loss(batch)
+
+        def calculate_eval_batch_loss(self, batch):
+            now[0] += 100
+            return super().calculate_eval_batch_loss(batch)
+
+        def calculate_predict_batch_output(self, batch):
+            now[0] += 100
+            return super().calculate_predict_batch_output(batch)
+
+    look = listener(on_update_end=lambda t, **_: t.predict(make_data()))
+    callbacks = [ModelEmaCallback(save_path=None), look, ProgressBarCallback(line_every_seconds=1e-9)]
+    train(make_trainer(callbacks, trainer_class=Slow), size=10, eval_dataset=True, evaluate_every="1 updates")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Epoch")]
+    rates = [re.search(r"samples/s ([\d.]+)", line)[1] for line in lines[1:]]
+    assert rates == ["20"] * 4
+
+
 def test_the_progress_bar_shows_the_schedules_learning_rate(capfd):
     train(
         make_trainer([ProgressBarCallback(show_always=True, refresh_seconds=0)]),

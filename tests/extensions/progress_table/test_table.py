@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import time
 from functools import partial
 from typing import Any
 
@@ -506,6 +507,18 @@ def test_the_default_output_of_a_run_names_epochs_and_metrics(capsys):
     assert lines[5] == "Starting epoch 2/2"
     assert shape[6:9] == epoch
     assert [line.split()[0] for line in lines[9:]] == ["Trained", "Best:"]
+
+
+def test_the_speed_of_an_epoch_leaves_out_its_evaluations(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def spend(trainer: Trainer, **kwargs: Any) -> None:
+        now[0] += 100 if kwargs.get("batch") is None else 0.5
+
+    trainer = make_trainer([ProgressTableCallback, listener(on_train_step_end=spend, on_eval_step_start=spend)])
+    train(trainer, eval_dataset=True, evaluate_every="1 updates")
+    assert "samples/s: 4," in capsys.readouterr().out
 
 
 def test_a_stopped_epoch_shows_its_times_and_its_last_rate(capsys):

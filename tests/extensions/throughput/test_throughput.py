@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, ThroughputCallback
 from tests.ranks import rank
 from tests.shared_trainings import SPLITTING
-from tests.small_models import equal_weights, fake_clock, listener, make_model, make_trainer, train, weights
+from tests.small_models import equal_weights, fake_clock, listener, make_data, make_model, make_trainer, train, weights
 
 # Of make_model, with layers of 4 * 8 and 8 * 1 weights: outputs, gradients of weights, gradients of hidden values.
 FLOPS = 2 * (40 + 40 + 8)
@@ -36,6 +38,33 @@ def test_throughput_counts_samples_and_items():
     assert min(rates) > 0
     plain = train(make_trainer([ThroughputCallback]))
     assert "items_per_second_epoch" not in plain.run_history.get_metric_names()
+
+
+def test_rates_leave_out_all_evaluations_within_epochs():
+    rates: list[float] = []
+    with fake_clock() as pass_time, patch.object(time, "monotonic", time.perf_counter):
+
+        class Slow(Counted):
+            def calculate_train_batch_loss(self, batch):
+                pass_time(1)
+                return super().calculate_train_batch_loss(batch)
+
+            def calculate_eval_batch_loss(self, batch):
+                pass_time(100)
+                return super().calculate_eval_batch_loss(batch)
+
+        look = listener(
+            on_optimizer_step_end=lambda t: rates.append(t.step_metrics["samples_per_second"]),
+            on_update_end=lambda t, **_: [t.evaluate(make_data()), t.run_evaluation()],
+        )
+        throughput = ThroughputCallback(flops_per_sample=50, peak_flops=100)
+        trainer = make_trainer([throughput, look], trainer_class=Slow)
+        train(trainer, epochs=2, eval_dataset=True, evaluate_every="1 updates")
+    assert rates == [2.0] * 6
+    assert trainer.run_history.get_metric_values("samples_per_second_epoch") == [2.0, 2.0]
+    assert trainer.run_history.get_metric_values("items_per_second_epoch") == [7.0, 7.0]
+    assert latest(trainer, "mfu") == 1.0
+    assert throughput.per_process[0]["samples_per_second"] == 2.0
 
 
 def test_a_window_without_updates_is_refused():

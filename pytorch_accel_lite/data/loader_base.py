@@ -6,22 +6,19 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
-from accelerate.utils import recursively_apply, send_to_device
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.base.lengths_and_signatures import find_length
 from pytorch_accel_lite.data.batches import Batch
+from pytorch_accel_lite.data.placing import to_device
 from pytorch_accel_lite.data.shares import Shares, whole_steps
 from pytorch_accel_lite.data.sources import BatchData, Index, Sample, Source, SourceState
 from pytorch_accel_lite.data.worker_startup import start_reading
 from pytorch_accel_lite.distributed import Ranks
-
-#: Keyword arguments of a ``DataLoader``.
-LoaderKwargs: TypeAlias = dict[str, Any]
 
 
 @dataclass(eq=False, repr=False)
@@ -256,21 +253,3 @@ def copy_loader(loader: DataLoader[Sample], **changes: object) -> DataLoader[Sam
     other = copy.copy(loader)
     vars(other).update(changes)
     return other
-
-
-def to_device(steps: Iterator[Batch], device: torch.device | None, channels_last: bool) -> Iterator[Batch]:
-    """Return steps with their data on a device, without waiting for the copies.
-
-    Args:
-        device: the device; ``None`` if the data are already on it
-        channels_last: whether to convert tensors with four dimensions to the channels-last memory format
-    """
-    if device is not None:
-        steps = (step._replace(data=send_to_device(step.data, device, non_blocking=True)) for step in steps)
-    if channels_last:
-        steps = (step._replace(data=recursively_apply(_to_channels_last, step.data)) for step in steps)
-    return steps
-
-
-def _to_channels_last(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor

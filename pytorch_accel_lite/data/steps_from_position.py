@@ -1,0 +1,87 @@
+"""Dividing an epoch into steps, from its beginning or from the position at which a resumed run continues.
+
+Indices are divided into steps from the position on. Batches that a user has made are skipped up to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class WrongLengthError(ValueError):
+    """A sampler gives fewer or more indices than its length. Unlike a failed batch, this error is never skipped."""
+
+
+def global_batches(
+    num_samples: int, global_batch: int, start: int = 0, drop_last: bool = False, min_last: int = 1
+) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of the samples of each step, for all ranks together, in the order of the epoch.
+
+    Args:
+        global_batch: number of samples in a full step
+        start: number of samples of the epoch already consumed
+        drop_last: whether to drop a smaller last step
+        min_last: if fewer than this many samples are left for the last step, the last two steps divide their samples
+            evenly; evaluation uses it to keep every rank busy in every step
+    """
+    while start < num_samples:
+        remaining = num_samples - start
+        size = min(global_batch, remaining)
+        if drop_last and size < global_batch:
+            return
+        if not drop_last and 0 < remaining - size < min_last and remaining >= 2 * min_last:
+            size = (remaining + 1) // 2
+        yield start, start + size
+        start += size
+
+
+def count_global_batches(num_samples: int, global_batch: int, drop_last: bool = False) -> int:
+    """Return the number of steps in an epoch."""
+    return num_samples // global_batch if drop_last else -(-num_samples // global_batch)
+
+
+def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Yield each item, and whether it is the last one. Reads one item ahead."""
+    iterator = iter(items)
+    pending = list(islice(iterator, 1))
+    for following in iterator:
+        yield pending.pop(), False
+        pending.append(following)
+    if pending:
+        yield pending.pop(), True
+
+
+def grouped(items: Iterator[T], size: int) -> Iterator[list[T]]:
+    """Yield lists of ``size`` items; the last may be shorter."""
+    return iter(lambda: list(islice(items, size)), [])
+
+
+def skip_samples(
+    batches: Iterator[T], start: int, size_of: Callable[[T], int], rest_of: Callable[[T, int], T], source: str = "data"
+) -> Iterator[T]:
+    """Skip ``start`` samples and return what follows them.
+
+    Args:
+        rest_of: returns the last samples of a batch in the middle of which the skipped samples end
+    """
+    position = 0
+    while position < start:
+        batch = next(batches, None)
+        if batch is None:
+            raise early_end_error(source, f"{position} samples", start)
+        position += size_of(batch)
+        if position > start:
+            return chain([rest_of(batch, position - start)], batches)
+    return batches
+
+
+def early_end_error(source: str, seen: str, done: int) -> WrongLengthError:
+    """Return the error for data that end before the position from which a run resumes."""
+    return WrongLengthError(
+        f"The {source} ended after {seen} of this epoch, but the resumed run had already seen {done}. Resume it with "
+        "the data it was saved with."
+    )
