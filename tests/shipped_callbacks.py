@@ -57,8 +57,8 @@ EVENTFUL: dict[str, dict[str, Any]] = {
 # Has a state only to load states of earlier versions.
 STATELESS = {"SaveTrainingStateCallback"}
 
-# Changes its state only with a gradient scaler: see tests/extensions/monitoring.
-NEEDS_A_SCALER = {"LossScaleCallback"}
+# Change their states only with a gradient scaler, and with a device that counts: see tests/extensions/monitoring and energy.
+NEEDS_A_DEVICE = {"LossScaleCallback", "EnergyCallback"}
 
 # Their recorded values differ from run to run.
 NOT_REPEATABLE = {"DeviceMemoryCallback", "ThroughputCallback", "TimingCallback"}

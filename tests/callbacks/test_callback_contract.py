@@ -21,7 +21,7 @@ from pytorch_accel_lite.run.events import EVENTS
 from tests.launching import some_of, two_are_enough
 from tests.ranks import rank, shared_folder
 from tests.shared_trainings import StopsAt
-from tests.shipped_callbacks import EVENTFUL, NEEDS_A_SCALER, NOT_REPEATABLE, RUN, SHIPPED, STATEFUL, STATELESS, build
+from tests.shipped_callbacks import EVENTFUL, NEEDS_A_DEVICE, NOT_REPEATABLE, RUN, SHIPPED, STATEFUL, STATELESS, build
 from tests.small_models import (
     Stream,
     adamw_trainer,
@@ -129,7 +129,7 @@ def test_a_shipped_callback_survives_a_run_that_fails_or_stops(callback_class, h
 
 
 @pytest.mark.parametrize(
-    "callback_class", [c for c in SHIPPED if hasattr(c, "state_dict") and c.__name__ not in STATELESS | NEEDS_A_SCALER]
+    "callback_class", [c for c in SHIPPED if hasattr(c, "state_dict") and c.__name__ not in STATELESS | NEEDS_A_DEVICE]
 )
 def test_states_of_shipped_callbacks_survive_a_round_trip(callback_class, here):
     callback = callback_class(**STATEFUL.get(callback_class.__name__, {}))
