@@ -20,7 +20,7 @@ from pytorch_accel_lite.base.devices import launched_on_cpus
 from pytorch_accel_lite.base.missing_extensions import add_missing_method_errors
 from pytorch_accel_lite.base.module_modes import without_gradients
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
-from pytorch_accel_lite.base.reprs import join_wrapped
+from pytorch_accel_lite.base.reprs import join_wrapped, short_repr
 from pytorch_accel_lite.base.reserved_names import Shadowable, check_subclass
 from pytorch_accel_lite.base.sharded_weights import is_sharded
 from pytorch_accel_lite.base.trainer_help import names_for_users, presented
@@ -283,7 +283,7 @@ class Trainer:
         self._callbacks = callbacks
         self.callback_handler = self._create_callback_handler()
         if metrics is not None:
-            create = METRICS.get("metrics=...")
+            create = METRICS.get(f"metrics={short_repr(metrics)}")
             self.callback_handler.add_callback(create(metrics), first=True)
         self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
         self._set_up_accelerator(accelerator, mixed_precision, find_unused_parameters)

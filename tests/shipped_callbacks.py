@@ -57,7 +57,7 @@ EVENTFUL: dict[str, dict[str, Any]] = {
 # Has a state only to load states of earlier versions.
 STATELESS = {"SaveTrainingStateCallback"}
 
-# Change their states only with a gradient scaler, and with a device that counts: see tests/extensions/monitoring and energy.
+# Change their states only with a gradient scaler, or with counters of energy: see the tests of their extensions.
 NEEDS_A_DEVICE = {"LossScaleCallback", "EnergyCallback"}
 
 # Their recorded values differ from run to run.
