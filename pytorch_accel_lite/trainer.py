@@ -1095,7 +1095,10 @@ class Trainer:
 
     @run_config.setter
     def run_config(self, config: TrainerRunConfig | None) -> None:
-        _run_for_assignment(self).config = config
+        run = _run_for_assignment(self)
+        run.config = config
+        if config is not None and run.latest.training is not None:
+            run.latest.training = run.latest.training._replace(config=config)
 
     @property
     def step_metrics(self) -> dict[str, MetricValue]:
@@ -1292,6 +1295,7 @@ class Trainer:
         """Set the accelerator that was passed, or a new one, after all checks."""
         trainer_arguments.check_mixed_precision(precision, accelerator)
         self._requested_precision = precision
+        self._made_accelerator = accelerator is None
         if accelerator is None:
             accelerator = create_accelerator(self._create_accelerator, precision)
             # An overridden method may have created it with another precision.
@@ -1309,12 +1313,14 @@ class Trainer:
     def close(self) -> None:
         """Release all resources, after which the trainer cannot be used. Called by ``with Trainer(...) as trainer:``.
 
-        Called automatically when the program exits, followed by an orderly shutdown of a job of several processes.
+        Called automatically when the program exits, followed by an orderly shutdown of a job of several processes. An
+        accelerator that was passed keeps what it has prepared: other code may use it.
         """
         if shutdown.unregister(self):
             run = self.current_run
             run.data.train_loader, run.data.eval_loader, run.data.eval_loaders, run.batch = None, None, {}, None
-            self.accelerator.free_memory()
+            if self._made_accelerator:
+                self.accelerator.free_memory()
 
     def __enter__(self) -> Self:
         return self

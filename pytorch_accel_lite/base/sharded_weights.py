@@ -40,9 +40,11 @@ def tensor_parallel_size(accelerator: Accelerator) -> int:
 
 
 #: Kinds of jobs in which Accelerate only adds bookkeeping to an optimizer, so the user's optimizer is stepped directly.
-PLAIN = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
+PLAIN = {kind for kind in DistributedType if kind.name == "NO" or kind.name.startswith("MULTI_")}
+#: Kinds of jobs in which Accelerate shards the weights, or what trains them.
+SHARDING = {kind for kind in DistributedType if kind.name in ("FSDP", "DEEPSPEED", "MEGATRON_LM")}
 
 
 def is_sharded(accelerator: Accelerator, model: nn.Module) -> bool:
     """Whether the weights of a model are or will be sharded over the processes, by Accelerate or by the user."""
-    return accelerator.distributed_type not in PLAIN or are_sharded(model.parameters())
+    return accelerator.distributed_type in SHARDING or are_sharded(model.parameters())

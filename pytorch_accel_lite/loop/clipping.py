@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -40,11 +41,14 @@ def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
             accelerator, clipped, value, norm, _norm_function(trainer, clipped)
         )
         return
-    if value is not None:
-        accelerator.clip_grad_value_(clipped, value)
-    if norm is not None:
-        is_plain = trainer.prepared_model is not None and trainer.prepared_model.is_plain
-        run.training_step.gradient_norm = (_clip_norm if is_plain else accelerator.clip_grad_norm_)(clipped, norm)
+    clips_twice = value is not None and norm is not None
+    # Each of Accelerate's functions unscales gradients, which a scaler refuses the second time.
+    with _unscaled(trainer) if clips_twice and accelerator.scaler is not None else nullcontext():
+        if value is not None:
+            accelerator.clip_grad_value_(clipped, value)
+        if norm is not None:
+            is_plain = trainer.prepared_model is not None and trainer.prepared_model.is_plain
+            run.training_step.gradient_norm = (_clip_norm if is_plain else accelerator.clip_grad_norm_)(clipped, norm)
 
 
 def _in_model_order(parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -96,13 +100,25 @@ def unscale(trainer: TrainerLike) -> None:
 
 def clip_as_overridden(trainer: TrainerLike) -> None:
     """Call an overridden ``clip_gradients`` on unscaled gradients, whether it uses functions of torch or Accelerate."""
-    accelerator = trainer.accelerator
-    accelerator.unscale_gradients(trainer.optimizer)
-    vars(accelerator)["unscale_gradients"] = _leave_unscaled  # called by Accelerate's functions that clip
-    try:
+    with _unscaled(trainer):
         trainer.clip_gradients()
+
+
+@contextmanager
+def _unscaled(trainer: TrainerLike) -> Iterator[None]:
+    """Within a block, gradients are unscaled, and Accelerate's functions that clip do not unscale them again."""
+    if not trainer.current_run.training_step.updates_one_by_one:  # such a step has unscaled them
+        unscale(trainer)
+    overriding = vars(trainer.accelerator)
+    before = overriding.get("unscale_gradients")
+    overriding["unscale_gradients"] = _leave_unscaled
+    try:
+        yield
     finally:
-        del vars(accelerator)["unscale_gradients"]
+        if before is None:
+            del overriding["unscale_gradients"]
+        else:
+            overriding["unscale_gradients"] = before
 
 
 def _leave_unscaled(optimizer: object = None) -> None:

@@ -91,12 +91,11 @@ def _noting_end_of_custom_loop(trainer: TrainerLike, run: Run) -> Iterator[None]
         if not run.loop.uses_builtin_loop and isinstance(stop, StopTrainingError):
             run.end.note(stop)
 
-    listeners = trainer.callback_handler.listeners
-    noted = {"on_training_run_end": note_end, "on_stop_training_error": note_stop}
-    for event, note in noted.items():
-        listeners[event] = (note, *listeners[event])
+    handler = trainer.callback_handler
+    handler.called_first = {"on_training_run_end": note_end, "on_stop_training_error": note_stop}
+    handler.listeners.clear()
     try:
         yield
     finally:
-        for event in noted:
-            listeners.pop(event, None)
+        handler.called_first = {}
+        handler.listeners.clear()

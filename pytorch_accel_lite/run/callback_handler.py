@@ -100,6 +100,7 @@ class CallbackHandler:
         callbacks: the callbacks, in order
         listeners: the methods that each event calls, by event and in order; an event without listeners costs only a
             look-up
+        called_first: functions that events call before the callbacks, by event; clear ``listeners`` after a change
         timer: called with the callback about to be called, or the phase ``"saving"`` or ``"evaluation"``; returns a
             context that times it
     """
@@ -108,6 +109,7 @@ class CallbackHandler:
         self.callbacks: list[TrainerCallback] = []
         self.listeners: dict[str, tuple[Listener, ...]] = _Listeners(self._find_listeners)
         self.timer: Callable[[object], AbstractContextManager[None]] | None = None
+        self.called_first: dict[str, Listener] = {}
         self._muted: set[tuple[int, str]] = set()
         self._failed: Listener | None = None  # the last listener that raised an error
         self.add_callbacks(callbacks)
@@ -250,6 +252,8 @@ class CallbackHandler:
     call_each, notify_all, notify_rest = call_event_passing_stops, call_event_despite_errors, call_event_after_error
 
     def _find_listeners(self, event: str) -> Iterator[Listener]:
+        if event in self.called_first:
+            yield self.called_first[event]
         default = getattr(TrainerCallback, event, None)
         for callback in self.callbacks:
             is_defined = inspect.getattr_static(callback, event, default) is not default

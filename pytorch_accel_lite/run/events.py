@@ -226,10 +226,13 @@ class TrainerCallback:
         """
 
     def on_optimizer_step_start(self, trainer: Trainer, **kwargs: object) -> None:
-        """An update is about to happen; the gradients are averaged over the window and the ranks, and clipped."""
+        """An update is about to happen; the gradients are averaged over the window and the ranks, unscaled, clipped."""
 
     def on_optimizer_step_end(self, trainer: Trainer, **kwargs: object) -> None:
-        """An update has happened: new weights, scheduler stepped, gradients cleared."""
+        """An update has happened: new weights, scheduler stepped, gradients cleared.
+
+        Also called after a skipped update (``trainer.update_was_skipped``), which leaves weights and scheduler alone.
+        """
 
     def on_train_step_end(
         self, trainer: Trainer, *, batch: BatchData, batch_output: BatchOutput, step: int, **kwargs: object

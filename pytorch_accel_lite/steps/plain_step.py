@@ -13,7 +13,7 @@ from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput
 from pytorch_accel_lite.data.step_outputs import as_scalars, check_loss, complete_output, total_loss
 from pytorch_accel_lite.distributed.gradient_sync import average_gradients
-from pytorch_accel_lite.loop.clipping import clip_as_overridden
+from pytorch_accel_lite.loop.clipping import clip_as_overridden, unscale
 from pytorch_accel_lite.loop.guards.training_batches import examine_first_batch
 from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
@@ -95,6 +95,8 @@ class PlainStep(Step):
         else:
             trainer.clip_gradients()
         if listeners["on_optimizer_step_start"]:
+            if trainer.accelerator.scaler is not None:
+                unscale(trainer)
             trainer.call_event("on_optimizer_step_start")
         if not self.skips_update:
             trainer.optimizer_step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -194,3 +195,17 @@ def test_a_lock_keeps_files_that_others_put_in_its_place(tmp_path, plant):
 def test_an_argument_is_a_place_only_by_its_whole_name():
     assert all(map(is_place, ("path", "save_path", "save_dir", "directory", "log_files", "url", "logger")))
     assert not any(map(is_place, ("direction", "class_names", "profile", "pathology", "name", "folders_of", "device")))
+
+
+def test_a_lock_that_cannot_be_written_is_not_held(tmp_path):
+    resource = pytest.importorskip("resource")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            train(make_trainer([WRITERS["best"][0](tmp_path / "best.pt")]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
+    train(make_trainer([WRITERS["best"][0](tmp_path / "best.pt")]))

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -318,3 +320,12 @@ def test_a_gradient_that_only_one_rank_has_is_averaged(ranks):
             expected[2] -= 0.1 / n
             assert torch.allclose(centres, expected)
         assert len(result) == 3
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DistributedType if kind.name.startswith("MULTI_")])
+def test_replicas_on_any_kind_of_device_are_not_sharded(kind, no_accelerator):
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.distributed_type = kind
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert not Trainer(model, nn.MSELoss(), optimizer, accelerator=accelerator).is_sharded

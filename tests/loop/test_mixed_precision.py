@@ -247,3 +247,27 @@ def test_a_nested_run_of_another_trainer_has_its_own_precision(outer, inner):
     assert len(found) > 1
     assert all(equal_weights(each, alone[inner]) for each in found)
     assert equal_weights(weights(trainer.model), alone[outer])
+
+
+def test_scaled_gradients_are_clipped_by_value_and_norm(scaled_accelerator):
+    seen: list[list[Any]] = []
+
+    def look(trainer: Trainer, **_: Any) -> None:
+        seen.append([parameter.grad.clone() for parameter in trainer.get_model().parameters()])
+
+    looking = listener(on_optimizer_step_start=look)
+    train(make_trainer([looking], accelerator=scaled_accelerator), gradient_clip_value=0.1, gradient_clip_norm=0.05)
+    for gradients in seen:
+        assert float(torch.nn.utils.get_total_norm(gradients)) <= 0.0501
+    assert seen
+
+
+def test_callbacks_see_gradients_without_the_loss_scale(scaled_accelerator):
+    expected: list[Any] = []
+
+    def look(trainer: Trainer, **_: Any) -> None:
+        rate = trainer.optimizer.param_groups[0]["lr"]
+        expected[:] = [p.detach().add(p.grad, alpha=-rate) for p in trainer.get_model().parameters()]
+
+    trainer = train(make_trainer([listener(on_optimizer_step_start=look)], accelerator=scaled_accelerator))
+    assert all(map(torch.equal, trainer.model.parameters(), expected))

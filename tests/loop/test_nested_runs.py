@@ -31,6 +31,7 @@ from tests.small_models import (
     listener,
     make_data,
     make_trainer,
+    train,
     weights,
 )
 
@@ -434,3 +435,11 @@ def test_the_history_keeps_only_a_runs_own_values_of_a_metric(event):
     assert history.pop("evaluation_loss") == [values["evaluation_loss"] for values in found]
     assert history == expected
     assert all(values["mae"] not in expected["mae"] for values in found)
+
+
+def test_a_closed_trainer_leaves_the_passed_accelerator_alone():
+    accelerator = Accelerator(cpu=True)
+    own = accelerator.prepare(nn.Linear(2, 2))
+    with make_trainer(accelerator=accelerator) as trainer:
+        train(trainer)
+    assert accelerator._models == [own]

@@ -730,3 +730,17 @@ def test_a_loss_tracker_takes_the_losses_of_the_samples():
     tracker.update(torch.tensor([[5.0]]), 1)
     assert tracker.average == 3.0
     assert InMemoryRunHistory().get_metric_names() == set()
+
+
+def test_a_custom_loop_ends_though_a_callback_leaves_its_run():
+    leaving = listener(on_train_epoch_start=lambda trainer, **_: remove(trainer))
+
+    def remove(trainer: Trainer) -> None:
+        if leaving in trainer.callback_handler.callbacks:
+            trainer.callback_handler.remove_callback(leaving)
+
+    checkpoints: list[int] = []
+    noting = listener(on_epoch_checkpoint=lambda trainer, **_: checkpoints.append(trainer.progress.epoch))
+    trainer = train(make_trainer([leaving, noting], trainer_class=OwnLoop), epochs=2, eval_dataset=True)
+    assert checkpoints == [1, 2]
+    assert trainer.progress.epochs_completed == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from contextlib import redirect_stdout, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -622,3 +623,10 @@ def test_gradients_are_clipped_for_an_optimizer_on_copies():
         )
     moved = nn.utils.get_total_norm([value - before[name] for name, value in weights(model).items()])
     assert 0 < moved < 1.01e-3
+
+
+def test_a_config_assigned_after_training_is_the_trainers():
+    trainer = train(make_trainer())
+    other = replace(trainer.run_config, num_epochs=7)
+    trainer.run_config = other
+    assert trainer.run_config is other

@@ -63,12 +63,16 @@ class FileLock:
                 file = self._open()
             self._file = file
             _held[self._key] = os.getpid()
-        file.seek(0)
-        if file.read(1):
-            self.alive_at = os.fstat(file.fileno()).st_mtime
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
+        try:
+            file.seek(0)
+            if file.read(1):
+                self.alive_at = os.fstat(file.fileno()).st_mtime
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+        except BaseException:  # such as a full disk
+            self.release()
+            raise
 
     @property
     def _key(self) -> tuple[int, int]:
