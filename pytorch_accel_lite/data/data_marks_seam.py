@@ -9,7 +9,7 @@ from pytorch_accel_lite.base.slots import Slot
 
 #: Numbers and types that differ if objects, or their contents, have changed.
 Marks: TypeAlias = list[object]
-#: Marks objects. Without it, all count as changed, so workers start anew in each epoch.
+#: Returns the marks of objects. Without it, all count as changed, and workers are started again for each epoch.
 DATA_MARKS: Slot[Callable[[Iterable[object]], Marks]] = Slot("kept_workers")
 
 
