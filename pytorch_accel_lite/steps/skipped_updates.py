@@ -1,7 +1,7 @@
 """When an update counts as skipped: by ``skip_update()``, or by the gradient scaler because gradients were infinite.
 
-``progress.update`` counts it all the same, and ``skipped_updates`` of the run's step, too (``Step.count_if_skipped``). A
-scheduler that is stepped after updates is not stepped.
+``progress.update`` counts it all the same, and ``skipped_updates`` of the run's step, too (``Step.count_if_skipped``).
+A scheduler that is stepped after updates is not stepped.
 """
 
 from __future__ import annotations
