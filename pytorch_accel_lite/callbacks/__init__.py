@@ -35,6 +35,7 @@ from pytorch_accel_lite.extensions.monitoring import (
     LearningRateMonitorCallback,
     LossScaleCallback,
 )
+from pytorch_accel_lite.extensions.named_schedules.wsd_checkpoint_callback import WSDCheckpointCallback
 from pytorch_accel_lite.extensions.nan_report import NaNReportCallback
 from pytorch_accel_lite.extensions.predictions import PredictionWriterCallback, iterate_predictions, read_predictions
 from pytorch_accel_lite.extensions.profiling import ProfilerCallback, TimingCallback
@@ -46,7 +47,6 @@ from pytorch_accel_lite.extensions.throughput import ThroughputCallback
 from pytorch_accel_lite.extensions.trackers import TrackerCallback
 from pytorch_accel_lite.extensions.unfreezing import GradualUnfreezingCallback
 from pytorch_accel_lite.extensions.worst_samples import WorstSample, WorstSamplesCallback
-from pytorch_accel_lite.extensions.wsd.wsd_checkpoint_callback import WSDCheckpointCallback
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.stop_errors import (
