@@ -16,7 +16,6 @@ from pytorch_accel_lite.callbacks.step_evaluation import StepBasedEvaluationCall
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TimeLimitCallback
 from pytorch_accel_lite.callbacks.terminate_on_nan import TerminateOnNaNCallback
 from pytorch_accel_lite.callbacks.training_states import SaveTrainingStateCallback
-from pytorch_accel_lite.extensions import slurm as slurm  # adds to JOB_QUEUES
 from pytorch_accel_lite.extensions.advice import AdviceCallback  # adds to DEFAULTS
 from pytorch_accel_lite.extensions.energy import EnergyCallback
 from pytorch_accel_lite.extensions.failed_batches import SkipFailedBatchesCallback
