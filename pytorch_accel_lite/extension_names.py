@@ -9,6 +9,7 @@ OFFERED = {
     "blocks": (),  # Trainer(activation_checkpointing=...), Trainer(compile_model="blocks")
     "checking": ("Trainer.check",),
     "closures": ("Trainer.recompute_gradients",),  # and optimizers that need a closure
+    "common_mistakes": (),  # warnings about programs that run
     "compiled_step": (),  # Trainer(compile_step=True)
     "data_fingerprints": (),  # data that differ between processes, or from those of a state
     "energy": ("callbacks.EnergyCallback",),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepLR
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
@@ -196,19 +196,6 @@ def test_layer_decay_factors_are_applied_only_once():
     optimizer = torch.optim.SGD(groups)
     before = [group["lr"] for group in optimizer.param_groups]
     assert CosineLrScheduler(optimizer, 4, 5).get_updated_values(0) == before
-
-
-@pytest.mark.parametrize(
-    ("create", "named"),
-    [
-        (None, "no scheduler"),
-        (partial(StepLR, step_size=1), "StepLR"),
-        (partial(LambdaLR, lr_lambda=lambda n: n / 6), "LambdaLR"),
-    ],
-)
-def test_a_run_whose_schedule_ignores_layer_decay_warns(create, named):
-    with pytest.warns(UserWarning, match=f"lr_scale.*{named}"):
-        rates_of_layers(create)
 
 
 def test_end_rates_may_be_fractions_of_each_groups_own_rate():
