@@ -26,10 +26,10 @@ from pytorch_accel_lite.loop.resuming import (
 )
 from pytorch_accel_lite.run.error_notes_seam import explain
 from pytorch_accel_lite.run.loop_state import GlobalModes
+from pytorch_accel_lite.run.optimizer_modes import set_optimizer_modes
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
-from pytorch_accel_lite.run.trained_parts import set_optimizer_modes
 
 
 def begin_training(trainer: TrainerLike, run: Run) -> None:

@@ -287,7 +287,9 @@ def test_invalid_schedule_names_and_warm_ups_are_named(arguments, error, message
 
 def test_without_its_extension_a_name_is_an_error_that_says_so(monkeypatch):
     monkeypatch.setattr(NAMED_SCHEDULES, "content", None)
-    with pytest.raises(ValueError, match="create_scheduler_fn='cosine' belongs to the extension 'wsd', which is not"):
+    with pytest.raises(
+        ValueError, match="create_scheduler_fn='cosine' belongs to the extension 'named_schedules', which is not"
+    ):
         adamw_trainer(make_model()).train(make_data(6), 1, create_scheduler_fn="cosine")
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 
 from torch.optim.lr_scheduler import OneCycleLR
 
-from pytorch_accel_lite.base.lengths_and_signatures import accepts
 from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.optimizers.optimizer_parts import follows_metric, schedulers_in
 from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, TrainerScheduler
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.trained_parts import other_optimizers
+from pytorch_accel_lite.run.trainer_attributes import other_optimizers
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.schedulers.placeholders import Placeholder
 
@@ -74,7 +74,7 @@ def _check_stepped(scheduler: TrainerScheduler, request: RunRequest) -> None:
     """Check that a scheduler can be stepped in the way the run will step it."""
     metric = request.scheduler_metric
     kind = type(scheduler).__name__
-    if metric is None and not accepts(scheduler.step):
+    if metric is None and not _accepts(scheduler.step):
         raise TypeError(
             f"{kind}.step needs an argument. If it follows a metric, specify that, for example with "
             "scheduler_interval='epoch' and scheduler_metric='eval_loss_epoch'; for timm's schedulers, use "
@@ -140,3 +140,12 @@ def warn_of_other_schedule(trainer: TrainerLike, state: TrainingState) -> None:
         f"resume_from: the state {str(state.directory)!r} is of another run: {problem}. Pass the "
         "create_scheduler_fn of the run that saved it, unless you mean this."
     )
+
+
+def _accepts(function: Callable[..., object], *arguments: object) -> bool:
+    """Whether a function can be called with these positional arguments."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except (TypeError, ValueError) as error:
+        return isinstance(error, ValueError)  # the function is not written in Python
+    return True
