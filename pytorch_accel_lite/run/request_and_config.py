@@ -212,7 +212,7 @@ class TrainerRunConfig:
         return {name: value for name, value in settings.items() if value != defaults.get(name)}
 
     @classmethod
-    def compared(cls) -> tuple[str, ...]:
+    def compared_settings(cls) -> tuple[str, ...]:
         """Return the names of the settings that a resumed run compares with those of the saved run."""
         return tuple(item.name for item in fields(cls) if item.metadata.get("is_compared"))
 

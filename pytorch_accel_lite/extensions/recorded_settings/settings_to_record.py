@@ -60,7 +60,7 @@ def record_settings(trainer: TrainerLike, reads_data: bool = True) -> JsonObject
 
 def _of_train(trainer: TrainerLike) -> dict[str, str]:
     config = trainer.run_config
-    return {name: describe_setting(getattr(config, name, None)) for name in TrainerRunConfig.compared()}
+    return {name: describe_setting(getattr(config, name, None)) for name in TrainerRunConfig.compared_settings()}
 
 
 def describe_optimizers(trainer: TrainerLike, initial: Options | None = None) -> dict[str, str]:
