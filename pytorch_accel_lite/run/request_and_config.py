@@ -142,7 +142,7 @@ _COMPARED = {"is_compared": True}
 class TrainerRunConfig:
     """The settings of a training or evaluation run, fixed when it starts.
 
-    Those not described here are as requested: arguments of ``Trainer.train()``.
+    Those not described here are arguments of ``Trainer.train()``, as requested.
 
     Args:
         num_epochs: number of epochs; ``None`` if the data have no length and the number of updates is limited
