@@ -56,11 +56,13 @@ from pytorch_accel_lite.run.run import (
     UserAttributes,
 )
 from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS, RunChecks
-from pytorch_accel_lite.run.skipped_in_inference import SKIPPED, SkippedBatches, SkippedStep
+from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches, SkippedStep
 from pytorch_accel_lite.run.stop_errors import NonFiniteLossError, RunInterruptedError, StopTrainingError
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
-from pytorch_accel_lite.steps.choice import (
+from pytorch_accel_lite.steps.compile_step_seam import STEP_COMPILER, StepCompiler
+from pytorch_accel_lite.steps.plain_step import PlainStep, backward
+from pytorch_accel_lite.steps.step_choice import (
     CLOSURE,
     COMPILED,
     FP16,
@@ -74,8 +76,6 @@ from pytorch_accel_lite.steps.choice import (
     Feature,
     replace_step,
 )
-from pytorch_accel_lite.steps.compile_step_seam import STEP_COMPILER, StepCompiler
-from pytorch_accel_lite.steps.plain_step import PlainStep, backward
 
 __all__ = [
     # The run.

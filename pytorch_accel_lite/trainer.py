@@ -112,8 +112,8 @@ from pytorch_accel_lite.schedulers.placeholders import (
 )
 from pytorch_accel_lite.schedulers.schedule_arguments import ScheduleArgument, resolve_names
 from pytorch_accel_lite.steps import skipped_updates
-from pytorch_accel_lite.steps.choice import create_step
 from pytorch_accel_lite.steps.compile_step_seam import create_compiled_forward
+from pytorch_accel_lite.steps.step_choice import create_step
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from pytorch_accel_lite.base.reachable import nested_in
+from pytorch_accel_lite.base.reachable_objects import nested_in
 from pytorch_accel_lite.base.seeding import derive_seed, draw_seed, generator_with, seed_generators
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.batches import Batch, Share

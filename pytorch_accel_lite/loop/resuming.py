@@ -17,7 +17,7 @@ from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import setting
 from pytorch_accel_lite.loop.guards.modes import has_starting_code
 from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length, warn_of_other_schedule
 from pytorch_accel_lite.loop.recreated_schedule import must_recreate_schedule, resume_schedule
-from pytorch_accel_lite.optimizers.rates import Options, all_options
+from pytorch_accel_lite.optimizers.param_group_options import Options, all_options
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.stop_errors import StopTrainingError
 from pytorch_accel_lite.run.training_state import TrainingState

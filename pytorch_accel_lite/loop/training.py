@@ -25,7 +25,7 @@ from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.loader_creation import loader_of_run
 from pytorch_accel_lite.loop.resuming import end_if_complete, end_resuming, ending_resumption, print_state_contents
-from pytorch_accel_lite.optimizers.rates import all_options
+from pytorch_accel_lite.optimizers.param_group_options import all_options
 from pytorch_accel_lite.run.error_notes_seam import explain
 from pytorch_accel_lite.run.loop_state import GlobalModes
 from pytorch_accel_lite.run.optimizer_modes import set_optimizer_modes

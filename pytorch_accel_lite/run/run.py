@@ -48,8 +48,8 @@ from pytorch_accel_lite.run.progress import EpochPhase, Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run_data import RunData
 from pytorch_accel_lite.run.run_end import RunEnd
-from pytorch_accel_lite.run.schedule_state import RunSchedule
-from pytorch_accel_lite.run.skipped_in_inference import SkippedBatches
+from pytorch_accel_lite.run.run_schedule import RunSchedule
+from pytorch_accel_lite.run.skipped_batches import SkippedBatches
 from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
 from pytorch_accel_lite.run.training_state import TrainingState
 

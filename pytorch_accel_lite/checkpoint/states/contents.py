@@ -48,7 +48,7 @@ from pytorch_accel_lite.checkpoint.states.directory import (
 from pytorch_accel_lite.checkpoint.states.machine_facts import machine_facts
 from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
 from pytorch_accel_lite.optimizers.optimizer_parts import group_names, parts_of_optimizer, state_class_names
-from pytorch_accel_lite.optimizers.rates import Options, set_options
+from pytorch_accel_lite.optimizers.param_group_options import Options, set_options
 from pytorch_accel_lite.run.callback_handler import callbacks_with
 from pytorch_accel_lite.run.division import numbers_of_shares
 from pytorch_accel_lite.run.progress import EpochPhase
