@@ -1,4 +1,4 @@
-"""The training states of a run in one place: their names, finding the newest intact state, and locking."""
+"""The training states of a run in one place: their names, finding the newest intact one, removing old ones, locking."""
 
 from __future__ import annotations
 
@@ -233,3 +233,16 @@ class DirectoryStore(StateStore):
         if self._lock is None or not self._lock.is_held():
             self.unlock()
             self.lock()
+
+
+def remove_old_states(store: StateStore, keep: int | None, protected: set[str]) -> None:
+    """Remove all but the newest states, and what killed runs have left incomplete.
+
+    Args:
+        keep: the number of newest states to keep; ``None`` keeps all
+        protected: names of states that are kept in any case
+    """
+    for name in [] if keep is None else store.newest_first()[keep:]:
+        if name not in protected:
+            store.remove(name)
+    store.remove_incomplete()
