@@ -20,8 +20,8 @@ from pytorch_accel_lite.data.loader_base import LoaderOptions, ShardedLoader, co
 from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SequentialReader, is_loader_of_torch
 from pytorch_accel_lite.data.map_loader import MapLoader
 from pytorch_accel_lite.data.named_datasets import check_are_named, sizes_of
-from pytorch_accel_lite.data.order import of_all_processes
 from pytorch_accel_lite.data.reading import add_missing_note, list_samples, names_sample, reader_of
+from pytorch_accel_lite.data.sample_order import of_all_processes
 from pytorch_accel_lite.data.sampler_order_checks import PASS_OWN_SHARD, checksum_of_indices
 from pytorch_accel_lite.data.shares import share_bounds
 from pytorch_accel_lite.data.sources import (
