@@ -42,7 +42,7 @@ from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.metric_panels import MONITORS, MetricPanel
 from pytorch_accel_lite.run.metrics_seam import METRICS
 from pytorch_accel_lite.run.plots_seam import PLOTS, Plots
-from pytorch_accel_lite.run.request_and_config import RunRequest
+from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import (
     SHARDING,
     USER_ATTRIBUTES,
@@ -79,7 +79,7 @@ from pytorch_accel_lite.steps.step_choice import (
 __all__ = [
     # The run.
     "CallbackHandler", "NonFiniteLossError", "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step",
-    "StopTrainingError", "TrainerCallback", "TrainerLike", "TrainingState", "WatchedMetric",
+    "StopTrainingError", "TrainerCallback", "TrainerLike", "TrainerRunConfig", "TrainingState", "WatchedMetric",
     # Seams.
     "COMPANION_WRITERS", "CompanionWriter", "DIVISIONS", "Division", "ERROR_NOTES", "FENCES", "INFERENCE_STEP",
     "InferenceStep", "JOB_QUEUES", "JobObserver", "JobQueue", "MEMORY_ADVICE", "METRICS", "MODEL_CHANGES",

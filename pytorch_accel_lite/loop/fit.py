@@ -193,8 +193,7 @@ def begin_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> 
     """Start from the beginning or from a training state."""
     _begin_history(trainer, run, reset_run_history)
     _record_settings(trainer, run)
-    if run.resumed is not None:
-        begin_resuming(trainer, run, run.resumed)
+    begin_resuming(trainer, run)
     _plan_first_update(trainer, run)
 
 

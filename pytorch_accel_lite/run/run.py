@@ -231,8 +231,8 @@ class Run:
     previous: Run | None = None  # the run that is current again when this one ends
     recorded_settings: StateDict | None = None  # recorded in training states; on the main process, if it saves states
     loop: LoopState = field(default_factory=LoopState)  # what only the loop needs to know
-    # What keeps users' attributes in training states; the function is defined below.
-    user_attributes: UserAttributes = field(default_factory=lambda: _create_user_attributes())
+    # What keeps users' attributes in training states.
+    user_attributes: UserAttributes = field(default_factory=lambda: (USER_ATTRIBUTES.content or UserAttributes)())
     trainability: dict[str, dict[str, bool]] = field(default_factory=dict)  # of parameters, after the starting events
     holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)  # of parameters, by ids
     inference_step: InferenceStep | None = None  # how batches without training are computed, if they may fail
@@ -658,7 +658,3 @@ class UserAttributes:
 
 #: What keeps the users' attributes of a run in its training states.
 USER_ATTRIBUTES: Slot[type[UserAttributes]] = Slot("user_attributes")
-
-
-def _create_user_attributes() -> UserAttributes:
-    return (USER_ATTRIBUTES.content or UserAttributes)()
