@@ -36,7 +36,6 @@ from pytorch_accel_lite.run.accelerated_model import PreparedModel
 from pytorch_accel_lite.run.accumulation import Accumulation, Count, GradientWindow
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.compiled_forward_interface import CompiledForwardLike
-from pytorch_accel_lite.run.division import Division
 from pytorch_accel_lite.run.events import Phase
 from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.history import MetricValue, RunHistory
@@ -48,8 +47,9 @@ from pytorch_accel_lite.run.progress import EpochPhase, Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run_data import RunData
 from pytorch_accel_lite.run.run_end import RunEnd
-from pytorch_accel_lite.run.schedule_state import RunSchedule
-from pytorch_accel_lite.run.skipped_in_inference import SkippedBatches
+from pytorch_accel_lite.run.run_schedule import RunSchedule
+from pytorch_accel_lite.run.skipped_batches import SkippedBatches
+from pytorch_accel_lite.run.step_division import Division
 from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
 from pytorch_accel_lite.run.training_state import TrainingState
 
