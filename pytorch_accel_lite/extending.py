@@ -8,16 +8,16 @@ from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.checkpoint.disk.atomic_files import FENCES
 from pytorch_accel_lite.checkpoint.disk.checksums import verify as verify_tensors
 from pytorch_accel_lite.checkpoint.disk.locks import lock_path
-from pytorch_accel_lite.checkpoint.disk.plain_files import load_verified
+from pytorch_accel_lite.checkpoint.disk.safetensors_files import write_tensors
 from pytorch_accel_lite.checkpoint.disk.shared_disks import check_is_shared
-from pytorch_accel_lite.checkpoint.disk.tensor_files import write_tensors
+from pytorch_accel_lite.checkpoint.disk.torch_files import load_verified
 from pytorch_accel_lite.checkpoint.models.companion_files_seam import COMPANION_WRITERS, CompanionWriter, SavedModel
 from pytorch_accel_lite.checkpoint.models.model_forms import ADAPTERS, MODEL_FORMS, ModelForm, WriteModel
 from pytorch_accel_lite.checkpoint.states.manifest import catch_damage, manifest_text, read_manifest
+from pytorch_accel_lite.checkpoint.states.saved_states import StateStore
 from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import SETTINGS_RECORDER, SettingsRecorder
-from pytorch_accel_lite.checkpoint.states.state_directory import CapturedState, read_model, read_verified, write_files
-from pytorch_accel_lite.checkpoint.states.state_store import StateStore
-from pytorch_accel_lite.checkpoint.store_choice import STORES, Store, read_state
+from pytorch_accel_lite.checkpoint.states.state_files import CapturedState, read_model, read_verified, write_files
+from pytorch_accel_lite.checkpoint.stores_by_url import STORES, Store, read_state
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batch_adapter import BatchAdapter, LossFunction
 from pytorch_accel_lite.data.batches import Share

@@ -15,7 +15,7 @@ from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import read_checkpoint
-from pytorch_accel_lite.checkpoint.disk.plain_files import load_plain
+from pytorch_accel_lite.checkpoint.disk.torch_files import load_plain
 from pytorch_accel_lite.checkpoint.models.frozen_weights import check_has_trainable
 from pytorch_accel_lite.checkpoint.models.supported_engines import refuse_engines, refuse_fsdp1
 from pytorch_accel_lite.run.request_and_config import RunRequest

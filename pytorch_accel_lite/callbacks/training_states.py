@@ -21,8 +21,8 @@ from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.checkpoint.models.frozen_weights import model_checksums
 from pytorch_accel_lite.checkpoint.models.supported_engines import check_states_are_possible
-from pytorch_accel_lite.checkpoint.states.state_store import remove_old_states, state_name
-from pytorch_accel_lite.checkpoint.store_choice import open_store
+from pytorch_accel_lite.checkpoint.states.saved_states import remove_old_states, state_name
+from pytorch_accel_lite.checkpoint.stores_by_url import open_store
 from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval

@@ -19,8 +19,8 @@ from pytorch_accel_lite.checkpoint.states.manifest import (
     stored_checksum,
     verify_state,
 )
-from pytorch_accel_lite.checkpoint.states.state_directory import MODEL, open_state, read_weights
-from pytorch_accel_lite.checkpoint.store_choice import local_copy
+from pytorch_accel_lite.checkpoint.states.state_files import MODEL, open_state, read_weights
+from pytorch_accel_lite.checkpoint.stores_by_url import local_copy
 from pytorch_accel_lite.run.step_division import DIVISIONS
 
 

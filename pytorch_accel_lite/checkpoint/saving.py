@@ -20,29 +20,29 @@ from pytorch_accel_lite.checkpoint.disk.atomic_files import replacing
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN, write_checkpoint
 from pytorch_accel_lite.checkpoint.disk.checksums import UNSEALED, seal
+from pytorch_accel_lite.checkpoint.disk.safetensors_files import write_sealed, write_tensors
 from pytorch_accel_lite.checkpoint.disk.shared_disks import check_on_all_ranks
-from pytorch_accel_lite.checkpoint.disk.tensor_files import write_sealed, write_tensors
 from pytorch_accel_lite.checkpoint.models.companion_files_seam import COMPANION_WRITERS, SavedModel
 from pytorch_accel_lite.checkpoint.models.frozen_weights import check_has_trainable, leave_out_frozen
 from pytorch_accel_lite.checkpoint.models.model_forms import MODEL_FORMS, WriteModel, find_writer, write_in_form
-from pytorch_accel_lite.checkpoint.models.states_beside_model import (
-    loss_state,
-    names_beside_model,
-    trained_object_states,
-)
 from pytorch_accel_lite.checkpoint.models.supported_engines import (
     check_states_are_possible,
     refuse_engines,
     refuse_fsdp1,
 )
+from pytorch_accel_lite.checkpoint.models.trained_object_states import (
+    loss_state,
+    names_beside_model,
+    trained_object_states,
+)
 from pytorch_accel_lite.checkpoint.models.weights import WEIGHTS, full_state_dict, model_state
 from pytorch_accel_lite.checkpoint.states.state_contents import capture
-from pytorch_accel_lite.checkpoint.states.state_directory import CapturedState
-from pytorch_accel_lite.checkpoint.store_choice import open_folder, write_state
+from pytorch_accel_lite.checkpoint.states.state_files import CapturedState
+from pytorch_accel_lite.checkpoint.stores_by_url import open_folder, write_state
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.lost_processes import naming_call
-from pytorch_accel_lite.run.optimized_parameters import weights_are_finite
 from pytorch_accel_lite.run.optimizer_modes import evaluating_optimizers
+from pytorch_accel_lite.run.parameters_of_optimizers import weights_are_finite
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.stop_errors import NonFiniteLossError
 

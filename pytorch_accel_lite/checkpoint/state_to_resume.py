@@ -1,6 +1,6 @@
 """Finding the training state that ``resume_from`` names, or the latest one.
 
-The newest intact state in a directory is found by ``StateStore.read_latest()`` in ``states/state_store.py``.
+The newest intact state in a directory is found by ``StateStore.read_latest()`` in ``states/saved_states.py``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.checkpoint.states.machine_facts import describe_changes
-from pytorch_accel_lite.checkpoint.store_choice import read_state
+from pytorch_accel_lite.checkpoint.stores_by_url import read_state
 from pytorch_accel_lite.run.request_and_config import StateSource
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.training_state import TrainingState

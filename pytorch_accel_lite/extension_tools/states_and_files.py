@@ -3,8 +3,8 @@
 from pytorch_accel_lite.checkpoint.disk.atomic_files import write_bytes
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
-from pytorch_accel_lite.checkpoint.disk.plain_files import load_plain
 from pytorch_accel_lite.checkpoint.disk.shards import every_part_is_held, find_tensors
+from pytorch_accel_lite.checkpoint.disk.torch_files import load_plain
 from pytorch_accel_lite.checkpoint.models.frozen_weights import (
     check_has_trainable,
     leave_out_frozen,
@@ -18,9 +18,9 @@ from pytorch_accel_lite.checkpoint.models.supported_engines import (
     refuse_fsdp1,
 )
 from pytorch_accel_lite.checkpoint.models.weights import full_state_dict, sharded_like, verify_weights, without_compile
-from pytorch_accel_lite.checkpoint.states.state_store import remove_old_states, state_name
-from pytorch_accel_lite.checkpoint.store_choice import open_store
-from pytorch_accel_lite.run.trained_beside_model import (
+from pytorch_accel_lite.checkpoint.states.saved_states import remove_old_states, state_name
+from pytorch_accel_lite.checkpoint.stores_by_url import open_store
+from pytorch_accel_lite.run.trained_objects import (
     buffers_beside_model,
     loose_parameters,
     saved_optimizers,

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from pytorch_accel_lite.base.devices import is_asynchronous, record_event
 from pytorch_accel_lite.base.types import Keys, Tree
-from pytorch_accel_lite.checkpoint.disk.plain_files import map_nested
+from pytorch_accel_lite.checkpoint.disk.torch_files import map_nested
 from pytorch_accel_lite.distributed.ranks import find_ranks
 
 #: Maximum bytes of pinned memory, which the system can neither swap nor give to other programs. Torch rounds each

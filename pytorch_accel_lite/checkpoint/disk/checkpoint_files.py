@@ -16,8 +16,8 @@ from pytorch_accel_lite.base.paths import PathOrFile, check_open_file, local_pat
 from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.checkpoint.disk.atomic_files import naming_file, replacing
 from pytorch_accel_lite.checkpoint.disk.checksums import verify, verify_content
-from pytorch_accel_lite.checkpoint.disk.plain_files import load_plain, storable, write_plain
-from pytorch_accel_lite.checkpoint.disk.tensor_files import WholeFile, open_tensors
+from pytorch_accel_lite.checkpoint.disk.safetensors_files import WholeFile, open_tensors
+from pytorch_accel_lite.checkpoint.disk.torch_files import load_plain, storable, write_plain
 
 #: The entry of a checkpoint with the checksums of weights that were left out.
 FROZEN = "frozen_weights"

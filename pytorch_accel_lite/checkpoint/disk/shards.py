@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 
 from pytorch_accel_lite.base.types import Keys, Tree
-from pytorch_accel_lite.checkpoint.disk.plain_files import map_nested
-from pytorch_accel_lite.checkpoint.disk.tensor_files import open_tensors, write_tensors
+from pytorch_accel_lite.checkpoint.disk.safetensors_files import open_tensors, write_tensors
+from pytorch_accel_lite.checkpoint.disk.torch_files import map_nested
 from pytorch_accel_lite.distributed.shard_holders import current_holders
 from pytorch_accel_lite.run.training_state import OpenTensor
 

@@ -19,7 +19,7 @@ from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.atomic_files import naming_file, replacing
 from pytorch_accel_lite.checkpoint.disk.checksums import UNSEALED, seal
-from pytorch_accel_lite.checkpoint.disk.tensor_files import open_tensors, write_tensors
+from pytorch_accel_lite.checkpoint.disk.safetensors_files import open_tensors, write_tensors
 from pytorch_accel_lite.run.run import TrainerLike
 
 #: The file of PEFT's adapters in a directory.

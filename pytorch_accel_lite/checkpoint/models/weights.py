@@ -24,9 +24,9 @@ from pytorch_accel_lite.base.types import Keys, StateDict, Tree
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
 from pytorch_accel_lite.checkpoint.disk.checksums import verify
-from pytorch_accel_lite.checkpoint.disk.plain_files import map_nested
+from pytorch_accel_lite.checkpoint.disk.safetensors_files import open_tensors
 from pytorch_accel_lite.checkpoint.disk.shards import find_tensors, gather_tensor, is_sharded_tensor
-from pytorch_accel_lite.checkpoint.disk.tensor_files import open_tensors
+from pytorch_accel_lite.checkpoint.disk.torch_files import map_nested
 from pytorch_accel_lite.checkpoint.models.model_forms import read_in_form
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
 from pytorch_accel_lite.run.run import TrainerLike

@@ -6,7 +6,7 @@ from torch.utils.data import IterableDataset
 
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.sources import Source, find_length
-from pytorch_accel_lite.run.optimized_parameters import weights_are_finite
+from pytorch_accel_lite.run.parameters_of_optimizers import weights_are_finite
 from pytorch_accel_lite.run.run import Run, TrainerLike
 
 

@@ -15,10 +15,7 @@ from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
-from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.optimized_parameters import all_optimized_parameters
-from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trainer_attributes import (
+from pytorch_accel_lite.run.attributes_by_kind import (
     buffers_in,
     instances_in,
     other_modules,
@@ -27,6 +24,9 @@ from pytorch_accel_lite.run.trainer_attributes import (
     parameters_in,
     registered_objects,
 )
+from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.parameters_of_optimizers import all_optimized_parameters
+from pytorch_accel_lite.run.run import TrainerLike
 
 T = TypeVar("T")
 

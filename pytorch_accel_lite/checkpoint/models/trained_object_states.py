@@ -22,9 +22,9 @@ from pytorch_accel_lite.checkpoint.models.weights import (
     model_state,
     sharded_like,
 )
+from pytorch_accel_lite.run.attributes_by_kind import other_modules
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trained_beside_model import learned_by_loss, loose_parameters, trained_objects
-from pytorch_accel_lite.run.trainer_attributes import other_modules
+from pytorch_accel_lite.run.trained_objects import learned_by_loss, loose_parameters, trained_objects
 
 #: An object that is saved with a trainer. The state of a tensor is the tensor itself.
 Owner: TypeAlias = HasStateDict | torch.Tensor
