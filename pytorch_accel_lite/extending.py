@@ -38,10 +38,11 @@ from pytorch_accel_lite.run.error_notes_seam import ERROR_NOTES, MEMORY_ADVICE
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.job_queues_seam import JOB_QUEUES, JobQueue
 from pytorch_accel_lite.run.latest_records import LoadedWeights
-from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
-from pytorch_accel_lite.run.metric_panels import MONITORS, MetricPanel
-from pytorch_accel_lite.run.metrics_seam import METRICS
-from pytorch_accel_lite.run.plots_seam import PLOTS, Plots
+from pytorch_accel_lite.run.metrics.losses import LossTracker, LossTrackers
+from pytorch_accel_lite.run.metrics.metric_panels import MONITORS, MetricPanel
+from pytorch_accel_lite.run.metrics.metrics_seam import METRICS
+from pytorch_accel_lite.run.metrics.plots_seam import PLOTS, Plots
+from pytorch_accel_lite.run.metrics.watched_metric import WatchedMetric
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import (
     SHARDING,
@@ -58,7 +59,6 @@ from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches, Skip
 from pytorch_accel_lite.run.step_division import DIVISIONS, Division, create_division
 from pytorch_accel_lite.run.stop_errors import NonFiniteLossError, RunInterruptedError, StopTrainingError
 from pytorch_accel_lite.run.training_state import TrainingState
-from pytorch_accel_lite.run.watched_metric import WatchedMetric
 from pytorch_accel_lite.steps.compile_step_seam import STEP_COMPILER, StepCompiler
 from pytorch_accel_lite.steps.plain_step import PlainStep, backward
 from pytorch_accel_lite.steps.step_choice import (

@@ -15,8 +15,8 @@ from pytorch_accel_lite.extensions.plots import (
     svg_overlays,
     svg_panels,
 )
-from pytorch_accel_lite.run.metric_directions import direction_of
-from pytorch_accel_lite.run.metric_panels import MetricPanel, best_of, is_monitor, panels_by_metric
+from pytorch_accel_lite.run.metrics.metric_directions import direction_of
+from pytorch_accel_lite.run.metrics.metric_panels import MetricPanel, best_of, is_monitor, panels_by_metric
 
 __all__ = [
     "Column",

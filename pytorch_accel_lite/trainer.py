@@ -94,10 +94,11 @@ from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.compiled_forward_interface import CompiledForwardLike
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.goodput import Goodput
-from pytorch_accel_lite.run.history import InMemoryRunHistory, MetricValue, RunHistory
 from pytorch_accel_lite.run.intervals import Interval, parse_interval
-from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
-from pytorch_accel_lite.run.metrics_seam import METRICS
+from pytorch_accel_lite.run.metrics.history import InMemoryRunHistory, MetricValue, RunHistory
+from pytorch_accel_lite.run.metrics.losses import LossTracker, LossTrackers
+from pytorch_accel_lite.run.metrics.metrics_seam import METRICS
+from pytorch_accel_lite.run.metrics.watched_metric import latest_metric
 from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, Step
@@ -105,7 +106,6 @@ from pytorch_accel_lite.run.run_data import DataArguments
 from pytorch_accel_lite.run.scheduler_stepping import step_after_epoch
 from pytorch_accel_lite.run.step_division import create_division
 from pytorch_accel_lite.run.stop_errors import RunPausedError
-from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.placeholders import (
     PlaceholderError,
     TrainerPlaceholderValues,

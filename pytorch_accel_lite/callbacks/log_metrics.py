@@ -8,7 +8,7 @@ from pytorch_accel_lite.base.escaping import escape_unprintable
 from pytorch_accel_lite.base.formatting import format_metric
 from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.history import MetricValue, NewMetrics
+from pytorch_accel_lite.run.metrics.history import MetricValue, NewMetrics
 from pytorch_accel_lite.run.run import TrainerLike
 
 

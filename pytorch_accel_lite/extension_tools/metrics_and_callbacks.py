@@ -8,11 +8,11 @@ from pytorch_accel_lite.data.predictions_and_targets import default_transform
 from pytorch_accel_lite.run.callback_handler import named_callbacks, set_listening
 from pytorch_accel_lite.run.events import EVENTS, Failure, Phase, Picture, events_between, keywords_of
 from pytorch_accel_lite.run.goodput import describe_fractions
-from pytorch_accel_lite.run.history import MetricValue, NewMetrics, count_values
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
-from pytorch_accel_lite.run.metric_checks import ExpectedMetrics
-from pytorch_accel_lite.run.metric_directions import direction_of, improvement
-from pytorch_accel_lite.run.metric_panels import best_of, is_monitor, panels_by_metric
+from pytorch_accel_lite.run.metrics.history import MetricValue, NewMetrics, count_values
+from pytorch_accel_lite.run.metrics.metric_checks import ExpectedMetrics
+from pytorch_accel_lite.run.metrics.metric_directions import direction_of, improvement
+from pytorch_accel_lite.run.metrics.metric_panels import best_of, is_monitor, panels_by_metric
 
 __all__ = [
     "CountedRun", "DEFAULTS", "EVENTS", "ExpectedMetrics", "Failure", "Interval", "LogMetricsCallback", "MetricValue",

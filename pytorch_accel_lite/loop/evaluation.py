@@ -26,9 +26,9 @@ from pytorch_accel_lite.loop.loader_creation import loader_of_run
 from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.error_notes_seam import explaining
-from pytorch_accel_lite.run.history import MetricValue, RunHistory, count_values
 from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.latest_records import EvaluationRecord
+from pytorch_accel_lite.run.metrics.history import MetricValue, RunHistory, count_values
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike

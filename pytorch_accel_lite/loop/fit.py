@@ -32,8 +32,8 @@ from pytorch_accel_lite.loop.scheduler_creation import begin_schedule
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients
 from pytorch_accel_lite.run.accumulation import Accumulation, GradientWindow
-from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.latest_records import TrainingRecord
+from pytorch_accel_lite.run.metrics.history import InMemoryRunHistory
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_data import DataArguments

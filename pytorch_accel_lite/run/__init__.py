@@ -1,1 +1,1 @@
-"""The state of a run: its settings, progress, events, losses, history and parts."""
+"""The state of a run: its settings, progress, events and parts; its metrics, in a folder."""

@@ -38,11 +38,11 @@ from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.compiled_forward_interface import CompiledForwardLike
 from pytorch_accel_lite.run.events import Phase
 from pytorch_accel_lite.run.goodput import Goodput
-from pytorch_accel_lite.run.history import MetricValue, RunHistory
 from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.latest_records import LatestRecords
 from pytorch_accel_lite.run.loop_state import LoopState
-from pytorch_accel_lite.run.losses import LossTrackers
+from pytorch_accel_lite.run.metrics.history import MetricValue, RunHistory
+from pytorch_accel_lite.run.metrics.losses import LossTrackers
 from pytorch_accel_lite.run.progress import EpochPhase, Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run_data import RunData

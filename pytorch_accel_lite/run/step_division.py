@@ -14,8 +14,8 @@ from pytorch_accel_lite.data.shares import Shares
 from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.extension_names import ARGUMENTS
-from pytorch_accel_lite.run.history import MetricValue
-from pytorch_accel_lite.run.losses import LossTrackers
+from pytorch_accel_lite.run.metrics.history import MetricValue
+from pytorch_accel_lite.run.metrics.losses import LossTrackers
 from pytorch_accel_lite.run.training_state import TrainingState
 
 

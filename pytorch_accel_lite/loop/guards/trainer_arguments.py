@@ -27,8 +27,8 @@ from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.sharded_weights import tensor_parallel_size
 from pytorch_accel_lite.distributed.process_decorators import current_process
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
-from pytorch_accel_lite.run.history import RunHistory
 from pytorch_accel_lite.run.intervals import parse_interval
+from pytorch_accel_lite.run.metrics.history import RunHistory
 from pytorch_accel_lite.run.request_and_config import RunRequest
 
 _COMPILE = (bool, dict), "True, False, or a dict of arguments for torch.compile, such as {'mode': 'max-autotune'}"

@@ -10,8 +10,8 @@ from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.run.history import MetricValue, RunHistory
-from pytorch_accel_lite.run.metric_directions import best_first, direction_in_words, improvement
+from pytorch_accel_lite.run.metrics.history import MetricValue, RunHistory
+from pytorch_accel_lite.run.metrics.metric_directions import best_first, direction_in_words, improvement
 from pytorch_accel_lite.run.run import TrainerLike
 
 Key = TypeVar("Key")

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from pytorch_accel_lite.base.slots import Slot
-from pytorch_accel_lite.run.metric_panels import MetricValue
+from pytorch_accel_lite.run.metrics.metric_panels import MetricValue
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

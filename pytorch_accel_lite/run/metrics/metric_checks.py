@@ -13,7 +13,7 @@ from pytorch_accel_lite.base.user_code import is_from_this_package
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.batch_adapter import LossFunction, is_of_torch
 from pytorch_accel_lite.distributed import Ranks
-from pytorch_accel_lite.run.history import RunHistory
+from pytorch_accel_lite.run.metrics.history import RunHistory
 
 
 class RecordingTrainer(Protocol):

@@ -16,9 +16,9 @@ from pytorch_accel_lite.base.reprs import html_table, join_wrapped
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.run.metric_panels import MetricValue as MetricValue
-from pytorch_accel_lite.run.metric_panels import best_of, panels_by_metric
-from pytorch_accel_lite.run.plots_seam import PLOTS
+from pytorch_accel_lite.run.metrics.metric_panels import MetricValue as MetricValue
+from pytorch_accel_lite.run.metrics.metric_panels import best_of, panels_by_metric
+from pytorch_accel_lite.run.metrics.plots_seam import PLOTS
 
 if TYPE_CHECKING:
     import pandas as pd
