@@ -62,13 +62,10 @@ from pytorch_accel_lite.loop import (
     clipping,
     custom_loops,
     evaluation,
-    gather_and_broadcast,
     model_setup,
-    optimizer_factories,
     prediction,
     resolved_run_config,
     scheduler_creation,
-    trainer_log,
     training,
 )
 from pytorch_accel_lite.loop.fit import fit
@@ -115,6 +112,7 @@ from pytorch_accel_lite.schedulers.schedule_arguments import ScheduleArgument, r
 from pytorch_accel_lite.steps import skipped_updates
 from pytorch_accel_lite.steps.compile_step_seam import create_compiled_forward
 from pytorch_accel_lite.steps.step_choice import create_step
+from pytorch_accel_lite.trainer_methods import gather_and_broadcast, optimizer_factories, trainer_log
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection

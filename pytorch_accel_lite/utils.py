@@ -18,7 +18,7 @@ from pytorch_accel_lite.distributed.process_decorators import (
 )
 from pytorch_accel_lite.extensions.idle_gpus import use_idle_gpus
 from pytorch_accel_lite.extensions.model_ema import ModelEma
-from pytorch_accel_lite.loop.gather_and_broadcast import remove_padding, result_of_first
+from pytorch_accel_lite.trainer_methods.gather_and_broadcast import remove_padding, result_of_first
 
 __all__ = [
     "LIMIT_BATCHES_ENV_VAR",

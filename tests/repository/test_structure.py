@@ -37,7 +37,7 @@ FACADE = {
 LAYERS = (
     "extension_names", "base", "distributed", "optimizers", "schedulers", "data", "run", "checkpoint.disk",
     "checkpoint.models", "checkpoint.states", "checkpoint", "loop.guards", "loop", "steps", "callbacks",
-    "registered_extensions", "trainer",
+    "registered_extensions", "trainer_methods", "trainer",
 )  # fmt: skip
 #: So that editors know what an event is passed.
 EXCEPTIONS = {("pytorch_accel_lite.run.events", "pytorch_accel_lite.trainer")}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -15,7 +13,6 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.distributed.message_encoding import decode, encode
 from pytorch_accel_lite.distributed.process_decorators import current_process
@@ -59,51 +56,6 @@ def gather(
     if padding_value is None:
         return gathered
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda rows: remove_padding(rows, padding_value), gathered)
-
-
-@contextmanager
-def gathering_uneven_batches(trainer: TrainerLike) -> Iterator[None]:
-    """Within a block, replace Accelerate's ``gather_for_metrics`` by a version for batches of different lengths."""
-    attributes = vars(trainer.accelerator)
-    before = attributes.get("gather_for_metrics")
-    attributes["gather_for_metrics"] = partial(_gather_for_metrics, trainer)
-    try:
-        yield
-    finally:
-        attributes["gather_for_metrics"] = before
-        if before is None:
-            del attributes["gather_for_metrics"]
-
-
-def _gather_for_metrics(trainer: TrainerLike, input_data: Tree, use_gather_object: bool = False) -> Tree:
-    """Replace Accelerate's method: return tensors concatenated over all processes, or a list of other objects.
-
-    In a step, rows of filler batches are left out. After the first call, evaluations have filler batches as well, so
-    that a process without samples in the last step also takes part.
-    """
-    run, batch = trainer.current_run, trainer.current_run.batch
-    if batch is not None and not run.data.has_fillers:
-        _check_all_have_batches(trainer, batch)
-        run.data.has_fillers = True
-    is_filler = batch is not None and batch.is_filler
-    leaves, structure = torch.utils._pytree.tree_flatten(input_data)
-    if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        return list(chain.from_iterable(trainer.data_ranks.all_gather_object([] if is_filler else input_data)))
-    rows = [(leaf if leaf.ndim else leaf[None])[: 0 if is_filler else None].detach() for leaf in leaves]
-    return trainer.gather(torch.utils._pytree.tree_unflatten(rows, structure))
-
-
-def _check_all_have_batches(trainer: TrainerLike, batch: Batch) -> None:
-    """Raise an error if some processes certainly have no batch in the first step of an evaluation."""
-    ranks, total = trainer.data_ranks, batch.total_samples
-    is_short = total is not None and (total < ranks.world_size or total == batch.num_samples)
-    if trainer.division.has_fixed_shares or is_short:
-        uneven = f"{trainer.division.argument} divide them unevenly"
-        reason = f"the first step has {total} samples in all" if is_short else uneven
-        raise RuntimeError(
-            f"accelerator.gather_for_metrics() waits for all processes in each step of an evaluation, but some have no "
-            f"batch: {reason}. Keep the values of each process, and call trainer.gather() once, in on_eval_epoch_end."
-        )
 
 
 def barrier(self: TrainerLike) -> None:
