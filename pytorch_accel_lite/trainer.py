@@ -59,7 +59,6 @@ from pytorch_accel_lite.extensions.model_summary import layer_summary
 from pytorch_accel_lite.extensions.progress_bar import ProgressBarCallback
 from pytorch_accel_lite.extensions.tuning import batch_size_finder, diagnosis, lr_finder
 from pytorch_accel_lite.loop import (
-    clipping,
     custom_loops,
     evaluation,
     model_setup,
@@ -109,7 +108,7 @@ from pytorch_accel_lite.schedulers.placeholders import (
     replace_trainer_placeholder_values,
 )
 from pytorch_accel_lite.schedulers.schedule_arguments import ScheduleArgument, resolve_names
-from pytorch_accel_lite.steps import skipped_updates
+from pytorch_accel_lite.steps import clipping, skipped_updates
 from pytorch_accel_lite.steps.compile_step_seam import create_compiled_forward
 from pytorch_accel_lite.steps.step_choice import create_step
 from pytorch_accel_lite.trainer_methods import gather_and_broadcast, optimizer_factories, trainer_log

@@ -1,7 +1,6 @@
 """Optimizers, their rates and parameters, and the gradients of an update."""
 
 from pytorch_accel_lite.distributed.gradient_sync import average_gradients, no_sync_within_window, sync_ddp_buffers
-from pytorch_accel_lite.loop.clipping import total_norm
 from pytorch_accel_lite.loop.guards.optimizer_checks import not_optimized
 from pytorch_accel_lite.optimizers.optimizer_parts import (
     group_names,
@@ -25,6 +24,7 @@ from pytorch_accel_lite.run.attributes_by_kind import buffers_in, other_modules,
 from pytorch_accel_lite.run.current_rates import current_rates, rates_change_in_each_update
 from pytorch_accel_lite.run.optimizer_modes import evaluating_optimizers, set_optimizer_modes
 from pytorch_accel_lite.run.parameters_of_optimizers import all_optimized_parameters, parameters_not_in_model
+from pytorch_accel_lite.steps.clipping import total_norm
 
 __all__ = [
     "Count", "CreateScheduler", "Options", "ParamGroup", "TrainerOptimizer", "all_optimized_parameters", "as_weight",

@@ -1,1 +1,1 @@
-"""The choice between kinds of training steps, their conflicts, and the plain step."""
+"""The choice between kinds of training steps, their conflicts, the plain step, and clipping."""

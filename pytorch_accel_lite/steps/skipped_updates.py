@@ -6,9 +6,9 @@ A scheduler that is stepped after updates is not stepped.
 
 from __future__ import annotations
 
-from pytorch_accel_lite.loop.clipping import unscale
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.steps.clipping import unscale
 
 
 def skip(trainer: TrainerLike) -> None:
