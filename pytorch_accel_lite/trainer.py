@@ -22,7 +22,7 @@ from pytorch_accel_lite.base.missing_extensions import add_missing_method_errors
 from pytorch_accel_lite.base.module_modes import without_gradients
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.reprs import join_wrapped, short_repr
-from pytorch_accel_lite.base.reserved_names import Shadowable, check_subclass
+from pytorch_accel_lite.base.reserved_names import Shadowable, check_subclass, reserved
 from pytorch_accel_lite.base.sharded_weights import is_sharded
 from pytorch_accel_lite.base.trainer_help import names_for_users, presented
 from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict, Tree
@@ -1262,6 +1262,7 @@ class Trainer:
         """Choose how the run trains on a batch, and whether that is compiled."""
         return create_step(self, run)
 
+    @reserved
     def _check_scheduler(self, request: RunRequest, *, steps_itself: bool = False) -> None:
         """Check that the scheduler can be stepped as the run requests; in its own way if a trainer steps it itself."""
         overridden = self.current_run.overridden
@@ -1270,6 +1271,7 @@ class Trainer:
             steps_itself = steps_itself or "scheduler_step" in overridden
             schedule_checks.check_scheduler(self.scheduler, request, create, steps_itself)
 
+    @reserved
     def _step_after_epoch(self) -> None:
         """Step the scheduler after an epoch and its evaluation, if it is due."""
         step_after_epoch(self)

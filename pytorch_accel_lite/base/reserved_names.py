@@ -9,6 +9,7 @@ from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.base.user_code import is_from_this_package
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
 
 
 class Shadowable(Generic[T]):
@@ -33,6 +34,12 @@ class Shadowable(Generic[T]):
         def __set__(self, trainer: object, value: object) -> None: ...
 
 
+def reserved(method: F) -> F:
+    """Mark a method of the trainer that only its own subclasses may override."""
+    vars(method)["is_reserved"] = True
+    return method
+
+
 def check_subclass(cls: type, trainer_class: type) -> None:
     """Check what a subclass of the trainer defines, when it is made.
 
@@ -46,5 +53,5 @@ def check_subclass(cls: type, trainer_class: type) -> None:
     for name, value in defined.items() if not is_from_this_package(cls) else ():
         existing = vars(trainer_class).get(name)
         is_read_only = isinstance(existing, property) and existing.fset is None and not isinstance(value, property)
-        if is_read_only or name in ("_check_scheduler", "_step_after_epoch"):
+        if is_read_only or getattr(existing, "is_reserved", False):
             raise TypeError(f"{cls.__name__}.{name} is reserved: the trainer itself has and uses it. Rename yours.")
