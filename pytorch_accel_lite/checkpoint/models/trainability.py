@@ -69,8 +69,8 @@ def add_missing_groups(trainer: TrainerLike, saved: StateDict) -> None:
             if optimizer is None:
                 continue
             for group in groups[len(optimizer.param_groups) :]:
-                if all(name in parameters for name in group):
-                    optimizer.add_param_group({"params": [parameters[name] for name in group if name is not None]})
+                if all(parameter in parameters for parameter in group):
+                    optimizer.add_param_group({"params": [parameters[parameter] for parameter in group]})
 
 
 def restore_trainability(trainer: TrainerLike, saved: StateDict) -> None:
