@@ -10,6 +10,13 @@ def is_stepped_after_updates(trainer: TrainerLike) -> bool:
     return trainer.scheduler is not None and trainer.current_run.request.scheduler_interval == "update"
 
 
+def step_after_update(trainer: TrainerLike) -> None:
+    """Step a per-update scheduler, after an update that was not skipped."""
+    # Inlines is_stepped_after_updates(), to save a call in each step.
+    if trainer.scheduler is not None and trainer.current_run.request.scheduler_interval == "update":
+        trainer.scheduler_step()
+
+
 def step_within_epoch(trainer: TrainerLike) -> None:
     """Step a scheduler that follows a metric, after an evaluation within an epoch."""
     if trainer.current_run.request.scheduler_metric is not None and trainer.scheduler is not None:

@@ -16,7 +16,7 @@ from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.parameters_of_optimizers import parameters_not_in_model
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
 from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
-from pytorch_accel_lite.run.scheduler_stepping import is_stepped_after_updates
+from pytorch_accel_lite.run.scheduler_stepping import step_after_update
 from pytorch_accel_lite.run.trained_objects import buffers_beside_model
 from pytorch_accel_lite.steps.clipping import clip_as_overridden, unscale
 from pytorch_accel_lite.steps.skipped_updates import tell_scaler
@@ -108,8 +108,8 @@ class PlainStep(Step):
         prepared = trainer.prepared_model
         may_overflow = prepared is not None and not prepared.is_plain  # inlines was_skipped(), to save calls
         was_skipped = (self.skips_update or may_overflow) and self.count_if_skipped(trainer)
-        if trainer.scheduler is not None and not was_skipped and is_stepped_after_updates(trainer):
-            trainer.scheduler_step()
+        if trainer.scheduler is not None and not was_skipped:
+            step_after_update(trainer)
         trainer.optimizer_zero_grad()
         if listeners["on_optimizer_step_end"]:
             trainer.call_event("on_optimizer_step_end")

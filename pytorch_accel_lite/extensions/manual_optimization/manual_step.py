@@ -38,7 +38,7 @@ from pytorch_accel_lite.extension_tools.optimizers_and_gradients import (
     schedulers_in,
 )
 from pytorch_accel_lite.extension_tools.plain_types import StateDict
-from pytorch_accel_lite.extension_tools.runs_and_steps import is_stepped_after_updates, replaced
+from pytorch_accel_lite.extension_tools.runs_and_steps import is_stepped_after_updates, replaced, step_after_update
 from pytorch_accel_lite.extension_tools.states_and_files import buffers_beside_model
 from pytorch_accel_lite.extension_tools.texts_and_pages import short_repr
 
@@ -258,8 +258,8 @@ class ManualStep(Step):
         if trainer.scheduler is not None and "" in schedulers_in(trainer.scheduler):
             trainer.optimizer._opt_called = True  # else torch warns that the scheduler steps too early
             was_made = any(self._updates_made) or not self._updates_made  # it waits if all updates were skipped
-            if was_made and is_stepped_after_updates(trainer):
-                trainer.scheduler_step()
+            if was_made:
+                step_after_update(trainer)
         trainer.call_event("on_optimizer_step_end")
 
     def state_dict(self) -> StateDict:
