@@ -29,7 +29,6 @@ from pytorch_accel_lite.data.sample_order import (
     of_all_processes,
     order_of_sampler,
 )
-from pytorch_accel_lite.data.sample_seeds import SeededReader, as_collated
 from pytorch_accel_lite.data.sampler_order_checks import check_order
 from pytorch_accel_lite.data.sampler_states import EpochRead, advance_sampler, state_of_sampler, warn_of_other_order
 from pytorch_accel_lite.data.shares import Shares, share_bounds
@@ -50,6 +49,7 @@ from pytorch_accel_lite.data.steps_from_position import (
     skip_samples,
     with_last,
 )
+from pytorch_accel_lite.data.worker_and_sample_seeds import SeededReader, as_collated
 from pytorch_accel_lite.distributed import Ranks
 
 #: Samplers whose orders depend on the seed and the epoch alone.
