@@ -1,4 +1,8 @@
-"""The modes in which modules compute: training or evaluation, and without gradients."""
+"""The modes in which modules compute: training or evaluation, and without gradients.
+
+A run sets training and evaluation in ``train_epoch_start()`` and ``eval_epoch_start()`` of the trainer. After an
+evaluation within an epoch, ``loop/evaluation.py`` restores them.
+"""
 
 from __future__ import annotations
 

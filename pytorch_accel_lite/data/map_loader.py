@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from pytorch_accel_lite.base.reachable_objects import nested_in
-from pytorch_accel_lite.base.seeding import derive_seed, draw_seed, generator_with, seed_generators
+from pytorch_accel_lite.base.seeding import derive_seed, draw_seed, seed_generators
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.batches import Batch, Share
 from pytorch_accel_lite.data.data_marks_seam import Marks, marks_of
@@ -49,7 +49,7 @@ from pytorch_accel_lite.data.steps_from_position import (
     skip_samples,
     with_last,
 )
-from pytorch_accel_lite.data.worker_and_sample_seeds import SeededReader, as_collated
+from pytorch_accel_lite.data.worker_and_sample_seeds import SeededReader, as_collated, generator_of_loader
 from pytorch_accel_lite.distributed import Ranks
 
 #: Samplers whose orders depend on the seed and the epoch alone.
@@ -304,12 +304,11 @@ class MapLoader(ShardedLoader):
 
     def _create_inner(self) -> DataLoader[Sample]:
         source = self.source
-        seed = self.options.seed
         return DataLoader(
             self._reader,
             batch_sampler=self._shares,
             collate_fn=self._collate,
-            generator=source.generator if seed is None else generator_with(derive_seed(seed)),
+            generator=generator_of_loader(self.options.seed, source.generator),
             num_workers=source.num_workers,
             pin_memory=source.pin_memory,
             timeout=source.timeout,

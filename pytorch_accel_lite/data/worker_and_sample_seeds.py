@@ -1,4 +1,4 @@
-"""Reading batches with random numbers that are a function of the seed, the epoch and the position."""
+"""The seeds of workers and samples, so that random numbers are a function of the seed, the epoch and the position."""
 
 from __future__ import annotations
 
@@ -32,6 +32,15 @@ _ASKS = [
 #: A known seed, and the first numbers that the generators of Python and NumPy draw after it.
 _KNOWN = 1
 _FIRST_DRAWN = random.Random(_KNOWN).random(), np.random.RandomState(_KNOWN).random_sample()
+
+
+def generator_of_loader(seed: int | None, given: torch.Generator | None) -> torch.Generator | None:
+    """Return the generator of a ``DataLoader``, from which it draws the seeds of its workers: with a seed, a new one.
+
+    Args:
+        given: the generator that a user passed to the ``DataLoader``, which is used if there is no seed
+    """
+    return given if seed is None else generator_with(derive_seed(seed))
 
 
 class SeededReader(SampleReader):

@@ -106,8 +106,8 @@ class StepSnapshot(Snapshot):
         elsewhere = dict.fromkeys(chain(trained, *(module.parameters() for module in beside)))
         self.keep_gradients(parameter for parameter in elsewhere if parameter not in self.gradients)
         self.set_gradients_aside(self.gradients)
-        steppers = [owner for owner in trained_objects(trainer).values() if not isinstance(owner, nn.Module)]
-        self.keep_states([trainer.current_run.loss_trackers, *steppers, *registered_objects(trainer).values()])
+        stepped = [value for value in trained_objects(trainer).values() if not isinstance(value, nn.Module)]
+        self.keep_states([trainer.current_run.loss_trackers, *stepped, *registered_objects(trainer).values()])
         self.keep_buffers([model, *beside])
         self.keep_tensors(trained)
         self.keep_generators()

@@ -1,4 +1,4 @@
-"""What a trainer has in its attributes besides its model, optimizer and scheduler: others of their kinds."""
+"""Modules, optimizers and schedulers in attributes of a trainer, trained or not, besides its own three."""
 
 from __future__ import annotations
 

@@ -561,7 +561,12 @@ class TrainerLike(Protocol):
         trainable_only: bool = False,
     ) -> None: ...
     def load_checkpoint(
-        self, checkpoint_path: PathOrFile, load_optimizer: bool = True, load_scheduler: bool = True
+        self,
+        checkpoint_path: PathOrFile,
+        load_optimizer: bool = True,
+        load_scheduler: bool = True,
+        *,
+        strict: bool = True,
     ) -> StateDict: ...
     def check_weights(self) -> None: ...
     def save_training_state(self, output_dir: StrPath, *args: Any, **options: Any) -> None: ...

@@ -1,4 +1,4 @@
-"""What a trainer trains and saves besides its model and optimizer.
+"""Which objects a trainer trains, and so saves, besides its model and optimizer.
 
 These are the loss function, modules, optimizers and schedulers in its attributes, and loose parameters, which no such
 module has.

@@ -112,7 +112,7 @@ HELD = {
     "automatic mixed precision": "test_mixed_precision.py::test_the_argument_gives_the_bits_of_an_accelerator_with_it",
     "each sample once, on any number of processes": "test_shares.py::"
     "test_an_epoch_gives_every_sample_once_with_equal_updates",
-    "workers are seeded": "test_sample_seeds.py::test_random_transforms_follow_seed_epoch_and_position",
+    "workers are seeded": "test_worker_and_sample_seeds.py::test_random_transforms_follow_seed_epoch_and_position",
     "resuming with another batch size": "test_shares.py::test_an_epoch_can_continue_anywhere_with_other_sizes",
     "resuming with another number of samples is an error": "test_consistency.py::"
     "test_an_epoch_is_not_resumed_over_data_of_another_length",
@@ -140,12 +140,12 @@ HELD = {
     "backend and address of the processes": "test_machines.py::test_two_machines_have_the_bits_of_two_processes_on_one",
     "the number of GPUs": "test_idle_gpus.py::test_only_gpus_that_are_visible_are_chosen",
     "idle GPUs are chosen": "test_idle_gpus.py::test_the_gpus_with_the_least_in_use_are_chosen",
-    "each process draws numbers of its own": "test_sample_seeds.py::"
+    "each process draws numbers of its own": "test_worker_and_sample_seeds.py::"
     "test_random_transforms_follow_seed_epoch_and_position",
     "synchronised batch norm": "test_sync_batch_norm.py::test_conversion_to_sync_batch_norm_keeps_model_and_results",
     "progress and numbers of batches agree over processes": "test_shares.py::"
     "test_a_global_batch_is_the_same_on_any_number_of_processes",
-    "stopping is agreed over processes": "test_stopping.py::test_a_stop_requested_by_one_rank_stops_all_at_one_update",
+    "stopping is agreed over processes": "test_stop_requests.py::test_a_stop_requested_by_one_rank_stops_all_at_one_update",
     "curves": "test_callback_contract.py::test_a_shipped_callback_serves_two_runs",
     "a description of how data are read": "test_callback_contract.py::test_a_shipped_callback_serves_two_runs",
     "several models, and averages of them": "test_testing.py::test_best_and_last_weights_can_be_averaged",

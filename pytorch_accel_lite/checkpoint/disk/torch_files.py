@@ -1,4 +1,4 @@
-"""Files of plain values, which are read without running code."""
+"""Files of ``torch.save``: plain values and tensors, which are read without running code."""
 
 from __future__ import annotations
 

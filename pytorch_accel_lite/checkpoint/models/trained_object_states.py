@@ -1,4 +1,4 @@
-"""The states of what is trained beside the model: of the loss function and the trainer's attributes."""
+"""Capturing and restoring the states of what is trained beside the model, which ``run/trained_objects.py`` finds."""
 
 from __future__ import annotations
 
