@@ -1,4 +1,4 @@
-"""What only the loop needs to know of a run, such as the gradients that it clipped last."""
+"""What only the loop needs to know of a run, such as the modes after its starting events."""
 
 from __future__ import annotations
 
@@ -28,18 +28,6 @@ class GlobalModes(NamedTuple):
         return cls(torch.is_grad_enabled(), torch.is_autocast_enabled(device.type), torch.get_default_dtype())
 
 
-class ClippingOrder(NamedTuple):
-    """The parameters whose gradients were clipped last.
-
-    Args:
-        ids: their ids, in the order of the optimizer
-        parameters: the parameters, in the order of the model
-    """
-
-    ids: list[int]
-    parameters: list[nn.Parameter]
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class LoopState:
     """What only the functions in ``loop/`` need to know of a run.
@@ -51,7 +39,6 @@ class LoopState:
         must_warm_up_ddp: whether ``DistributedDataParallel`` still has to arrange its gradients
         must_compare_replicas: whether the first update still has to be compared between the processes
         without_gradient: the parameters that had no gradient on this process in the first update
-        clipping_order: the parameters whose gradients were clipped last, if any
     """
 
     uses_builtin_loop: bool = False
@@ -60,4 +47,3 @@ class LoopState:
     must_warm_up_ddp: bool = False
     must_compare_replicas: bool = False
     without_gradient: list[nn.Parameter] = field(default_factory=list)
-    clipping_order: ClippingOrder | None = None

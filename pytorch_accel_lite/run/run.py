@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -56,6 +56,18 @@ from pytorch_accel_lite.run.training_state import TrainingState
 T = TypeVar("T")
 
 
+class ClippingOrder(NamedTuple):
+    """The parameters whose gradients were clipped last.
+
+    Args:
+        ids: their ids, in the order of the optimizer
+        parameters: the parameters, in the order of the model
+    """
+
+    ids: list[int]
+    parameters: list[nn.Parameter]
+
+
 class Step:
     """How a run trains on a batch. A run has exactly one step: the plain step, or one that replaces parts of it.
 
@@ -71,6 +83,7 @@ class Step:
         updating: name of the optimizer being updated, or updated last, if they are updated one by one
         num_microbatches: number of parts that each batch is split into
         gradient_norm: the total norm of the gradients of the current update, if it has been computed
+        clipping_order: the parameters whose gradients were clipped last, if any
         skips_update: whether the current update is skipped by ``skip_update()``; after a step that updates optimizers
             one by one, whether any of them was skipped
         can_skip_update: whether ``skip_update()`` may be called: in an update whose optimizer step is still to be made,
@@ -85,6 +98,7 @@ class Step:
 
     def __init__(self) -> None:
         self.gradient_norm: torch.Tensor | None = None
+        self.clipping_order: ClippingOrder | None = None
         self.skips_update = False
         self.can_skip_update = False
         self.skipped_updates = 0

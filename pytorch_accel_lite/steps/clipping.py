@@ -14,10 +14,9 @@ from torch.amp.grad_scaler import OptState
 
 from pytorch_accel_lite.base.sharded_weights import are_sharded, local_shard
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
-from pytorch_accel_lite.run.loop_state import ClippingOrder
 from pytorch_accel_lite.run.parameters_of_optimizers import updated_parameters
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
-from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.run import ClippingOrder, TrainerLike
 
 #: Returns the total norm of gradients.
 NormFunction: TypeAlias = Callable[[Iterable[torch.Tensor]], torch.Tensor]
@@ -32,9 +31,9 @@ def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
     else:
         clipped = updated_parameters(trainer)
         ids = list(map(id, clipped))
-        order = run.loop.clipping_order
+        order = run.training_step.clipping_order
         if order is None or order.ids != ids:
-            order = run.loop.clipping_order = ClippingOrder(ids, _in_model_order(clipped, trainer.model))
+            order = run.training_step.clipping_order = ClippingOrder(ids, _in_model_order(clipped, trainer.model))
         clipped = order.parameters
     if are_sharded(clipped) or trainer.division.has_fixed_shares:
         run.training_step.gradient_norm = clip_shards(

@@ -145,7 +145,8 @@ HELD = {
     "synchronised batch norm": "test_sync_batch_norm.py::test_conversion_to_sync_batch_norm_keeps_model_and_results",
     "progress and numbers of batches agree over processes": "test_shares.py::"
     "test_a_global_batch_is_the_same_on_any_number_of_processes",
-    "stopping is agreed over processes": "test_stop_requests.py::test_a_stop_requested_by_one_rank_stops_all_at_one_update",
+    "stopping is agreed over processes": "test_stop_requests.py::"
+    "test_a_stop_requested_by_one_rank_stops_all_at_one_update",
     "curves": "test_callback_contract.py::test_a_shipped_callback_serves_two_runs",
     "a description of how data are read": "test_callback_contract.py::test_a_shipped_callback_serves_two_runs",
     "several models, and averages of them": "test_testing.py::test_best_and_last_weights_can_be_averaged",
