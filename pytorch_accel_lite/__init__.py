@@ -11,9 +11,6 @@ from pytorch_accel_lite.callbacks import (
     get_default_callbacks,
 )
 from pytorch_accel_lite.distributed.launched_processes import notebook_launcher
-from pytorch_accel_lite.extensions import plots as plots  # fills PLOTS
-from pytorch_accel_lite.extensions import pretrained as pretrained  # adds to MODEL_FORMS
-from pytorch_accel_lite.extensions import remote as remote
 from pytorch_accel_lite.extensions.experiment import compare_runs, compare_seeds, cross_validate
 from pytorch_accel_lite.run.history import InMemoryRunHistory, RunHistory
 from pytorch_accel_lite.run.intervals import Interval

@@ -33,7 +33,6 @@ from pytorch_accel_lite.distributed.trainer_protocol import OpenTrainer
 from pytorch_accel_lite.loop.inference import INFERENCE_STEP
 from pytorch_accel_lite.loop.model_setup import MODEL_CHANGES
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot
-from pytorch_accel_lite.loop.training import TRAINING_CHECKS
 from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.division import DIVISIONS, Division, create_division
@@ -56,6 +55,7 @@ from pytorch_accel_lite.run.run import (
     TrainerLike,
     UserAttributes,
 )
+from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS, RunChecks
 from pytorch_accel_lite.run.skipped_in_inference import SKIPPED, SkippedBatches, SkippedStep
 from pytorch_accel_lite.run.stop_errors import NonFiniteLossError, RunInterruptedError, StopTrainingError
 from pytorch_accel_lite.run.training_state import TrainingState
@@ -84,9 +84,9 @@ __all__ = [
     # Seams.
     "COMPANION_WRITERS", "CompanionWriter", "DIVISIONS", "Division", "ERROR_NOTES", "FENCES", "INFERENCE_STEP",
     "InferenceStep", "JOB_QUEUES", "JobObserver", "JobQueue", "MEMORY_ADVICE", "METRICS", "MODEL_CHANGES",
-    "MODEL_FORMS", "ModelForm", "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "SEQUENTIAL_READER",
-    "SETTINGS_RECORDER", "SHARDING", "SHARED_DATA_CHECKS", "STEP_COMPILER", "STEP_KINDS", "STORES", "SequentialReader",
-    "SettingsRecorder", "Sharding", "StateStore", "StepCompiler", "Store", "TRAINING_CHECKS", "USER_ATTRIBUTES",
+    "MODEL_FORMS", "ModelForm", "OBSERVERS", "OTHER_LIBRARIES", "PLOTS", "Plots", "SEQUENTIAL_READER", "RUN_CHECKS",
+    "RunChecks", "SETTINGS_RECORDER", "SHARDING", "SHARED_DATA_CHECKS", "STEP_COMPILER", "STEP_KINDS", "STORES",
+    "SequentialReader", "SettingsRecorder", "Sharding", "StateStore", "StepCompiler", "Store", "USER_ATTRIBUTES",
     "UserAttributes", "create_division", "replace_step",
     # Kinds of steps, and their conflicts.
     "CLOSURE", "COMPILED", "Conflict", "FP16", "Feature", "GradientWindow", "MANUAL", "MICROBATCHES", "PlainStep",

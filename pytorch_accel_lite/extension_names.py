@@ -9,6 +9,7 @@ OFFERED = {
     "blocks": (),  # Trainer(activation_checkpointing=...), Trainer(compile_model="blocks")
     "checking": ("Trainer.check",),
     "closures": ("Trainer.recompute_gradients",),  # and optimizers that need a closure
+    "common_mistakes": (),  # warnings about programs that run
     "compiled_step": (),  # Trainer(compile_step=True)
     "data_fingerprints": (),  # data that differ between processes, or from those of a state
     "energy": ("callbacks.EnergyCallback",),
@@ -44,6 +45,13 @@ OFFERED = {
         "callbacks.LossScaleCallback",
     ),
     "muon": ("optimizers.ParameterKinds", "optimizers.muon_with_adamw", "optimizers.split_parameters"),
+    "named_schedules": (  # train(create_scheduler_fn="cosine")
+        "callbacks.WSDCheckpointCallback",
+        "schedulers.WSDLrScheduler",
+        "schedulers.wsd_scheduler.DECAYS",
+        "schedulers.wsd_scheduler.WSDLrScheduler",
+        "schedulers.wsd_scheduler.estimate_checkpoint_steps",
+    ),
     "nan_report": ("callbacks.NaNReportCallback",),
     "optuna": ("integrations.OptunaPruningCallback",),
     "other_libraries": (),  # errors that know the names of others
@@ -98,13 +106,6 @@ OFFERED = {
     "unfreezing": ("callbacks.GradualUnfreezingCallback",),
     "user_attributes": (),  # attributes of users in training states
     "worst_samples": ("callbacks.WorstSample", "callbacks.WorstSamplesCallback"),
-    "wsd": (  # and schedules by name: train(create_scheduler_fn="cosine")
-        "callbacks.WSDCheckpointCallback",
-        "schedulers.WSDLrScheduler",
-        "schedulers.wsd_scheduler.DECAYS",
-        "schedulers.wsd_scheduler.WSDLrScheduler",
-        "schedulers.wsd_scheduler.estimate_checkpoint_steps",
-    ),
 }
 #: The extensions that have arguments of a trainer.
 ARGUMENTS = {"logical_processes": "logical", "metrics": "metrics"}

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
+from pytorch_accel_lite import registered_extensions as registered_extensions  # fills the seams
 from pytorch_accel_lite.base.checked_calls import checked_calls
 from pytorch_accel_lite.base.constructor_calls import LIBRARY_ATTRIBUTES
 from pytorch_accel_lite.base.devices import launched_on_cpus
@@ -50,16 +51,6 @@ from pytorch_accel_lite.data.step_outputs import total_loss
 from pytorch_accel_lite.distributed import Ranks, launched_processes, shutdown
 from pytorch_accel_lite.distributed.accelerator import create_accelerator, find_unused_in_ddp
 from pytorch_accel_lite.distributed.ranks import find_ranks
-from pytorch_accel_lite.extensions import blocks as blocks  # adds to MODEL_CHANGES
-from pytorch_accel_lite.extensions import compiled_step as compiled_step  # fills STEP_COMPILER
-from pytorch_accel_lite.extensions import data_fingerprints as data_fingerprints  # adds to SHARED_DATA_CHECKS
-from pytorch_accel_lite.extensions import error_notes as error_notes  # adds to ERROR_NOTES
-from pytorch_accel_lite.extensions import manual_optimization as manual_optimization  # adds to STEP_KINDS
-from pytorch_accel_lite.extensions import other_libraries as other_libraries  # fills OTHER_LIBRARIES
-from pytorch_accel_lite.extensions import recorded_settings as recorded_settings  # fills SETTINGS_RECORDER
-from pytorch_accel_lite.extensions import sanity_check as sanity_check  # adds to TRAINING_CHECKS
-from pytorch_accel_lite.extensions import sharding as sharding  # fills SHARDING
-from pytorch_accel_lite.extensions import user_attributes as user_attributes  # fills USER_ATTRIBUTES
 from pytorch_accel_lite.extensions.checking import program_check
 from pytorch_accel_lite.extensions.closures import replaying_step
 from pytorch_accel_lite.extensions.logical import logical_of_trainer

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from pytorch_accel_lite import extension_tools
 from pytorch_accel_lite.base.trainer_help import AttributeElsewhere
 
 FILE = Path(__file__).with_name("interface.txt")
@@ -23,9 +25,6 @@ MODULES = (
     ".checking",
     ".experiment",
     ".extending",
-    ".extending_callbacks",
-    ".extending_data",
-    ".extending_schedulers",
     ".extensions.metrics",
     ".extensions.monitoring",
     ".extensions.profiling",
@@ -33,6 +32,7 @@ MODULES = (
     ".extensions.trials",
     ".integrations",
     ".plotting",
+    *(f".extension_tools.{module.name}" for module in pkgutil.iter_modules(extension_tools.__path__)),
 )
 #: Private by their names, but overridden or read by users of pytorch-accelerated.
 PROMISED = {

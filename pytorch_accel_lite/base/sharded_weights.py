@@ -40,11 +40,11 @@ def tensor_parallel_size(accelerator: Accelerator) -> int:
 
 
 #: Kinds of jobs in which Accelerate only adds bookkeeping to an optimizer, so the user's optimizer is stepped directly.
-PLAIN = {kind for kind in DistributedType if kind.name == "NO" or kind.name.startswith("MULTI_")}
+PLAIN_JOBS = {kind for kind in DistributedType if kind.name == "NO" or kind.name.startswith("MULTI_")}
 #: Kinds of jobs in which Accelerate shards the weights, or what trains them.
-SHARDED = {kind for kind in DistributedType if kind.name in ("FSDP", "DEEPSPEED", "MEGATRON_LM")}
+SHARDED_JOBS = {kind for kind in DistributedType if kind.name in ("FSDP", "DEEPSPEED", "MEGATRON_LM")}
 
 
 def is_sharded(accelerator: Accelerator, model: nn.Module) -> bool:
     """Whether the weights of a model are or will be sharded over the processes, by Accelerate or by the user."""
-    return accelerator.distributed_type in SHARDED or are_sharded(model.parameters())
+    return accelerator.distributed_type in SHARDED_JOBS or are_sharded(model.parameters())

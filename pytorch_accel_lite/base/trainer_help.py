@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from pytorch_accel_lite.base.constructor_calls import library_attributes
-from pytorch_accel_lite.base.lengths_and_signatures import is_private
 from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.base.user_code import is_from_this_package
 
@@ -61,3 +60,8 @@ def names_for_users(instance: object, names: Iterable[str]) -> list[str]:
         else:
             users |= set(vars(kind))
     return [name for name in names if name in users or name not in ours]
+
+
+def is_private(name: str) -> bool:
+    """Whether a name begins with an underscore and is not a special name of Python, such as ``__init__``."""
+    return name.startswith("_") and not name.endswith("__")

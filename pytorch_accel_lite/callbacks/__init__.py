@@ -16,7 +16,6 @@ from pytorch_accel_lite.callbacks.step_evaluation import StepBasedEvaluationCall
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TimeLimitCallback
 from pytorch_accel_lite.callbacks.terminate_on_nan import TerminateOnNaNCallback
 from pytorch_accel_lite.callbacks.training_states import SaveTrainingStateCallback
-from pytorch_accel_lite.extensions import slurm as slurm  # adds to JOB_QUEUES
 from pytorch_accel_lite.extensions.advice import AdviceCallback  # adds to DEFAULTS
 from pytorch_accel_lite.extensions.energy import EnergyCallback
 from pytorch_accel_lite.extensions.failed_batches import SkipFailedBatchesCallback
@@ -35,6 +34,7 @@ from pytorch_accel_lite.extensions.monitoring import (
     LearningRateMonitorCallback,
     LossScaleCallback,
 )
+from pytorch_accel_lite.extensions.named_schedules.wsd_checkpoint_callback import WSDCheckpointCallback
 from pytorch_accel_lite.extensions.nan_report import NaNReportCallback
 from pytorch_accel_lite.extensions.predictions import PredictionWriterCallback, iterate_predictions, read_predictions
 from pytorch_accel_lite.extensions.profiling import ProfilerCallback, TimingCallback
@@ -46,7 +46,6 @@ from pytorch_accel_lite.extensions.throughput import ThroughputCallback
 from pytorch_accel_lite.extensions.trackers import TrackerCallback
 from pytorch_accel_lite.extensions.unfreezing import GradualUnfreezingCallback
 from pytorch_accel_lite.extensions.worst_samples import WorstSample, WorstSamplesCallback
-from pytorch_accel_lite.extensions.wsd.wsd_checkpoint_callback import WSDCheckpointCallback
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.stop_errors import (

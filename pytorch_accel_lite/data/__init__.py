@@ -18,8 +18,6 @@ from pytorch_accel_lite.data.sources import (
     Sample,
     Source,
 )
-from pytorch_accel_lite.extensions import kept_workers as kept_workers  # fills DATA_MARKS
-from pytorch_accel_lite.extensions import streams as streams  # fills SEQUENTIAL_READER
 from pytorch_accel_lite.extensions.mixtures import Mixture, MixtureSampler, MixtureStream
 from pytorch_accel_lite.extensions.packing import (
     PackSequences,

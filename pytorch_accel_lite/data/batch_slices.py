@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from accelerate.utils.operations import honor_type
 
-from pytorch_accel_lite.base.lengths_and_signatures import find_length
 from pytorch_accel_lite.base.nested_data import is_dataclass, parts_in
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.batch_size import is_as_long
-from pytorch_accel_lite.data.sources import BatchData
+from pytorch_accel_lite.data.sources import BatchData, find_length
 
 
 def is_list_of_samples(data: Tree, size: int) -> bool:

@@ -12,11 +12,10 @@ from weakref import WeakSet
 import torch
 from torch.utils.data import DataLoader
 
-from pytorch_accel_lite.base.lengths_and_signatures import find_length
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.placing import to_device
 from pytorch_accel_lite.data.shares import Shares, whole_steps
-from pytorch_accel_lite.data.sources import BatchData, Index, Sample, Source, SourceState
+from pytorch_accel_lite.data.sources import BatchData, Index, Sample, Source, SourceState, find_length
 from pytorch_accel_lite.data.worker_startup import start_reading
 from pytorch_accel_lite.distributed import Ranks
 

@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from pytorch_accel_lite.base.lengths_and_signatures import find_length
 from pytorch_accel_lite.base.reachable import nested_in
 from pytorch_accel_lite.base.seeding import derive_seed, draw_seed, generator_with, seed_generators
 from pytorch_accel_lite.base.user_warnings import warn_outside
@@ -34,7 +33,15 @@ from pytorch_accel_lite.data.sample_seeds import SeededReader, as_collated
 from pytorch_accel_lite.data.sampler_order_checks import check_order
 from pytorch_accel_lite.data.sampler_states import EpochRead, advance_sampler, state_of_sampler, warn_of_other_order
 from pytorch_accel_lite.data.shares import Shares, share_bounds
-from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Index, Sample, SamplerLike, SourceState
+from pytorch_accel_lite.data.sources import (
+    BatchData,
+    CollateFunction,
+    Index,
+    Sample,
+    SamplerLike,
+    SourceState,
+    find_length,
+)
 from pytorch_accel_lite.data.steps_from_position import (
     WrongLengthError,
     count_global_batches,

@@ -10,8 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from pytorch_accel_lite.base.argument_checks import check_choice
-from pytorch_accel_lite.base.lengths_and_signatures import find_length
-from pytorch_accel_lite.data.sources import Index, IndexedData, Sample
+from pytorch_accel_lite.data.sources import Index, IndexedData, Sample, find_length
 
 
 class NamedDatasets(Dataset[Sample]):

@@ -18,11 +18,10 @@ from pytorch_accel_lite.base.generator_states import (
     preserving_generators,
     restore_generators,
 )
-from pytorch_accel_lite.base.lengths_and_signatures import find_length
 from pytorch_accel_lite.base.seeding import derive_seed, draw_seed, seed_generators, seed_held_generators
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.sampler_order_checks import PASS_OWN_SHARD, check_same_order
-from pytorch_accel_lite.data.sources import Index, SamplerLike
+from pytorch_accel_lite.data.sources import Index, SamplerLike, find_length
 from pytorch_accel_lite.data.steps_from_position import WrongLengthError
 from pytorch_accel_lite.distributed import Ranks
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Protocol, TypeAlias
 
 from torch.utils.data import DataLoader, Dataset
@@ -79,3 +79,11 @@ def dataset_of(data: Source) -> Source:
     """Return the dataset that a ``DataLoader`` reads; anything else unchanged."""
     batches = data.batches if isinstance(data, OwnShard) else data
     return batches.dataset if isinstance(batches, DataLoader) else batches
+
+
+def find_length(thing: object) -> int | None:
+    """Return ``len(thing)``, or ``None`` if the object has no length."""
+    try:
+        return len(thing) if isinstance(thing, Sized) else None
+    except TypeError:
+        return None

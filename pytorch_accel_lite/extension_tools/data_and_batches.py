@@ -1,6 +1,5 @@
 """Sources, samples and batches; the loaders that read them, and the outputs of steps. Below the run."""
 
-from pytorch_accel_lite.base.lengths_and_signatures import find_length
 from pytorch_accel_lite.base.nested_data import parts_in, tensors_in
 from pytorch_accel_lite.base.reachable import is_a, nested_in, parts_held, reachable_from
 from pytorch_accel_lite.data.batch_adapter import (
@@ -36,6 +35,7 @@ from pytorch_accel_lite.data.sources import (
     SourceState,
     TrainingOrder,
     dataset_of,
+    find_length,
 )
 from pytorch_accel_lite.data.step_outputs import check_items, complete_output, is_number
 from pytorch_accel_lite.data.steps_from_position import (

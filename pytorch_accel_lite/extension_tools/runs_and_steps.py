@@ -3,9 +3,9 @@
 from pytorch_accel_lite.base.sharded_weights import tensor_parallel_size
 from pytorch_accel_lite.loop.extra_passes import loss_of
 from pytorch_accel_lite.loop.fit import prepare_training
+from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.dataset_checks import check_dataset
 from pytorch_accel_lite.loop.guards.trainer_arguments import check_training
-from pytorch_accel_lite.loop.guards.training_batches import min_share_for_batch_norm
 from pytorch_accel_lite.loop.inference import inference, inference_run, unwrapped_model
 from pytorch_accel_lite.loop.lifecycle import entering
 from pytorch_accel_lite.loop.loader_creation import create_eval_loaders, create_train_loader

@@ -17,17 +17,17 @@ from pytorch_accel_lite.checkpoint.models.supported_engines import (
     refuse_engines,
     refuse_fsdp1,
 )
-from pytorch_accel_lite.checkpoint.models.trained_object_states import buffers_beside_model
-from pytorch_accel_lite.checkpoint.models.trained_objects import (
+from pytorch_accel_lite.checkpoint.models.weights import full_state_dict, sharded_like, verify_weights, without_compile
+from pytorch_accel_lite.checkpoint.states.rotation import remove_old_states
+from pytorch_accel_lite.checkpoint.states.store import state_name
+from pytorch_accel_lite.checkpoint.store_choice import open_store
+from pytorch_accel_lite.run.trained_beside_model import (
+    buffers_beside_model,
     loose_parameters,
     saved_optimizers,
     trained_objects,
     unsaved_attribute_names,
 )
-from pytorch_accel_lite.checkpoint.models.weights import full_state_dict, sharded_like, verify_weights, without_compile
-from pytorch_accel_lite.checkpoint.states.rotation import remove_old_states
-from pytorch_accel_lite.checkpoint.states.store import state_name
-from pytorch_accel_lite.checkpoint.store_choice import open_store
 
 __all__ = [
     "BackgroundWriter", "FROZEN", "buffers_beside_model", "check_has_trainable", "check_states_are_possible",

@@ -15,9 +15,9 @@ from torch.amp.grad_scaler import OptState
 from pytorch_accel_lite.base.sharded_weights import are_sharded, local_shard
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.run.loop_state import ClippingOrder
+from pytorch_accel_lite.run.optimized_parameters import updated_parameters
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trained_parts import updated_parameters
 
 #: Returns the total norm of gradients.
 NormFunction: TypeAlias = Callable[[Iterable[torch.Tensor]], torch.Tensor]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pytorch_accel_lite.base.lengths_and_signatures import find_length
 from pytorch_accel_lite.data import ShardedLoader
 from pytorch_accel_lite.data.dataloader_defaults import LoaderKwargs
 from pytorch_accel_lite.data.loader_base import LoaderOptions
 from pytorch_accel_lite.data.loader_choice import create_loader
 from pytorch_accel_lite.data.named_datasets import NamedSampler, describe_lengths
-from pytorch_accel_lite.data.sources import Source, dataset_of
+from pytorch_accel_lite.data.sources import Source, dataset_of, find_length
 from pytorch_accel_lite.run.run import Run, TrainerLike
 
 

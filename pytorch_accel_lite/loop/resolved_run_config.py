@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytorch_accel_lite.base.lengths_and_signatures import find_length
+from pytorch_accel_lite.data.sources import find_length
 from pytorch_accel_lite.run.accumulation import Accumulation
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, TrainerLike

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pytorch_accel_lite.base.types import JsonObject
+from pytorch_accel_lite.checkpoint.models.states_beside_model import describe_attributes
 from pytorch_accel_lite.checkpoint.models.trainability import note_trainability
-from pytorch_accel_lite.checkpoint.models.trained_object_states import describe_attributes
 from pytorch_accel_lite.checkpoint.states.contents import restore_after_start, restore_again, restore_before_start
 from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
 from pytorch_accel_lite.loop.guards.modes import has_starting_code

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pytorch_accel_lite.loop.guards.schedule_checks import (
-    check_schedule_length,
-    check_scheduled_optimizer,
-    print_leftover_rates,
-    print_unused_rates,
-    warn_of_unused_scales,
-)
+from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length, check_scheduled_optimizer
 from pytorch_accel_lite.optimizers.combined import create_schedulers
 from pytorch_accel_lite.optimizers.optimizer_parts import parts_of_optimizer
 from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, TrainerScheduler
 from pytorch_accel_lite.optimizers.rates import Options, initial_options, scheduled_options, set_options
 from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
 from pytorch_accel_lite.schedulers.placeholders import replace_trainer_placeholder_values
 from pytorch_accel_lite.schedulers.schedule_arguments import check_factory
 
@@ -25,16 +20,21 @@ def begin_schedule(trainer: TrainerLike, run: Run) -> None:
     trainer.scheduler = None
     run.schedule.final_rates = [] if run.previous is None else run.previous.schedule.final_rates
     has_schedule = trainer.create_scheduler_fn is not None or "create_scheduler" in run.overridden
+    initial = None
     if has_schedule or any("initial_lr" in group for group in trainer.optimizer.param_groups):
-        _begin_from_initial_rates(trainer, run, has_schedule)
+        initial = _begin_from_initial_rates(trainer, run, has_schedule)
     else:
         trainer._check_scheduler(run.request)
-    if run.ranks.rank == 0 and any("lr_scale" in group for group in trainer.optimizer.param_groups):
-        warn_of_unused_scales(trainer)
+    for checks in RUN_CHECKS:
+        checks.check_schedule(trainer, run, initial if run.resumed is None else None)
 
 
-def _begin_from_initial_rates(trainer: TrainerLike, run: Run, has_schedule: bool) -> None:
-    """Create the scheduler; if it cannot be stepped, the optimizer keeps its rates."""
+def _begin_from_initial_rates(trainer: TrainerLike, run: Run, has_schedule: bool) -> Options | None:
+    """Create the scheduler; if it cannot be stepped, the optimizer keeps its rates.
+
+    Returns:
+        the options of the optimizer from before any schedule; ``None`` if the scheduler continues an earlier one
+    """
     optimizer = trainer.optimizer
     now = scheduled_options(optimizer)
     initial = initial_options(optimizer, run.schedule.final_rates)
@@ -46,16 +46,13 @@ def _begin_from_initial_rates(trainer: TrainerLike, run: Run, has_schedule: bool
         raise
     if trainer.scheduler is None:
         set_options(optimizer, now)
-        if run.resumed is None:
-            print_leftover_rates(trainer, now, initial)
-        return
+        return initial
     check_scheduled_optimizer(trainer)
     if not continues:
         run.schedule.initial_options = initial
-        if run.resumed is None:
-            print_unused_rates(trainer, initial)
     if run.resumed is None:
         check_schedule_length(trainer, run)
+    return None if continues else initial
 
 
 def _create_or_continue(trainer: TrainerLike, initial: Options, now: Options) -> bool:

@@ -20,10 +20,10 @@ from pytorch_accel_lite.base.generator_states import (
 from pytorch_accel_lite.base.reachable import is_generator
 from pytorch_accel_lite.base.tensor_bits import distinct_elements
 from pytorch_accel_lite.base.types import HasStateDict
-from pytorch_accel_lite.checkpoint.models.trained_objects import trained_objects
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trained_parts import other_modules, other_optimizers, registered_objects
+from pytorch_accel_lite.run.trained_beside_model import trained_objects
+from pytorch_accel_lite.run.trainer_attributes import other_modules, other_optimizers, registered_objects
 
 
 class Snapshot(ExitStack):

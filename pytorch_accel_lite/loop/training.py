@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 from pytorch_accel_lite.base.user_code import is_overridden
@@ -13,6 +13,7 @@ from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.distributed.gradient_sync import no_sync_within_window, sync_ddp_buffers
 from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, evaluate_if_due
 from pytorch_accel_lite.loop.extra_passes import warm_up_ddp
+from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, steps_of_stream, warn_of_nonfinite_weights
 from pytorch_accel_lite.loop.guards.modes import (
     call_start_event,
@@ -21,20 +22,16 @@ from pytorch_accel_lite.loop.guards.modes import (
     restoring_mode_between_batches,
 )
 from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
-from pytorch_accel_lite.loop.guards.training_batches import min_share_for_batch_norm
 from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.loader_creation import loader_of_run
 from pytorch_accel_lite.loop.resuming import end_if_complete, end_resuming, ending_resumption, print_state_contents
 from pytorch_accel_lite.optimizers.rates import all_options
 from pytorch_accel_lite.run.error_notes_seam import explain
 from pytorch_accel_lite.run.loop_state import GlobalModes
+from pytorch_accel_lite.run.optimizer_modes import set_optimizer_modes
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.trained_parts import set_optimizer_modes
-
-#: Checks of a training run before its first update, when its starting events have fired: an error ends the run. An
-#: extension adds its own.
-TRAINING_CHECKS: list[Callable[[TrainerLike, Run], None]] = []
+from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
 
 
 def begin_training(trainer: TrainerLike, run: Run) -> None:
@@ -56,8 +53,8 @@ def train(trainer: TrainerLike, run: Run) -> None:
         run.control.sync(now=True)
         if run.request.saves_training_states or run.resumed is not None:
             print_state_contents(trainer, run)
-        for check in TRAINING_CHECKS:
-            check(trainer, run)
+        for checks in RUN_CHECKS:
+            checks.check_before_training(trainer, run)
         is_over = run.resumed is not None and end_if_complete(trainer, run, run.resumed)
         while not is_over and (not run.is_finished or run.progress.is_mid_epoch):
             _run_epoch(trainer, run)

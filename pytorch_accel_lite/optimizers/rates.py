@@ -115,16 +115,3 @@ def layer_scales(groups: Sequence[ParamGroup], rates: Sequence[Rate]) -> list[fl
     bases = [rate / scale for rate, scale in zip(rates, scales, strict=True) if rate and scale]
     are_in_proportion = len(set(scales)) > 1 and all(math.isclose(base, bases[0], rel_tol=1e-6) for base in bases)
     return [1.0] * len(scales) if are_in_proportion else scales
-
-
-def has_unused_scales(optimizer: Optimizer) -> bool:
-    """Whether groups of different ``lr_scale`` train at the same rate, so that nothing has applied it.
-
-    In a warm-up from 0, the initial rates are compared.
-    """
-    scales: dict[float, float] = {}
-    for group in optimizer.param_groups:
-        rate = to_number(group.get("lr")) or group.get("initial_lr")
-        if rate and "lr_scale" in group and scales.setdefault(rate, group["lr_scale"]) != group["lr_scale"]:
-            return True
-    return False

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pytorch_accel_lite.base.quantised import is_frozen_and_quantised, quantised_entries
-from pytorch_accel_lite.base.sharded_weights import PLAIN, is_sharded
+from pytorch_accel_lite.base.sharded_weights import PLAIN_JOBS, is_sharded
 from pytorch_accel_lite.base.unwrapping import unwrap
 from pytorch_accel_lite.optimizers.combined import AcceleratedCombinedOptimizer
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created, parts_of_optimizer
@@ -48,7 +48,7 @@ class PreparedModel:
         # and collect garbage, which takes longer than many runs.
         self._counts_before = [(held, len(held)) for held in (accelerator._models, accelerator._optimizers)]
         self.is_sharded = is_sharded(accelerator, model)
-        self.outlives_runs = accelerator.distributed_type not in PLAIN
+        self.outlives_runs = accelerator.distributed_type not in PLAIN_JOBS
         self.is_plain = not self.outlives_runs and accelerator.scaler is None
         self.model = model
         self.optimizer = optimizer

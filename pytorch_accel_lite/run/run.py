@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pytorch_accel_lite.base.formatting import listed
-from pytorch_accel_lite.base.lengths_and_signatures import find_length
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
 from pytorch_accel_lite.base.paths import PathOrFile, StrPath
 from pytorch_accel_lite.base.slots import Slot
@@ -30,7 +29,7 @@ from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batch_adapter import LossFunction
 from pytorch_accel_lite.data.dataloader_defaults import LoaderKwargs
 from pytorch_accel_lite.data.named_datasets import NamedDatasets
-from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index
+from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index, find_length
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, TrainerOptimizer, TrainerScheduler
 from pytorch_accel_lite.run.accelerated_model import PreparedModel

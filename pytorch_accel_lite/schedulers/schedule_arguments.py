@@ -16,7 +16,7 @@ ScheduleName = Literal["constant", "linear", "cosine", "wsd"]
 #: The values that ``train`` takes as ``create_scheduler_fn``.
 ScheduleArgument = ScheduleName | SchedulerFactory | Mapping[str, ScheduleName | CreateScheduler]
 #: Returns the factory that a name stands for, with a number of warm-up steps and the interval of a schedule's steps.
-NAMED_SCHEDULES: Slot[Callable[[ScheduleName, float, str], CreateScheduler]] = Slot("wsd")
+NAMED_SCHEDULES: Slot[Callable[[ScheduleName, float, str], CreateScheduler]] = Slot("named_schedules")
 
 
 def resolve_names(

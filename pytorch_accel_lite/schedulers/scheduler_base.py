@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 
@@ -116,7 +117,12 @@ class PlannedLrScheduler(StatefulSchedulerBase):
     The arguments are not part of the state, so a run resumed with more epochs follows the longer schedule.
 
     If a parameter group has the key ``lr_scale``, as from timm's layer decay, its rate is multiplied by that value.
+
+    Attributes:
+        applies_lr_scale: whether the scheduler does so; those that do not are warned of
     """
+
+    applies_lr_scale: ClassVar[bool] = True
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)

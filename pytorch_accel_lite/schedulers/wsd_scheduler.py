@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.base.missing_extensions import missing_name_error
-from pytorch_accel_lite.extensions.wsd import DECAYS, WSDLrScheduler, estimate_checkpoint_steps
+from pytorch_accel_lite.extensions.named_schedules import DECAYS, WSDLrScheduler, estimate_checkpoint_steps
 
 __all__ = ["DECAYS", "WSDLrScheduler", "estimate_checkpoint_steps"]
 

@@ -8,17 +8,17 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite.base.mixed_precision import mixed_precision
-from pytorch_accel_lite.checkpoint.models.trained_object_states import buffers_beside_model
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput
 from pytorch_accel_lite.data.step_outputs import as_scalars, check_loss, complete_output, total_loss
 from pytorch_accel_lite.distributed.gradient_sync import average_gradients
 from pytorch_accel_lite.loop.clipping import clip_as_overridden, unscale
-from pytorch_accel_lite.loop.guards.training_batches import examine_first_batch
 from pytorch_accel_lite.run.accumulation import GradientWindow
+from pytorch_accel_lite.run.optimized_parameters import parameters_not_in_model
 from pytorch_accel_lite.run.run import Run, Step, TrainerLike
+from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
 from pytorch_accel_lite.run.scheduler_stepping import is_stepped_after_updates
-from pytorch_accel_lite.run.trained_parts import parameters_not_in_model
+from pytorch_accel_lite.run.trained_beside_model import buffers_beside_model
 from pytorch_accel_lite.steps.skipped_updates import tell_scaler
 
 
@@ -77,7 +77,8 @@ class PlainStep(Step):
             trackers.weigh_logged()
         if self.must_examine_batch and not batch.is_filler:
             self.must_examine_batch = False
-            examine_first_batch(trainer, batch, output)
+            for checks in RUN_CHECKS:
+                checks.check_first_batch(trainer, batch, output)
         return output
 
     def apply_update(self, trainer: TrainerLike, run: Run) -> None:

@@ -48,7 +48,7 @@ def some(*names: str) -> Any:
         "metrics": "metrics_file",
         "ema": "model_ema",
     }
-    owners |= {"wsd": "wsd", "profile": "profiling", "predictions": "predictions", "read": "predictions"}
+    owners |= {"wsd": "named_schedules", "profile": "profiling", "predictions": "predictions", "read": "predictions"}
     marks = {name: pytest.mark.extension(owner) for name, owner in owners.items()}
     return pytest.mark.parametrize("name", [pytest.param(name, marks=marks.get(name, ())) for name in names])
 

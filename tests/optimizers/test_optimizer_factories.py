@@ -336,10 +336,3 @@ def test_a_model_with_nothing_to_train_is_refused():
     trainer = adamw_trainer(float64_model().requires_grad_(False), optimizer=AdamW)
     with pytest.raises(ValueError, match="optimizer=AdamW: no parameter of Sequential requires a gradient"):
         trainer.train(DATA, 1)
-
-
-def test_an_optimizer_of_other_parameters_warns_at_the_call():
-    trainer = adamw_trainer(float64_model(), optimizer=lambda parameters: SGD([torch.zeros(1)], lr=0.1))
-    with pytest.warns(UserWarning, match="None of the 1 parameters of the optimizer belongs to the model") as caught:
-        trainer.train(DATA, 1)
-    assert caught[0].filename == __file__

@@ -25,6 +25,7 @@ PACKAGE = ROOT / "pytorch_accel_lite"
 FACADE = {
     "pytorch_accel_lite",
     "pytorch_accel_lite.__main__",
+    "pytorch_accel_lite.registered_extensions",
     "pytorch_accel_lite.trainer",
     "pytorch_accel_lite.callbacks",
     "pytorch_accel_lite.data",
@@ -35,7 +36,8 @@ FACADE = {
 #: From the bottom up: each imports only those before it. Other files of the package only re-export.
 LAYERS = (
     "extension_names", "base", "distributed", "optimizers", "schedulers", "data", "run", "checkpoint.disk",
-    "checkpoint.models", "checkpoint.states", "checkpoint", "loop.guards", "loop", "steps", "callbacks", "trainer",
+    "checkpoint.models", "checkpoint.states", "checkpoint", "loop.guards", "loop", "steps", "callbacks",
+    "registered_extensions", "trainer",
 )  # fmt: skip
 #: So that editors know what an event is passed.
 EXCEPTIONS = {("pytorch_accel_lite.run.events", "pytorch_accel_lite.trainer")}
@@ -44,9 +46,6 @@ PUBLIC_PATHS = {
     "ema",
     "experiment",
     "extending",
-    "extending_callbacks",
-    "extending_data",
-    "extending_schedulers",
     "finetuning",
     "integrations",
     "placeholders",

@@ -31,7 +31,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
 )
-from pytorch_accel_lite.extending import TRAINING_CHECKS
+from pytorch_accel_lite.extending import RUN_CHECKS, RunChecks
 from tests.launching import some_of
 from tests.ranks import world_size
 from tests.shared_trainings import StopsAt
@@ -277,23 +277,40 @@ def test_training_within_a_run_is_refused():
     train(trainer)
 
 
-def test_checks_of_extensions_precede_the_first_update(monkeypatch):
+def test_checks_of_extensions_are_made_at_their_points():
     order: list[str] = []
 
-    def check(trainer, run):
-        assert run is trainer.run
-        order.append("check")
-        if len(order) > 3:
-            raise ValueError("unfit")
+    class Checks(RunChecks):
+        def check_optimizer(self, trainer, optimized):
+            assert optimized == {*trainer.model.parameters()}
+            order.append("optimizer")
 
-    monkeypatch.setattr("pytorch_accel_lite.loop.training.TRAINING_CHECKS", [*TRAINING_CHECKS, check])
+        def check_schedule(self, trainer, run, initial):
+            assert run is trainer.run
+            assert trainer.scheduler is None
+            assert initial is None
+            order.append("schedule")
+
+        def check_before_training(self, trainer, run):
+            order.append("before")
+            if order.count("before") > 1:
+                raise ValueError("unfit")
+
+        def check_first_batch(self, trainer, batch, output):
+            assert output["batch_size"] == len(batch.data[0])
+            order.append("batch")
+
     names = ("on_training_run_start", "on_train_epoch_start")
     trainer = make_trainer([listener(**{name: lambda t, name=name: order.append(name) for name in names})])
-    train(trainer)
-    assert order == ["on_training_run_start", "check", "on_train_epoch_start"]
-    with pytest.raises(ValueError, match="unfit"):
+    RUN_CHECKS.append(checks := Checks())
+    try:
         train(trainer)
-    assert order[3:] == ["on_training_run_start", "check"]
+        assert order == ["optimizer", "schedule", names[0], "before", names[1], "batch"]
+        with pytest.raises(ValueError, match="unfit"):
+            train(trainer)
+    finally:
+        RUN_CHECKS.remove(checks)
+    assert order[6:] == ["optimizer", "schedule", names[0], "before"]
 
 
 def test_step_methods_have_nothing_to_do_before_any_run():

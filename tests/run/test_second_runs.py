@@ -67,30 +67,6 @@ if "WSDLrScheduler" in schedulers.__all__:  # otherwise its extension has been d
     SCHEDULES.append(schedulers.WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0.5, decay_phase_ratio=0.5))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rate", "schedule"),
-    [
-        (0.5, partial(OneCycleLR, max_lr=0.1, total_steps=9)),
-        (0.5, partial(CyclicLR, base_lr=0.01, max_lr=0.1)),
-        (0.1, partial(OneCycleLR, max_lr=0.1, total_steps=9)),
-        (0.01, partial(CyclicLR, base_lr=0.01, max_lr=0.1)),
-        (None, partial(OneCycleLR, max_lr=0.1, total_steps=9)),  # torch's default
-        (torch.tensor(0.1), partial(OneCycleLR, max_lr=0.1, total_steps=9)),
-    ],
-)
-def test_a_rate_that_a_schedule_replaces_is_named(rate, schedule, capsys):
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), **({} if rate is None else {"lr": rate}))
-    trainer = make_trainer(model=model, optimizer=optimizer)
-    train(trainer, epochs=1, create_scheduler_fn=schedule)
-    printed = capsys.readouterr().out
-    assert ("has no effect" in printed) == (rate == 0.5)
-    kind = schedule.func.__name__
-    if rate == 0.5:
-        assert f"learning rate 0.5 has no effect: {kind} sets rates of its own, up to max_lr=0.1." in printed
-
-
 @pytest.mark.parametrize("second", SCHEDULES, ids=lambda factory: factory.func.__name__)
 @pytest.mark.parametrize("first", SCHEDULES, ids=lambda factory: factory.func.__name__)
 def test_a_second_schedule_begins_as_with_a_new_optimizer(first, second):
@@ -151,6 +127,7 @@ def test_a_schedule_that_is_continued_by_hand_is_left_unchanged():
     assert seen.rates[1:] == pytest.approx(expected.rates[4:])
 
 
+@pytest.mark.extension("common_mistakes")
 def test_a_run_without_a_scheduler_says_at_which_rate_it_trains(capsys):
     trainer, seen = noting()
     train(trainer, epochs=2, create_scheduler_fn=partial(ExponentialLR, gamma=0.5))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepLR
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
@@ -198,19 +198,6 @@ def test_layer_decay_factors_are_applied_only_once():
     assert CosineLrScheduler(optimizer, 4, 5).get_updated_values(0) == before
 
 
-@pytest.mark.parametrize(
-    ("create", "named"),
-    [
-        (None, "no scheduler"),
-        (partial(StepLR, step_size=1), "StepLR"),
-        (partial(LambdaLR, lr_lambda=lambda n: n / 6), "LambdaLR"),
-    ],
-)
-def test_a_run_whose_schedule_ignores_layer_decay_warns(create, named):
-    with pytest.warns(UserWarning, match=f"lr_scale.*{named}"):
-        rates_of_layers(create)
-
-
 def test_end_rates_may_be_fractions_of_each_groups_own_rate():
     options = {"num_warmup_epochs": 1, "min_lr_ratio": 0.1, "warmup_starting_lr_ratio": 0.01}
     found = rates(CosineLrScheduler(make_optimizer(), **COSINE, **options))
@@ -300,7 +287,9 @@ def test_invalid_schedule_names_and_warm_ups_are_named(arguments, error, message
 
 def test_without_its_extension_a_name_is_an_error_that_says_so(monkeypatch):
     monkeypatch.setattr(NAMED_SCHEDULES, "content", None)
-    with pytest.raises(ValueError, match="create_scheduler_fn='cosine' belongs to the extension 'wsd', which is not"):
+    with pytest.raises(
+        ValueError, match="create_scheduler_fn='cosine' belongs to the extension 'named_schedules', which is not"
+    ):
         adamw_trainer(make_model()).train(make_data(6), 1, create_scheduler_fn="cosine")
 
 

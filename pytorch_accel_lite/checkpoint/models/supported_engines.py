@@ -5,13 +5,13 @@ from __future__ import annotations
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from pytorch_accel_lite.base.sharded_weights import PLAIN
+from pytorch_accel_lite.base.sharded_weights import PLAIN_JOBS
 
 
 def check_states_are_possible(accelerator: Accelerator) -> None:
     """Raise an error for engines whose weights and optimizer states cannot be gathered and verified."""
     kind = accelerator.distributed_type
-    if kind not in PLAIN and not accelerator.is_fsdp2:
+    if kind not in PLAIN_JOBS and not accelerator.is_fsdp2:
         raise ValueError(
             f"Training states are not supported with {kind.value}: its weights and optimizer state cannot be gathered "
             "here. Use FSDP with fsdp_version=2, or call accelerator.save_state() in your own callback."

@@ -23,13 +23,7 @@ from pytorch_accel_lite.checkpoint.disk.shards import extract_tensors, fits_safe
 from pytorch_accel_lite.checkpoint.disk.tensor_files import untie
 from pytorch_accel_lite.checkpoint.models.frozen_weights import describe_other_weights, leave_out_frozen
 from pytorch_accel_lite.checkpoint.models.model_forms import base_of
-from pytorch_accel_lite.checkpoint.models.trainability import (
-    add_missing_groups,
-    capture_trainability,
-    lacks_groups,
-    restore_trainability,
-)
-from pytorch_accel_lite.checkpoint.models.trained_object_states import (
+from pytorch_accel_lite.checkpoint.models.states_beside_model import (
     load_each,
     load_loss_state,
     load_state,
@@ -37,7 +31,12 @@ from pytorch_accel_lite.checkpoint.models.trained_object_states import (
     loss_state,
     trained_object_states,
 )
-from pytorch_accel_lite.checkpoint.models.trained_objects import saved_optimizers
+from pytorch_accel_lite.checkpoint.models.trainability import (
+    add_missing_groups,
+    capture_trainability,
+    lacks_groups,
+    restore_trainability,
+)
 from pytorch_accel_lite.checkpoint.models.weights import fit_model_state, full_state_dict, model_state, without_compile
 from pytorch_accel_lite.checkpoint.states.directory import (
     SHARD_OF_MODEL,
@@ -55,7 +54,8 @@ from pytorch_accel_lite.run.division import numbers_of_shares
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.request_and_config import DatedStateSource
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trained_parts import registered_objects
+from pytorch_accel_lite.run.trained_beside_model import saved_optimizers
+from pytorch_accel_lite.run.trainer_attributes import registered_objects
 from pytorch_accel_lite.run.training_state import TrainingState
 
 # What a training state keeps, by key: since which version, and what restores it: restore_before_start, before the

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from torch.utils.data import IterableDataset
 
-from pytorch_accel_lite.base.lengths_and_signatures import find_length
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.data.sources import Source
+from pytorch_accel_lite.data.sources import Source, find_length
+from pytorch_accel_lite.run.optimized_parameters import weights_are_finite
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.trained_parts import weights_are_finite
 
 
 def steps_of_stream(run: Run, loader: Source) -> int | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from torch import nn
 
 from pytorch_accel_lite.base.formatting import listed
-from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.optimizers.optimizer_parts import is_created, optimized_parameters, parts_of_optimizer
+from pytorch_accel_lite.optimizers.optimizer_parts import is_created, parts_of_optimizer
+from pytorch_accel_lite.run.optimized_parameters import all_optimized_parameters
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trained_parts import all_optimized_parameters, other_modules
+from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
 
 
 def check_optimizers(trainer: TrainerLike) -> None:
@@ -18,66 +20,17 @@ def check_optimizers(trainer: TrainerLike) -> None:
     """
     if not is_created(trainer.optimizer):
         return
-    parts, in_optimizer = parts_of_optimizer(trainer.optimizer), optimized_parameters(trainer.optimizer)
-    model, loss_func = trainer.get_model(keep_torch_compile=False), trainer.loss_func
-    optimized = set(all_optimized_parameters(trainer))
-    missed = _not_optimized(model, optimized) if parts else ""
+    parts, optimized = parts_of_optimizer(trainer.optimizer), set(all_optimized_parameters(trainer))
+    missed = not_optimized(trainer.get_model(keep_torch_compile=False), optimized) if parts else {}
     if missed:
         raise ValueError(
-            f"None of the optimizers {', '.join(map(repr, parts))} has the model's {missed}. Add them to one of the "
-            "optimizers, or call requires_grad_(False) on those that should not be trained."
+            f"None of the optimizers {', '.join(map(repr, parts))} has the model's {listed([*missed], 3)}. Add them to "
+            "one of the optimizers, or call requires_grad_(False) on those that should not be trained."
         )
-    modules = [model, *other_modules(trainer).values()]
-    in_modules = {parameter for module in modules for parameter in module.parameters()}
-    if in_optimizer and in_modules.isdisjoint(in_optimizer):
-        warn_outside(
-            f"None of the {len(in_optimizer)} parameters of the optimizer belongs to the model, so training will not "
-            "change the model, unless the optimizer works on copies. Create the optimizer from model.parameters() of "
-            "the model passed to the trainer, and recreate it whenever you recreate the model."
-        )
-        return
-    _warn_of_replaced_parts(trainer, in_optimizer, in_modules, _untrained(model, optimized))
-    if in_optimizer and isinstance(loss_func, nn.Module):
-        missed = _not_optimized(loss_func, {*model.parameters(), *optimized})
-        if missed:
-            warn_outside(
-                f"{type(loss_func).__name__}, the loss function, has trainable parameters that no optimizer has: "
-                f"{missed}. Create the optimizer from [*model.parameters(), *loss_func.parameters()], or call "
-                "loss_func.requires_grad_(False) if they should not be trained."
-            )
+    for checks in RUN_CHECKS:
+        checks.check_optimizer(trainer, optimized)
 
 
-def _warn_of_replaced_parts(
-    trainer: TrainerLike,
-    in_optimizer: list[nn.Parameter],
-    in_modules: set[nn.Parameter],
-    untrained: dict[str, nn.Parameter],
-) -> None:
-    """Warn if the model seems to have got new parameters after the optimizer was created, such as a head or adapters.
-
-    Parameters in no module may be meant, such as those of a critic: they count if they are as many as the untrained
-    ones, and as many of them are matrices and vectors.
-    """
-    of_loss = trainer.loss_func.parameters() if isinstance(trainer.loss_func, nn.Module) else ()
-    known = {*in_modules, *of_loss, *(value for value in vars(trainer).values() if isinstance(value, nn.Parameter))}
-    strays = [parameter for parameter in in_optimizer if parameter not in known]
-    are_alike = sorted(p.ndim for p in strays) == sorted(p.ndim for p in untrained.values())
-    is_frozen = bool(in_optimizer) and not any(parameter.requires_grad for parameter in in_optimizer)
-    if untrained and (are_alike or is_frozen):
-        has = f"{len(strays)} parameters that are in no module" if strays else "only parameters that are frozen"
-        warn_outside(
-            f"No optimizer has the model's {listed([*untrained], 3)}, so they stay as they are, while the optimizer "
-            f"has {has}. If parts of the model have been replaced or added, create the optimizer afterwards. "
-            "Otherwise, call requires_grad_(False) on what should not be trained."
-        )
-
-
-def _untrained(module: nn.Module, optimized: set[nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters that no optimizer has, by name."""
+def not_optimized(module: nn.Module, optimized: Container[nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters of a module that no optimizer has, by name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad and p not in optimized}
-
-
-def _not_optimized(module: nn.Module, optimized: set[nn.Parameter]) -> str:
-    """Return the names of trainable parameters that no optimizer has, or the first three of them."""
-    missed = _untrained(module, optimized)
-    return listed([*missed], 3) if missed else ""

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-import torch
-from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
+from torch.optim.lr_scheduler import OneCycleLR
 
-from pytorch_accel_lite.base.formatting import wrapped
-from pytorch_accel_lite.base.lengths_and_signatures import accepts
 from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.optimizers.optimizer_parts import follows_metric, schedulers_in
 from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, TrainerScheduler
-from pytorch_accel_lite.optimizers.rates import Options, format_rates, has_unused_scales
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.trained_parts import other_optimizers
+from pytorch_accel_lite.run.trainer_attributes import other_optimizers
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.schedulers.placeholders import Placeholder
-from pytorch_accel_lite.schedulers.scheduler_base import PlannedLrScheduler
 
 
 def check_scheduler(
@@ -79,7 +74,7 @@ def _check_stepped(scheduler: TrainerScheduler, request: RunRequest) -> None:
     """Check that a scheduler can be stepped in the way the run will step it."""
     metric = request.scheduler_metric
     kind = type(scheduler).__name__
-    if metric is None and not accepts(scheduler.step):
+    if metric is None and not _accepts(scheduler.step):
         raise TypeError(
             f"{kind}.step needs an argument. If it follows a metric, specify that, for example with "
             "scheduler_interval='epoch' and scheduler_metric='eval_loss_epoch'; for timm's schedulers, use "
@@ -147,51 +142,10 @@ def warn_of_other_schedule(trainer: TrainerLike, state: TrainingState) -> None:
     )
 
 
-def warn_of_unused_scales(trainer: TrainerLike) -> None:
-    """Warn if nothing applies the ``lr_scale`` that timm's layer decay has put into parameter groups."""
-    schedulers = schedulers_in(trainer.scheduler).values()
-    applies = any(isinstance(part, PlannedLrScheduler) or hasattr(part, "update_groups") for part in schedulers)
-    if applies or not has_unused_scales(trainer.optimizer):
-        return
-    kind = "no scheduler" if trainer.scheduler is None else f"{type(trainer.scheduler).__name__}, which is not known to"
-    warn_outside(
-        "The optimizer's parameter groups have different lr_scale, as timm's layer decay sets them, but the same "
-        f"learning rate: only some schedulers apply it, and the run has {kind}. Pass a schedule by name, such as "
-        "create_scheduler_fn='constant', or use TrainerWithTimmScheduler; or multiply the rates before training: for "
-        "group in optimizer.param_groups: group['lr'] *= group['lr_scale']"
-    )
-
-
-def print_leftover_rates(trainer: TrainerLike, now: Options, initial: Options) -> None:
-    """Name the learning rates of a run without a scheduler, if an earlier schedule has left them over."""
-    if now != initial:
-        current, first = ([values.get("lr") for values in options] for options in (now, initial))
-        trainer.print(
-            f"This run has no scheduler and trains at the learning rate {format_rates(current)}, left over from "
-            f"an earlier schedule; the optimizer started at {format_rates(first)}. To return to that: for group "
-            "in trainer.optimizer.param_groups: group['lr'] = group['initial_lr']"
-        )
-
-
-def print_unused_rates(trainer: TrainerLike, initial: Options) -> None:
-    """Name the learning rates that the user gave an optimizer, if a schedule with its own rates replaces them."""
-    groups = trainer.optimizer.param_groups
-    rates = {id(group): values.get("lr") for group, values in zip(groups, initial, strict=True)}
-    for scheduler in schedulers_in(trainer.scheduler).values():
-        if not isinstance(scheduler, (OneCycleLR, CyclicLR)):
-            continue
-        optimizer = scheduler.optimizer
-        default = inspect.signature(type(optimizer)).parameters.get("lr")
-        groups = optimizer.param_groups
-        highest = scheduler.max_lrs if isinstance(scheduler, CyclicLR) else [group["max_lr"] for group in groups]
-        used = [*highest, *scheduler.base_lrs, *([default.default] if default else [])]
-        # Rates in tensors are rounded, so rates are compared as they are shown.
-        as_shown = {format_rates([rate]) for rate in used if isinstance(rate, (int, float, torch.Tensor))}
-        unused = [rate for group in groups if format_rates([rate := rates.get(id(group))]) not in {"none", *as_shown}]
-        if unused:
-            message = (
-                f"The optimizer's learning rate {format_rates(unused)} has no effect: {type(scheduler).__name__} sets "
-                f"rates of its own, up to max_lr={format_rates(highest)}. Pass the rate that you want as max_lr, and "
-                "leave out lr."
-            )
-            trainer.print(wrapped(message))
+def _accepts(function: Callable[..., object], *arguments: object) -> bool:
+    """Whether a function can be called with these positional arguments."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except (TypeError, ValueError) as error:
+        return isinstance(error, ValueError)  # the function is not written in Python
+    return True

@@ -263,7 +263,7 @@ def test_everything_that_a_run_writes_is_in_its_output_dir(file, tmp_path):
     assert read(file).output_dir == Path("runs/small")
 
 
-@pytest.mark.extension("wsd")
+@pytest.mark.extension("named_schedules")
 def test_the_files_that_a_callback_reads_stay_where_they_are(file):
     reads = ["--callbacks+", "WSDCheckpointCallback", "--callbacks.initial_checkpoint", "runs/first/model.pt"]
     callback = read(file, *reads, "--output_dir", "here").trainer.callbacks[-3]
@@ -895,7 +895,7 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
 # ------------------------------------------------------------------------------------------------ short forms
 
 
-@pytest.mark.extension("wsd", "metrics")
+@pytest.mark.extension("named_schedules", "metrics")
 def test_named_parts_equal_the_objects_of_a_script(file):
     file.write_text(
         FILE.replace(

@@ -211,6 +211,7 @@ def test_a_metric_named_like_a_column_hides_no_values(tmp_path):
     }
 
 
+@pytest.mark.extension("common_mistakes")
 def test_an_unused_learning_rate_does_not_count_as_a_difference(tmp_path, capsys):
     (tmp_path / "small.yaml").write_text(FILE + SCHEDULE)
     for name, rate in {"default": 1e-3, "other": 3e-4, "same": 0.01}.items():
@@ -222,7 +223,7 @@ def test_an_unused_learning_rate_does_not_count_as_a_difference(tmp_path, capsys
     assert repr(found).endswith("optimizer.lr differs, too, but has no effect: the scheduler sets rates of its own.")
 
 
-@pytest.mark.extension("reports", "wsd", "metrics")
+@pytest.mark.extension("reports", "named_schedules", "metrics")
 def test_schedules_differ_in_their_arguments(tmp_path):
     for name in ("linear", "cosine"):
         train(tmp_path, 0, callbacks.RunLogCallback(tmp_path / name), create_scheduler_fn=name)

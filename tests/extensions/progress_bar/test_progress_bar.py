@@ -154,7 +154,7 @@ def test_no_bar_stays_open_when_a_run_ends_early(event, error, capfd):
     assert not [bar for bar in getattr(tqdm, "_instances", ()) if not bar.disable]
 
 
-@pytest.mark.extension("wsd")
+@pytest.mark.extension("named_schedules")
 @pytest.mark.parametrize("columns", [60, 80, 200])
 def test_numbers_that_fit_beside_the_bar_are_not_cut(columns, monkeypatch):
     terminal = Terminal(columns, monkeypatch)

@@ -135,7 +135,10 @@ NAMED = {
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.extension("wsd")) if case == "same schedule" else case for case in NAMED],
+    [
+        pytest.param(case, marks=pytest.mark.extension("named_schedules")) if case == "same schedule" else case
+        for case in NAMED
+    ],
 )
 def test_changed_settings_are_reported_with_their_values(case, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -171,7 +174,7 @@ def another(folder: Path) -> Trainer:
     return Trainer(model, nn.MSELoss(), torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.0), callbacks=[])
 
 
-@pytest.mark.extension("wsd")
+@pytest.mark.extension("named_schedules")
 def test_loading_a_checkpoint_prints_what_it_restores(tmp_path, capsys):
     trainer, path = another(tmp_path), tmp_path / "checkpoint.pt"
     capsys.readouterr()
@@ -185,7 +188,7 @@ def test_loading_a_checkpoint_prints_what_it_restores(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.extension("wsd")
+@pytest.mark.extension("named_schedules")
 @pytest.mark.filterwarnings("ignore:The training state holds the state of callback")
 def test_loading_a_state_prints_changed_options(tmp_path, capsys):
     another(tmp_path).load_training_state(tmp_path / "state")

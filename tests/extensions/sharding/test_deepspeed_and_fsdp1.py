@@ -102,7 +102,7 @@ def compared_on_cpus(engine: str, folder: Path) -> dict[str, float]:
         return compared(engine, folder)
 
 
-@pytest.mark.extension("wsd")
+@pytest.mark.extension("named_schedules")
 @NEEDS_DEEPSPEED
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.processes
@@ -181,7 +181,7 @@ def test_deepspeed_has_a_step_that_checks_the_weights(no_accelerator):
 
 
 @pytest.mark.thorough
-@pytest.mark.extension("wsd")
+@pytest.mark.extension("named_schedules")
 @pytest.mark.processes
 def test_fsdp1_trains_like_ddp(tmp_path, two_ranks):
     for differences in two_ranks.run(compared, "fsdp1", tmp_path / "unsaved"):

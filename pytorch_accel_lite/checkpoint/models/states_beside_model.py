@@ -1,4 +1,4 @@
-"""The states of trained objects other than the model: the loss function and the trainer's attributes."""
+"""The states of what is trained beside the model: of the loss function and the trainer's attributes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pytorch_accel_lite.base.paths import StrPath
 from pytorch_accel_lite.base.types import HasStateDict, StateDict, Tree
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.models.trainability import lacks_groups
-from pytorch_accel_lite.checkpoint.models.trained_objects import loose_parameters, trained_objects
 from pytorch_accel_lite.checkpoint.models.weights import (
     fit_model_state,
     full_state_dict,
@@ -24,7 +23,8 @@ from pytorch_accel_lite.checkpoint.models.weights import (
     sharded_like,
 )
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trained_parts import buffers_in, other_modules
+from pytorch_accel_lite.run.trained_beside_model import learned_by_loss, loose_parameters, trained_objects
+from pytorch_accel_lite.run.trainer_attributes import other_modules
 
 #: An object that is saved with a trainer. The state of a tensor is the tensor itself.
 Owner: TypeAlias = HasStateDict | torch.Tensor
@@ -35,41 +35,7 @@ def loss_state(trainer: TrainerLike) -> dict[str, torch.Tensor]:
 
     Excludes everything in the model, and the constant buffers of torch's own losses, such as class weights.
     """
-    return {name: value.detach() for name, value in _learned_by_loss(trainer).items()}
-
-
-def buffers_beside_model(trainer: TrainerLike) -> list[tuple[nn.Module, str]]:
-    """Return the buffers (running statistics, for example) of the loss function and of trained attributes.
-
-    Each buffer is given by its module and name, because a forward pass may assign another tensor.
-    """
-    owners = [*trained_objects(trainer).values(), *loose_parameters(trainer).values()]
-    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
-    loss_buffers = buffers_in([trainer.loss_func]) if isinstance(trainer.loss_func, nn.Module) else []
-    learned = set(map(id, _learned_by_loss(trainer).values()))
-    loss_buffers = [(part, name) for part, name in loss_buffers if id(getattr(part, name)) in learned]
-    return [*loss_buffers, *buffers_in(modules)]
-
-
-def _learned_by_loss(trainer: TrainerLike) -> dict[str, torch.Tensor]:
-    loss_func = trainer.loss_func
-    if not isinstance(loss_func, nn.Module):
-        return {}
-    model = trainer.get_model()
-    torch_losses = [module for module in loss_func.modules() if type(module).__module__ == nn.modules.loss.__name__]
-    others = [
-        *model.parameters(),
-        *model.buffers(),
-        *(buffer for module in torch_losses for buffer in module.buffers()),
-    ]
-    excluded = set(map(id, others))
-    return {
-        name: value
-        for name, value in loss_func.state_dict(keep_vars=True).items()
-        if isinstance(value, torch.Tensor)
-        and id(value) not in excluded
-        and (value.requires_grad or not isinstance(value, nn.Parameter))
-    }
+    return {name: value.detach() for name, value in learned_by_loss(trainer).items()}
 
 
 def load_loss_state(trainer: TrainerLike, state: StateDict, source: StrPath) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_range, warn_outside
 from pytorch_accel_lite.extension_tools.schedules import ScheduleName, TrainerPlaceholderValues, Unresolved
-from pytorch_accel_lite.extensions.wsd.warmup_stable_decay import WSDLrScheduler, plan_period
+from pytorch_accel_lite.extensions.named_schedules.warmup_stable_decay import WSDLrScheduler, plan_period
 
 
 def schedule_by_name(name: ScheduleName, warmup_steps: float, interval: str) -> partial[WSDLrScheduler]:

@@ -1,31 +1,24 @@
-"""Checks of training batches: the first one, and the fewest samples that batch norm can work with."""
+"""Warnings about the loss of the first batch: sums, unused targets, and evaluations without a loss."""
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from pytorch_accel_lite.base.module_modes import stays_in_eval
-from pytorch_accel_lite.base.types import Tree
-from pytorch_accel_lite.base.user_code import is_from_this_package
-from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.batch_adapter import LossFunction
-from pytorch_accel_lite.data.sources import BatchOutput
-from pytorch_accel_lite.run.events import events_between, keywords_of
-from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.extending import BatchOutput, LossFunction, TrainerLike
+from pytorch_accel_lite.extension_tools.arguments_and_errors import is_from_this_package, warn_outside
+from pytorch_accel_lite.extension_tools.metrics_and_callbacks import events_between, keywords_of
+from pytorch_accel_lite.extension_tools.plain_types import Tree
 
 _NONE, _SUM = 0, 2  # torch's numbers of reductions
 # Operations of autograd that act on the loss of each sample separately.
 _OF_EACH = {"PowBackward0", "AbsBackward0", "LogBackward0", "ExpBackward0", "SumBackward1"}
 
 
-def examine_first_batch(trainer: TrainerLike, batch: Batch, output: BatchOutput) -> None:
+def warn_of_loss(trainer: TrainerLike, batch: Batch, output: BatchOutput) -> None:
     """Warn if the loss of the first batch is a sum, or seems to be computed with something other than the target.
 
     Also warn if evaluations, which come only after an epoch, seem to have no loss.
@@ -35,7 +28,7 @@ def examine_first_batch(trainer: TrainerLike, batch: Batch, output: BatchOutput)
     uses_loss_func = trainer.current_run.overridden.isdisjoint({"calculate_train_batch_loss", "train_step"})
     if uses_loss_func and _has_sum(trainer.loss_func):
         _warn_of_sum("loss_func has reduction='sum'")
-    elif isinstance(size, int) and adds_up_samples(loss, size):
+    elif isinstance(size, int) and _adds_up_samples(loss, size):
         _warn_of_sum("The loss adds up the samples of a batch")
     if uses_loss_func and type(batch.data) in (tuple, list) and len(batch.data) == 3 and trainer.loss_func is not None:
         has_listeners = any(
@@ -67,7 +60,7 @@ def _warn_of_missing_evaluation_loss(trainer: TrainerLike, output: BatchOutput) 
         )
 
 
-def adds_up_samples(loss: torch.Tensor, size: int) -> bool:
+def _adds_up_samples(loss: torch.Tensor, size: int) -> bool:
     """Whether a loss certainly is a sum over the samples of a batch, judging by its last operations.
 
     A sum with a multiplication or division before or after it may be a mean, and does not count.
@@ -107,39 +100,3 @@ def _warn_of_sum(reason: str) -> None:
         "of samples, and multiply the learning rate by the batch size; see 'Your loss is a sum' in the "
         "documentation, under 'Coming from your own loop'."
     )
-
-
-def min_share_for_batch_norm(trainer: TrainerLike, run: Run) -> int:
-    """Return the smallest number of samples, other than none, that a process may get in a step: two with batch norm.
-
-    Call it on every process at the start of an epoch, with the model in training mode. Warns if the epoch ends with a
-    batch of a single sample.
-    """
-    norms = {name: module for name, module in trainer.model.named_modules() if isinstance(module, _BatchNorm)}
-    return _min_share(trainer, run, norms) if norms else 1
-
-
-def _min_share(trainer: TrainerLike, run: Run, norms: dict[str, _BatchNorm]) -> int:
-    ranks = run.ranks
-    alone = [
-        f"{type(norm).__name__} {name.removeprefix('module.')!r}"
-        for name, norm in norms.items()
-        if _uses_own_batch(norm, ranks.world_size)
-    ]
-    limit, progress = run.request.max_num_train_steps, run.progress
-    steps = math.inf if limit is None else progress.step + (limit - progress.update) * run.window.steps
-    if alone and ranks.rank == 0 and run.data.required_train_loader.ends_in_one_sample(steps):
-        warn_outside(
-            f"The last batch of an epoch has a single sample, and the model has batch norm in training mode "
-            f"({alone[0]}): torch raises an error where that leaves it a single value for each channel, and elsewhere "
-            "the statistics of one sample are poor. Leave that batch out with train_dataloader_kwargs="
-            "{'drop_last': True}, or choose another per_device_batch_size."
-        )
-    return 2 if ranks.max([bool(alone)])[0] else 1
-
-
-def _uses_own_batch(norm: nn.Module, world_size: int) -> bool:
-    """Whether a batch norm normalises with the statistics of this process's batch."""
-    if isinstance(norm, nn.SyncBatchNorm) and world_size > 1:
-        return False
-    return norm.running_mean is None or (norm.training and not stays_in_eval(norm))

@@ -1,6 +1,7 @@
-"""The trained objects that are saved with a trainer besides its model, loss function and optimizer.
+"""What a trainer trains and saves besides its model and optimizer.
 
-These are modules, optimizers and schedulers in its attributes, and loose parameters, which no such module has.
+These are the loss function, modules, optimizers and schedulers in its attributes, and loose parameters, which no such
+module has.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from torch.optim import Optimizer
 from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.optimized_parameters import all_optimized_parameters
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trained_parts import (
-    all_optimized_parameters,
+from pytorch_accel_lite.run.trainer_attributes import (
+    buffers_in,
     instances_in,
     other_modules,
     other_optimizers,
@@ -165,3 +167,38 @@ def _is_around(module: nn.Module, other: nn.Module) -> bool:
 
 def _ids(owner: object) -> set[int]:
     return set(map(id, parameters_in(owner)))
+
+
+def buffers_beside_model(trainer: TrainerLike) -> list[tuple[nn.Module, str]]:
+    """Return the buffers (running statistics, for example) of the loss function and of trained attributes.
+
+    Each buffer is given by its module and name, because a forward pass may assign another tensor.
+    """
+    owners = [*trained_objects(trainer).values(), *loose_parameters(trainer).values()]
+    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
+    loss_buffers = buffers_in([trainer.loss_func]) if isinstance(trainer.loss_func, nn.Module) else []
+    learned = set(map(id, learned_by_loss(trainer).values()))
+    loss_buffers = [(part, name) for part, name in loss_buffers if id(getattr(part, name)) in learned]
+    return [*loss_buffers, *buffers_in(modules)]
+
+
+def learned_by_loss(trainer: TrainerLike) -> dict[str, torch.Tensor]:
+    """Return what the loss function learns, by name: its parameters and buffers, except constants and the model's."""
+    loss_func = trainer.loss_func
+    if not isinstance(loss_func, nn.Module):
+        return {}
+    model = trainer.get_model()
+    torch_losses = [module for module in loss_func.modules() if type(module).__module__ == nn.modules.loss.__name__]
+    others = [
+        *model.parameters(),
+        *model.buffers(),
+        *(buffer for module in torch_losses for buffer in module.buffers()),
+    ]
+    excluded = set(map(id, others))
+    return {
+        name: value
+        for name, value in loss_func.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor)
+        and id(value) not in excluded
+        and (value.requires_grad or not isinstance(value, nn.Parameter))
+    }
