@@ -85,6 +85,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name in [name for mark in item.iter_markers("extension") for name in mark.args]:
             if not (EXTENSIONS / name).exists():
                 item.add_marker(pytest.mark.skip(reason=f"the extension {name!r} has been deleted"))
+        if item.get_closest_marker("sampled") and _is_left_out(item):
+            item.add_marker(pytest.mark.thorough)
         used = getattr(item, "fixturenames", ())
         for name in [name for name in EXPENSIVE if name in used][:1]:
             item.add_marker(pytest.mark.xdist_group(name))
@@ -94,6 +96,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.soak)
         elif "fresh" in used or "uninterrupted" in used:
             item.add_marker(pytest.mark.programs)
+
+
+def _is_left_out(item: pytest.Item) -> bool:
+    """Whether a case is not one of every third; by nothing but the case itself, as those that fail are tried again."""
+    found: dict[str, int] = item.callspec.indices  # type: ignore[attr-defined]
+    return sum({*found.values()}) % 3 != 0
 
 
 def pytest_collection_finish() -> None:
