@@ -13,10 +13,10 @@ from pytorch_accel_lite.checkpoint.disk.shared_disks import check_is_shared
 from pytorch_accel_lite.checkpoint.disk.tensor_files import write_tensors
 from pytorch_accel_lite.checkpoint.models.companion_files_seam import COMPANION_WRITERS, CompanionWriter, SavedModel
 from pytorch_accel_lite.checkpoint.models.model_forms import ADAPTERS, MODEL_FORMS, ModelForm, WriteModel
-from pytorch_accel_lite.checkpoint.states.directory import CapturedState, read_model, read_verified, write_files
 from pytorch_accel_lite.checkpoint.states.manifest import catch_damage, manifest_text, read_manifest
 from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import SETTINGS_RECORDER, SettingsRecorder
-from pytorch_accel_lite.checkpoint.states.store import StateStore
+from pytorch_accel_lite.checkpoint.states.state_directory import CapturedState, read_model, read_verified, write_files
+from pytorch_accel_lite.checkpoint.states.state_store import StateStore
 from pytorch_accel_lite.checkpoint.store_choice import STORES, Store, read_state
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batch_adapter import BatchAdapter, LossFunction
@@ -26,16 +26,14 @@ from pytorch_accel_lite.data.shares import Shares
 from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.control_group import OtherCallError
-from pytorch_accel_lite.distributed.job_observers_seam import OBSERVERS, JobObserver
+from pytorch_accel_lite.distributed.job_observers_seam import OBSERVERS, JobObserver, OpenTrainer
 from pytorch_accel_lite.distributed.lost_processes import ProcessLostError
 from pytorch_accel_lite.distributed.stack_frames import Stack
-from pytorch_accel_lite.distributed.trainer_protocol import OpenTrainer
 from pytorch_accel_lite.loop.inference import INFERENCE_STEP
 from pytorch_accel_lite.loop.model_setup import MODEL_CHANGES
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot
 from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
-from pytorch_accel_lite.run.division import DIVISIONS, Division, create_division
 from pytorch_accel_lite.run.error_notes_seam import ERROR_NOTES, MEMORY_ADVICE
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.job_queues_seam import JOB_QUEUES, JobQueue
@@ -44,7 +42,7 @@ from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.metric_panels import MONITORS, MetricPanel
 from pytorch_accel_lite.run.metrics_seam import METRICS
 from pytorch_accel_lite.run.plots_seam import PLOTS, Plots
-from pytorch_accel_lite.run.request_and_config import RunRequest
+from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import (
     SHARDING,
     USER_ATTRIBUTES,
@@ -56,11 +54,14 @@ from pytorch_accel_lite.run.run import (
     UserAttributes,
 )
 from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS, RunChecks
-from pytorch_accel_lite.run.skipped_in_inference import SKIPPED, SkippedBatches, SkippedStep
+from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches, SkippedStep
+from pytorch_accel_lite.run.step_division import DIVISIONS, Division, create_division
 from pytorch_accel_lite.run.stop_errors import NonFiniteLossError, RunInterruptedError, StopTrainingError
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.run.watched_metric import WatchedMetric
-from pytorch_accel_lite.steps.choice import (
+from pytorch_accel_lite.steps.compile_step_seam import STEP_COMPILER, StepCompiler
+from pytorch_accel_lite.steps.plain_step import PlainStep, backward
+from pytorch_accel_lite.steps.step_choice import (
     CLOSURE,
     COMPILED,
     FP16,
@@ -74,13 +75,11 @@ from pytorch_accel_lite.steps.choice import (
     Feature,
     replace_step,
 )
-from pytorch_accel_lite.steps.compile_step_seam import STEP_COMPILER, StepCompiler
-from pytorch_accel_lite.steps.plain_step import PlainStep, backward
 
 __all__ = [
     # The run.
     "CallbackHandler", "NonFiniteLossError", "Ranks", "Run", "RunInterruptedError", "RunRequest", "Step",
-    "StopTrainingError", "TrainerCallback", "TrainerLike", "TrainingState", "WatchedMetric",
+    "StopTrainingError", "TrainerCallback", "TrainerLike", "TrainerRunConfig", "TrainingState", "WatchedMetric",
     # Seams.
     "COMPANION_WRITERS", "CompanionWriter", "DIVISIONS", "Division", "ERROR_NOTES", "FENCES", "INFERENCE_STEP",
     "InferenceStep", "JOB_QUEUES", "JobObserver", "JobQueue", "MEMORY_ADVICE", "METRICS", "MODEL_CHANGES",

@@ -92,7 +92,6 @@ from pytorch_accel_lite.run.accelerated_model import PreparedModel
 from pytorch_accel_lite.run.accumulation import Count
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.compiled_forward_interface import CompiledForwardLike
-from pytorch_accel_lite.run.division import create_division
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.history import InMemoryRunHistory, MetricValue, RunHistory
@@ -103,6 +102,7 @@ from pytorch_accel_lite.run.progress import Progress
 from pytorch_accel_lite.run.request_and_config import LoaderArguments, RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, Step
 from pytorch_accel_lite.run.scheduler_stepping import step_after_epoch
+from pytorch_accel_lite.run.step_division import create_division
 from pytorch_accel_lite.run.stop_errors import RunPausedError
 from pytorch_accel_lite.run.watched_metric import latest_metric
 from pytorch_accel_lite.schedulers.placeholders import (
@@ -112,8 +112,8 @@ from pytorch_accel_lite.schedulers.placeholders import (
 )
 from pytorch_accel_lite.schedulers.schedule_arguments import ScheduleArgument, resolve_names
 from pytorch_accel_lite.steps import skipped_updates
-from pytorch_accel_lite.steps.choice import create_step
 from pytorch_accel_lite.steps.compile_step_seam import create_compiled_forward
+from pytorch_accel_lite.steps.step_choice import create_step
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 
 from tqdm import tqdm
 
-from pytorch_accel_lite.base.displays import is_terminal
 from pytorch_accel_lite.base.escaping import escape_unprintable
 from pytorch_accel_lite.base.plain_values import to_number
+from pytorch_accel_lite.base.terminals_and_notebooks import is_terminal
 
 
 def format_metric(value: object) -> str:

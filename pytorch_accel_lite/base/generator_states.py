@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pytorch_accel_lite.base.reachable import RandomGenerator, is_generator, reachable_from
+from pytorch_accel_lite.base.reachable_objects import RandomGenerator, is_generator, reachable_from
 from pytorch_accel_lite.base.types import StateDict
 
 

@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import set_seed
 
 from pytorch_accel_lite.base.generator_states import modules_with_generators
-from pytorch_accel_lite.base.reachable import RandomGenerator
+from pytorch_accel_lite.base.reachable_objects import RandomGenerator
 
 _MASK = (1 << 64) - 1
 

@@ -92,7 +92,7 @@ class EarlyStoppingCallback(MetricWatcher):
         super().on_train_step_start(trainer)
         if self._stops_at_once:
             self._stops_at_once = False
-            self._stop_if_patience_is_used_up()
+            self._check_patience()
 
     def on_train_step_checkpoint(self, trainer: TrainerLike, **kwargs: object) -> None:
         super().on_train_step_checkpoint(trainer)
@@ -110,7 +110,7 @@ class EarlyStoppingCallback(MetricWatcher):
             return
         self._without_improvement = metric
         if self.patience_in == "evaluations":
-            self._use_patience(metric)
+            self._count_patience(metric)
 
     def _unit(self, reference: float) -> float:
         """Return the unit of the threshold."""
@@ -121,11 +121,12 @@ class EarlyStoppingCallback(MetricWatcher):
         metric = None if self._has_improved or self.patience_in == "evaluations" else self._without_improvement
         self._begin_epoch()
         if metric is not None:
-            self._use_patience(metric)
+            self._count_patience(metric)
 
-    def _use_patience(self, metric: float) -> None:
+    def _count_patience(self, metric: float) -> None:
+        """Count a value that is no improvement, and stop the run if patience is used up."""
         self.early_stopping_patience_counter += 1
-        self._stop_if_patience_is_used_up()
+        self._check_patience()
         used = f"{self.early_stopping_patience_counter} of {self.early_stopping_patience} {self.patience_in}"
         self._message = f"{self.watch_metric}: {metric:.6g} {self._compare(metric)}; {used} of patience used."
 
@@ -140,7 +141,8 @@ class EarlyStoppingCallback(MetricWatcher):
             return f"is better than {compared} by {self._describe_gain(gain, reference)}"
         return f"is no better than {compared} ({self._watched.direction})"
 
-    def _stop_if_patience_is_used_up(self) -> None:
+    def _check_patience(self) -> None:
+        """Stop the run if patience is used up."""
         patience = self.early_stopping_patience
         if self.early_stopping_patience_counter < patience:
             return

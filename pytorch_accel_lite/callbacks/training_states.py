@@ -21,8 +21,7 @@ from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.checkpoint.models.frozen_weights import model_checksums
 from pytorch_accel_lite.checkpoint.models.supported_engines import check_states_are_possible
-from pytorch_accel_lite.checkpoint.states.rotation import remove_old_states
-from pytorch_accel_lite.checkpoint.states.store import state_name
+from pytorch_accel_lite.checkpoint.states.state_store import remove_old_states, state_name
 from pytorch_accel_lite.checkpoint.store_choice import open_store
 from pytorch_accel_lite.run.callback_handler import set_listening
 from pytorch_accel_lite.run.events import TrainerCallback

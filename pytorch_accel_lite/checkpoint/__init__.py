@@ -5,8 +5,8 @@ from pytorch_accel_lite.checkpoint.disk.atomic_files import no_link, replacing, 
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import read_checkpoint, write_checkpoint
 from pytorch_accel_lite.checkpoint.models.weights import fit_model_state, model_state
 from pytorch_accel_lite.checkpoint.printed_states import print_contents
-from pytorch_accel_lite.checkpoint.states.directory import read_learned
 from pytorch_accel_lite.checkpoint.states.manifest import DamagedStateError, verify_state
+from pytorch_accel_lite.checkpoint.states.state_directory import read_learned
 
 __all__ = [
     "as_file_name", "file_path", "folder_path", "local_path", "no_link",

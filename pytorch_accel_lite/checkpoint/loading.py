@@ -23,10 +23,10 @@ from pytorch_accel_lite.checkpoint.models.weights import (
     read_pretrained,
     verify_weights,
 )
-from pytorch_accel_lite.checkpoint.states.contents import restore_after_start, restore_before_start
-from pytorch_accel_lite.checkpoint.states.directory import read_learned
 from pytorch_accel_lite.checkpoint.states.manifest import MANIFEST
 from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
+from pytorch_accel_lite.checkpoint.states.state_contents import restore_after_start, restore_before_start
+from pytorch_accel_lite.checkpoint.states.state_directory import read_learned
 from pytorch_accel_lite.checkpoint.store_choice import read_state, store_of
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.run.latest_records import LoadedWeights

@@ -12,7 +12,6 @@ from pytorch_accel_lite.base.formatting import format_metric
 from pytorch_accel_lite.base.paths import StrPath, parse_location
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN
-from pytorch_accel_lite.checkpoint.states.directory import MODEL, open_state, read_weights
 from pytorch_accel_lite.checkpoint.states.manifest import (
     MANIFEST,
     DamagedStateError,
@@ -20,8 +19,9 @@ from pytorch_accel_lite.checkpoint.states.manifest import (
     stored_checksum,
     verify_state,
 )
+from pytorch_accel_lite.checkpoint.states.state_directory import MODEL, open_state, read_weights
 from pytorch_accel_lite.checkpoint.store_choice import local_copy
-from pytorch_accel_lite.run.division import DIVISIONS
+from pytorch_accel_lite.run.step_division import DIVISIONS
 
 
 def _states_in(folder: Path) -> list[str]:

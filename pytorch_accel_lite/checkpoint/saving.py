@@ -36,8 +36,8 @@ from pytorch_accel_lite.checkpoint.models.supported_engines import (
     refuse_fsdp1,
 )
 from pytorch_accel_lite.checkpoint.models.weights import WEIGHTS, full_state_dict, model_state
-from pytorch_accel_lite.checkpoint.states.contents import capture
-from pytorch_accel_lite.checkpoint.states.directory import CapturedState
+from pytorch_accel_lite.checkpoint.states.state_contents import capture
+from pytorch_accel_lite.checkpoint.states.state_directory import CapturedState
 from pytorch_accel_lite.checkpoint.store_choice import open_folder, write_state
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.lost_processes import naming_call

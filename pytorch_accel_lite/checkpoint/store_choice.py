@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
-from pytorch_accel_lite.checkpoint.states.directory import CapturedState, read_directory, write_directory
-from pytorch_accel_lite.checkpoint.states.store import DirectoryStore, StateStore
+from pytorch_accel_lite.checkpoint.states.state_directory import CapturedState, read_directory, write_directory
+from pytorch_accel_lite.checkpoint.states.state_store import DirectoryStore, StateStore
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.training_state import TrainingState
 

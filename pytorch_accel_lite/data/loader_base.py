@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite.data.batches import Batch
-from pytorch_accel_lite.data.placing import to_device
+from pytorch_accel_lite.data.device_placement import to_device
 from pytorch_accel_lite.data.shares import Shares, whole_steps
 from pytorch_accel_lite.data.sources import BatchData, Index, Sample, Source, SourceState, find_length
 from pytorch_accel_lite.data.worker_startup import start_reading

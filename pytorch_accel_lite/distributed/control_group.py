@@ -13,7 +13,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from pytorch_accel_lite.distributed.messages import decode, encode
+from pytorch_accel_lite.distributed.message_encoding import decode, encode
 from pytorch_accel_lite.distributed.stack_frames import MACHINERY, describe_call
 
 MACHINERY.add(__file__)

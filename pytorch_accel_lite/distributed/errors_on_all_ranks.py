@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from pytorch_accel_lite.distributed.messages import encode
+from pytorch_accel_lite.distributed.message_encoding import encode
 from pytorch_accel_lite.distributed.stack_frames import MACHINERY
 
 MACHINERY.add(__file__)

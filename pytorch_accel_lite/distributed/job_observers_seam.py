@@ -6,8 +6,28 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
+from accelerate import Accelerator
+
 from pytorch_accel_lite.distributed.ranks import Ranks
-from pytorch_accel_lite.distributed.trainer_protocol import OpenTrainer
+
+
+class RunPosition(Protocol):
+    """How far a run has got."""
+
+    epoch: int
+    step: int
+
+
+class OpenTrainer(Protocol):
+    """A trainer that is open in a process of a job, as observers and the shutdown of the job see it."""
+
+    accelerator: Accelerator
+
+    @property
+    def ranks(self) -> Ranks: ...  # noqa: D102
+    @property
+    def progress(self) -> RunPosition: ...  # noqa: D102
+    def close(self) -> None: ...  # noqa: D102
 
 
 class JobObserver(Protocol):

@@ -12,10 +12,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from pytorch_accel_lite.distributed.job_observers_seam import OBSERVERS
+from pytorch_accel_lite.distributed.job_observers_seam import OBSERVERS, OpenTrainer
 from pytorch_accel_lite.distributed.ranks import Ranks
 from pytorch_accel_lite.distributed.stack_frames import AT_THE_END
-from pytorch_accel_lite.distributed.trainer_protocol import OpenTrainer
 
 AT_THE_END.add(__file__)
 _open: weakref.WeakSet[OpenTrainer] = weakref.WeakSet()

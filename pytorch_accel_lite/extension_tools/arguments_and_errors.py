@@ -11,8 +11,8 @@ from pytorch_accel_lite.base.argument_checks import (
 )
 from pytorch_accel_lite.base.checked_calls import checked_calls
 from pytorch_accel_lite.base.constructor_calls import arguments_of, library_attributes
-from pytorch_accel_lite.base.extras import install_command
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
+from pytorch_accel_lite.base.optional_packages import install_command
 from pytorch_accel_lite.base.paths import may_differ, parse_location
 from pytorch_accel_lite.base.shown_errors import add_note, describe_error, notes_of
 from pytorch_accel_lite.base.unknown_names import did_you_mean

@@ -1,7 +1,7 @@
 """Sources, samples and batches; the loaders that read them, and the outputs of steps. Below the run."""
 
 from pytorch_accel_lite.base.nested_data import parts_in, tensors_in
-from pytorch_accel_lite.base.reachable import is_a, nested_in, parts_held, reachable_from
+from pytorch_accel_lite.base.reachable_objects import is_a, nested_in, parts_held, reachable_from
 from pytorch_accel_lite.data.batch_adapter import (
     IGNORED_LABEL,
     TARGET_KEYS,
@@ -15,13 +15,13 @@ from pytorch_accel_lite.data.batches import Batch, is_single_sample
 from pytorch_accel_lite.data.concatenation import ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.data.data_marks_seam import DATA_MARKS, Marks, marks_of
 from pytorch_accel_lite.data.dataloader_defaults import DEFAULT_BATCH_SIZE, LoaderKwargs, faster_data
+from pytorch_accel_lite.data.device_placement import to_device
 from pytorch_accel_lite.data.loader_base import LoaderOptions, ShardedLoader, copy_loader
 from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SequentialReader, is_loader_of_torch
 from pytorch_accel_lite.data.map_loader import MapLoader
 from pytorch_accel_lite.data.named_datasets import check_are_named, sizes_of
-from pytorch_accel_lite.data.order import of_all_processes
-from pytorch_accel_lite.data.placing import to_device
 from pytorch_accel_lite.data.reading import add_missing_note, list_samples, names_sample, reader_of
+from pytorch_accel_lite.data.sample_order import of_all_processes
 from pytorch_accel_lite.data.sampler_order_checks import PASS_OWN_SHARD, checksum_of_indices
 from pytorch_accel_lite.data.shares import share_bounds
 from pytorch_accel_lite.data.sources import (

@@ -12,7 +12,12 @@ from pytorch_accel_lite.base.devices import (
 )
 from pytorch_accel_lite.base.mixed_precision import mixed_precision
 from pytorch_accel_lite.base.module_modes import evaluation_mode, keep_in_eval, preserving_modes, release_from_eval
-from pytorch_accel_lite.base.quantised import is_frozen_and_quantised, is_quantised_by, plain_parts, quantised_entries
+from pytorch_accel_lite.base.quantised_weights import (
+    is_frozen_and_quantised,
+    is_quantised_by,
+    plain_parts,
+    quantised_entries,
+)
 from pytorch_accel_lite.base.sharded_weights import are_sharded, local_shard, reshard
 from pytorch_accel_lite.base.types import ChosenModules
 from pytorch_accel_lite.base.unwrapping import class_of, unsharded_class, unwrap

@@ -4,7 +4,7 @@ from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.control_group import ControlGroup
 from pytorch_accel_lite.distributed.launched_processes import die_with_parent
 from pytorch_accel_lite.distributed.lost_processes import names_connection
-from pytorch_accel_lite.distributed.messages import Message, decode
+from pytorch_accel_lite.distributed.message_encoding import Message, decode
 from pytorch_accel_lite.distributed.ranks import chosen_timeout, set_timeout, timeout_of, use_ranks
 from pytorch_accel_lite.distributed.shard_holders import Holders, current_holders, use_holders
 from pytorch_accel_lite.distributed.shutdown import open_trainers

@@ -11,7 +11,7 @@ from pytorch_accel_lite.base.generator_states import (
     restore_generators,
     state_of_generator,
 )
-from pytorch_accel_lite.base.reachable import RandomGenerator
+from pytorch_accel_lite.base.reachable_objects import RandomGenerator
 from pytorch_accel_lite.base.seeding import (
     derive_seed,
     draw_seed,

@@ -14,7 +14,7 @@ from pytorch_accel_lite.loop.snapshot import preserving_attributes, replaced
 from pytorch_accel_lite.loop.training import run_step
 from pytorch_accel_lite.run.error_notes_seam import explain, explaining
 from pytorch_accel_lite.run.scheduler_stepping import is_stepped_after_updates
-from pytorch_accel_lite.steps.choice import create_step
+from pytorch_accel_lite.steps.step_choice import create_step
 
 __all__ = [
     "check_dataset", "check_training", "create_eval_loaders", "create_step", "create_train_loader", "entering",

@@ -18,8 +18,7 @@ from pytorch_accel_lite.checkpoint.models.supported_engines import (
     refuse_fsdp1,
 )
 from pytorch_accel_lite.checkpoint.models.weights import full_state_dict, sharded_like, verify_weights, without_compile
-from pytorch_accel_lite.checkpoint.states.rotation import remove_old_states
-from pytorch_accel_lite.checkpoint.states.store import state_name
+from pytorch_accel_lite.checkpoint.states.state_store import remove_old_states, state_name
 from pytorch_accel_lite.checkpoint.store_choice import open_store
 from pytorch_accel_lite.run.trained_beside_model import (
     buffers_beside_model,

@@ -35,7 +35,7 @@ from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_data import EvalArguments
 from pytorch_accel_lite.run.scheduler_stepping import step_within_epoch
-from pytorch_accel_lite.run.skipped_in_inference import SKIPPED, SkippedBatches
+from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches
 from pytorch_accel_lite.run.stop_errors import StopTrainingError
 
 

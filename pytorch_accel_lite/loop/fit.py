@@ -16,8 +16,8 @@ from pytorch_accel_lite.base.user_code import is_from_this_package, is_overridde
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.checkpoint.disk.locks import lock_path
 from pytorch_accel_lite.checkpoint.state_to_resume import find_state
-from pytorch_accel_lite.checkpoint.states.contents import check_history
 from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
+from pytorch_accel_lite.checkpoint.states.state_contents import check_history
 from pytorch_accel_lite.loop import custom_loops, training
 from pytorch_accel_lite.loop.guards.optimizer_checks import check_optimizers
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_ranks, settings_of_optimizer
@@ -193,8 +193,7 @@ def begin_or_resume(trainer: TrainerLike, run: Run, reset_run_history: bool) -> 
     """Start from the beginning or from a training state."""
     _begin_history(trainer, run, reset_run_history)
     _record_settings(trainer, run)
-    if run.resumed is not None:
-        begin_resuming(trainer, run, run.resumed)
+    begin_resuming(trainer, run)
     _plan_first_update(trainer, run)
 
 

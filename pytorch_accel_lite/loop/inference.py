@@ -29,7 +29,7 @@ from pytorch_accel_lite.loop.resolved_run_config import create_config
 from pytorch_accel_lite.run.optimizer_modes import evaluating_optimizers
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import InferenceStep, Run, TrainerLike
-from pytorch_accel_lite.run.skipped_in_inference import SkippedBatches
+from pytorch_accel_lite.run.skipped_batches import SkippedBatches
 
 #: A step method, which returns its output for a batch.
 Compute: TypeAlias = Callable[[BatchData], Tree]

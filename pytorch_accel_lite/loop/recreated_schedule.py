@@ -6,7 +6,7 @@ import math
 import warnings
 
 from pytorch_accel_lite.loop.scheduler_creation import create_from_options
-from pytorch_accel_lite.optimizers.rates import Rate, initial_options, learning_rates
+from pytorch_accel_lite.optimizers.param_group_options import Rate, initial_options, learning_rates
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.training_state import TrainingState
 

@@ -1,7 +1,9 @@
 """Resuming a run from a state that it has read: what is restored before and after its starting events, and its end.
 
-``begin_resuming`` restores a state before the starting events of the run, and ``end_resuming`` the rest after them. In
-between, ``run.resumed`` is the state. Afterwards it is ``None``, as in a run that is not resumed.
+``begin_resuming`` restores a state before the starting events of the run, and ``_end_resuming`` the rest after the last
+of them: those of the epoch if the run resumes within the steps of an epoch, otherwise those of the run. In between,
+``run.resumed`` is the state. Afterwards it is ``None``, as in a run that is not resumed, where the functions here that
+the loop calls do nothing.
 """
 
 from __future__ import annotations
@@ -12,22 +14,25 @@ from contextlib import contextmanager
 from pytorch_accel_lite.base.types import JsonObject
 from pytorch_accel_lite.checkpoint.models.states_beside_model import describe_attributes
 from pytorch_accel_lite.checkpoint.models.trainability import note_trainability
-from pytorch_accel_lite.checkpoint.states.contents import restore_after_start, restore_again, restore_before_start
 from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
+from pytorch_accel_lite.checkpoint.states.state_contents import restore_after_start, restore_again, restore_before_start
 from pytorch_accel_lite.loop.guards.modes import has_starting_code
 from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length, warn_of_other_schedule
 from pytorch_accel_lite.loop.recreated_schedule import must_recreate_schedule, resume_schedule
-from pytorch_accel_lite.optimizers.rates import Options, all_options
+from pytorch_accel_lite.optimizers.param_group_options import Options, all_options
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.stop_errors import StopTrainingError
 from pytorch_accel_lite.run.training_state import TrainingState
 
 
-def begin_resuming(trainer: TrainerLike, run: Run, state: TrainingState) -> None:
+def begin_resuming(trainer: TrainerLike, run: Run) -> None:
     """Restore a state before the starting events, and recreate its schedule if epochs have another number of updates.
 
     Whether that is so must be known before the state is loaded, and the length of a schedule is checked afterwards.
     """
+    state = run.resumed
+    if state is None:
+        return
     warn_of_other_schedule(trainer, state)
     run.schedule.is_recreated = must_recreate_schedule(trainer, run, state)
     if "load_training_state" in run.overridden:
@@ -45,7 +50,50 @@ def begin_resuming(trainer: TrainerLike, run: Run, state: TrainingState) -> None
             trainer.print(changes)
 
 
-def end_resuming(trainer: TrainerLike, run: Run, state: TrainingState, options: Options | None = None) -> None:
+@contextmanager
+def ending_resumption(trainer: TrainerLike, run: Run) -> Iterator[None]:
+    """End the resumption after the loop of a run, if nothing is left to do, or a starting event stops the run."""
+    stopped: StopTrainingError | None = None
+    try:
+        yield
+    except StopTrainingError as stop:
+        stopped = stop
+    if run.resumed is not None:
+        _end_resuming(trainer, run, run.resumed)
+    if stopped is not None:
+        raise stopped
+
+
+def resume_before_epochs(trainer: TrainerLike, run: Run) -> bool:
+    """End the resumption after the starting events of the run, unless the run resumes within the steps of an epoch.
+
+    Returns:
+        whether the run has nothing left to do; it then has the reason to stop it, and why has been printed
+    """
+    state = run.resumed
+    if state is None:
+        return False
+    is_over = _is_complete(trainer, run, state)
+    trainer.run_history.set_between_epochs(is_over and not run.progress.is_mid_epoch)
+    if not run.progress.is_mid_epoch or run.epoch_is_trained:
+        _end_resuming(trainer, run, state)
+    return is_over
+
+
+@contextmanager
+def resuming_within_epoch(trainer: TrainerLike, run: Run) -> Iterator[None]:
+    """End the resumption after a block with the starting events of an epoch, within whose steps the run resumes."""
+    state = run.resumed
+    if state is None:
+        yield
+        return
+    # Before it trained, the saved run had the options of now, without what these events change.
+    options = all_options(trainer.optimizer) if has_starting_code(trainer, run) else None
+    yield
+    _end_resuming(trainer, run, state, options)
+
+
+def _end_resuming(trainer: TrainerLike, run: Run, state: TrainingState, options: Options | None = None) -> None:
     """Restore what the starting events may have reset, and then the random generators.
 
     Args:
@@ -59,30 +107,14 @@ def end_resuming(trainer: TrainerLike, run: Run, state: TrainingState, options: 
     run.resumed = None
 
 
-@contextmanager
-def ending_resumption(trainer: TrainerLike, run: Run) -> Iterator[None]:
-    """Call ``end_resuming()`` after a block in which a run trains, unless its loop has done so.
-
-    The loop calls it after the last starting events of the resumed run: those of the epoch if the run resumes within
-    the steps of an epoch, otherwise those of the run. But nothing may be left to do, or a starting event may stop the
-    run.
-    """
-    stopped: StopTrainingError | None = None
-    try:
-        yield
-    except StopTrainingError as stop:
-        stopped = stop
-    if run.resumed is not None:
-        end_resuming(trainer, run, run.resumed)
-    if stopped is not None:
-        raise stopped
-
-
 def print_state_contents(trainer: TrainerLike, run: Run) -> None:
     """Print which attributes training states include, once starting events may have added some.
 
-    Also prints a message if it is known that a resumed run cannot read the same data.
+    Also prints a message if it is known that a resumed run cannot read the same data. Does nothing in a run that
+    neither saves states nor resumes from one.
     """
+    if not run.request.saves_training_states and run.resumed is None:
+        return
     note_trainability(trainer)
     for described in (describe_attributes(trainer), run.user_attributes.describe_unsaved(trainer)):
         if described:
@@ -92,13 +124,6 @@ def print_state_contents(trainer: TrainerLike, run: Run) -> None:
             "If this run is interrupted, the resumed one will not see the same training data as it would have without "
             f"the interruption: {obstacle}."
         )
-
-
-def end_if_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:
-    """Return whether a resumed run has nothing left to do; if so, end it and print why."""
-    is_over = _is_complete(trainer, run, state)
-    trainer.run_history.set_between_epochs(is_over and not run.progress.is_mid_epoch)
-    return is_over
 
 
 def _is_complete(trainer: TrainerLike, run: Run, state: TrainingState) -> bool:

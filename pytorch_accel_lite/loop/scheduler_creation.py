@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length, check_scheduled_optimizer
-from pytorch_accel_lite.optimizers.combined import create_schedulers
+from pytorch_accel_lite.optimizers.combined_optimizers import create_schedulers
 from pytorch_accel_lite.optimizers.optimizer_parts import parts_of_optimizer
 from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, TrainerScheduler
-from pytorch_accel_lite.optimizers.rates import Options, initial_options, scheduled_options, set_options
+from pytorch_accel_lite.optimizers.param_group_options import Options, initial_options, scheduled_options, set_options
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
 from pytorch_accel_lite.schedulers.placeholders import replace_trainer_placeholder_values

@@ -17,7 +17,7 @@ from pytorch_accel_lite.base.generator_states import (
     restore_generators,
     state_of_generator,
 )
-from pytorch_accel_lite.base.reachable import is_generator
+from pytorch_accel_lite.base.reachable_objects import is_generator
 from pytorch_accel_lite.base.tensor_bits import distinct_elements
 from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters

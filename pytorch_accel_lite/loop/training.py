@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.data import Batch, ShardedLoader
@@ -15,17 +14,16 @@ from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, 
 from pytorch_accel_lite.loop.extra_passes import warm_up_ddp
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, steps_of_stream, warn_of_nonfinite_weights
-from pytorch_accel_lite.loop.guards.modes import (
-    call_start_event,
-    check_global_modes,
-    has_starting_code,
-    restoring_mode_between_batches,
-)
+from pytorch_accel_lite.loop.guards.modes import call_start_event, check_global_modes, restoring_mode_between_batches
 from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.loader_creation import loader_of_run
-from pytorch_accel_lite.loop.resuming import end_if_complete, end_resuming, ending_resumption, print_state_contents
-from pytorch_accel_lite.optimizers.rates import all_options
+from pytorch_accel_lite.loop.resuming import (
+    ending_resumption,
+    print_state_contents,
+    resume_before_epochs,
+    resuming_within_epoch,
+)
 from pytorch_accel_lite.run.error_notes_seam import explain
 from pytorch_accel_lite.run.loop_state import GlobalModes
 from pytorch_accel_lite.run.optimizer_modes import set_optimizer_modes
@@ -45,17 +43,15 @@ def begin_training(trainer: TrainerLike, run: Run) -> None:
 def train(trainer: TrainerLike, run: Run) -> None:
     """Train for all epochs of a run, or for the remaining ones if it is resumed."""
     run.loop.uses_builtin_loop = True
-    resuming = nullcontext() if run.resumed is None else ending_resumption(trainer, run)
-    with ending(trainer, run, "training"), resuming:
+    with ending(trainer, run, "training"), ending_resumption(trainer, run):
         trainer.training_run_start()
         trainer.call_event("on_training_run_start")
         run.loop.global_modes = GlobalModes.now(run.device)
         run.control.sync(now=True)
-        if run.request.saves_training_states or run.resumed is not None:
-            print_state_contents(trainer, run)
+        print_state_contents(trainer, run)
         for checks in RUN_CHECKS:
             checks.check_before_training(trainer, run)
-        is_over = run.resumed is not None and end_if_complete(trainer, run, run.resumed)
+        is_over = resume_before_epochs(trainer, run)
         while not is_over and (not run.is_finished or run.progress.is_mid_epoch):
             _run_epoch(trainer, run)
     warn_of_nonfinite_weights(trainer, run)
@@ -92,10 +88,7 @@ def _run_steps(trainer: TrainerLike, run: Run) -> None:
 
 def begin_epoch(trainer: TrainerLike, run: Run) -> None:
     """Begin the next epoch, unless the current one is incomplete."""
-    is_new = not run.progress.is_mid_epoch
-    if run.resumed is not None and (is_new or run.epoch_is_trained):
-        end_resuming(trainer, run, run.resumed)
-    if is_new:
+    if not run.progress.is_mid_epoch:
         run.progress.start_epoch()
         trainer.run_history.set_between_epochs(False)
         run.window.filled = 0
@@ -134,16 +127,13 @@ def train_epoch(trainer: TrainerLike, run: Run) -> bool:
 
 
 def _begin_train_epoch(trainer: TrainerLike, run: Run) -> ShardedLoader:
-    """Fire the starting events of the steps of an epoch, restore what they reset, and return the loader to read."""
-    is_noted = run.resumed is not None and has_starting_code(trainer, run)
-    options = all_options(trainer.optimizer) if is_noted else None
-    trainer.train_epoch_start()
-    run.loss_trackers = run.unrecorded_losses = trainer.division.create_trackers()
-    if trainer.callback_handler.listeners["on_train_epoch_start"]:
-        call_start_event(trainer, "on_train_epoch_start", "training")
-    check_global_modes(trainer, run)
-    if run.resumed is not None:
-        end_resuming(trainer, run, run.resumed, options)
+    """Fire the starting events of the steps of an epoch, and return the loader to read."""
+    with resuming_within_epoch(trainer, run):
+        trainer.train_epoch_start()
+        run.loss_trackers = run.unrecorded_losses = trainer.division.create_trackers()
+        if trainer.callback_handler.listeners["on_train_epoch_start"]:
+            call_start_event(trainer, "on_train_epoch_start", "training")
+        check_global_modes(trainer, run)
     loader = run.data.train_loader
     if not isinstance(loader, ShardedLoader):  # a callback has set trainer.train_dataloader
         run.data.train_loader = loader = loader_of_run(trainer, run, loader, training=True)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.base.missing_extensions import missing_name_error
 from pytorch_accel_lite.extensions.muon import ParameterKinds, muon_with_adamw, split_parameters
-from pytorch_accel_lite.optimizers.combined import CombinedOptimizer, CombinedScheduler
+from pytorch_accel_lite.optimizers.combined_optimizers import CombinedOptimizer, CombinedScheduler
 
 __all__ = ["CombinedOptimizer", "CombinedScheduler", "ParameterKinds", "muon_with_adamw", "split_parameters"]
 

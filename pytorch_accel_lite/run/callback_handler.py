@@ -183,8 +183,8 @@ class CallbackHandler:
         """Warn of methods that are named almost like an event, or like an event of another library."""
         for kind in dict.fromkeys(map(type, self.callbacks)):
             for name in dir(kind):
-                is_like_ours = name.startswith("on_") and name not in EVENTS
-                method = getattr(kind, name) if is_like_ours or events_meant(name) else None
+                is_like_one = name not in EVENTS and (name.startswith("on_") or bool(events_meant(name)))
+                method = getattr(kind, name) if is_like_one else None
                 if callable(method) and not is_from_this_package(method):
                     hint = suggest(name, [*EVENTS, "state_dict", "load_state_dict"], cutoff=0.88)
                     if hint:

@@ -10,8 +10,8 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pytorch_accel_lite.base.extras import import_extra
 from pytorch_accel_lite.base.formatting import format_metric
+from pytorch_accel_lite.base.optional_packages import import_extra
 from pytorch_accel_lite.base.reprs import html_table, join_wrapped
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.base.unknown_names import did_you_mean

@@ -133,9 +133,16 @@ class RunRequest:
             self.locked_paths.setdefault(os.fspath(path), argument)
 
 
+#: Marks settings that change what a run computes, not only its length, its speed or its output. A resumed run compares
+#: them with those of the saved run.
+_COMPARED = {"is_compared": True}
+
+
 @dataclass(frozen=True, repr=False)
 class TrainerRunConfig:
     """The settings of a training or evaluation run, fixed when it starts.
+
+    Those not described here are arguments of ``Trainer.train()``, as requested.
 
     Args:
         num_epochs: number of epochs; ``None`` if the data have no length and the number of updates is limited
@@ -143,9 +150,6 @@ class TrainerRunConfig:
         train_dl_kwargs: arguments of the training dataloader
         eval_per_device_batch_size: number of samples in an evaluation batch of one process
         eval_dl_kwargs: arguments of the evaluation dataloader
-        gradient_accumulation_steps: number of batches of a process in an update, or a dict by the first update that has
-            the number
-        gradient_clip_value: maximum absolute value of each element of the gradients; ``None`` for no limit
         train_total_batch_size: number of samples in one update, over all processes; in the first update, if
             ``gradient_accumulation_steps`` changes
         eval_total_batch_size: number of samples in one evaluation step, over all processes
@@ -160,24 +164,18 @@ class TrainerRunConfig:
         num_processes: number of processes in the job
         num_local_update_steps_per_epoch: the same number, because every process takes part in every update
         seed: the seed of the trainer, or ``None``
-        gradient_clip_norm: maximum total norm of the gradients; ``None`` for no limit
-        scheduler_interval: whether the schedule is stepped after each update or each epoch
-        scheduler_metric: the metric whose value is passed to the scheduler's ``step``; ``None`` for no metric
-        eval_every_n_epochs: number of epochs between evaluations
-        evaluate_every: the ``Interval`` between evaluations, in its place; ``None`` for none
-        auto_microbatch: whether batches that do not fit into memory are split
         logical_processes: the trainer's argument of this name, if it was passed; batch sizes are then those of a
             logical process
         deterministic: the trainer's argument of this name, if it was passed
     """
 
     num_epochs: int | None
-    train_per_device_batch_size: int
+    train_per_device_batch_size: int = field(metadata=_COMPARED)
     train_dl_kwargs: LoaderKwargs | None
     eval_per_device_batch_size: int
     eval_dl_kwargs: LoaderKwargs | None
-    gradient_accumulation_steps: int | Mapping[int, int]
-    gradient_clip_value: float | None
+    gradient_accumulation_steps: int | Mapping[int, int] = field(metadata=_COMPARED)
+    gradient_clip_value: float | None = field(metadata=_COMPARED)
     train_total_batch_size: int
     eval_total_batch_size: int
     num_update_steps_per_epoch: int | None
@@ -185,15 +183,15 @@ class TrainerRunConfig:
     is_local_process_zero: bool
     is_world_process_zero: bool
     is_distributed: bool
-    mixed_precision: str = "no"
+    mixed_precision: str = field(default="no", metadata=_COMPARED)
     num_processes: int = 1
     num_local_update_steps_per_epoch: int | None = None
     seed: int | None = None
-    gradient_clip_norm: float | None = None
-    scheduler_interval: Literal["update", "epoch"] = "update"
-    scheduler_metric: str | None = None
-    eval_every_n_epochs: int = 1
-    evaluate_every: str | None = None
+    gradient_clip_norm: float | None = field(default=None, metadata=_COMPARED)
+    scheduler_interval: Literal["update", "epoch"] = field(default="update", metadata=_COMPARED)
+    scheduler_metric: str | None = field(default=None, metadata=_COMPARED)
+    eval_every_n_epochs: int = field(default=1, metadata=_COMPARED)
+    evaluate_every: str | None = field(default=None, metadata=_COMPARED)
     auto_microbatch: bool = False
     logical_processes: int | None = None
     deterministic: bool | None = None
@@ -212,6 +210,11 @@ class TrainerRunConfig:
         defaults = {item.name: item.default for item in fields(self) if item.name != "mixed_precision"}
         settings = {name: value for name, value in vars(self).items() if name not in hidden and value is not None}
         return {name: value for name, value in settings.items() if value != defaults.get(name)}
+
+    @classmethod
+    def compared_settings(cls) -> tuple[str, ...]:
+        """Return the names of the settings that a resumed run compares with those of the saved run."""
+        return tuple(item.name for item in fields(cls) if item.metadata.get("is_compared"))
 
     def to_dict(self) -> dict[str, object]:
         """Return the settings as a dict. Objects among the dataloader arguments are shared, not copied."""

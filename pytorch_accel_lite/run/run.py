@@ -36,7 +36,6 @@ from pytorch_accel_lite.run.accelerated_model import PreparedModel
 from pytorch_accel_lite.run.accumulation import Accumulation, Count, GradientWindow
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.compiled_forward_interface import CompiledForwardLike
-from pytorch_accel_lite.run.division import Division
 from pytorch_accel_lite.run.events import Phase
 from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.history import MetricValue, RunHistory
@@ -48,8 +47,9 @@ from pytorch_accel_lite.run.progress import EpochPhase, Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run_data import RunData
 from pytorch_accel_lite.run.run_end import RunEnd
-from pytorch_accel_lite.run.schedule_state import RunSchedule
-from pytorch_accel_lite.run.skipped_in_inference import SkippedBatches
+from pytorch_accel_lite.run.run_schedule import RunSchedule
+from pytorch_accel_lite.run.skipped_batches import SkippedBatches
+from pytorch_accel_lite.run.step_division import Division
 from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
 from pytorch_accel_lite.run.training_state import TrainingState
 
@@ -231,8 +231,8 @@ class Run:
     previous: Run | None = None  # the run that is current again when this one ends
     recorded_settings: StateDict | None = None  # recorded in training states; on the main process, if it saves states
     loop: LoopState = field(default_factory=LoopState)  # what only the loop needs to know
-    # What keeps users' attributes in training states; the function is defined below.
-    user_attributes: UserAttributes = field(default_factory=lambda: _create_user_attributes())
+    # What keeps users' attributes in training states.
+    user_attributes: UserAttributes = field(default_factory=lambda: (USER_ATTRIBUTES.content or UserAttributes)())
     trainability: dict[str, dict[str, bool]] = field(default_factory=dict)  # of parameters, after the starting events
     holders: dict[frozenset[int], dict[int, nn.Module]] = field(default_factory=dict)  # of parameters, by ids
     inference_step: InferenceStep | None = None  # how batches without training are computed, if they may fail
@@ -658,7 +658,3 @@ class UserAttributes:
 
 #: What keeps the users' attributes of a run in its training states.
 USER_ATTRIBUTES: Slot[type[UserAttributes]] = Slot("user_attributes")
-
-
-def _create_user_attributes() -> UserAttributes:
-    return (USER_ATTRIBUTES.content or UserAttributes)()

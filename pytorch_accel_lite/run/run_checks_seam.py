@@ -6,7 +6,7 @@ from torch import nn
 
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.sources import BatchOutput
-from pytorch_accel_lite.optimizers.rates import Options
+from pytorch_accel_lite.optimizers.param_group_options import Options
 from pytorch_accel_lite.run.run import Run, TrainerLike
 
 

@@ -1,4 +1,4 @@
-"""The contents of a training state."""
+"""A training state that has been read, from which a run may resume: its contents."""
 
 from __future__ import annotations
 

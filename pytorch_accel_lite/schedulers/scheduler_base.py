@@ -10,7 +10,7 @@ import torch
 
 from pytorch_accel_lite.base.plain_values import to_number
 from pytorch_accel_lite.base.types import StateDict
-from pytorch_accel_lite.optimizers.rates import layer_scales, set_option
+from pytorch_accel_lite.optimizers.param_group_options import layer_scales, set_option
 from pytorch_accel_lite.schedulers.placeholders import TrainerPlaceholderValues, Unresolved
 
 UPDATES_PER_EPOCH: Unresolved = TrainerPlaceholderValues.NUM_UPDATE_STEPS_PER_EPOCH

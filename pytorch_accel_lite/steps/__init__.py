@@ -1,1 +1,1 @@
-"""The choice between kinds of training steps, their conflicts, and the step of sharded weights."""
+"""The choice between kinds of training steps, their conflicts, and the plain step."""

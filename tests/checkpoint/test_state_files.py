@@ -25,7 +25,7 @@ import torch
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents, verify_state
-from pytorch_accel_lite.checkpoint.states import contents
+from pytorch_accel_lite.checkpoint.states import state_contents
 from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.extending import STORES, Ranks, manifest_text, read_state, read_verified, write_files
 from tests.launching import PATIENCE, WarmPython, some_of
@@ -199,7 +199,7 @@ def test_a_run_that_fails_early_releases_its_directory(tmp_path, resume_from):
 def test_a_run_locks_a_removed_directory_again(tmp_path, is_other_first):
     """Otherwise two runs could save in one directory."""
     code = (
-        "import sys; from pathlib import Path; from pytorch_accel_lite.checkpoint.states.store import DirectoryStore\n"
+        "import sys; from pytorch_accel_lite.checkpoint.states.state_store import DirectoryStore\n"
         "store = DirectoryStore(sys.argv[1]); store.lock(); print('locked', flush=True); sys.stdin.readline()"
     )
     command, pipe = [sys.executable, "-c", code, str(tmp_path / "states")], subprocess.PIPE
@@ -588,4 +588,4 @@ def test_the_tables_of_the_keys_of_a_state_are_complete(tmp_path):
         state = read_state(tmp_path / str(number) / "update-000000002", trainer.ranks)
         for keys, part in zip(found, (state.shared, state.local), strict=True):
             keys.update(part)
-    assert found == ({*contents.SHARED_KEYS}, {*contents.OWN_KEYS})
+    assert found == ({*state_contents.SHARED_KEYS}, {*state_contents.OWN_KEYS})

@@ -11,8 +11,8 @@ from torch.utils.data import RandomSampler
 
 from benchmarks.order import by_trainer, measured
 from pytorch_accel_lite import TrainerCallback
-from pytorch_accel_lite.data import order
-from pytorch_accel_lite.data.order import ComputedOrder, indices_at
+from pytorch_accel_lite.data import sample_order
+from pytorch_accel_lite.data.sample_order import ComputedOrder, indices_at
 from tests.ranks import world_size
 from tests.small_models import Rows, adamw_trainer, float64_data, float64_model, listener
 
@@ -77,7 +77,7 @@ def test_the_computed_order_is_random():
 
 @pytest.fixture
 def computed(monkeypatch):
-    monkeypatch.setattr(order, "LARGEST_STORED", 10)
+    monkeypatch.setattr(sample_order, "LARGEST_STORED", 10)
 
 
 @pytest.mark.parametrize("wrap", [Rows, lambda data: data], ids=["one by one", "in memory"])
@@ -92,12 +92,12 @@ def test_each_epoch_has_every_sample_once_in_another_order(computed, wrap, seed)
 
 def on_ranks() -> tuple[list[list[int]], list[list[int]]]:
     """With a seed, and without one."""
-    largest = order.LARGEST_STORED
-    order.LARGEST_STORED = 10
+    largest = sample_order.LARGEST_STORED
+    sample_order.LARGEST_STORED = 10
     try:
         return orders_of_epochs(Rows, 3), orders_of_epochs(Rows, None)
     finally:
-        order.LARGEST_STORED = largest
+        sample_order.LARGEST_STORED = largest
 
 
 def test_the_order_does_not_depend_on_the_number_of_processes(computed, ranks):

@@ -23,6 +23,7 @@ from pytorch_accel_lite import (
     TrainerCallback,
     callbacks,
 )
+from pytorch_accel_lite.base.unknown_names import OTHER_LIBRARIES
 from pytorch_accel_lite.callbacks import DEFAULT_CALLBACKS, SaveBestModelCallback
 from pytorch_accel_lite.run.events import EVENTS, STEP_EVENTS, keywords_of
 from pytorch_accel_lite.run.run import Step
@@ -327,6 +328,13 @@ def test_a_custom_event_without_listeners_is_no_error():
     before = fired(callback)
     trainer.callback_handler.call_event("on_nothing_of_ours", trainer)
     assert fired(callback) == before
+
+
+def test_an_event_with_a_name_of_another_library_is_an_event(monkeypatch):
+    monkeypatch.setitem(OTHER_LIBRARIES.hooks, "on_train_step_end", ("on_update_end",))
+    heard: list[int] = []
+    train(make_trainer([listener(on_update_end=lambda trainer, step: heard.append(step))]), size=4)
+    assert heard == [0, 1]
 
 
 def test_a_callback_added_later_is_called_from_then_on():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from contextlib import redirect_stdout, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
 )
-from pytorch_accel_lite.extending import RUN_CHECKS, RunChecks
+from pytorch_accel_lite.extending import RUN_CHECKS, RunChecks, RunRequest, TrainerRunConfig
 from tests.launching import some_of
 from tests.ranks import world_size
 from tests.shared_trainings import StopsAt
@@ -312,6 +312,14 @@ def test_checks_of_extensions_are_made_at_their_points():
     finally:
         RUN_CHECKS.remove(checks)
     assert order[6:] == ["optimizer", "schedule", names[0], "before"]
+
+
+def test_the_config_has_every_requested_setting_of_its_name():
+    resolved = {"num_epochs", "max_num_train_steps", "gradient_accumulation_steps"}
+    names = {of.name for of in fields(RunRequest)} & {of.name for of in fields(TrainerRunConfig)}
+    requested = {name: object() for name in names - resolved}
+    config = make_trainer()._create_run_config(2, **requested)
+    assert {name: getattr(config, name) for name in requested} == requested
 
 
 def test_step_methods_have_nothing_to_do_before_any_run():

@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepL
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.schedulers import CosineLrScheduler, SchedulerBase, StatefulSchedulerBase
-from pytorch_accel_lite.schedulers.preview import schedule_values
 from pytorch_accel_lite.schedulers.schedule_arguments import NAMED_SCHEDULES
+from pytorch_accel_lite.schedulers.schedule_preview import schedule_values
 from tests import ancestor
 from tests.launching import run_code, some_of
 from tests.scripts.resumable import CopyStates

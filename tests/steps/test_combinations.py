@@ -12,8 +12,8 @@ from torch import nn
 
 from pytorch_accel_lite import Trainer, TrainerCallback
 from pytorch_accel_lite.run.run import Step
-from pytorch_accel_lite.steps import choice
-from pytorch_accel_lite.steps.choice import STEP_KINDS, all_features
+from pytorch_accel_lite.steps import step_choice
+from pytorch_accel_lite.steps.step_choice import STEP_KINDS, all_features
 from tests.launching import CAN_SHARD, ROOT
 from tests.sharded import create_model, shard, sharding_accelerator
 from tests.small_models import adamw_trainer, float64_data, float64_model, make_model, make_trainer, train
@@ -171,7 +171,7 @@ def test_gradients_are_not_recomputed_where_it_does_not_work(settings, arguments
     ],
 )
 def test_without_any_kind_of_step_the_error_names_the_extension(monkeypatch, settings, message):
-    monkeypatch.setattr(choice, "STEP_KINDS", [])
+    monkeypatch.setattr(step_choice, "STEP_KINDS", [])
     trainer = make_trainer(**settings)
     with pytest.raises(ValueError, match=message):
         train(trainer)

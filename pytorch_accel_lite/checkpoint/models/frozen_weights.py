@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pytorch_accel_lite.base.formatting import listed
-from pytorch_accel_lite.base.quantised import plain_parts, quantised_entries
+from pytorch_accel_lite.base.quantised_weights import plain_parts, quantised_entries
 from pytorch_accel_lite.base.tensor_bits import sums_of_bits
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.models.weights import full_state_dict, without_compile

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pytorch_accel_lite.data import Source
-from pytorch_accel_lite.extending import JsonObject, TrainerCallback, TrainerLike
+from pytorch_accel_lite.extending import JsonObject, TrainerCallback, TrainerLike, TrainerRunConfig
 from pytorch_accel_lite.extension_tools.arguments_and_errors import arguments_of, is_overridden, may_differ
 from pytorch_accel_lite.extension_tools.data_and_batches import dataset_of
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import named_callbacks
@@ -32,18 +32,6 @@ from pytorch_accel_lite.extensions.recorded_settings.described_values import (
     parameter_names,
 )
 
-#: Settings of ``TrainerRunConfig`` that change what a run computes.
-_OF_TRAIN = (
-    "train_per_device_batch_size",
-    "gradient_accumulation_steps",
-    "gradient_clip_value",
-    "gradient_clip_norm",
-    "scheduler_interval",
-    "scheduler_metric",
-    "eval_every_n_epochs",
-    "evaluate_every",
-    "mixed_precision",
-)
 #: The key of the fingerprints of the data.
 DATA = "data"
 
@@ -72,7 +60,7 @@ def record_settings(trainer: TrainerLike, reads_data: bool = True) -> JsonObject
 
 def _of_train(trainer: TrainerLike) -> dict[str, str]:
     config = trainer.run_config
-    return {name: describe_setting(getattr(config, name, None)) for name in _OF_TRAIN}
+    return {name: describe_setting(getattr(config, name, None)) for name in TrainerRunConfig.compared_settings()}
 
 
 def describe_optimizers(trainer: TrainerLike, initial: Options | None = None) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from pytorch_accel_lite.base.quantised import all_plain_parts
+from pytorch_accel_lite.base.quantised_weights import all_plain_parts
 from pytorch_accel_lite.base.tensor_bits import sums_of_bits
 from pytorch_accel_lite.base.unwrapping import unwrap
 from pytorch_accel_lite.run.optimized_parameters import all_optimized_parameters, updated_parameters

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numbers
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import NoneType
 from typing import Any
 
@@ -20,6 +20,7 @@ from pytorch_accel_lite.base.argument_checks import (
     check_number,
     check_positive_int,
     check_positive_number,
+    optional,
     refuse_class,
 )
 from pytorch_accel_lite.base.reprs import short_repr
@@ -38,13 +39,6 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "accelerator": ((Accelerator, NoneType), "an accelerate.Accelerator, or None"),
     "compile_model": (_COMPILE[0], f"{_COMPILE[1]}, or 'blocks'"),
     "compile_step": _COMPILE,
-}
-#: The checks of arguments of ``train`` for which ``None`` means no limit.
-_LIMITS: dict[str, Callable[[str, object], object]] = {
-    "num_epochs": check_positive_int,
-    "max_num_train_steps": check_positive_int,
-    "gradient_clip_value": check_positive_number,
-    "gradient_clip_norm": check_positive_number,
 }
 _SEEDED = "Leave it out and pass Trainer(seed=...): the order of an epoch then follows from that seed and the epoch."
 #: What to do instead of setting an option of the ``DataLoaderConfiguration`` that has no effect here.
@@ -149,9 +143,10 @@ def check_training(optimizer: TrainerOptimizer, accelerator: Accelerator, reques
     if request.num_epochs is None and request.max_num_train_steps is None:
         raise ValueError("num_epochs=None and max_num_train_steps=None: train() needs one of them.")
     _check_accelerator(accelerator)
-    for name, check in _LIMITS.items():
-        if getattr(request, name) is not None:
-            check(name, getattr(request, name))
+    optional(check_positive_int, "num_epochs", request.num_epochs)
+    optional(check_positive_int, "max_num_train_steps", request.max_num_train_steps)
+    optional(check_positive_number, "gradient_clip_value", request.gradient_clip_value)
+    optional(check_positive_number, "gradient_clip_norm", request.gradient_clip_norm)
     if isinstance(request.gradient_accumulation_steps, Mapping):
         _check_accumulation("gradient_accumulation_steps", request.gradient_accumulation_steps)
     else:

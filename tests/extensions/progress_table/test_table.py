@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from torchmetrics import MeanAbsoluteError
 
 from pytorch_accel_lite import StopTrainingError, Trainer, callbacks, get_default_callbacks
-from pytorch_accel_lite.base import displays
+from pytorch_accel_lite.base import terminals_and_notebooks
 from pytorch_accel_lite.callbacks import (
     DEFAULT_CALLBACKS,
     EarlyStoppingCallback,
@@ -68,7 +68,7 @@ def _eighty_columns(monkeypatch):
 
 @pytest.fixture
 def _notebook(monkeypatch):
-    monkeypatch.setattr(displays, "in_notebook", lambda: True)
+    monkeypatch.setattr(terminals_and_notebooks, "in_notebook", lambda: True)
     monkeypatch.setattr(progress_table_callback, "in_notebook", lambda: True)
 
 

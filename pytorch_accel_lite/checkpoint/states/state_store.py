@@ -1,4 +1,4 @@
-"""The training states of a run in one place: their names, finding the newest intact state, and locking."""
+"""The training states of a run in one place: their names, finding the newest intact one, removing old ones, locking."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import ClassVar
 from pytorch_accel_lite.checkpoint.disk.atomic_files import remove
 from pytorch_accel_lite.checkpoint.disk.locks import FileLock, LockedError
 from pytorch_accel_lite.checkpoint.disk.shared_disks import check_is_shared
-from pytorch_accel_lite.checkpoint.states.directory import read_directory
 from pytorch_accel_lite.checkpoint.states.manifest import DamagedStateError, read_manifest, recover
+from pytorch_accel_lite.checkpoint.states.state_directory import read_directory
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.training_state import TrainingState
 
@@ -233,3 +233,16 @@ class DirectoryStore(StateStore):
         if self._lock is None or not self._lock.is_held():
             self.unlock()
             self.lock()
+
+
+def remove_old_states(store: StateStore, keep: int | None, protected: set[str]) -> None:
+    """Remove all but the newest states, and what killed runs have left incomplete.
+
+    Args:
+        keep: the number of newest states to keep; ``None`` keeps all
+        protected: names of states that are kept in any case
+    """
+    for name in [] if keep is None else store.newest_first()[keep:]:
+        if name not in protected:
+            store.remove(name)
+    store.remove_incomplete()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pytorch_accel_lite.steps import choice
+from pytorch_accel_lite.steps import step_choice
 from pytorch_accel_lite.steps.plain_step import PlainStep
 from tests.small_models import make_trainer, train
 
@@ -35,7 +35,7 @@ def calls_of_a_step() -> list[str]:
             self.calls.append("end")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "PlainStep", Recorded)
+        patch.setattr(step_choice, "PlainStep", Recorded)
         step: Any = train(make_trainer(), batch_size=6).current_run.training_step
     calls: list[str] = step.calls
     return calls

@@ -38,22 +38,22 @@ from pytorch_accel_lite.checkpoint.models.trainability import (
     restore_trainability,
 )
 from pytorch_accel_lite.checkpoint.models.weights import fit_model_state, full_state_dict, model_state, without_compile
-from pytorch_accel_lite.checkpoint.states.directory import (
+from pytorch_accel_lite.checkpoint.states.machine_facts import machine_facts
+from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
+from pytorch_accel_lite.checkpoint.states.state_directory import (
     SHARD_OF_MODEL,
     CapturedState,
     pack_numbers,
     read_tensors,
     read_weights,
 )
-from pytorch_accel_lite.checkpoint.states.machine_facts import machine_facts
-from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
 from pytorch_accel_lite.optimizers.optimizer_parts import group_names, parts_of_optimizer, state_class_names
-from pytorch_accel_lite.optimizers.rates import Options, set_options
+from pytorch_accel_lite.optimizers.param_group_options import Options, set_options
 from pytorch_accel_lite.run.callback_handler import callbacks_with
-from pytorch_accel_lite.run.division import numbers_of_shares
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.request_and_config import DatedStateSource
 from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.step_division import numbers_of_shares
 from pytorch_accel_lite.run.trained_beside_model import saved_optimizers
 from pytorch_accel_lite.run.trainer_attributes import registered_objects
 from pytorch_accel_lite.run.training_state import TrainingState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pytorch_accel_lite.optimizers.rates import Options, Rate
+from pytorch_accel_lite.optimizers.param_group_options import Options, Rate
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -1,4 +1,4 @@
-"""The rates of an optimizer from before any schedule, from which the next schedule starts."""
+"""The options of parameter groups that schedules change, such as the rate: setting them, and their initial values."""
 
 from __future__ import annotations
 
