@@ -99,8 +99,9 @@ from pytorch_accel_lite.run.intervals import Interval, parse_interval
 from pytorch_accel_lite.run.losses import LossTracker, LossTrackers
 from pytorch_accel_lite.run.metrics_seam import METRICS
 from pytorch_accel_lite.run.progress import Progress
-from pytorch_accel_lite.run.request_and_config import LoaderArguments, RunRequest, TrainerRunConfig
+from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, Step
+from pytorch_accel_lite.run.run_data import DataArguments
 from pytorch_accel_lite.run.scheduler_stepping import step_after_epoch
 from pytorch_accel_lite.run.step_division import create_division
 from pytorch_accel_lite.run.stop_errors import RunPausedError
@@ -391,21 +392,20 @@ class Trainer:
                 "train() cannot be called within a run, nor while predict_iter() is being iterated over. End the run "
                 "first by raising StopTrainingError, or close the iterator."
             )
-        size, train_kwargs, eval_kwargs = per_device_batch_size, train_dataloader_kwargs, eval_dataloader_kwargs
-        dataset_checks.check_dataset(self, "train_dataset", train_dataset, size, train_kwargs, collate_fn, eval_dataset)
+        size = per_device_batch_size
+        train_arguments = DataArguments(train_dataset, size, train_dataloader_kwargs, collate_fn)
+        eval_arguments = DataArguments(eval_dataset, size, eval_dataloader_kwargs, collate_fn)
+        dataset_checks.check_dataset(self, "train_dataset", train_arguments, eval_dataset)
         trainer_arguments.check_resume_from(resume_from)
         trainer_arguments.check_training(self.optimizer, self.accelerator, request)
         has_schedule = create_scheduler_fn is not None or warmup_steps
         schedule = resolve_names(create_scheduler_fn, warmup_steps, scheduler_interval) if has_schedule else None
         optimizer_checks.check_optimizers(self)
         if eval_dataset is not None:
-            dataset_checks.check_dataset(
-                self, "eval_dataset", eval_dataset, size, eval_kwargs, collate_fn, train_dataset
-            )
+            dataset_checks.check_dataset(self, "eval_dataset", eval_arguments, train_dataset)
         self.create_scheduler_fn = schedule
         run = Run.create(self, request, train_dataset, eval_dataset, collate_fn)
-        loaders = LoaderArguments(int(size), train_kwargs, eval_kwargs)  # the size may be an integer of numpy
-        fit(self, run, loaders, resume_from, reset_run_history)
+        fit(self, run, train_arguments, eval_arguments, resume_from, reset_run_history)
 
     def evaluate(
         self,
@@ -436,9 +436,8 @@ class Trainer:
             the run history, except, within a run, for metrics that the run's own evaluations record. After a run, its
             curves and rows do not contain them.
         """
-        return evaluation.evaluate(
-            self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, auto_microbatch=auto_microbatch
-        )
+        arguments = DataArguments(dataset, per_device_batch_size, dataloader_kwargs, collate_fn, auto_microbatch)
+        return evaluation.evaluate(self, arguments)
 
     def run_evaluation(
         self,
@@ -492,9 +491,8 @@ class Trainer:
             the outputs of the model, concatenated over all samples, as a tensor of shape ``(len(dataset), ...)``, or as
             tuples, lists or dicts of such tensors; the same on every process unless ``only_first``
         """
-        return prediction.predict(
-            self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first=only_first
-        )
+        arguments = DataArguments(dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
+        return prediction.predict(self, arguments, only_first)
 
     def predict_iter(
         self,
@@ -512,9 +510,8 @@ class Trainer:
         each part. Meanwhile the model is in evaluation mode, except within another run, where its own mode is restored
         between the parts.
         """
-        return prediction.predict_iter(
-            self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn, only_first=only_first
-        )
+        arguments = DataArguments(dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
+        return prediction.predict_iter(self, arguments, only_first)
 
     # Tools of extensions are bound as they are: an extension is deleted with its lines here.
     find_lr = lr_finder.find_lr

@@ -15,9 +15,8 @@ from pytorch_accel_lite.base.generator_states import preserving_generators
 from pytorch_accel_lite.base.module_modes import preserving_modes
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.data import Batch, NamedData, ShardedLoader
-from pytorch_accel_lite.data.dataloader_defaults import LoaderKwargs
-from pytorch_accel_lite.data.sources import CollateFunction, Source
+from pytorch_accel_lite.data import Batch, ShardedLoader
+from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.distributed.gradient_sync import sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.dataset_checks import check_dataset
 from pytorch_accel_lite.loop.guards.modes import call_start_event
@@ -33,7 +32,7 @@ from pytorch_accel_lite.run.latest_records import EvaluationRecord
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.run_data import EvalArguments
+from pytorch_accel_lite.run.run_data import DataArguments
 from pytorch_accel_lite.run.scheduler_stepping import step_within_epoch
 from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches
 from pytorch_accel_lite.run.stop_errors import StopTrainingError
@@ -204,23 +203,12 @@ def _track_losses(trainer: TrainerLike, run: Run, batches: Iterable[Batch]) -> B
     return batch
 
 
-def evaluate(
-    trainer: TrainerLike,
-    dataset: NamedData | None,
-    per_device_batch_size: int,
-    dataloader_kwargs: LoaderKwargs | None,
-    collate_fn: CollateFunction | None,
-    *,
-    auto_microbatch: bool,
-) -> dict[str, MetricValue]:
+def evaluate(trainer: TrainerLike, passed: DataArguments) -> dict[str, MetricValue]:
     """Carry out ``Trainer.evaluate()``."""
-    arguments = EvalArguments(dataset, per_device_batch_size, dataloader_kwargs, collate_fn, auto_microbatch)
-    training = trainer.current_run.latest.training if dataset is None else None
-    if training is not None:
-        dataset = training.eval_arguments.dataset
-        arguments = arguments.completed_by(training.eval_arguments)
+    training = trainer.current_run.latest.training if passed.dataset is None else None
+    arguments = passed if training is None else passed.completed_by(training.eval_arguments)
     # Those of a training need not apply to its eval_dataset, so only those that were passed are checked.
-    check_dataset(trainer, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
+    check_dataset(trainer, "dataset", passed._replace(dataset=arguments.dataset))
     auto_microbatch = arguments.auto_microbatch
     if auto_microbatch and (what := "sharded weights" if trainer.is_sharded else trainer.division.argument):
         raise ValueError(f"evaluate(auto_microbatch=True) does not work with {what}: pass a smaller batch size.")
@@ -228,7 +216,7 @@ def evaluate(
     with (
         _collecting_values(trainer) as result,
         _recording_apart_from_run(trainer),
-        inference_run(trainer, request, *arguments[:4]) as run,
+        inference_run(trainer, request, arguments) as run,
         preserving_randomness(trainer, run),
         preserving_modes(trainer.model.modules()) if run.outer is not None else nullcontext(),
         ending(trainer, run, "evaluation"),
@@ -238,7 +226,7 @@ def evaluate(
         trainer.call_event("on_evaluation_run_start")
         evaluate_all(trainer, run, is_training=False)
     if run.outer is None:
-        run.latest.evaluation = EvaluationRecord(dataset, result)
+        run.latest.evaluation = EvaluationRecord(arguments.dataset, result)
     return result
 
 

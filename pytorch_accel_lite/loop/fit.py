@@ -34,16 +34,17 @@ from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients
 from pytorch_accel_lite.run.accumulation import Accumulation, GradientWindow
 from pytorch_accel_lite.run.history import InMemoryRunHistory
 from pytorch_accel_lite.run.latest_records import TrainingRecord
-from pytorch_accel_lite.run.request_and_config import LoaderArguments, TrainerRunConfig
+from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.run_data import EvalArguments
+from pytorch_accel_lite.run.run_data import DataArguments
 from pytorch_accel_lite.run.signals import ending_at_signals, exit_after_signal
 
 
 def fit(
     trainer: TrainerLike,
     run: Run,
-    loader_arguments: LoaderArguments,
+    train_arguments: DataArguments,
+    eval_arguments: DataArguments,
     resume_from: str | os.PathLike[str] | None,
     reset_run_history: bool,
 ) -> None:
@@ -52,8 +53,8 @@ def fit(
     with run.goodput.running(), entering(trainer, run, call):
         configure(trainer, run)
         find_state_to_resume(trainer, run, resume_from)
-        prepare_data(trainer, run, loader_arguments)
-        prepare_training(trainer, run, loader_arguments.batch_size)
+        prepare_data(trainer, run, train_arguments, eval_arguments)
+        prepare_training(trainer, run, run.data.eval_arguments.batch_size)
         begin_schedule(trainer, run)
         begin_or_resume(trainer, run, reset_run_history)
         with ending_at_signals(run.control.request) if run.request.ends_at_signals else nullcontext():
@@ -119,13 +120,13 @@ def find_state_to_resume(trainer: TrainerLike, run: Run, resume_from: str | os.P
         run.resumed = find_state(trainer, run.request.state_sources, resume_from)
 
 
-def prepare_data(trainer: TrainerLike, run: Run, loader_arguments: LoaderArguments) -> None:
+def prepare_data(trainer: TrainerLike, run: Run, train_arguments: DataArguments, eval_arguments: DataArguments) -> None:
     """Seed the generators, and create the loaders, whose order may depend on the seed or on the resumed state."""
     _set_seeds(trainer, run)
-    create_train_loader(trainer, run, loader_arguments.batch_size, loader_arguments.train_kwargs)
-    check_gives_batches(run.data.required_train_loader, "train_dataset")
-    data, size, eval_kwargs = run.data, loader_arguments.batch_size, loader_arguments.eval_kwargs
-    data.eval_arguments = EvalArguments(
+    data, size, eval_kwargs = run.data, int(train_arguments.batch_size), eval_arguments.loader_kwargs
+    create_train_loader(trainer, run, size, train_arguments.loader_kwargs)
+    check_gives_batches(data.required_train_loader, "train_dataset")
+    data.eval_arguments = DataArguments(
         data.eval_dataset, size, eval_kwargs, data.collate_fn, run.request.auto_microbatch
     )
     if data.eval_dataset is not None:

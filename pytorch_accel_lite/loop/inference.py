@@ -18,8 +18,7 @@ from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.base.unwrapping import unwrap
 from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.data import Batch
-from pytorch_accel_lite.data.dataloader_defaults import LoaderKwargs
-from pytorch_accel_lite.data.sources import BatchData, CollateFunction, Source
+from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.data.step_outputs import complete_output
 from pytorch_accel_lite.loop.guards.modes import restoring_mode_between_batches
 from pytorch_accel_lite.loop.lifecycle import entering
@@ -29,6 +28,7 @@ from pytorch_accel_lite.loop.resolved_run_config import create_config
 from pytorch_accel_lite.run.optimizer_modes import evaluating_optimizers
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import InferenceStep, Run, TrainerLike
+from pytorch_accel_lite.run.run_data import DataArguments
 from pytorch_accel_lite.run.skipped_batches import SkippedBatches
 
 #: A step method, which returns its output for a batch.
@@ -38,25 +38,18 @@ INFERENCE_STEP: Slot[Callable[[TrainerLike, Run], InferenceStep]] = Slot("failed
 
 
 @contextmanager
-def inference_run(
-    trainer: TrainerLike,
-    request: RunRequest,
-    dataset: Source,
-    batch_size: int,
-    loader_kwargs: LoaderKwargs | None,
-    collate_fn: CollateFunction | None,
-) -> Iterator[Run]:
+def inference_run(trainer: TrainerLike, request: RunRequest, arguments: DataArguments) -> Iterator[Run]:
     """Enter an evaluation or prediction run, with its loaders and the model prepared.
 
     An outer run is left unchanged. Without an outer run, an evaluation becomes the latest run.
     """
-    batch_size = int(batch_size)
+    batch_size = int(arguments.batch_size)  # it may be an integer of numpy
     latest = trainer.current_run
     run = latest.derive() if latest in trainer.open_runs else latest.derive_after()
     run.kind = request.kind
     run.overridden = overridden_methods(trainer)
-    run.data.eval_dataset = dataset
-    run.data.collate_fn = collate_fn
+    run.data.eval_dataset = arguments.dataset
+    run.data.collate_fn = arguments.collate_fn
     with entering(trainer, run, "evaluate()" if request.kind == "evaluation" else "predict()"):
         trainer.callback_handler.configure_run(trainer, request, is_outermost=run.outer is None)
         splits = run.request.auto_microbatch or request.auto_microbatch
@@ -65,7 +58,7 @@ def inference_run(
         )
         run.request = request if run.outer is None else requested
         choose_inference_step(trainer, run, request)
-        create_eval_loaders(trainer, run, batch_size, loader_kwargs)
+        create_eval_loaders(trainer, run, batch_size, arguments.loader_kwargs)
         prepare_model(trainer, training=False)
         if run.outer is None:
             run.config = create_config(trainer, run, batch_size)

@@ -20,12 +20,9 @@ from pytorch_accel_lite.base.module_modes import evaluation_mode
 from pytorch_accel_lite.base.nested_data import parts_in, tensors_in
 from pytorch_accel_lite.base.types import StateDict, Tree
 from pytorch_accel_lite.base.user_warnings import warn_outside
-from pytorch_accel_lite.data import Data
 from pytorch_accel_lite.data.batch_size import infer_batch_size
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.concatenation import Concatenation, ListOfSamples, concatenate, to_cpu
-from pytorch_accel_lite.data.dataloader_defaults import LoaderKwargs
-from pytorch_accel_lite.data.sources import CollateFunction
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.gradient_sync import sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.dataset_checks import check_dataset
@@ -34,6 +31,7 @@ from pytorch_accel_lite.loop.lifecycle import end_failed_run
 from pytorch_accel_lite.run.error_notes_seam import explaining
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike
+from pytorch_accel_lite.run.run_data import DataArguments
 from pytorch_accel_lite.run.skipped_batches import SKIPPED
 
 #: Makes a block in which the model predicts without effect on an outer run.
@@ -44,27 +42,11 @@ _BYTES_AT_ONCE = 2**22
 _STEPS_AT_ONCE = 60
 
 
-def predict(
-    trainer: TrainerLike,
-    dataset: Data,
-    per_device_batch_size: int,
-    dataloader_kwargs: LoaderKwargs | None,
-    collate_fn: CollateFunction | None,
-    *,
-    only_first: bool,
-) -> Tree:
+def predict(trainer: TrainerLike, arguments: DataArguments, only_first: bool) -> Tree:
     """Carry out ``Trainer.predict()``."""
 
     def collect() -> Concatenation | None:
-        predicted = _predict_by_step(
-            trainer,
-            dataset,
-            per_device_batch_size,
-            dataloader_kwargs,
-            collate_fn,
-            only_first=only_first,
-            is_collected=True,
-        )
+        predicted = _predict_by_step(trainer, arguments, only_first, is_collected=True)
         outputs, is_empty = Concatenation(), True
         with closing(predicted):  # leaves inference mode even if outputs cannot be concatenated
             for step in predicted:
@@ -75,31 +57,15 @@ def predict(
     outputs = trainer.ranks.repeatable(collect)
     if outputs is None:
         raise ValueError(
-            f"dataset gave no batch: {type(dataset).__name__} is empty or exhausted, or a PredictionWriterCallback "
-            "has already written all predictions: read them with read_predictions()."
+            f"dataset gave no batch: {type(arguments.dataset).__name__} is empty or exhausted, or a "
+            "PredictionWriterCallback has already written all predictions: read them with read_predictions()."
         )
     return outputs.result() if _wants_outputs(trainer, only_first) else None
 
 
-def predict_iter(
-    trainer: TrainerLike,
-    dataset: Data,
-    per_device_batch_size: int,
-    dataloader_kwargs: LoaderKwargs | None,
-    collate_fn: CollateFunction | None,
-    *,
-    only_first: bool,
-) -> Iterator[Tree]:
+def predict_iter(trainer: TrainerLike, arguments: DataArguments, only_first: bool) -> Iterator[Tree]:
     """Carry out ``Trainer.predict_iter()``."""
-    for parts in _predict_by_step(
-        trainer,
-        dataset,
-        per_device_batch_size,
-        dataloader_kwargs,
-        collate_fn,
-        only_first=only_first,
-        is_collected=False,
-    ):
+    for parts in _predict_by_step(trainer, arguments, only_first, is_collected=False):
         yield concatenate(parts) if parts else None
 
 
@@ -108,14 +74,7 @@ def _wants_outputs(trainer: TrainerLike, only_first: bool) -> bool:
 
 
 def _predict_by_step(
-    trainer: TrainerLike,
-    dataset: Data,
-    batch_size: int,
-    loader_kwargs: LoaderKwargs | None,
-    collate_fn: CollateFunction | None,
-    *,
-    only_first: bool,
-    is_collected: bool,
+    trainer: TrainerLike, arguments: DataArguments, only_first: bool, is_collected: bool
 ) -> Generator[list[Tree], None, None]:
     """Yield the outputs of all processes for each step, or an empty list on processes that do not want them.
 
@@ -123,10 +82,11 @@ def _predict_by_step(
         only_first: whether only the first process wants them
         is_collected: whether the caller only collects them
     """
-    check_dataset(trainer, "dataset", dataset, batch_size, loader_kwargs, collate_fn)
+    check_dataset(trainer, "dataset", arguments)
+    dataset = arguments.dataset
     if isinstance(dataset, dict):
         raise TypeError(f"dataset: predict takes one dataset, not a dict of {sorted(dataset)}. Call it for each.")
-    options = loader_kwargs or {}
+    options = arguments.loader_kwargs or {}
     if isinstance(dataset, DataLoader):
         options = {"shuffle": type(dataset.sampler) is RandomSampler, "drop_last": dataset.drop_last}
     for key in ("shuffle", "drop_last"):
@@ -137,7 +97,7 @@ def _predict_by_step(
                 f"of the dataset. Omit {key}."
             )
     request = RunRequest("prediction", num_epochs=1)
-    with inference_run(trainer, request, dataset, batch_size, loader_kwargs, collate_fn) as run:
+    with inference_run(trainer, request, arguments) as run:
         try:
             trainer.call_event("on_predict_run_start")
             sync_ddp_buffers(trainer.model, trainer.ranks)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pytorch_accel_lite.data import NamedData
 from pytorch_accel_lite.run.history import MetricValue
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
-from pytorch_accel_lite.run.run_data import EvalArguments
+from pytorch_accel_lite.run.run_data import DataArguments
 from pytorch_accel_lite.run.run_end import RunEnd
 
 
@@ -24,7 +24,7 @@ class TrainingRecord(NamedTuple):
 
     config: TrainerRunConfig
     end: RunEnd
-    eval_arguments: EvalArguments
+    eval_arguments: DataArguments
 
 
 class EvaluationRecord(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from pytorch_accel_lite.base.reprs import call_repr
 from pytorch_accel_lite.data.dataloader_defaults import LoaderKwargs
@@ -33,20 +33,6 @@ class DatedStateSource(StateSource, Protocol):
 
     def next_time(self) -> float:
         """Return the time for the next state, in seconds."""
-
-
-class LoaderArguments(NamedTuple):
-    """How a run reads its data.
-
-    Args:
-        batch_size: number of samples in a batch of one process
-        train_kwargs: the user's arguments for the training loader
-        eval_kwargs: the user's arguments for the evaluation loaders
-    """
-
-    batch_size: int
-    train_kwargs: LoaderKwargs | None
-    eval_kwargs: LoaderKwargs | None
 
 
 @dataclass(eq=False)

@@ -12,15 +12,15 @@ from pytorch_accel_lite.data.sources import CollateFunction
 from pytorch_accel_lite.distributed import Ranks
 
 
-class EvalArguments(NamedTuple):
-    """What to evaluate on, as it was passed to ``train()`` or ``evaluate()``, and how to read it.
+class DataArguments(NamedTuple):
+    """What to read, and how, as it was passed to ``train()``, ``evaluate()`` or ``predict()``.
 
     Args:
         dataset: a dataset or a loader, or several by name
         batch_size: number of samples in a batch of one process
         loader_kwargs: the user's arguments for the loaders, which come before the batch size and the function
         collate_fn: the user's function that makes a batch from a list of samples, if one was passed
-        auto_microbatch: whether batches that do not fit into memory are split
+        auto_microbatch: for an evaluation, whether batches that do not fit into memory are split
     """
 
     dataset: NamedData | None = None
@@ -29,14 +29,14 @@ class EvalArguments(NamedTuple):
     collate_fn: CollateFunction | None = None
     auto_microbatch: bool = False
 
-    def completed_by(self, other: EvalArguments) -> EvalArguments:
+    def completed_by(self, other: DataArguments) -> DataArguments:
         """Return these arguments, with those of ``other`` where these are the defaults."""
         kwargs = self.loader_kwargs
         has_size, has_function = self.batch_size != DEFAULT_BATCH_SIZE, self.collate_fn is not None
         if kwargs is None and other.loader_kwargs is not None:
             own = {"batch_size": has_size, "collate_fn": has_function}
             kwargs = {name: value for name, value in other.loader_kwargs.items() if not own.get(name)}
-        return EvalArguments(
+        return DataArguments(
             other.dataset if self.dataset is None else self.dataset,
             self.batch_size if has_size else other.batch_size,
             kwargs,
@@ -84,7 +84,7 @@ class RunData:
     eval_loader_kwargs: LoaderKwargs | None = None
     made_loaders: WeakSet[ShardedLoader] = field(default_factory=WeakSet)
     has_fillers: bool = True
-    eval_arguments: EvalArguments = field(default_factory=EvalArguments)
+    eval_arguments: DataArguments = field(default_factory=DataArguments)
 
     @property
     def required_train_loader(self) -> ShardedLoader:

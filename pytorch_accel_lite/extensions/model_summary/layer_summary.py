@@ -14,7 +14,7 @@ from pytorch_accel_lite.extension_tools.data_and_batches import DEFAULT_BATCH_SI
 from pytorch_accel_lite.extension_tools.modules_and_devices import mixed_precision, preserving_modes
 from pytorch_accel_lite.extension_tools.plain_types import Tree
 from pytorch_accel_lite.extension_tools.random_numbers import preserving_generators
-from pytorch_accel_lite.extension_tools.runs_and_steps import check_dataset, inference, inference_run
+from pytorch_accel_lite.extension_tools.runs_and_steps import DataArguments, check_dataset, inference, inference_run
 from pytorch_accel_lite.utils import import_extra
 
 if TYPE_CHECKING:
@@ -43,13 +43,10 @@ def summary(
     check_positive_int("depth", depth)
     if dataset is None:
         return torchinfo.summary(self.get_model(keep_torch_compile=False), depth=depth, verbose=0)
-    check_dataset(self, "dataset", dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
+    arguments = DataArguments(dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
+    check_dataset(self, "dataset", arguments)
     request = RunRequest("prediction", num_epochs=1)
-    with (
-        preserving_generators(),
-        inference_run(self, request, dataset, per_device_batch_size, dataloader_kwargs, collate_fn) as run,
-        inference(self),
-    ):
+    with preserving_generators(), inference_run(self, request, arguments) as run, inference(self):
         for batch in run.data.required_eval_loader.steps(run.progress.epoch):
             return summarise(self, batch.data, depth)
     raise ValueError(f"dataset={dataset!r} gave no batch.")

@@ -29,6 +29,7 @@ from pytorch_accel_lite.extension_tools.optimizers_and_gradients import (
     sync_ddp_buffers,
 )
 from pytorch_accel_lite.extension_tools.runs_and_steps import (
+    DataArguments,
     check_dataset,
     check_training,
     create_eval_loaders,
@@ -94,7 +95,7 @@ class Trial:
         self._check_trainer()
         check_training(trainer.optimizer, trainer.accelerator, request)
         data = _with_batch_size(train_dataset, batch_size) if sets_batch_size else train_dataset
-        check_dataset(trainer, "train_dataset", data, batch_size, loader_kwargs, collate_fn)
+        check_dataset(trainer, "train_dataset", DataArguments(data, batch_size, loader_kwargs, collate_fn))
         self._data = NamedDatasets(train_dataset) if isinstance(train_dataset, dict) else train_dataset
         self.run = Run.create(trainer, request, data, collate_fn=collate_fn)
         self.run.data.seed = trainer.seed or 0

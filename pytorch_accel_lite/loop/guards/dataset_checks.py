@@ -15,26 +15,21 @@ from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.data.dataloader_defaults import DEFAULT_BATCH_SIZE, LoaderKwargs, options_of
 from pytorch_accel_lite.data.sampler_order_checks import is_prepared
-from pytorch_accel_lite.data.sources import CollateFunction, Source, dataset_of, is_loader
+from pytorch_accel_lite.data.sources import Source, dataset_of, is_loader
 from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.run_data import DataArguments
 
 
-def check_dataset(
-    trainer: TrainerLike,
-    name: str,
-    dataset: Source,
-    batch_size: int,
-    loader_kwargs: LoaderKwargs | None,
-    collate_fn: CollateFunction | None,
-    other: Source = None,
-) -> None:
+def check_dataset(trainer: TrainerLike, name: str, arguments: DataArguments, other: Source = None) -> None:
     """Check a dataset, or a loader, and the arguments for reading it.
 
     If an overridden method creates the dataloader, the dataset may be anything.
 
     Args:
+        name: the name of the argument with the dataset
         other: the other dataset of the run, to which ``batch_size`` and ``collate_fn`` also apply
     """
+    dataset, batch_size, loader_kwargs, collate_fn, _ = arguments
     check_positive_int("per_device_batch_size", batch_size)
     name_of_kwargs = name.replace("dataset", "dataloader_kwargs")
     if loader_kwargs is not None and not isinstance(loader_kwargs, dict):
