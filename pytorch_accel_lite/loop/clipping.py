@@ -27,8 +27,9 @@ def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
     """Clip each element of the gradients and their total norm, as configured."""
     accelerator, run = trainer.accelerator, trainer.current_run
     value, norm = config.gradient_clip_value, config.gradient_clip_norm
-    in_shards = trainer.is_sharded and are_sharded(trainer.model.parameters())
-    if trainer.is_sharded and not in_shards:
+    is_sharded = trainer.is_sharded
+    in_shards = is_sharded and are_sharded(trainer.model.parameters())
+    if is_sharded and not in_shards:
         # Accelerate lets an engine, such as FSDP1, clip its own shards, and only if it is asked to clip all of them.
         clipped = list(trainer.model.parameters())
     else:
