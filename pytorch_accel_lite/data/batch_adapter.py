@@ -17,6 +17,7 @@ from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.batch_size import infer_batch_size, size_of_filler
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput
+from pytorch_accel_lite.data.step_outputs import mean_that_counts
 
 #: Computes the loss, or several losses by name, from the outputs of a model and the targets.
 LossFunction: TypeAlias = Callable[..., torch.Tensor | Mapping[str, torch.Tensor]]
@@ -98,9 +99,7 @@ class BatchAdapter:
             items = _count_labels(batch, self._first_label)
             if items is None:
                 return {"loss": loss, "model_outputs": outputs}
-            # Without labels, the mean is NaN and must not count.
-            loss = torch.where(items.to(loss.device) > 0, loss, 0.0)
-            return {"loss": loss, "model_outputs": outputs, "num_items_in_batch": items}
+            return {"loss": mean_that_counts(loss, items), "model_outputs": outputs, "num_items_in_batch": items}
         if isinstance(batch, Mapping):
             targets = self._targets_of(targets, batch, loss_func)
         if targets is None:

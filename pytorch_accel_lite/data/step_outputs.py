@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import torch
 
+from pytorch_accel_lite.base.devices import accumulation_dtype
 from pytorch_accel_lite.data.batch_size import infer_batch_size, size_of_filler
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput
 
@@ -45,6 +46,16 @@ def complete_output(output: BatchOutput, data: BatchData, num_samples: int | Non
         output["loss"] = total_loss(losses)
         if losses.keys() != {"loss"}:
             output["losses"] = losses
+
+
+def mean_that_counts(mean: torch.Tensor | float, weight: torch.Tensor | float) -> torch.Tensor | float:
+    """Return a mean over ``weight`` items, or 0 if there are none, as it may be NaN then. Reads from no device."""
+    if not isinstance(weight, torch.Tensor):
+        return mean if weight else mean.new_zeros(mean.shape) if isinstance(mean, torch.Tensor) else 0.0
+    if not isinstance(mean, torch.Tensor):
+        dtype = weight.dtype if weight.is_floating_point() else accumulation_dtype(weight.device)
+        mean = torch.full((), mean, dtype=dtype, device=weight.device)
+    return torch.where(weight.to(mean.device) == 0, 0, mean)
 
 
 def check_items(items: object, name: str) -> None:

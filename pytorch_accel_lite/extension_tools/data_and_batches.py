@@ -37,7 +37,7 @@ from pytorch_accel_lite.data.sources import (
     dataset_of,
     find_length,
 )
-from pytorch_accel_lite.data.step_outputs import check_items, complete_output, is_number
+from pytorch_accel_lite.data.step_outputs import check_items, complete_output, is_number, mean_that_counts
 from pytorch_accel_lite.data.steps_from_position import (
     count_global_batches,
     early_end_error,
@@ -54,7 +54,7 @@ __all__ = [
     "checksum_of_indices", "complete_output", "concatenate", "copy_loader", "count_global_batches", "dataset_of",
     "early_end_error", "faster_data", "find_length", "first_label", "grouped", "infer_batch_size", "is_a",
     "is_as_long", "is_list_of_samples", "is_loader_of_torch", "is_number", "is_packed", "is_single_sample",
-    "list_samples", "marks_of", "names_sample", "nested_in", "of_all_processes", "parts_held", "parts_in",
-    "reachable_from", "reader_of", "select_samples", "shapes_are_known", "share_bounds", "sizes_of", "skip_samples",
-    "slice_batch", "tensors_in", "to_cpu", "to_device", "with_last",
+    "list_samples", "marks_of", "mean_that_counts", "names_sample", "nested_in", "of_all_processes", "parts_held",
+    "parts_in", "reachable_from", "reader_of", "select_samples", "shapes_are_known", "share_bounds", "sizes_of",
+    "skip_samples", "slice_batch", "tensors_in", "to_cpu", "to_device", "with_last",
 ]  # fmt: skip

@@ -26,7 +26,10 @@ def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
     """Clip each element of the gradients and their total norm, as configured."""
     accelerator, run = trainer.accelerator, trainer.current_run
     value, norm = config.gradient_clip_value, config.gradient_clip_norm
-    if trainer.is_sharded:
+    is_sharded = trainer.is_sharded
+    in_shards = is_sharded and are_sharded(trainer.model.parameters())
+    if is_sharded and not in_shards:
+        # Accelerate lets an engine, such as FSDP1, clip its own shards, and only if it is asked to clip all of them.
         clipped = list(trainer.model.parameters())
     else:
         clipped = updated_parameters(trainer)
@@ -35,7 +38,7 @@ def clip(trainer: TrainerLike, config: TrainerRunConfig) -> None:
         if order is None or order.ids != ids:
             order = run.training_step.clipping_order = ClippingOrder(ids, _in_model_order(clipped, trainer.model))
         clipped = order.parameters
-    if are_sharded(clipped) or trainer.division.has_fixed_shares:
+    if in_shards or are_sharded(clipped) or trainer.division.has_fixed_shares:
         run.training_step.gradient_norm = clip_shards(
             accelerator, clipped, value, norm, _norm_function(trainer, clipped)
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from pytorch_accel_lite import NonFiniteLossError, Trainer
+from pytorch_accel_lite import LossTracker, NonFiniteLossError, Trainer
 from pytorch_accel_lite.callbacks import StepBasedEvaluationCallback, TerminateOnNaNCallback
 from tests.small_models import listener, make_data, make_model, make_trainer, train
 
@@ -52,6 +53,53 @@ def test_the_error_of_a_loss_that_is_not_finite_names_the_losses():
 
     with pytest.raises(NonFiniteLossError, match=r"fit=\d.*penalty=inf"):
         train(make_trainer([TerminateOnNaNCallback], trainer_class=TwoLosses))
+
+
+class Labelled(Trainer):
+    """Its loss is a mean over the positive targets, and NaN in a batch without any."""
+
+    as_count: Any = int
+
+    def calculate_train_batch_loss(self, batch):
+        output = super().calculate_train_batch_loss(batch)
+        counts = batch[1] > 0
+        loss = output["model_outputs"][counts].square().mean()
+        losses = {"fit": loss, "other": loss * 0}
+        return output | {"loss": losses, "num_items_in_batch": self.as_count(counts.sum().item())}
+
+
+@pytest.mark.parametrize("as_count", [int, torch.tensor], ids=["number", "tensor"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_batch_of_which_nothing_counts_ends_no_run(as_count, accumulation):
+    data = make_data()
+    data.tensors[1].abs_().add_(1)
+    data.tensors[1][:2] = -1
+    seen: list[float] = []
+
+    def note(trainer, batch_output, **_):
+        if batch_output["num_items_in_batch"]:
+            seen.append(batch_output["loss"].item())
+
+    trainer = make_trainer([TerminateOnNaNCallback, listener(on_train_step_end=note)], trainer_class=Labelled)
+    trainer.as_count = as_count
+    kwargs = {"gradient_accumulation_steps": accumulation, "train_dataloader_kwargs": {"shuffle": False}}
+    train(trainer, epochs=1, train_dataset=data, **kwargs)
+    assert len(seen) > 1
+    assert trainer.run_history.get_latest_metric("train_loss_epoch") == pytest.approx(sum(seen) / len(seen))
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("total", [0.0, torch.zeros((), dtype=torch.float64)], ids=["host", "device"])
+@pytest.mark.parametrize("as_count", [int, torch.tensor], ids=["number", "tensor"])
+@pytest.mark.parametrize("as_loss", [float, torch.tensor], ids=["number", "tensor"])
+def test_a_running_mean_leaves_out_means_over_nothing(total, as_count, as_loss):
+    tracker = LossTracker()
+    tracker.load_state_dict({"total_loss": total, "running_count": 0, "loss_value": 0.0})
+    for loss, count in ((math.nan, 0), (2.0, 3), (math.inf, 0), (1.0, 1)):
+        tracker.update(as_loss(loss), as_count(count))
+    assert tracker.average == 1.75
+    tracker.update(as_loss(math.nan), as_count(1))
+    assert math.isnan(tracker.average)
 
 
 def test_the_error_names_the_epoch_in_which_the_loss_became_nan():

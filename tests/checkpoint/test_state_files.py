@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import gc
 import io
 import os
@@ -332,6 +333,26 @@ def test_values_that_cannot_be_stored_are_named(tmp_path):
     with pytest.raises(TypeError, match=r"state\['callbacks'\]\['Keeps'\]\['nested'\]\[1\]\['path'\] is \w*PosixPath"):
         run(tmp_path, extra=(Keeps(),))
     assert not list(tmp_path.glob("states/*update*"))
+
+
+def test_a_state_with_an_enum_of_a_callback_resumes(tmp_path):
+    class Mode(enum.StrEnum):
+        MIN = "min"
+
+    class Keeps(TrainerCallback):
+        mode = ""
+
+        def state_dict(self):
+            return {"mode": Mode.MIN, "seen": {Mode.MIN: 1}}
+
+        def load_state_dict(self, state):
+            assert type(state["mode"]) is str
+            self.mode, _ = state["mode"], state["seen"]["min"]
+
+    run(tmp_path, extra=(Keeps(),))
+    resumed = Keeps()
+    run(tmp_path, extra=(resumed,), resume_from="latest")
+    assert resumed.mode == "min"
 
 
 def test_saving_at_the_wrong_moment_is_refused(tmp_path):

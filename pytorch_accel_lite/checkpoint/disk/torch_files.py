@@ -23,11 +23,22 @@ _NUMPY_NUMBERS: list[Any] = [
     *{type(np.dtype(code)) for code in "?bhilqBHILQefd"},
 ]
 
-_PLAIN = frozenset({torch.Tensor, str, bytes, bool, int, float, complex, type(None)})
+_PLAIN = frozenset({str, bytes, bool, int, float, complex, type(None)})
+
+#: What makes a plain value of one of a subclass, such as an enum, whatever the subclass's own conversions return.
+_TO_PLAIN: dict[type, Callable[[Any], Tree]] = {
+    str: str.__str__,
+    int: int.__int__,
+    float: float.__float__,
+    complex: complex.__complex__,
+    bytes: lambda value: bytes(memoryview(value)),
+}
 
 
 def storable(value: Tree, path: str) -> Tree:
-    """Convert a value to types that ``torch.load(weights_only=True)`` can load; numpy numbers become Python numbers.
+    """Convert a value to types that ``torch.load(weights_only=True)`` can load.
+
+    Numbers of numpy become Python numbers, and values of subclasses of plain types, such as enums, plain ones.
 
     Args:
         path: name of the value in the error
@@ -35,19 +46,50 @@ def storable(value: Tree, path: str) -> Tree:
     Raises:
         TypeError: if the value, or one nested in it, cannot be converted; names the path to it
     """
-    if type(value) in _PLAIN or isinstance(value, (torch.Tensor, str, bytes)):
+    kind = type(value)
+    if kind in _PLAIN:
         return value
-    if isinstance(value, np.generic):
-        return value.item()
+    if isinstance(value, torch.Tensor) and (tensor := _loadable_tensor(value)) is not None:
+        return tensor
+    if isinstance(value, np.generic) and type(item := value.item()) is not kind:  # unlike a longdouble
+        return storable(item, path)
     if isinstance(value, Mapping):
         converted = {storable(k, f"{path}.keys()"): storable(v, f"{path}[{k!r}]") for k, v in value.items()}
-        return type(value)(converted) if isinstance(value, (OrderedDict, Counter)) else converted
-    if type(value) in (list, tuple, set):
-        return type(value)(storable(item, f"{path}[{i}]") for i, item in enumerate(value))
+        ordered_or_counter = next((base for base in (OrderedDict, Counter) if isinstance(value, base)), None)
+        return converted if ordered_or_counter is None else ordered_or_counter(converted)
+    if kind in (list, tuple, set):
+        return kind(storable(item, f"{path}[{i}]") for i, item in enumerate(value))
+    for base, to_plain in _TO_PLAIN.items():
+        if isinstance(value, base):
+            return to_plain(value)
     raise TypeError(
         f"{path} is {type(value).__name__}, which cannot be stored without pickle. Store numbers, strings, tensors, "
         "and lists, tuples, sets or dicts of them."
     )
+
+
+def _loadable_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor that loads without running code: without attributes that do not; ``None`` if there is none."""
+    kind = type(tensor)
+    if kind in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested:
+        if not vars(tensor) or _loads(vars(tensor)):
+            return tensor
+        plain = tensor.detach()
+        return torch.nn.Parameter(plain, tensor.requires_grad) if kind is torch.nn.Parameter else plain
+    # Shards are written to other files. Packages such as torchao tell torch which of their classes are safe.
+    return tensor if hasattr(tensor, "full_tensor") or _loads(tensor) else None
+
+
+def _loads(value: object) -> bool:
+    """Whether what torch writes of a value can be loaded without running code."""
+    content = io.BytesIO()
+    try:
+        torch.save(value, content)
+        content.seek(0)
+        load_plain(content)
+    except Exception:  # torch raises almost anything
+        return False
+    return True
 
 
 def map_nested(

@@ -18,6 +18,7 @@ from pytorch_accel_lite.extension_tools.data_and_batches import (
     is_as_long,
     is_list_of_samples,
     is_number,
+    mean_that_counts,
     parts_in,
     slice_batch,
     tensors_in,
@@ -139,11 +140,7 @@ def _mean(values: list[Tree], shares: list[Count]) -> Tree:
     """Return the weighted mean of values. Values with weight zero, such as means over no items, do not count."""
     if all(value is None for value in values):  # an evaluation may have no loss
         return None
-    weighted = [value * share for value, share in zip(values, shares, strict=True)]
-    return sum(
-        torch.where(share > 0, value, 0) if isinstance(share, torch.Tensor) else value
-        for value, share in zip(weighted, shares, strict=True)
-    )
+    return sum(mean_that_counts(value, share) * share for value, share in zip(values, shares, strict=True))
 
 
 def concatenate_if_possible(parts: Sequence[Tree]) -> Tree:

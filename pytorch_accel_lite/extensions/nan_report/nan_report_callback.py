@@ -17,7 +17,7 @@ from torch import nn
 
 from pytorch_accel_lite.checkpoint import folder_path, write_text
 from pytorch_accel_lite.extending import BatchOutput, JsonObject, NonFiniteLossError, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extension_tools.data_and_batches import BatchData, Index
+from pytorch_accel_lite.extension_tools.data_and_batches import BatchData, Index, mean_that_counts
 from pytorch_accel_lite.extension_tools.modules_and_devices import to_float
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import total_norm
 from pytorch_accel_lite.extension_tools.plain_types import StrPath, Tree
@@ -178,7 +178,8 @@ class NaNReportCallback(TrainerCallback):
         self._calls = []
         if self._repetition is not None:
             self._repetition.begin_backward()
-        if self.report is None and not math.isfinite(to_float(batch_output["loss"].detach())):
+        loss = mean_that_counts(batch_output["loss"].detach(), batch_output.get("num_items_in_batch", 1))
+        if self.report is None and not torch.isfinite(torch.as_tensor(loss)).item():
             self._write(trainer, "loss")
 
     def on_train_step_end(self, trainer: TrainerLike, *args: object, **kwargs: object) -> None:

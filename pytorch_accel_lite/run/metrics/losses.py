@@ -12,6 +12,7 @@ from pytorch_accel_lite.base.devices import accumulation_dtype, to_float
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.sources import BatchOutput
+from pytorch_accel_lite.data.step_outputs import mean_that_counts
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.accumulation import Count
 
@@ -36,7 +37,7 @@ class LossTracker:
         self.running_count: Count = 0
 
     def update(self, loss_batch_value: torch.Tensor | float, batch_size: Count = 1) -> None:
-        """Add the mean loss of a batch, weighted by its size.
+        """Add the mean loss of a batch, weighted by its size. A mean over nothing does not count, even if it is NaN.
 
         Args:
             loss_batch_value: a number, or a tensor, whose elements are averaged
@@ -53,7 +54,9 @@ class LossTracker:
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()
             self._add_on_device(loss, batch_size)
-        else:
+        elif isinstance(batch_size, torch.Tensor):
+            self.total_loss += mean_that_counts(loss, batch_size) * batch_size
+        elif batch_size:
             self.total_loss += loss * batch_size
         self.loss_value = loss
         self.running_count = self.running_count + batch_size  # not in place: it may be the user's tensor
@@ -62,9 +65,10 @@ class LossTracker:
         if not isinstance(self.total_loss, torch.Tensor):
             self.total_loss = torch.full((), self.total_loss, dtype=accumulation_dtype(loss.device), device=loss.device)
         if isinstance(batch_size, torch.Tensor):
-            loss = loss.to(self.total_loss.dtype) * batch_size
+            loss = mean_that_counts(loss.to(self.total_loss.dtype), batch_size) * batch_size
             batch_size = 1
-        self.total_loss.add_(loss.reshape(()), alpha=batch_size)
+        if batch_size:
+            self.total_loss.add_(loss.reshape(()), alpha=batch_size)
 
     def state_dict(self) -> StateDict:
         """Return the sums."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 
 from pytorch_accel_lite.data import Batch
@@ -43,6 +46,19 @@ def test_merged_outputs_are_those_of_the_whole():
     torch.testing.assert_close(merged["losses"]["a"], x.mean())
     assert torch.equal(merged["model_outputs"], x)
     assert merged["text"] is None
+
+
+@pytest.mark.parametrize("count", [int, float, torch.tensor], ids=["int", "float", "tensor"])
+def test_the_mean_of_a_part_without_items_does_not_count(count):
+    losses = {0: torch.tensor(math.nan), 3: torch.tensor(1.0)}
+    outputs = [
+        {"loss": loss, "losses": {"a": loss}, "batch_size": 2, "num_items_in_batch": count(items)}
+        for items, loss in losses.items()
+    ]
+    merged = merge_outputs(outputs)
+    assert merged["num_items_in_batch"] == 3
+    assert merged["loss"] == merged["losses"]["a"] == 1
+    assert merged["loss"].dtype == torch.float32
 
 
 def test_losses_are_copied_only_if_a_callback_may_change_them():

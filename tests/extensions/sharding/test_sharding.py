@@ -134,6 +134,45 @@ def test_gradients_in_shards_are_clipped_by_value(two_ranks):
         assert found["norms"] == pytest.approx(expected["norms"], abs=1e-12)
 
 
+class Scaled(nn.Module):
+    """A loss with a weight of its own, whose gradients are far larger than those of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, dtype=torch.double))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return ((outputs - targets) ** 2).mean() + 1e4 * (self.weight**2).sum()
+
+
+def clipped_with_loss(how: str, limits: dict[str, Any], logical: bool, trains_model: bool) -> dict[str, Any]:
+    """Return the weights, also that of the loss, after two updates, and the norms of the gradients."""
+    norms: list[float] = []
+    noting = listener(on_optimizer_step_start=lambda trainer, **_: norms.append(float(trainer.gradient_norm)))
+    model, loss = shard(create_model(), how).requires_grad_(trains_model), Scaled()
+    optimizer = torch.optim.SGD([*loss.parameters(), *model.parameters()], lr=1.0)
+    kwargs: dict[str, Any] = {"logical_processes": 2} if logical else {}
+    trainer = Trainer(model, loss, optimizer, [noting], seed=3, accelerator=Accelerator(cpu=True), **kwargs)
+    size = 4 if logical else 8 // world_size()
+    trainer.train(DATA, per_device_batch_size=size, max_num_train_steps=2, **limits)
+    weights = gathered(trainer.get_model().state_dict()) | {"loss": loss.weight.detach()}
+    return {"weights": weights, "norms": norms}
+
+
+@pytest.mark.parametrize("limits", [{"gradient_clip_norm": 1.0}, {"gradient_clip_value": 0.05}], ids=str)
+@pytest.mark.parametrize(
+    ("how", "logical", "trains_model"),
+    [("fsdp", False, True), ("layers", False, True), ("fsdp", False, False), ("fsdp", True, True)],
+)
+def test_weights_outside_of_a_sharded_model_are_clipped(two_ranks, how, logical, trains_model, limits):
+    expected = clipped_with_loss("whole", limits, logical, trains_model)
+    assert expected["norms"][0] > 1e4 or "gradient_clip_value" in limits
+    for found in two_ranks.run(clipped_with_loss, how, limits, logical, trains_model):
+        assert largest_difference(found["weights"], expected["weights"]) < 1e-10
+        assert not logical or equal_weights(found["weights"], expected["weights"])
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-12)
+
+
 def source_that_fails(how: str) -> tuple[str, int]:
     """The error, and the number of updates, of a run in which one process cannot read its data."""
     trainer = sharded_trainer(how, [], 0.0, Breaking)
