@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-#: Names in the package; names in its modules and in ``Trainer`` are prefixed with these.
-OFFERED = {
+#: What each offers in the package, in its modules and in ``Trainer``, with these as prefixes. For errors without it.
+#: ``python -m tests.interface`` writes it from the imports of the facade.
+OFFERED: dict[str, tuple[str, ...]] = {
     "advice": ("callbacks.AdviceCallback",),
-    "batch_parts": (),  # for steps that compute batches in parts
-    "blocks": (),  # Trainer(activation_checkpointing=...), Trainer(compile_model="blocks")
+    "batch_parts": (),
+    "blocks": (),
     "checking": ("Trainer.check",),
-    "closures": ("Trainer.recompute_gradients",),  # and optimizers that need a closure
-    "common_mistakes": (),  # warnings about programs that run
-    "compiled_step": (),  # Trainer(compile_step=True)
-    "data_fingerprints": (),  # data that differ between processes, or from those of a state
+    "closures": ("Trainer.recompute_gradients",),
+    "common_mistakes": (),
+    "compiled_step": (),
+    "data_fingerprints": (),
     "energy": ("callbacks.EnergyCallback",),
-    "error_notes": (),  # notes on the errors of runs
+    "error_notes": (),
     "experiment": ("compare_runs", "compare_seeds", "cross_validate"),
-    "failed_batches": ("callbacks.SkipFailedBatchesCallback",),  # and train(auto_microbatch=True)
+    "failed_batches": ("callbacks.SkipFailedBatchesCallback",),
     "finetuning": (
         "finetuning.BN_MODULES",
         "finetuning.Layer",
@@ -28,11 +29,11 @@ OFFERED = {
     "gradient_spikes": ("callbacks.GradientSpikeCallback",),
     "hang_watch": ("callbacks.HangWatchCallback",),
     "idle_gpus": ("utils.use_idle_gpus",),
-    "kept_workers": (),  # persistent workers that have the data as they are
+    "kept_workers": (),
     "logical": ("Trainer.logical",),
-    "manual_optimization": (),  # a trainer that overrides train_step
+    "manual_optimization": (),
     "memory_estimate": ("Trainer.estimate_memory",),
-    "metrics": ("callbacks.MetricsCallback",),  # and Trainer(metrics=...)
+    "metrics": ("callbacks.MetricsCallback",),
     "metrics_file": ("callbacks.MetricsFileCallback",),
     "mixtures": ("callbacks.MixtureScheduleCallback", "data.Mixture", "data.MixtureSampler", "data.MixtureStream"),
     "model_ema": ("callbacks.ModelEma", "callbacks.ModelEmaCallback", "ema.ModelEma", "utils.ModelEma"),
@@ -45,7 +46,7 @@ OFFERED = {
         "callbacks.LossScaleCallback",
     ),
     "muon": ("optimizers.ParameterKinds", "optimizers.muon_with_adamw", "optimizers.split_parameters"),
-    "named_schedules": (  # train(create_scheduler_fn="cosine")
+    "named_schedules": (
         "callbacks.WSDCheckpointCallback",
         "schedulers.WSDLrScheduler",
         "schedulers.wsd_scheduler.DECAYS",
@@ -54,7 +55,7 @@ OFFERED = {
     ),
     "nan_report": ("callbacks.NaNReportCallback",),
     "optuna": ("integrations.OptunaPruningCallback",),
-    "other_libraries": (),  # errors that know the names of others
+    "other_libraries": (),
     "packing": (
         "data.PackSequences",
         "data.TokenBatchSampler",
@@ -63,7 +64,7 @@ OFFERED = {
         "data.packed_mask_function",
         "data.unpack",
     ),
-    "plots": (  # and the methods plot()
+    "plots": (
         "plotting.NothingToPlotError",
         "plotting.new_figure",
         "plotting.overlay_style",
@@ -79,32 +80,28 @@ OFFERED = {
         "callbacks.iterate_predictions",
         "callbacks.read_predictions",
     ),
-    "pretrained": (),  # save_model(directory) for models of transformers, PEFT, diffusers and timm
+    "pretrained": (),
     "profiling": ("callbacks.ProfilerCallback", "callbacks.TimingCallback"),
     "progress_bar": ("callbacks.ProgressBarCallback",),
     "progress_table": ("callbacks.ProgressTableCallback",),
     "ray": ("integrations.RayReportCallback",),
-    "recorded_settings": (),  # compared by a run that resumes another one
-    "remote": (),  # states and models at URLs
-    "reports": (  # and the card of save_model()
-        "callbacks.PlotMetricsCallback",
-        "callbacks.RunLogCallback",
-        "callbacks.ShowOutputsCallback",
-    ),
-    "sanity_check": (),  # train(sanity_check=True)
-    "sharding": (),  # models with sharded weights
+    "recorded_settings": (),
+    "remote": (),
+    "reports": ("callbacks.PlotMetricsCallback", "callbacks.RunLogCallback", "callbacks.ShowOutputsCallback"),
+    "sanity_check": (),
+    "sharding": (),
     "shuffled_streams": ("data.ShuffledStream",),
-    "slurm": (),  # SaveTrainingStateCallback(requeue=True)
-    "step_logging": (),  # rows of loggers
-    "streams": (),  # data that are read in turn
+    "slurm": (),
+    "step_logging": (),
+    "streams": (),
     "sync_batch_norm": ("callbacks.ConvertSyncBatchNormCallback",),
-    "takeover": (),  # the command launch
+    "takeover": (),
     "throughput": ("callbacks.ThroughputCallback",),
     "trackers": ("callbacks.TrackerCallback",),
-    "trials": (),  # what the checks and searches before a training are made with
-    "tuning": ("Trainer.find_lr", "Trainer.find_batch_size", "Trainer.diagnose"),
+    "trials": (),
+    "tuning": ("Trainer.diagnose", "Trainer.find_batch_size", "Trainer.find_lr"),
     "unfreezing": ("callbacks.GradualUnfreezingCallback",),
-    "user_attributes": (),  # attributes of users in training states
+    "user_attributes": (),
     "worst_samples": ("callbacks.WorstSample", "callbacks.WorstSamplesCallback"),
 }
 #: The extensions that have arguments of a trainer.

@@ -1,17 +1,22 @@
-"""The public interface as text, one signature per line: ``python -m tests.interface`` writes ``interface.txt``."""
+"""The public interface as text, one signature per line, and the names that extensions add to it.
+
+``python -m tests.interface`` writes ``interface.txt``, and ``OFFERED`` in ``extension_names.py``.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from pytorch_accel_lite import extension_tools
+from pytorch_accel_lite import Trainer, extension_names, extension_tools
 from pytorch_accel_lite.base.trainer_help import AttributeElsewhere
 
 FILE = Path(__file__).with_name("interface.txt")
@@ -91,5 +96,38 @@ def _signature(value: Any) -> str:
     return str(inspect.Signature(plain))
 
 
+def offered() -> dict[str, tuple[str, ...]]:
+    """Return the names that the facade has from each extension: those of its modules, and of methods of the trainer."""
+    package = Path(extension_tools.__file__).parents[1]
+    prefix = f"{package.name}.extensions."
+    found: dict[str, list[str]] = {path.parent.name: [] for path in package.glob("extensions/*/__init__.py")}
+    apart = {"__main__", "registered_extensions", "trainer"}
+    apart |= {"checking", "experiment"}  # the public paths of one extension, which are deleted with it
+    for path in package.rglob("*.py"):
+        module = ".".join(path.relative_to(package).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+        for node in ast.parse(path.read_text()).body if module.split(".")[0] not in {*apart, "extensions"} else ():
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith(prefix):
+                names = [alias.asname or alias.name for alias in node.names]
+                found[str(node.module).split(".")[2]] += [f"{module}.{name}".lstrip(".") for name in names]
+    for name, value in vars(Trainer).items():
+        if str(getattr(value, "__module__", "")).startswith(prefix):
+            found[value.__module__.split(".")[2]].append(f"Trainer.{name}")
+    return {extension: tuple(sorted(names)) for extension, names in sorted(found.items())}
+
+
+def _write_offered() -> None:
+    """Write ``OFFERED`` as ruff formats it."""
+    entries = []
+    for extension, names in offered().items():
+        quoted = [f'"{name}"' for name in names]
+        line = f'    "{extension}": ({", ".join(quoted)}{"," * (len(names) == 1)}),'
+        split = "".join(f"        {name},\n" for name in quoted)
+        entries.append(line if len(line) <= 120 else f'    "{extension}": (\n{split}    ),')
+    path = Path(extension_names.__file__)
+    written = "OFFERED: dict[str, tuple[str, ...]] = {\n" + "\n".join(entries) + "\n}\n"
+    path.write_text(re.sub(r"OFFERED.*? = {\n.*?\n}\n", written, path.read_text(), flags=re.DOTALL))
+
+
 if __name__ == "__main__":
     FILE.write_text("\n".join(lines()) + "\n")
+    _write_offered()

@@ -214,6 +214,19 @@ def test_the_public_interface_equals_interface_txt():
     assert list(interface.lines()) == interface.FILE.read_text().splitlines()
 
 
+@pytest.mark.extension(*OFFERED)
+def test_names_offered_are_those_that_the_facade_imports():
+    """After a change, run ``python -m tests.interface``."""
+    assert interface.offered() == OFFERED
+
+
+def test_internals_has_the_first_sentence_of_each_extension():
+    rows = (ROOT / "docs" / "internals.md").read_text()
+    for path in PACKAGE.glob("extensions/*/__init__.py"):
+        sentence = (ast.get_docstring(parsed(path)) or "").split("\n\n")[0].replace("\n", " ").replace("``", "`")
+        assert f"| `{path.parent.name}/` | {sentence.rstrip('.')} |" in rows, path
+
+
 def test_internals_names_existing_files():
     named = re.findall(r"`((?:\w+/)+\w+\.py)`", (ROOT / "docs" / "internals.md").read_text())
     assert len(named) > 50
