@@ -56,8 +56,8 @@ class TerminateOnNaNCallback(TrainerCallback):
             return  # a loss in host memory has already been read
         losses = {"loss": batch_output["loss"], **batch_output.get("losses", {})}
         if "num_items_in_batch" in batch_output:
-            items, of_parts = batch_output["num_items_in_batch"], run.loss_trackers.num_items
-            losses = {name: mean_that_counts(loss, of_parts.get(name, items)) for name, loss in losses.items()}
+            weights = dict.fromkeys(losses, batch_output["num_items_in_batch"]) | run.loss_trackers.num_items
+            losses = {name: mean_that_counts(loss, weights[name]) for name, loss in losses.items()}
         step = trainer.progress.step - 1
         self._recent.append((step, {name: loss.detach() for name, loss in losses.items()}))
         if isinstance(latest, float):
