@@ -63,9 +63,7 @@ class EarlyStoppingCallback(MetricWatcher):
         if not 0 <= early_stopping_threshold < math.inf:
             raise ValueError(f"early_stopping_threshold={early_stopping_threshold!r} must be 0 or more, and finite.")
         if baseline is not None and math.isnan(float(baseline)):
-            raise ValueError(
-                f"baseline={baseline!r} must be a number, as nothing is better than NaN. Omit it for none."
-            )
+            raise ValueError(f"baseline={baseline!r} must be a number: nothing is better than NaN. Omit it for none.")
         self.early_stopping_patience = check_positive_int("early_stopping_patience", early_stopping_patience)
         self.early_stopping_threshold = early_stopping_threshold
         self.threshold_mode = check_choice("threshold_mode", threshold_mode, ("absolute", "relative"))
