@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from tests.forked_workers import ForkedWorker, fork_workers
 from tests.launching import ROOT, SOAK, EarlyCopy, EarlyFork
 from tests.rank_pool import RankPool
 from tests.small_models import fake_clock
@@ -71,6 +72,12 @@ def pytest_xdist_auto_num_workers() -> int:
     return len(os.sched_getaffinity(0)) + 1
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[object]) -> None:
+    if not config.getoption("cov_source", None):  # coverage begins with an interpreter
+        fork_workers(config, len(specs))
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group the tests that share an expensive fixture on one worker of pytest-xdist, so that it is created once."""
@@ -78,6 +85,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name in [name for mark in item.iter_markers("extension") for name in mark.args]:
             if not (EXTENSIONS / name).exists():
                 item.add_marker(pytest.mark.skip(reason=f"the extension {name!r} has been deleted"))
+        if item.get_closest_marker("sampled") and _is_left_out(item):
+            item.add_marker(pytest.mark.thorough)
         used = getattr(item, "fixturenames", ())
         for name in [name for name in EXPENSIVE if name in used][:1]:
             item.add_marker(pytest.mark.xdist_group(name))
@@ -87,6 +96,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.soak)
         elif "fresh" in used or "uninterrupted" in used:
             item.add_marker(pytest.mark.programs)
+
+
+def _is_left_out(item: pytest.Item) -> bool:
+    """Whether a case is not one of every third; by nothing but the case itself, as those that fail are tried again."""
+    found: dict[str, int] = item.callspec.indices  # type: ignore[attr-defined]
+    return sum({*found.values()}) % 3 != 0
 
 
 def pytest_collection_finish() -> None:
@@ -125,7 +140,8 @@ def _use_huge_pages() -> None:
 def pytest_sessionfinish() -> None:
     if hasattr(EarlyFork, "copy"):
         EarlyFork.copy.close()
-    atexit.register(_free_all)  # later, as pytest collects garbage several times before it ends
+    if not ForkedWorker.is_this:
+        atexit.register(_free_all)  # later, as pytest collects garbage several times before it ends
 
 
 def _free_all() -> None:

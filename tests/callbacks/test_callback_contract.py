@@ -187,6 +187,7 @@ def test_a_run_with_a_shipped_callback_resumes_from_its_middle(callback_class, h
         assert same_bits(again.state_dict(), callback.state_dict())
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("callback_class", some_of(some_of(SHIPPED)))

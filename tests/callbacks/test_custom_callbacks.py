@@ -166,6 +166,7 @@ def test_an_error_in_a_callback_names_it_and_the_event(event):
     assert caught.value.__notes__[0] == f"In Mine.{event}."
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("base", [TrainerCallback, *SHIPPED], ids=lambda base: base.__name__)
 def test_a_subclass_may_pass_batch_and_output_on_by_position(base, tmp_path, monkeypatch):
     """As code for pytorch-accelerated does."""

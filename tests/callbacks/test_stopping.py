@@ -120,6 +120,7 @@ def test_patience_counts_evaluations_in_mid_epoch_or_epochs(patience_in, update)
     assert f"has not improved for 2 {patience_in} (early_stopping_patience)" in trainer.stop_reason
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("saves_first", [True, False])
 def test_a_resumed_run_stops_early_at_the_same_epoch(saves_first, tmp_path):
     def run(folder: str, **kwargs: Any) -> Any:

@@ -160,6 +160,7 @@ def test_adapters_are_saved_like_any_trained_weights(tmp_path):
     assert len(kept) == 8 + 2 + 2
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("trainable_only", [False, True])
 def test_with_adapters_a_run_resumes_to_the_same_bits(tmp_path, trainable_only):

@@ -69,6 +69,7 @@ def swap_pieces(content: bytearray) -> None:
     content[:size], content[size : 2 * size] = content[size : 2 * size], content[:size]
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [flip_last, swap_pieces])
 def test_damage_anywhere_in_a_file_of_several_pieces_is_named(tmp_path, damage: Callable[[bytearray], None]):

@@ -31,6 +31,7 @@ def saved(folder: Path) -> list[Path]:
     return sorted(folder.glob("update-*"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_malformed_manifest_field_is_named_and_skipped(tmp_path, field, capsys):
     *_, older, newest = saved(tmp_path)
@@ -51,6 +52,7 @@ def test_a_malformed_manifest_field_is_named_and_skipped(tmp_path, field, capsys
         assert f"{older.name}: epoch 1" in capsys.readouterr().out
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("content", [[1], {}, {"history": None}, "text"])
 @pytest.mark.parametrize("file", ["trainer.pt", "rank00000.pt"])
 def test_a_state_file_with_other_content_is_named_and_skipped(tmp_path, file, content, capsys):

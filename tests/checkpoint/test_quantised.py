@@ -95,6 +95,7 @@ def state_after(folder: Path, update: int) -> Path:
     return folder / f"update-{update:09}"
 
 
+@pytest.mark.sampled
 def test_adapters_resume_to_the_same_bits_without_the_base(kind, tmp_path, capsys):
     base = save_base(tmp_path / "base")
     whole = train(kind, base, tmp_path / "states")
@@ -124,6 +125,7 @@ def test_adapters_are_loaded_by_peft_on_a_quantised_base(kind, tmp_path):
     assert torch.equal(first, second)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("trainable_only", [False, True])
 def test_files_lack_the_quantised_weights(kind, tmp_path, trainable_only):
     base = save_base(tmp_path / "base")

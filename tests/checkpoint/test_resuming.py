@@ -142,6 +142,7 @@ class OwnBatches(Trainer):
         return Lists(self.train_dataset, batch_size)
 
 
+@pytest.mark.sampled
 @pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -589,6 +590,7 @@ def test_a_state_that_does_not_fit_is_explained(tmp_path):
         trainer.load_training_state(tmp_path / "state")
 
 
+@pytest.mark.sampled
 @pytest.mark.extension("model_ema")
 @pytest.mark.slow
 @pytest.mark.parametrize("event", ["on_training_run_start", "on_train_epoch_start"])
@@ -633,6 +635,7 @@ def _forget_momentum(trainer, **kwargs):
     trainer.optimizer.state.clear()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(
     ("event", "change"),

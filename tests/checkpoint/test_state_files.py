@@ -71,6 +71,7 @@ DAMAGES = {
 FILES = ["model.safetensors", "trainer.pt", "rank00000.pt", "manifest.json"]
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "damage"), some_of(product(FILES, DAMAGES)))

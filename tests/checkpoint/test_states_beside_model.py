@@ -266,6 +266,7 @@ ELSEWHERE = {f"what {place} holds": (partial(train_elsewhere, place=place), ever
 BESIDE_THE_MODEL |= ELSEWHERE
 
 
+@pytest.mark.sampled
 @pytest.mark.soak
 @pytest.mark.parametrize(("train", "result"), some_of(BESIDE_THE_MODEL.values()), ids=some_of(BESIDE_THE_MODEL))
 def test_modules_beside_the_model_resume_bit_for_bit(train, result):

@@ -354,6 +354,7 @@ class ByEpoch(Sampler[int]):
         self.epoch = epoch
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wrap", [lambda sampler: {"sampler": sampler}, in_batches], ids=["samples", "batches"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_epoch_is_resumed_in_the_order_it_was_begun_in(tmp_path, wrap, workers):

@@ -102,6 +102,7 @@ def test_a_loader_trains_like_its_dataset(case):
     check_both(with_both(*case))
 
 
+@pytest.mark.sampled
 @CASES
 @pytest.mark.processes
 def test_a_loader_trains_like_its_dataset_on_several_processes(two_ranks, case):
@@ -210,6 +211,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.soak
 @pytest.mark.parametrize(("kind", "workers"), some_of(KINDS))
 def test_a_run_on_a_loader_resumes_to_the_same_bits(kind, workers):
@@ -358,6 +360,7 @@ def test_a_loader_gives_each_sample_once(kind):
     assert printed == ""
 
 
+@pytest.mark.sampled
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", [*INDEXED, *READ_IN_TURN[:2]])
 def test_several_processes_read_each_sample_of_a_loader_once(ranks, kind):

@@ -202,6 +202,7 @@ def test_a_subset_may_be_empty():
     assert list(shard(DataLoader(Subset(float64_data(10), []), 4), rank_of(0, 1), torch.device("cpu"), 0, True)) == []
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize("kind", ["memory", "subset", "map", "batch sampler"])

@@ -55,6 +55,7 @@ class EndlessOrder(Sampler):
             yield int(own + torch.randint(9, ()) + np.random.randint(9) + random.randrange(9)) % self.size
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("batched", [False, True])

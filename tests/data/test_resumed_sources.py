@@ -217,6 +217,7 @@ def resumed(kind: str, at: int, folder: Any, workers: int = 0, epochs: int = 3) 
     return train(kind, workers, resume_from=folder, epochs=epochs)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", [*map(case, SOURCES)])
 def test_own_generators_and_stateful_samplers_resume_exactly(tmp_path, kind):
     whole = train(kind)
@@ -231,6 +232,7 @@ WITH_WORKERS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", WITH_WORKERS)
 def test_sources_with_workers_resume_exactly(tmp_path, kind):
     with warnings.catch_warnings():

@@ -32,6 +32,7 @@ from tests.small_models import (
 from tests.streams import ShuffledSamples
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("data", [float64_data(12), Rows(float64_data(12))])
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
@@ -170,6 +171,7 @@ def test_a_forked_worker_that_does_not_begin_is_replaced(tmp_path, kind, samples
     assert run_code(WORKERS_THAT_DO_NOT_BEGIN, str(tmp_path), kind).split() == [str(samples), "4"]
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize(("kind", "seed"), some_of(product(["rows", "stream", "own"], [None, 0])))

@@ -165,6 +165,7 @@ def test_bypassing_ddp_in_some_steps_is_found_after_the_epoch(found):
         assert "a step that calls the bare module" in said
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("case", "expected_update", "expected_epoch", "words"), [
     ("critic", 1, 1, ["'critic.weight'", "self.accelerator.prepare(module)"]),
     ("unfrozen", None, 2, ["rewrap_model()"]),  # at the end of the epoch

@@ -109,6 +109,7 @@ def trained(kind: str, adds: Any = None, penalised: bool = False, **arguments: A
     return train(trainer, epochs=2, size=7, **arguments)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("adds", [replace, change_in_place])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @each_kind

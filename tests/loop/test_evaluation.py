@@ -355,6 +355,7 @@ def test_early_stopping_counts_evaluations_within_epochs(patience_in, update):
     assert only_within_epochs([stopping], epochs=9).progress.update == update
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("saves_first", [True, False])
 def test_the_best_model_within_an_epoch_stays_after_a_resume(saves_first, tmp_path):
     def run(folder: str, **kwargs: Any) -> Any:

@@ -48,6 +48,7 @@ def test_training_equals_a_hand_written_loop_bit_for_bit(dataset, dtype):
     assert trainer.run_history.get_metric_values("train_loss_epoch") == losses
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_manual_seed_gives_the_bits_of_a_hand_written_loop(workers):

@@ -159,6 +159,7 @@ def run(event: str, action: Any, seed: int | None) -> tuple[Any, Witness, Nested
     return trainer, witness, nested
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", [5, *[None] * SOAK])

@@ -159,6 +159,7 @@ def test_an_accelerator_is_passed_or_created_by_an_override():
     assert Own(model, nn.MSELoss(), None)._accelerator is accelerator
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("callbacks", [DEFAULT_CALLBACKS, get_default_callbacks(progress_bar=False)])
 def test_the_default_callbacks_read_no_device_values_in_steps(callbacks):

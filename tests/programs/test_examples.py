@@ -35,6 +35,7 @@ def test_the_first_example_is_also_described_in_a_file(tmp_path):
     assert len(json.loads((tmp_path / "tests" / "best" / "default" / "test" / "worst.json").read_text())) == 20
 
 
+@pytest.mark.thorough
 @pytest.mark.extension("unfreezing")
 def test_unfreezing_continues_where_the_head_alone_ends():
     output = run_script("examples/finetuning.py")

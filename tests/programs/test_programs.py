@@ -473,6 +473,7 @@ def kill(trainer: Trainer, **kwargs: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("program", EACH)
 def test_a_program_that_is_killed_resumes_to_the_same_bits(program, tmp_path):
     def saving(name: str) -> SaveTrainingStateCallback:

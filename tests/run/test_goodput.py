@@ -165,6 +165,7 @@ def saved(clock: Clock, folder: Any, overhead: float = 0.02, seconds: float = 0.
     return sorted(int(path.name[7:]) for path in folder.glob("update-*")), trainer
 
 
+@pytest.mark.sampled
 @pytest.mark.soak
 @pytest.mark.parametrize(("overhead", "seconds"), some_of(product([0.01, 0.02, 0.1], [2.0, 0.5])))
 def test_states_are_saved_as_often_as_the_budget_allows(clock, tmp_path, overhead, seconds):

@@ -122,6 +122,7 @@ def resumed(of: Callable[[list[Path]], list[Path]] = list, **kwargs: Any) -> Any
     return world_size(), same
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "kwargs",
     [

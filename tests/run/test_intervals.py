@@ -75,6 +75,7 @@ def test_several_processes_evaluate_at_the_same_updates(two_ranks):
         assert found == {every: due_after(every) for every in EVERY}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("every", ["4 updates", "0.4 epochs", "10 samples", "1 epochs"])
 def test_resumed_runs_keep_to_the_intervals_of_saved_states(every, tmp_path):
     def train(folder: str, **kwargs: Any) -> Any:
@@ -250,6 +251,7 @@ def test_rows_are_written_at_intervals(tmp_path):
     assert [int(re.findall(r'"update": (\d+)', row)[0]) for row in rows] == [3, 5, 8, 10, 13, 15, 18]
 
 
+@pytest.mark.sampled
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("every", "updates"),

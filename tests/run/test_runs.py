@@ -165,6 +165,7 @@ def trained_further(folder: Path, event: str, change: str) -> Any:
     return again, further, whole
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", ["num_epochs", "callback"])
 @pytest.mark.parametrize("event", EVENTS_THAT_STOP)
 def test_a_stopped_run_trains_further_if_an_argument_changed(tmp_path, event, change):

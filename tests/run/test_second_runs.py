@@ -67,6 +67,7 @@ if "WSDLrScheduler" in schedulers.__all__:  # otherwise its extension has been d
     SCHEDULES.append(schedulers.WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0.5, decay_phase_ratio=0.5))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("second", SCHEDULES, ids=lambda factory: factory.func.__name__)
 @pytest.mark.parametrize("first", SCHEDULES, ids=lambda factory: factory.func.__name__)
 def test_a_second_schedule_begins_as_with_a_new_optimizer(first, second):

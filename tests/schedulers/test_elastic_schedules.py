@@ -168,6 +168,7 @@ SCHEDULES_AND_CHANGES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "before", "after", "update"), SCHEDULES_AND_CHANGES)

@@ -63,6 +63,7 @@ def rates_of_timms_script(create: Any, epochs: int, updates_per_epoch: int, metr
     return [*rates, rates_of(optimizer)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("evaluate", [True, False])
 @pytest.mark.parametrize(("accumulation", "updates"), [(1, 7), (2, 4), (7, 1)])
 @pytest.mark.parametrize(("in_epochs", "prefix"), [(True, True), (True, False), (False, True)])

@@ -61,6 +61,7 @@ def test_each_kind_of_step_counts_each_skipped_update_once(kind, request, monkey
     assert (first, set(rest)) == (1, {2})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("event", ["on_train_step_start", "on_backward_end", "on_optimizer_step_end", "on_update_end"])
 @EACH_KIND
 def test_skipping_outside_of_an_update_is_an_error(kind, event):

@@ -48,6 +48,7 @@ def test_a_mistake_is_found_by_the_check_that_should_find_it(name):
     assert found.advice
 
 
+@pytest.mark.sampled
 @pytest.mark.soak
 @pytest.mark.parametrize("name", some_of(marked(RIGHT)))
 def test_correct_programs_pass_and_are_left_unchanged(name):
@@ -68,6 +69,7 @@ def test_correct_programs_pass_and_are_left_unchanged(name):
     assert len(trainer.run_history) == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", marked(["images, batch norm, dropout, one cycle", "generative adversarial", "callback of one's own"])
 )

@@ -295,6 +295,7 @@ READING = [
 NAMES = ["map-style", "subset", "many at once", "stream", "collate_fn", "shapes"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("data", "collate_fn", "sample", "lines"), READING, ids=NAMES)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.soak

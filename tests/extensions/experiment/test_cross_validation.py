@@ -150,6 +150,7 @@ def test_incomplete_splitters_have_predictions_by_fold(splitter, tmp_path):
     assert [len(fold.predictions) for fold in found.folds] == [4, 4]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_killed_cross_validation_continues_to_the_same_bits(result, tmp_path, capsys):
     # A run has 8 updates in its 2 epochs; the 3rd kill comes before any state of its fold has been saved.

@@ -98,6 +98,7 @@ def test_saving_while_the_average_is_evaluated_saves_the_model(tmp_path):
     assert not equal_weights(ema.ema.module.state_dict(), model.state_dict())
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("update_every", ["update", "epoch"])
 def test_a_run_with_an_average_resumes_to_the_same_bits(tmp_path, update_every):

@@ -53,6 +53,7 @@ def files(folder: Path) -> set[str]:
 THREE_DECAYS = WSDLrScheduler.create_scheduler_fn(num_warmup_epochs=0, num_checkpoints=3, decay_phase_ratio=0.67)
 
 
+@pytest.mark.sampled
 @pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize("continuation", [False, True])

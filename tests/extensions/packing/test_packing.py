@@ -219,6 +219,7 @@ def batch_of_padded(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {**batch, "attention_mask": (batch["labels"] != IGNORED).long()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_gradients_of_hugging_face_models_are_those_of_padding(name, attention):

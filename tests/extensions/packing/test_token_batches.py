@@ -186,6 +186,7 @@ def test_every_token_weighs_the_same_on_several_processes(ranks):
         check_weighting(differences)
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_several_processes_resume_to_the_same_bits(ranks):
     for result in ranks(resuming):

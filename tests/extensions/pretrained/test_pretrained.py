@@ -107,6 +107,7 @@ def function_with(tokenizer: Any) -> Any:
     return collate
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("collate", [Collate, function_with])
 def test_a_tokenizer_used_in_training_is_saved_with_the_model(tmp_path, collate):
     transformers = pytest.importorskip("transformers")

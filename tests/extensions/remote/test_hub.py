@@ -113,6 +113,7 @@ def states_on_the_hub(folder: Path) -> tuple[Any, Any]:
     return whole, run(3, "hf://me/waves/states")
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_ranks_save_their_states_on_the_hub(tmp_path, two_ranks, hub):
     for whole, resumed in two_ranks.run(states_on_the_hub, tmp_path):

@@ -185,6 +185,7 @@ def test_a_later_evaluation_of_the_same_data_replaces_values(tmp_path):
     assert found == [("validation", "loss", loss), ("validation", "mse", trainer.run_history["mse"][-1])]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("after", "split"),
     [(None, "validation"), (LOADER, "validation"), (OTHER_DATA, "validation"), (DataLoader(OTHER_DATA, 5), "test")],

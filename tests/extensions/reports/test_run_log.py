@@ -150,6 +150,7 @@ def test_the_record_of_a_run_is_json_for_any_values_and_settings(tmp_path):
 OTHER = ["[]", "5", "{", '{"length": "x", "attempts": 5}', '{"attempts": [5]}', '{"attempts": [{}]}']
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("content", OTHER)
 def test_a_record_with_another_structure_is_replaced(tmp_path, content):
     (tmp_path / "run.json").write_text(content)
@@ -158,6 +159,7 @@ def test_a_record_with_another_structure_is_replaced(tmp_path, content):
         train(make_trainer([RunLogCallback(tmp_path)]), 2, resume_from=tmp_path / "state")
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("content", [None, "", "{}"])
 def test_a_lost_or_damaged_record_restarts_when_resumed(tmp_path, content):

@@ -178,6 +178,7 @@ def test_step_metrics_may_have_any_unreserved_name():
         assert not [note for note in caught.value.__notes__ if note.startswith("In training")]  # it is not of a batch
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [2, 4, 7])
 def test_rows_average_all_updates_since_the_last_row(tmp_path, every):

@@ -78,6 +78,7 @@ def train_and_save(kind: str, folder: Path, **kwargs: Any) -> dict[str, torch.Te
     return train(kind, [SaveTrainingStateCallback(folder, save_every_n_steps=1, max_checkpoints=None)], **kwargs)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", [5, None])
 def test_an_iterable_that_draws_from_its_own_generator_resumes(tmp_path, seed):
     whole = train_and_save("generator", tmp_path, seed=seed)

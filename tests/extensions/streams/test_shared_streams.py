@@ -307,6 +307,7 @@ def random_steps(kind: str, folder: Any = None, resume_from: Any = None) -> torc
     return torch.tensor(drawn)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["cut", "shelf"])
 def test_reading_ahead_changes_no_random_numbers_of_steps(two_ranks, tmp_path, kind):
     whole = two_ranks.run(random_steps, kind, tmp_path)

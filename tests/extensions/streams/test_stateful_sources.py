@@ -299,6 +299,7 @@ def test_other_processes_continue_a_source_that_the_first_reads(ranks, tmp_path)
     assert sorted(seen) == sorted(resumed[0]["read"])
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_other_processes_read_a_stateful_sources_parts_again(two_ranks, job, tmp_path):
     two_ranks.run(train_on, "own part", tmp_path, size=36)

@@ -263,6 +263,7 @@ class Hungry(nn.Module):
         return self.inner(x)
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize(("limit", "start"), some_of([(1, 2), (5, 2), (8, 8), (9, 64), (21, 4)]))

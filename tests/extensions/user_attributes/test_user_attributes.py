@@ -149,6 +149,7 @@ HELD = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.soak
 @pytest.mark.parametrize(("train", "result"), HELD.values(), ids=HELD)
 def test_user_attributes_resume_bit_for_bit(train, result):
