@@ -32,11 +32,13 @@ def capture_generators() -> StateDict:
 
 
 def restore_generators(states: StateDict) -> None:
-    """Restore states returned by ``capture_generators()``."""
-    version, numbers, cached = states["python"]
-    random.setstate((version, tuple(torch.as_tensor(numbers).tolist()), cached))  # up to 0.2, states have a tuple
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    """Restore states returned by ``capture_generators()``, or some of them."""
+    if "python" in states:
+        version, numbers, cached = states["python"]
+        random.setstate((version, tuple(torch.as_tensor(numbers).tolist()), cached))  # up to 0.2, states have a tuple
+    if "numpy" in states:
+        kind, keys, *rest = states["numpy"]
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     for name, module in modules_with_generators().items():
         if name in states:  # a training state saved without a GPU has no entry for it
             module.set_rng_state(states[name])
@@ -46,10 +48,11 @@ def restore_generators(states: StateDict) -> None:
 def preserving_generators(*only: str) -> Iterator[None]:
     """Restore the states of all generators after a block, or ``only`` of the named generators."""
     states = capture_generators()
+    kept = {name: states[name] for name in only or states}
     try:
         yield
     finally:
-        restore_generators({name: states[name] for name in only or states})
+        restore_generators(kept)
 
 
 def modules_with_generators() -> dict[str, ModuleType]:

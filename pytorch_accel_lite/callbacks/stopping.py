@@ -60,8 +60,10 @@ class EarlyStoppingCallback(MetricWatcher):
         baseline: float | None = None,
     ) -> None:
         super().__init__(watch_metric, greater_is_better, reset_on_train)
-        if not early_stopping_threshold >= 0:
-            raise ValueError(f"early_stopping_threshold={early_stopping_threshold!r} must be 0 or more.")
+        if not 0 <= early_stopping_threshold < math.inf:
+            raise ValueError(f"early_stopping_threshold={early_stopping_threshold!r} must be 0 or more, and finite.")
+        if baseline is not None and math.isnan(float(baseline)):
+            raise ValueError(f"baseline={baseline!r} must be a number: nothing is better than NaN. Omit it for none.")
         self.early_stopping_patience = check_positive_int("early_stopping_patience", early_stopping_patience)
         self.early_stopping_threshold = early_stopping_threshold
         self.threshold_mode = check_choice("threshold_mode", threshold_mode, ("absolute", "relative"))

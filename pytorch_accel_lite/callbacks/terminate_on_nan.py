@@ -11,6 +11,7 @@ import torch
 from pytorch_accel_lite.base.devices import AsyncCopy, is_asynchronous, to_float
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput
 from pytorch_accel_lite.data.step_outputs import mean_that_counts
+from pytorch_accel_lite.run.accumulation import Count
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.stop_errors import NonFiniteLossError
@@ -56,7 +57,8 @@ class TerminateOnNaNCallback(TrainerCallback):
             return  # a loss in host memory has already been read
         losses = {"loss": batch_output["loss"], **batch_output.get("losses", {})}
         if "num_items_in_batch" in batch_output:
-            items, of_parts = batch_output["num_items_in_batch"], run.loss_trackers.num_items
+            items: Count = batch_output["num_items_in_batch"]
+            of_parts = run.loss_trackers.num_items
             losses = {name: mean_that_counts(loss, of_parts.get(name, items)) for name, loss in losses.items()}
         step = trainer.progress.step - 1
         self._recent.append((step, {name: loss.detach() for name, loss in losses.items()}))

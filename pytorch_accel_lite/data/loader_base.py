@@ -145,8 +145,25 @@ class ShardedLoader(ABC):
         """Whether the first ``steps`` steps of an epoch are known to end with a batch of a single sample."""
         return False
 
-    def steps_left(self, start: int) -> int | None:
-        """Return the number of steps left in an epoch after ``start`` samples of all processes; ``None`` if unknown."""
+    @property
+    def num_samples_read(self) -> int | None:
+        """The number of samples that are read in an epoch, which may be limited; ``None`` if unknown."""
+        samples, per_step = self.num_samples, self.total_batch_size
+        if self.limit is None or samples is None or per_step is None:
+            return samples if self.limit is None else None
+        return min(samples, self.limit * per_step)
+
+    def steps_left(self, start: int, steps_done: int = 0) -> int | None:
+        """Return the number of steps left in an epoch after ``start`` samples of all processes; ``None`` if unknown.
+
+        Args:
+            steps_done: number of steps already taken, which count towards the limit
+        """
+        left = self._steps_of_data_left(start)
+        return left if left is None or self.limit is None else min(left, max(self.limit - steps_done, 0))
+
+    def _steps_of_data_left(self, start: int) -> int | None:
+        """Return the number of steps for the samples of an epoch after the first ``start``; ``None`` if unknown."""
         return None
 
     def next_indices(self) -> list[Index] | None:

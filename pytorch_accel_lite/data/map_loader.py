@@ -421,7 +421,7 @@ class MapLoader(ShardedLoader):
     def num_samples(self) -> int | None:
         return None if self._shares.is_batched else find_length(self._shares.sampler)
 
-    def steps_left(self, start: int) -> int | None:
+    def _steps_of_data_left(self, start: int) -> int | None:
         size = self.num_samples
         return None if size is None else self._count_steps(max(size - start, 0))
 

@@ -95,7 +95,7 @@ def _equivalent_updates(run: Run, per_epoch: int) -> int:
     updates: int = progress.epochs_completed * per_epoch
     if not progress.is_mid_epoch:
         return updates
-    remaining: int | None = run.data.required_train_loader.steps_left(progress.samples_in_epoch)
+    remaining: int | None = run.data.required_train_loader.steps_left(progress.samples_in_epoch, progress.step)
     if remaining is None:
         nominal: int = progress.samples_in_epoch // run.required_config.train_total_batch_size
         return updates + min(nominal, per_epoch)

@@ -376,7 +376,7 @@ class Run:
     @property
     def max_num_samples(self) -> int | None:
         """The number of samples in all epochs of the run, which may end within the last epoch; ``None`` if unknown."""
-        samples, num_epochs = self.data.required_train_loader.num_samples, self.required_config.num_epochs
+        samples, num_epochs = self.data.required_train_loader.num_samples_read, self.required_config.num_epochs
         return None if samples is None or num_epochs is None else samples * num_epochs
 
     @property
@@ -393,7 +393,7 @@ class Run:
         It is computed from samples if their number is known, so that it is the same on any number of processes.
         """
         loader, progress = self.data.required_train_loader, self.progress
-        total, left = loader.steps_left(0), loader.steps_left(progress.samples_in_epoch)
+        total, left = loader.steps_left(0), loader.steps_left(progress.samples_in_epoch, progress.step)
         done = progress.step if total is None or left is None else total - left
         length = find_length(loader)
         return None if not length else Fraction(min(done, length - 1), length)

@@ -219,6 +219,8 @@ def test_a_stop_after_a_step_saves_no_model_for_an_older_value(tmp_path):
         ({"early_stopping_patience": 1.5}, TypeError, r"patience=1\.5 must be an integer"),
         ({"early_stopping_threshold": -1}, ValueError, "threshold=-1 must be 0 or more"),
         ({"early_stopping_threshold": math.nan}, ValueError, "threshold=nan must be 0 or more"),
+        ({"early_stopping_threshold": math.inf}, ValueError, "threshold=inf must be 0 or more, and finite"),
+        ({"baseline": math.nan}, ValueError, "baseline=nan must be a number"),
         ({"patience_in": "updates"}, ValueError, "patience_in='updates' must be 'epochs' or 'evaluations'"),
     ],
 )

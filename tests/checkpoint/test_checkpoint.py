@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from pytorch_accel_lite import Trainer, callbacks
 from pytorch_accel_lite.callbacks import SaveBestModelCallback
-from pytorch_accel_lite.checkpoint import read_checkpoint, write_checkpoint
+from pytorch_accel_lite.checkpoint import read_checkpoint, replacing, write_checkpoint
 from tests import ancestor
 from tests.launching import run_code
 from tests.small_models import equal_weights, listener, make_data, make_model, make_trainer, same_bits, train, weights
@@ -154,6 +154,45 @@ def test_saved_files_have_default_permissions(tmp_path):
     trained().save_checkpoint(tmp_path / "model.pt")
     modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("other", "model.pt")}
     assert len(modes) == 1
+
+
+@pytest.mark.parametrize("save", ["save_checkpoint", "save_model"])
+def test_a_file_that_is_saved_again_keeps_its_permissions(tmp_path, save):
+    path = tmp_path / "model.safetensors"
+    getattr(trained(), save)(path)
+    for mode in (0o600, 0o640, 0o444):
+        path.chmod(mode)
+        before = path.stat().st_ino
+        getattr(trained(), save)(path)
+        assert stat.S_IMODE(path.stat().st_mode) == mode
+        assert path.stat().st_ino != before
+
+
+def test_nobody_else_can_read_a_private_file_while_it_is_written(tmp_path):
+    path, modes = tmp_path / "model.pt", []
+    path.touch(mode=0o600)
+    with replacing(path) as temporary:
+        modes.append(stat.S_IMODE(temporary.stat().st_mode))
+    assert modes == [0o600]
+
+
+def test_a_link_is_replaced_and_its_target_left_alone(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "precious").chmod(0o600)
+    (tmp_path / "model.pt").symlink_to(tmp_path / "precious")
+    trained().save_checkpoint(tmp_path / "model.pt")
+    assert not (tmp_path / "model.pt").is_symlink()
+    assert (tmp_path / "precious").read_text() == "mine"
+    (tmp_path / "other").touch()
+    modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("other", "model.pt")}
+    assert len(modes) == 1
+
+
+def test_a_saved_file_and_its_folder_are_on_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.readlink(f"/proc/self/fd/{number}")))
+    trained().save_checkpoint(tmp_path / "model.pt")
+    assert [Path(path).name.rsplit(".", 2)[0] for path in synced] == [".model.pt", tmp_path.name]
 
 
 def test_saving_in_the_middle_of_a_run_changes_no_bit_of_it(tmp_path):

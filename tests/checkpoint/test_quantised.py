@@ -12,7 +12,7 @@ import torch
 
 from pytorch_accel_lite import Trainer
 from pytorch_accel_lite.callbacks import SaveBestModelCallback, SaveTrainingStateCallback
-from pytorch_accel_lite.checkpoint import print_contents
+from pytorch_accel_lite.checkpoint import print_contents, read_checkpoint, write_checkpoint
 from tests.launching import SOAK
 from tests.ranks import run_and_resume, world_size
 from tests.small_models import equal_weights, largest_difference, weights
@@ -233,3 +233,13 @@ def test_memory_cannot_be_estimated_with_bitsandbytes(tmp_path):
     trainer = Trainer(model, None, torch.optim.AdamW(model.parameters()), callbacks=[])
     with pytest.raises(ValueError, match=r"without values, and PeftModelForCausalLM has weights of bitsandbytes"):
         trainer.estimate_memory(rows())
+
+
+def test_a_quantised_tensor_in_a_checkpoint_can_be_loaded(tmp_path):
+    pytest.importorskip("torchao")
+    model = quantised("int8 of torchao", save_base(tmp_path / "base"))
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    write_checkpoint({"model_state_dict": {}, "my_entry": weight}, tmp_path / "model.pt")
+    loaded = read_checkpoint(tmp_path / "model.pt")["my_entry"]
+    assert type(loaded) is type(weight)
+    assert torch.equal(loaded.dequantize(), weight.dequantize())

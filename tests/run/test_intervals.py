@@ -345,3 +345,8 @@ def test_an_interval_longer_than_the_run_is_named(every, length, tmp_path):
         assert run(every)[1] == [18]
     with pytest.warns(UserWarning, match=f"save_every='{every}' is never due: the run has {length}"):
         run(callbacks=[SaveTrainingStateCallback(tmp_path, save_every=every)])
+
+
+def test_an_interval_longer_than_limited_epochs_is_named():
+    with pytest.warns(UserWarning, match="evaluate_every='60 samples' is never due: the run has 48 samples"):
+        run("60 samples", callbacks=[callbacks.LimitBatchesCallback(4)])

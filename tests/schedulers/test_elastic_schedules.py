@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from pytorch_accel_lite import Trainer, TrainerCallback, TrainerPlaceholderValues, TrainerWithTimmScheduler, schedulers
-from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import LimitBatchesCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.schedulers import CosineLrScheduler, StatefulSchedulerBase
 from tests.launching import SOAK, some_of
 from tests.ranks import world_size
@@ -79,6 +79,8 @@ def trained_with(
     save_every: int = 1000,
     save_epochs: int | None = None,
     epochs: int | None = EPOCHS,
+    samples: int = SAMPLES,
+    limit: TrainerCallback | None = None,
     **kwargs: Any,
 ) -> Trained:
     """Train with a schedule, from a state if one is given, and save a state every few updates."""
@@ -86,9 +88,9 @@ def trained_with(
     model, rates = nn.Linear(5, 1).double(), Rates()
     saving = SaveTrainingStateCallback(folder / "states", save_epochs, save_every, save_at_end=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    trainer = trainer_class(model, nn.MSELoss(), optimizer, [rates, saving], seed=3)
+    trainer = trainer_class(model, nn.MSELoss(), optimizer, [rates, saving, *filter(None, [limit])], seed=3)
     trainer.train(
-        float64_data(SAMPLES),
+        float64_data(samples),
         epochs,
         per_device_batch_size=batch,
         gradient_accumulation_steps=accumulation,
@@ -230,6 +232,18 @@ def test_a_resumed_run_prints_how_its_schedule_continues(tmp_path, capsys):
     trained_with(TORCH["cosine"], 2, 1, tmp_path / "again", resume=first.states / "update-000000017")
     said = "The run is resumed with 30 updates in an epoch instead of 15, so its schedule is created again and advanced"
     assert f"{said} to update 34 of 120." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("samples", [SAMPLES, 500])
+def test_a_schedule_continues_within_limited_epochs(tmp_path, capsys, samples):
+    limited = {"limit": LimitBatchesCallback(8), "samples": samples}
+    first = trained_with(TORCH["cosine"], 2, 1, tmp_path / "first", save_every=6, **limited)
+    assert first.per_epoch == 8
+    state = first.states / "update-000000006"
+    resumed = trained_with(TORCH["cosine"], 2, 2, tmp_path / "again", resume=state, **limited)
+    assert "advanced to update 3 of 16." in capsys.readouterr().out
+    whole = trained_with(TORCH["cosine"], 2, 2, tmp_path / "whole", **limited)
+    assert resumed.rates == pytest.approx(whole.rates[3:], rel=1e-12)
 
 
 # --------------------------------------------------------------------- what cannot be advanced so is an error

@@ -106,7 +106,11 @@ def check_fences() -> None:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Yield a temporary path that is synced and replaces ``target``, or is removed when the block fails."""
+    """Yield a temporary path that is synced and replaces ``target``, or is removed when the block fails.
+
+    The permissions of a file that is replaced stay. A link is replaced, and its target is left alone, as in
+    ``no_link()``: somebody may have put it there.
+    """
     with naming_file(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale_files(target)
@@ -114,14 +118,34 @@ def replacing(target: Path) -> Iterator[Path]:
     try:
         with naming_file(target):
             temporary.touch(exist_ok=False)
+            permissions = _permissions(target)
+            if permissions is not None:  # before anything is written that others may not read
+                _set_permissions(temporary, permissions | stat.S_IRUSR | stat.S_IWUSR)
             yield temporary
+            if permissions is not None:
+                _set_permissions(temporary, permissions)
             sync(temporary)
             check_fences()
             temporary.replace(target)
+            with suppress(OSError):  # some network disks cannot sync folders
+                sync(target.parent)
     except BaseException:
         with suppress(OSError):  # the disk may not be writable at all
             temporary.unlink()
         raise
+
+
+def _permissions(path: Path) -> int | None:
+    """Return the permissions of a file; ``None`` if there is none, or anything else at the path."""
+    with suppress(OSError):
+        mode = path.lstat().st_mode
+        return stat.S_IMODE(mode) & 0o777 if stat.S_ISREG(mode) else None
+    return None
+
+
+def _set_permissions(path: Path, permissions: int) -> None:
+    with suppress(OSError):  # some network disks have none
+        path.chmod(permissions)
 
 
 def try_lock(file: IO[str] | IO[bytes]) -> bool:

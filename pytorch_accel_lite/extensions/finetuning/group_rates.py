@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_number
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_range
 from pytorch_accel_lite.extension_tools.modules_and_devices import unwrap
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import ParamGroup
 from pytorch_accel_lite.extensions.finetuning.layer_groups import ModuleGroup, find_groups, has_adapters
@@ -40,8 +40,8 @@ def layer_group_parameters(
         decay: ratio of the learning rate of each group to the rate of the next group towards the head
         groups: the layer groups, see ``ModelFreezer``
     """
-    check_positive_number("lr", lr)
-    check_positive_number("decay", decay)
+    check_range("lr", lr, above=0)
+    check_range("decay", decay, above=0)
     grouped = parameters_by_group(model, groups)
     rates = [lr * decay**distance for distance in reversed(range(len(grouped)))]
     if has_adapters(unwrap(model, keep_torch_compile=False)):

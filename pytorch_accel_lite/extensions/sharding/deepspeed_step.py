@@ -60,7 +60,7 @@ def _unsupported(trainer: TrainerLike, run: Run) -> str:
         return "Several optimizers cannot be used"
     if isinstance(steps, Mapping):
         return f"gradient_accumulation_steps={steps} cannot change"
-    size, samples = loader.total_batch_size, loader.num_samples
+    size, samples = loader.total_batch_size, loader.num_samples_read
     if steps == 1 or (size and samples and samples % (size * steps) == 0):
         return ""
     epoch = "one of unknown length" if samples is None else f"one of {samples} samples"

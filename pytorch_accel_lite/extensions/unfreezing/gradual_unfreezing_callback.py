@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from pytorch_accel_lite.extending import RunRequest, TrainerCallback, TrainerLike
-from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, check_positive_number
+from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, check_range
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import TrainerOptimizer, is_created
 from pytorch_accel_lite.extension_tools.texts_and_pages import wrapped
 from pytorch_accel_lite.extensions.finetuning import ModelFreezer, ModuleGroup, find_groups, parameters_by_group
@@ -43,7 +43,7 @@ class GradualUnfreezingCallback(TrainerCallback):
         groups: Sequence[ModuleGroup] | None = None,
     ) -> None:
         self.every_n_epochs = check_positive_int("every_n_epochs", every_n_epochs)
-        self.lr_decay = check_positive_number("lr_decay", lr_decay)
+        self.lr_decay = check_range("lr_decay", lr_decay, above=0)
         self.freeze_batch_norms = freeze_batch_norms
         self.groups = groups
 

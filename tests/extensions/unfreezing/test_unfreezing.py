@@ -234,6 +234,7 @@ def test_sharded_weights_are_not_unfrozen(two_ranks):
     [
         ({"every_n_epochs": 0}, "every_n_epochs=0 must be at least 1"),
         ({"lr_decay": -1}, "lr_decay=-1 must be greater than 0"),
+        ({"lr_decay": float("inf")}, "lr_decay=inf must be greater than 0"),
     ],
 )
 def test_gradual_unfreezing_refuses_bad_intervals_and_decays(arguments, message):
