@@ -1,6 +1,6 @@
 """Resuming a run from a state that it has read: what is restored before and after its starting events, and its end.
 
-``begin_resuming`` restores a state before the starting events of the run, and ``_end_resuming`` the rest after the last
+``begin_resuming`` restores a state before the starting events of the run, and ``end_resuming`` the rest after the last
 of them: those of the epoch if the run resumes within the steps of an epoch, otherwise those of the run. In between,
 ``run.resumed`` is the state. Afterwards it is ``None``, as in a run that is not resumed, where the functions here that
 the loop calls do nothing.
@@ -58,8 +58,7 @@ def ending_resumption(trainer: TrainerLike, run: Run) -> Iterator[None]:
         yield
     except StopTrainingError as stop:
         stopped = stop
-    if run.resumed is not None:
-        _end_resuming(trainer, run, run.resumed)
+    end_resuming(trainer, run)
     if stopped is not None:
         raise stopped
 
@@ -76,7 +75,7 @@ def resume_before_epochs(trainer: TrainerLike, run: Run) -> bool:
     is_over = _is_complete(trainer, run, state)
     trainer.run_history.set_between_epochs(is_over and not run.progress.is_mid_epoch)
     if not run.progress.is_mid_epoch or run.epoch_is_trained:
-        _end_resuming(trainer, run, state)
+        end_resuming(trainer, run)
     return is_over
 
 
@@ -90,16 +89,19 @@ def resuming_within_epoch(trainer: TrainerLike, run: Run) -> Iterator[None]:
     # Before it trained, the saved run had the options of now, without what these events change.
     options = all_options(trainer.optimizer) if has_starting_code(trainer, run) else None
     yield
-    _end_resuming(trainer, run, state, options)
+    end_resuming(trainer, run, options)
 
 
-def _end_resuming(trainer: TrainerLike, run: Run, state: TrainingState, options: Options | None = None) -> None:
+def end_resuming(trainer: TrainerLike, run: Run, options: Options | None = None) -> None:
     """Restore what the starting events may have reset, and then the random generators.
 
     Args:
         options: the options of the optimizer before the starting events of the epoch, which the saved run had before
             it trained; by default, those of now
     """
+    state = run.resumed
+    if state is None:
+        return
     # What an overridden method has loaded is not known.
     if has_starting_code(trainer, run) and "load_training_state" not in run.overridden:
         restore_again(trainer, state, all_options(trainer.optimizer) if options is None else options)

@@ -27,6 +27,8 @@ def begin_schedule(trainer: TrainerLike, run: Run) -> None:
         trainer._check_scheduler(run.request)
     for checks in RUN_CHECKS:
         checks.check_schedule(trainer, run, initial if run.resumed is None else None)
+    if trainer.scheduler is not None and run.resumed is None:
+        check_schedule_length(trainer, run)
 
 
 def _begin_from_initial_rates(trainer: TrainerLike, run: Run, has_schedule: bool) -> Options | None:
@@ -50,8 +52,6 @@ def _begin_from_initial_rates(trainer: TrainerLike, run: Run, has_schedule: bool
     check_scheduled_optimizer(trainer)
     if not continues:
         run.schedule.initial_options = initial
-    if run.resumed is None:
-        check_schedule_length(trainer, run)
     return None if continues else initial
 
 

@@ -19,6 +19,7 @@ from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.loader_creation import loader_of_run
 from pytorch_accel_lite.loop.resuming import (
+    end_resuming,
     ending_resumption,
     print_state_contents,
     resume_before_epochs,
@@ -89,6 +90,7 @@ def _run_steps(trainer: TrainerLike, run: Run) -> None:
 def begin_epoch(trainer: TrainerLike, run: Run) -> None:
     """Begin the next epoch, unless the current one is incomplete."""
     if not run.progress.is_mid_epoch:
+        end_resuming(trainer, run)  # an overridden method has not trained on what was left of the resumed epoch
         run.progress.start_epoch()
         trainer.run_history.set_between_epochs(False)
         run.window.filled = 0

@@ -14,12 +14,14 @@ def current_rates(trainer: TrainerLike) -> dict[str, float | torch.Tensor]:
 
     Rates that are tensors are copied, not read from the device.
     """
-    parts = {f"lr_{name}": part for name, part in parts_of_optimizer(trainer.optimizer).items()} or {
-        "lr": trainer.optimizer
-    }
-    first = {name: group for name, part in parts.items() for group in part.param_groups[:1]}
-    rates = {name: group["lr"] for name, group in first.items() if group.get("lr") is not None}
-    return {name: rate.clone() if isinstance(rate, torch.Tensor) else rate for name, rate in rates.items()}
+    parts = parts_of_optimizer(trainer.optimizer)
+    named = [(f"lr_{name}", part) for name, part in parts.items()] if parts else [("lr", trainer.optimizer)]
+    rates = {}
+    for name, part in named:  # in each update: as few calls as possible
+        rate = part.param_groups[0].get("lr") if part.param_groups else None
+        if rate is not None:
+            rates[name] = rate.clone() if isinstance(rate, torch.Tensor) else rate
+    return rates
 
 
 def rates_change_in_each_update(trainer: TrainerLike) -> bool:

@@ -45,6 +45,7 @@ from tests.small_models import (
     make_trainer,
     raises_at,
     train,
+    weights,
 )
 
 
@@ -463,8 +464,8 @@ def of_seven_samples() -> Any:
 @pytest.mark.processes
 def test_a_filler_sample_of_sharded_ranks_counts_zero(two_ranks):
     data, model = float64_data(7), large_model().eval()
-    for weights, loss, predictions in two_ranks.run(of_seven_samples):
-        model.load_state_dict(weights)
+    for loaded, loss, predictions in two_ranks.run(of_seven_samples):
+        model.load_state_dict(loaded)
         outputs = model(data.tensors[0]).detach()
         torch.testing.assert_close(predictions, outputs)
         expected = (outputs - data.tensors[1]).square()[:, 0].tolist()
@@ -691,6 +692,32 @@ def test_overridden_starting_methods_change_a_resumed_run_once(tmp_path, capsys)
 
 def _do_nothing(trainer, **kwargs):
     pass
+
+
+class OwnEpochs(Trainer):
+    """Has a loop of its own for the steps of an epoch, and code that runs at the start."""
+
+    def _run_train_epoch(self, loader):
+        for x, y in loader:
+            self.loss_func(self.model(x), y).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def training_run_start(self):
+        pass
+
+
+def test_epochs_after_a_resumed_one_count_with_an_own_loop(tmp_path):
+    train(make_trainer([SaveTrainingStateCallback(tmp_path, save_every_n_steps=2)], seed=0), epochs=1)
+    state = min(path for path in tmp_path.iterdir() if path.is_dir())
+    trainer = make_trainer(trainer_class=OwnEpochs, seed=0)
+    seen = listener(on_epoch_checkpoint=lambda t: ends.append({n: w.clone() for n, w in weights(t.model).items()}))
+    ends: list[dict[str, torch.Tensor]] = []
+    trainer.callback_handler.add_callback(seen)
+    train(trainer, epochs=3, resume_from=state)
+    assert len(ends) == 3
+    assert not equal_weights(ends[1], ends[2])
+    assert equal_weights(ends[-1], weights(trainer.model))
 
 
 def test_what_an_overridden_load_training_state_loads_is_kept(tmp_path, capsys):

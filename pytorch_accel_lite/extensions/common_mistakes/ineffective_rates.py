@@ -36,7 +36,9 @@ def check_rates(trainer: TrainerLike, run: Run, initial: Options | None) -> None
 def _warn_of_unused_scales(trainer: TrainerLike) -> None:
     """Warn if nothing applies the ``lr_scale`` that timm's layer decay has put into parameter groups."""
     schedulers = schedulers_in(trainer.scheduler).values()
-    applies = any(getattr(part, "applies_lr_scale", False) or hasattr(part, "update_groups") for part in schedulers)
+    applies = any(
+        getattr(type(part), "applies_lr_scale", False) or hasattr(part, "update_groups") for part in schedulers
+    )
     if applies or not _has_unused_scales(trainer.optimizer):
         return
     kind = "no scheduler" if trainer.scheduler is None else f"{type(trainer.scheduler).__name__}, which is not known to"
