@@ -244,8 +244,7 @@ class Level(enum.IntEnum):
     HIGH = 3
 
 
-class Spoken(str, enum.Enum):  # noqa: UP042
-    YES = "yes"
+Spoken = enum.Enum("Spoken", {"YES": "yes"}, type=str)
 
 
 class OwnFloat(float):
