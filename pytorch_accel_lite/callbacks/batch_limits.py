@@ -52,7 +52,8 @@ class LimitEvalStepsCallback(TrainerCallback):
 
     Args:
         num_eval_steps: number of batches that each process reads
-        limit_intermediate_only: limit only evaluations within a training epoch
+        limit_intermediate_only: limit only those of ``StepBasedEvaluationCallback`` and ``run_evaluation()``, not the
+            run's own, also if ``evaluate_every`` lets these take place within epochs
     """
 
     def __init__(self, num_eval_steps: int, limit_intermediate_only: bool = True) -> None:

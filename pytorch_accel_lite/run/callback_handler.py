@@ -132,6 +132,8 @@ class CallbackHandler:
             )
         _check_constructed(instance)
         _check_methods(instance)
+        # One that has been removed and freed may have had the same id.
+        self._muted = {(owner, event) for owner, event in self._muted if owner != id(instance)}
         self.callbacks.insert(0 if first else len(self.callbacks), instance)
         self.listeners.clear()
 

@@ -1026,3 +1026,15 @@ def test_a_callback_that_is_removed_is_no_longer_called():
     assert heard() == {"other"}
     handler.callbacks.remove(other)  # between runs, the list may be changed, too
     assert heard() == set()
+
+
+def test_a_new_callback_is_called_where_a_removed_one_was_not():
+    handler = make_trainer().callback_handler
+    event = "on_train_step_end"
+    for _ in range(20):  # a new object mostly gets the id of one that has just been freed
+        added = listener(**{event: lambda t, **_: None})
+        handler.add_callback(added)
+        assert len(handler.listeners[event]) == 1
+        handler.set_listening(added, False, event)
+        handler.remove_callback(added)
+        del added

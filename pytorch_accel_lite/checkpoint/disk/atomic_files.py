@@ -122,9 +122,9 @@ def replacing(target: Path) -> Iterator[Path]:
             if permissions is not None:  # before anything is written that others may not read
                 _set_permissions(temporary, permissions | stat.S_IRUSR | stat.S_IWUSR)
             yield temporary
+            sync(temporary)
             if permissions is not None:
                 _set_permissions(temporary, permissions)
-            sync(temporary)
             check_fences()
             temporary.replace(target)
             with suppress(OSError):  # some network disks cannot sync folders
