@@ -35,6 +35,10 @@ _TO_PLAIN: dict[type, Callable[[Any], Tree]] = {
 }
 
 
+#: Whether the tensors of a class can be loaded without running code, as far as that has been tried.
+_LOADS: dict[type, bool] = {}
+
+
 def storable(value: Tree, path: str) -> Tree:
     """Convert a value to types that ``torch.load(weights_only=True)`` can load.
 
@@ -77,7 +81,11 @@ def _loadable_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
         plain = tensor.detach()
         return torch.nn.Parameter(plain, tensor.requires_grad) if kind is torch.nn.Parameter else plain
     # Shards are written to other files. Packages such as torchao tell torch which of their classes are safe.
-    return tensor if hasattr(tensor, "full_tensor") or _loads(tensor) else None
+    if hasattr(tensor, "full_tensor"):
+        return tensor
+    if not _LOADS.get(kind):  # a class that loads is not tried again, which would wait for the device
+        _LOADS[kind] = _loads(tensor)
+    return tensor if _LOADS[kind] else None
 
 
 def _loads(value: object) -> bool:
