@@ -404,29 +404,7 @@ def is_linked(node):
     return False
 
 
-navigation = {}  # of pages of source code, by their depth and how it is asked for
-
-
-def share_navigation(app, page, template, context, doctree):
-    """Make the tree of pages once for all pages of source code at the same depth.
-
-    It takes longer than such a page itself, and is the same: they are not in it.
-    """
-    if not page.startswith("_modules/"):
-        return
-    make = context["toctree"]
-
-    def toctree(**arguments):
-        key = page.count("/"), *sorted(arguments.items())
-        if key not in navigation:
-            navigation[key] = make(**arguments)
-        return navigation[key]
-
-    context["toctree"] = toctree
-
-
 def setup(app):
-    app.connect("html-page-context", share_navigation, priority=100)  # before furo
     app.connect("source-read", add_index_entries)
     app.connect("autodoc-process-docstring", read_sections)
     app.connect("doctree-resolved", link_names)

@@ -19,7 +19,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from tests.forked_workers import ForkedWorker, fork_workers
 from tests.launching import ROOT, SOAK, EarlyCopy, EarlyFork
 from tests.rank_pool import RankPool
 from tests.small_models import fake_clock
@@ -70,12 +69,6 @@ def pytest_configure() -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """Use one worker more than there are cores, as many tests wait for child processes."""
     return len(os.sched_getaffinity(0)) + 1
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config, specs: list[object]) -> None:
-    if not config.getoption("cov_source", None):  # coverage begins with an interpreter
-        fork_workers(config, len(specs))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
@@ -140,8 +133,7 @@ def _use_huge_pages() -> None:
 def pytest_sessionfinish() -> None:
     if hasattr(EarlyFork, "copy"):
         EarlyFork.copy.close()
-    if not ForkedWorker.is_this:
-        atexit.register(_free_all)  # later, as pytest collects garbage several times before it ends
+    atexit.register(_free_all)  # later, as pytest collects garbage several times before it ends
 
 
 def _free_all() -> None:

@@ -26,15 +26,13 @@ _NUMPY_NUMBERS: list[Any] = [
 _PLAIN = frozenset({str, bytes, bool, int, float, complex, type(None)})
 
 #: What makes a plain value of one of a subclass, such as an enum, whatever the subclass's own conversions return.
-_TO_PLAIN: dict[type, Callable[[Any], Tree]] = {
+_TO_PLAIN: dict[type, Callable[..., Tree]] = {
     str: str.__str__,
     int: int.__int__,
     float: float.__float__,
     complex: complex.__complex__,
     bytes: lambda value: bytes(memoryview(value)),
 }
-
-
 #: Whether the tensors of a class can be loaded without running code, as far as that has been tried.
 _LOADS: dict[type, bool] = {}
 
