@@ -52,7 +52,7 @@ def test_a_rate_that_a_schedule_replaces_is_named(rate, schedule, capsys):
         assert f"learning rate 0.5 has no effect: {kind} sets rates of its own, up to max_lr=0.1." in printed
 
 
-def test_a_schedule_that_is_too_short_does_not_hide_an_unused_rate(capsys):
+def test_a_schedule_too_short_does_not_hide_an_unused_rate(capsys):
     model = make_model()
     trainer = make_trainer(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5))
     with pytest.raises(ValueError, match="OneCycleLR has total_steps=2, but the run steps it"):
