@@ -7,6 +7,7 @@ import ctypes
 import gc
 import logging
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +40,12 @@ with suppress(ModuleNotFoundError):  # few tests need it
     # A busy machine must not fail an example.
     settings.register_profile("no limits of time", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("no limits of time")
+
+
+class Imported:
+    """What was imported when objects were frozen last."""
+
+    modules = 0  # their number
 
 
 def _nothing_to_seed(seed: int) -> None:
@@ -108,8 +115,17 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 10, 10)  # collect less often than by default
     gc.collect()
     gc.freeze()  # later collections skip what exists now
+    Imported.modules = len(sys.modules)
     _use_huge_pages()
     EarlyFork.copy = EarlyCopy()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Freeze what a test has imported, or each later collection, as of errors of memory, would go through it."""
+    if len(sys.modules) > Imported.modules + 200:
+        gc.collect()
+        gc.freeze()
+        Imported.modules = len(sys.modules)
 
 
 def _use_huge_pages() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 import numpy as np
 import torch
@@ -48,7 +49,7 @@ def select_samples(data: BatchData, rows: slice | list[int], size: int) -> Batch
     if isinstance(data, (torch.Tensor, np.ndarray)):
         return data[rows] if data.ndim and len(data) == size else data
     if isinstance(data, Mapping):
-        return {key: select_samples(value, rows, size) for key, value in data.items()}
+        return _select_in_mapping(data, rows, size)
     if isinstance(data, (list, tuple)):
         if is_list_of_samples(data, size):
             return data[rows] if isinstance(rows, slice) else type(data)(data[row] for row in rows)
@@ -58,6 +59,21 @@ def select_samples(data: BatchData, rows: slice | list[int], size: int) -> Batch
         return dataclasses.replace(data, **{name: select_samples(getattr(data, name), rows, size) for name in names})
     check_belongs_to_all(data, size)
     return data
+
+
+def _select_in_mapping(data: Mapping[str, Tree], rows: slice | list[int], size: int) -> Mapping[str, Tree]:
+    """Return the selected samples in a mapping of the same class, such as a tokenizer's; in a dict if that fails."""
+    values = {key: select_samples(value, rows, size) for key, value in data.items()}
+    if type(data) is dict or not isinstance(data, MutableMapping):
+        return values
+    attributes = {name: select_samples(value, rows, size) for name, value in getattr(data, "__dict__", {}).items()}
+    try:
+        selected = copy.copy(data)
+        getattr(selected, "__dict__", {}).update(attributes)
+        selected.update(values)
+    except (TypeError, ValueError, RuntimeError):  # a class may want its values to have one length
+        return values
+    return selected
 
 
 #: What to do about a batch that cannot be divided.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -133,8 +134,10 @@ class ShardedLoader(ABC):
         size = getattr(self.source, "batch_size", None)
         if size is None:
             size = getattr(getattr(self.source, "batch_sampler", None), "batch_size", None)
+        if not isinstance(size, numbers.Integral):
+            return None
         shares = self.options.shares
-        return None if size is None else int(size) * (self._ranks.world_size if shares is None else shares.total)
+        return int(size) * (self._ranks.world_size if shares is None else shares.total)
 
     @property
     def total_dataset_length(self) -> int | None:

@@ -19,17 +19,8 @@ from pytorch_accel_lite.data.batches import Batch, Share
 from pytorch_accel_lite.data.data_marks_seam import Marks, marks_of
 from pytorch_accel_lite.data.loader_base import FailedRead, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.reading import InMemory, add_missing_note, as_rows, read_rows, reader_of, tensors_in_memory
-from pytorch_accel_lite.data.sample_order import (
-    ComputedOrder,
-    Order,
-    draw_order,
-    in_turn,
-    indices_at,
-    length_error,
-    of_all_processes,
-    order_of_sampler,
-)
-from pytorch_accel_lite.data.sampler_order_checks import check_order
+from pytorch_accel_lite.data.sample_order import ComputedOrder, Order, draw_order, of_all_processes, order_of_sampler
+from pytorch_accel_lite.data.sampler_order_checks import WrongLengthError, check_order
 from pytorch_accel_lite.data.sampler_states import EpochRead, advance_sampler, state_of_sampler, warn_of_other_order
 from pytorch_accel_lite.data.shares import Shares, share_bounds
 from pytorch_accel_lite.data.sources import (
@@ -42,10 +33,12 @@ from pytorch_accel_lite.data.sources import (
     find_length,
 )
 from pytorch_accel_lite.data.steps_from_position import (
-    WrongLengthError,
     count_global_batches,
     global_batches,
     grouped,
+    in_turn,
+    indices_at,
+    length_error,
     skip_samples,
     with_last,
 )

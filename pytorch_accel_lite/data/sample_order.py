@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,16 +19,13 @@ from pytorch_accel_lite.base.generator_states import (
     restore_generators,
 )
 from pytorch_accel_lite.base.seeding import derive_seed, draw_seed, seed_generators, seed_held_generators
-from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.sampler_order_checks import PASS_OWN_SHARD, check_same_order
 from pytorch_accel_lite.data.sources import Index, SamplerLike, find_length
-from pytorch_accel_lite.data.steps_from_position import WrongLengthError
 from pytorch_accel_lite.distributed import Ranks
 
 #: Number of samples up to which a random order is drawn by torch, which takes 4 bytes per sample on every process.
 #: Larger orders are computed, see ``ComputedOrder``.
 LARGEST_STORED = 10**7
-_BLOCK = 1 << 14  # samples
 #: Number of indices drawn at a time from a sampler without a length.
 _PIECE = 1024
 #: Attributes of other packages' samplers for the number of parts of their order, and for the index of their part.
@@ -118,32 +115,6 @@ def _seed_sampler(sampler: SamplerLike, seed: int, epoch: int, reported: int) ->
     return seed
 
 
-def length_error(sampler: object, size: int, count: int) -> WrongLengthError:
-    """Return the error for a sampler whose number of indices differs from its length."""
-    return WrongLengthError(
-        f"The sampler {type(sampler).__name__} gives {count} indices, but its length is {size}. Make its __len__ "
-        "return the number of indices that it gives."
-    )
-
-
-def in_turn(sampler: SamplerLike, order: Iterable[Index], start: int, sizes: list[int]) -> Iterator[Index]:
-    """Yield the indices of each step, checking the length reported by the sampler."""
-    size = len(sampler)
-    rest = islice(order, start, None)
-    position = start
-    for count in sizes:
-        indices = list(islice(rest, count))
-        position += len(indices)
-        if len(indices) < count:
-            raise length_error(sampler, size, position)
-        yield indices
-    if position == size and list(islice(rest, 1)):  # the sampler may be endless
-        warn_outside(
-            f"The sampler {type(sampler).__name__} gives more indices than its length of {size}, at which the epoch "
-            "ends."
-        )
-
-
 def _share_pieces(sampler: Iterable[Index], ranks: Ranks) -> Iterator[Index]:
     """Yield the indices that the sampler draws on rank 0. All ranks need each piece at the same step."""
 
@@ -207,36 +178,6 @@ def parts_of_order(sampler: SamplerLike) -> int:
     inner = [getattr(sampler, name, None) for name in ("sampler", "batch_sampler")]
     parts += [parts_of_order(part) for part in inner if part is not None]
     return max((part for part in parts if isinstance(part, int)), default=1)
-
-
-#: An order of an epoch with random access.
-Divisible: TypeAlias = "torch.Tensor | range | ComputedOrder"
-
-
-def indices_at(order: Divisible, bounds: Iterable[tuple[int, int]]) -> Iterator[torch.Tensor]:
-    """Return the indices of each step in an order of the epoch.
-
-    Indices are computed or copied for many steps at once, which costs little per step for any number of samples.
-
-    Args:
-        order: a tensor, a range from 0, or a computed order
-        bounds: the bounds of each step, each beginning at the end of the previous one
-    """
-    return chain.from_iterable(_blocks(order, iter(bounds)))  # without a call of Python code in each step
-
-
-def _blocks(order: Divisible, bounds: Iterator[tuple[int, int]]) -> Iterator[Sequence[torch.Tensor]]:
-    for first in bounds:
-        following = islice(bounds, max(_BLOCK // max(first[1] - first[0], 1) - 1, 0))
-        block = [first, *following]
-        begin, end = first[0], block[-1][1]
-        if isinstance(order, torch.Tensor):
-            indices = order[begin:end].long()
-        elif isinstance(order, range):
-            indices = torch.arange(begin, end)
-        else:
-            indices = order.at(begin, end)
-        yield indices.split([stop - start for start, stop in block])  # type: ignore[no-untyped-call]
 
 
 _ROUNDS = 8

@@ -11,7 +11,6 @@ import torch
 
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.data.sources import Index, SamplerLike
-from pytorch_accel_lite.data.steps_from_position import WrongLengthError
 from pytorch_accel_lite.distributed import Ranks
 
 _PIECE = 1 << 16  # indices
@@ -21,6 +20,10 @@ _DRAW_FROM = (
 )
 #: What to do if processes read different data on purpose.
 PASS_OWN_SHARD = "If each process should read its own part, pass OwnShard(DataLoader(...))."
+
+
+class WrongLengthError(ValueError):
+    """A sampler gives fewer or more indices than its length. Unlike a failed batch, this error is never skipped."""
 
 
 class OtherOrderError(WrongLengthError):

@@ -5,15 +5,19 @@ Indices are divided into steps from the position on. Batches that a user has mad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import TypeVar
 
+import torch
+
+from pytorch_accel_lite.base.user_warnings import warn_outside
+from pytorch_accel_lite.data.sample_order import ComputedOrder
+from pytorch_accel_lite.data.sampler_order_checks import WrongLengthError
+from pytorch_accel_lite.data.sources import Index, SamplerLike
+
 T = TypeVar("T")
-
-
-class WrongLengthError(ValueError):
-    """A sampler gives fewer or more indices than its length. Unlike a failed batch, this error is never skipped."""
+_BLOCK = 1 << 14  # samples
 
 
 def global_batches(
@@ -42,6 +46,62 @@ def global_batches(
 def count_global_batches(num_samples: int, global_batch: int, drop_last: bool = False) -> int:
     """Return the number of steps in an epoch."""
     return num_samples // global_batch if drop_last else -(-num_samples // global_batch)
+
+
+def indices_at(
+    order: torch.Tensor | range | ComputedOrder, bounds: Iterable[tuple[int, int]]
+) -> Iterator[torch.Tensor]:
+    """Return the indices of each step in an order of the epoch.
+
+    Indices are computed or copied for many steps at once, which costs little per step for any number of samples.
+
+    Args:
+        order: a tensor, a range from 0, or a computed order
+        bounds: the bounds of each step, each beginning at the end of the previous one
+    """
+    return chain.from_iterable(_blocks(order, iter(bounds)))  # without a call of Python code in each step
+
+
+def _blocks(
+    order: torch.Tensor | range | ComputedOrder, bounds: Iterator[tuple[int, int]]
+) -> Iterator[Sequence[torch.Tensor]]:
+    for first in bounds:
+        following = islice(bounds, max(_BLOCK // max(first[1] - first[0], 1) - 1, 0))
+        block = [first, *following]
+        begin, end = first[0], block[-1][1]
+        if isinstance(order, torch.Tensor):
+            indices = order[begin:end].long()
+        elif isinstance(order, range):
+            indices = torch.arange(begin, end)
+        else:
+            indices = order.at(begin, end)
+        yield indices.split([stop - start for start, stop in block])  # type: ignore[no-untyped-call]
+
+
+def in_turn(sampler: SamplerLike, order: Iterable[Index], start: int, sizes: list[int]) -> Iterator[Index]:
+    """Yield the indices of each step, checking the length reported by the sampler."""
+    size = len(sampler)
+    rest = islice(order, start, None)
+    position = start
+    for count in sizes:
+        indices = list(islice(rest, count))
+        position += len(indices)
+        if len(indices) < count:
+            raise length_error(sampler, size, position)
+        yield indices
+    if position == size and list(islice(rest, 1)):  # the sampler may be endless
+        warn_outside(
+            f"The sampler {type(sampler).__name__} gives more indices than its length of {size}, at which the epoch "
+            "ends."
+        )
+
+
+def length_error(sampler: object, size: int, count: int) -> WrongLengthError:
+    """Return the error for a sampler whose number of indices differs from its length."""
+    return WrongLengthError(
+        f"The sampler {type(sampler).__name__} gives {count} indices, but its length is {size}. Make its __len__ "
+        "return the number of indices that it gives."
+    )
 
 
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pytorch_accel_lite.data import ShardedLoader
+from pytorch_accel_lite.data.dataloader_defaults import LoaderKwargs
 from pytorch_accel_lite.data.sources import find_length
 from pytorch_accel_lite.run.accumulation import Accumulation
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
@@ -36,8 +38,8 @@ def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batc
     elif steps is not None and epochs is not None:
         updates = accumulation.updates_in(epochs, steps)
     processes = shares or data.ranks.world_size
-    train_batch_size = (data.train_loader_kwargs or {}).get("batch_size") or batch_size
-    eval_batch_size = (data.eval_loader_kwargs or {}).get("batch_size") or batch_size
+    train_batch_size = _batch_size_of(data.train_loader, data.train_loader_kwargs, processes) or batch_size
+    eval_batch_size = _batch_size_of(data.eval_loader, data.eval_loader_kwargs, processes) or batch_size
     return TrainerRunConfig(
         num_epochs=epochs,
         max_num_train_steps=updates,
@@ -65,3 +67,9 @@ def resolve_run_config(trainer: TrainerLike, run: Run, request: RunRequest, batc
         logical_processes=shares,
         deterministic=trainer.deterministic,
     )
+
+
+def _batch_size_of(loader: ShardedLoader | None, kwargs: LoaderKwargs | None, processes: int) -> int | None:
+    """Return the number of samples in a full batch of one process, or of a share; ``None`` if unknown."""
+    total = None if loader is None else loader.total_batch_size
+    return (kwargs or {}).get("batch_size") if total is None else total // processes

@@ -25,8 +25,8 @@ def begin_schedule(trainer: TrainerLike, run: Run) -> None:
         initial = _begin_from_initial_rates(trainer, run, has_schedule)
     else:
         trainer._check_scheduler(run.request)
-    for checks in RUN_CHECKS:
-        checks.check_schedule(trainer, run, initial if run.resumed is None else None)
+    for check in RUN_CHECKS.of_schedule:
+        check(trainer, run, initial if run.resumed is None else None)
     if trainer.scheduler is not None and run.resumed is None:
         check_schedule_length(trainer, run)
 

@@ -50,8 +50,8 @@ def train(trainer: TrainerLike, run: Run) -> None:
         run.loop.global_modes = GlobalModes.now(run.device)
         run.control.sync(now=True)
         print_state_contents(trainer, run)
-        for checks in RUN_CHECKS:
-            checks.check_before_training(trainer, run)
+        for check in RUN_CHECKS.before_training:
+            check(trainer, run)
         is_over = resume_before_epochs(trainer, run)
         while not is_over and (not run.is_finished or run.progress.is_mid_epoch):
             _run_epoch(trainer, run)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
 from torch import nn
 
 from pytorch_accel_lite.data import Batch
@@ -10,33 +13,27 @@ from pytorch_accel_lite.optimizers.param_group_options import Options
 from pytorch_accel_lite.run.run import Run, TrainerLike
 
 
+@dataclass
 class RunChecks:
     """Checks at some points of a training run. Each may warn, print, or raise an error, which ends the run.
 
-    This class checks nothing. An extension adds an object of a subclass to ``RUN_CHECKS``.
+    Attributes:
+        of_optimizer: called before a run, or once a factory has created the optimizer, with the trainer and the
+            parameters of all optimizers, those in attributes included
+        of_schedule: called when the run has its scheduler, or none, with the trainer, the run, and the options of the
+            optimizer from before any schedule, if the run begins with them, or has no scheduler and might; ``None``
+            instead of the options for a run that is resumed
+        before_training: called before the first update, when the starting events have fired, with the trainer and the
+            run
+        of_first_batch: called on the first process with the trainer, the first training batch that it reads, and its
+            output, before the backward pass
     """
 
-    def check_optimizer(self, trainer: TrainerLike, optimized: set[nn.Parameter]) -> None:
-        """Called before a run, or once a factory has created the optimizer.
-
-        Args:
-            optimized: the parameters of all optimizers, those in attributes included
-        """
-
-    def check_schedule(self, trainer: TrainerLike, run: Run, initial: Options | None) -> None:
-        """Called when the run has its scheduler, or none.
-
-        Args:
-            initial: the options of the optimizer from before any schedule, if the run begins with them, or has no
-                scheduler and might; ``None`` also for a run that is resumed
-        """
-
-    def check_before_training(self, trainer: TrainerLike, run: Run) -> None:
-        """Called before the first update, when the starting events have fired."""
-
-    def check_first_batch(self, trainer: TrainerLike, batch: Batch, output: BatchOutput) -> None:
-        """Called on the first process with the first training batch that it reads, before its backward pass."""
+    of_optimizer: list[Callable[[TrainerLike, set[nn.Parameter]], None]] = field(default_factory=list)
+    of_schedule: list[Callable[[TrainerLike, Run, Options | None], None]] = field(default_factory=list)
+    before_training: list[Callable[[TrainerLike, Run], None]] = field(default_factory=list)
+    of_first_batch: list[Callable[[TrainerLike, Batch, BatchOutput], None]] = field(default_factory=list)
 
 
-#: The checks of training runs, in the order in which they are made.
-RUN_CHECKS: list[RunChecks] = []
+#: The checks of training runs, in the order in which they are made. Extensions add theirs.
+RUN_CHECKS = RunChecks()

@@ -77,8 +77,8 @@ class PlainStep(Step):
             trackers.weigh_logged()
         if self.must_examine_batch and not batch.is_filler:
             self.must_examine_batch = False
-            for checks in RUN_CHECKS:
-                checks.check_first_batch(trainer, batch, output)
+            for check in RUN_CHECKS.of_first_batch:
+                check(trainer, batch, output)
         return output
 
     def apply_update(self, trainer: TrainerLike, run: Run) -> None:

@@ -44,6 +44,7 @@ def test_the_callbacks_that_the_contract_is_about_are_found():
     assert set(DEFAULT_CALLBACKS) <= set(SHIPPED)
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("callback_class", SHIPPED)
 def test_a_shipped_callback_serves_two_runs(callback_class, here):
@@ -77,6 +78,7 @@ def test_a_shipped_callback_serves_a_run_without_length(callback_class, here):
     assert trainer.progress.epochs_completed == 2 or "has not improved" in trainer.stop_reason
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("callback_class", SHIPPED)
 def test_events_that_a_subclass_overrides_are_fired(callback_class, here):
     """A callback may stop listening to an event that it does not need, but not on behalf of a user's subclass."""
@@ -103,6 +105,7 @@ def test_events_that_a_subclass_overrides_are_fired(callback_class, here):
         assert same_bits(mine.run_history.to_dict(), plain.run_history.to_dict())
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("callback_class", SHIPPED)
 def test_a_shipped_callback_survives_a_run_that_fails_or_stops(callback_class, here):
@@ -167,6 +170,7 @@ def test_a_shipped_callback_changes_no_bit_of_the_training(callback_class, seed,
     assert all(map(equal_weights, with_callback, seen))
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("callback_class", SHIPPED)
 def test_a_run_with_a_shipped_callback_resumes_from_its_middle(callback_class, here):

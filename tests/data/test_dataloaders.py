@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -251,6 +252,13 @@ def sizes_of_loaders() -> Any:
         of_run = [trainer.train_dataloader, trainer.eval_dataloader]
         for attribute in ("total_batch_size", "total_dataset_length"):
             found[name, attribute] = {getattr(each, attribute) for each in [prepared, *of_run]}
+        config = trainer.run_config
+        found[name, "total_batch_size"] |= {config.train_total_batch_size, config.eval_total_batch_size}
+        assert (
+            config.train_per_device_batch_size
+            == config.eval_per_device_batch_size
+            == config.train_total_batch_size // (trainer.accelerator.num_processes)
+        )
     trainer = adamw_trainer(float64_model())
     trainer.train(data, 1, per_device_batch_size=5)
     found["dataset"] = {trainer.train_dataloader.total_batch_size, trainer.run_config.train_total_batch_size}
@@ -269,6 +277,31 @@ def check_sizes(found: Any, processes: int) -> None:
 
 def test_loaders_have_the_sizes_that_those_of_accelerate_have():
     check_sizes(sizes_of_loaders(), 1)
+
+
+class Created(Trainer):
+    def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+        return DataLoader(Rows(DATA), 2 * batch_size)
+
+
+class Fitting(Sampler[list[int]]):
+    batch_size = "as many as fit"
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2, 3, 4]])
+
+
+def test_the_config_has_the_batch_size_of_the_loader_if_known():
+    model = float64_model()
+    trainer = Created(model, nn.MSELoss(), torch.optim.AdamW(model.parameters()), callbacks=[])
+    trainer.train(Rows(DATA), 1, per_device_batch_size=3)
+    assert trainer.run_config.train_per_device_batch_size == 6
+    batches = BatchSampler(range(20), 5, False)
+    trainer = adamw_trainer(float64_model())
+    trainer.train(numbers(), 1, train_dataloader_kwargs={"batch_sampler": batches})
+    assert trainer.run_config.train_per_device_batch_size == 5
+    trainer.train(DataLoader(numbers(), batch_sampler=Fitting()), 1, per_device_batch_size=8)
+    assert trainer.run_config.train_per_device_batch_size == 8
 
 
 @pytest.mark.extension("logical")

@@ -79,7 +79,7 @@ def has(package: str) -> bool:
 def pytest_command(expression: str, workers: int, xml: Path, limit: int) -> list[str]:
     command = [sys.executable, "-m", "pytest", "tests/gpu", "--confcutdir=tests/gpu", "-m", expression, "-v", "-rfEs"]
     command += ["-W", "default", "-p", "no:cacheprovider", "--tb=short", "--durations=15", f"--junitxml={xml}"]
-    if has("xdist"):  # in processes of their own, which are replaced if they crash
+    if has("xdist") and workers:  # in processes of their own, which are replaced if they crash
         command += ["-n", str(workers), "--dist", "loadgroup"]
     if has("pytest_timeout"):
         command += ["-o", f"timeout={limit}", "--timeout-method=thread"]  # a signal does not reach what waits for a GPU
@@ -92,7 +92,7 @@ def parts(rehearses: bool, folder: Path) -> list[Part]:
     """All parts in their order."""
     mode = "quick" if rehearses else "full"
     cores = len(os.sched_getaffinity(0))
-    workers = 1 if rehearses else max(2, min(8, cores // 2))
+    workers = 0 if rehearses else max(2, min(8, cores // 2))
     longer, limit = (8, 900) if rehearses else (1, 110)  # nothing is lost by waiting for a busy machine
 
     def benchmark(*arguments: str) -> list[str]:

@@ -31,7 +31,7 @@ from pytorch_accel_lite.callbacks import (
     SaveTrainingStateCallback,
     StepBasedEvaluationCallback,
 )
-from pytorch_accel_lite.extending import RUN_CHECKS, RunChecks, RunRequest, TrainerRunConfig
+from pytorch_accel_lite.extending import RUN_CHECKS, RunRequest, TrainerRunConfig
 from tests.launching import some_of
 from tests.ranks import world_size
 from tests.shared_trainings import StopsAt
@@ -278,39 +278,41 @@ def test_training_within_a_run_is_refused():
     train(trainer)
 
 
-def test_checks_of_extensions_are_made_at_their_points():
+def test_checks_of_extensions_are_made_at_their_points(monkeypatch):
     order: list[str] = []
 
-    class Checks(RunChecks):
-        def check_optimizer(self, trainer, optimized):
-            assert optimized == {*trainer.model.parameters()}
-            order.append("optimizer")
+    def check_optimizer(trainer, optimized):
+        assert optimized == {*trainer.model.parameters()}
+        order.append("optimizer")
 
-        def check_schedule(self, trainer, run, initial):
-            assert run is trainer.run
-            assert trainer.scheduler is None
-            assert initial is None
-            order.append("schedule")
+    def check_schedule(trainer, run, initial):
+        assert run is trainer.run
+        assert trainer.scheduler is None
+        assert initial is None
+        order.append("schedule")
 
-        def check_before_training(self, trainer, run):
-            order.append("before")
-            if order.count("before") > 1:
-                raise ValueError("unfit")
+    def check_before_training(trainer, run):
+        order.append("before")
+        if order.count("before") > 1:
+            raise ValueError("unfit")
 
-        def check_first_batch(self, trainer, batch, output):
-            assert output["batch_size"] == len(batch.data[0])
-            order.append("batch")
+    def check_first_batch(trainer, batch, output):
+        assert output["batch_size"] == len(batch.data[0])
+        order.append("batch")
 
+    for name, check in {
+        "of_optimizer": check_optimizer,
+        "of_schedule": check_schedule,
+        "before_training": check_before_training,
+        "of_first_batch": check_first_batch,
+    }.items():
+        monkeypatch.setattr(RUN_CHECKS, name, [*getattr(RUN_CHECKS, name), check])
     names = ("on_training_run_start", "on_train_epoch_start")
     trainer = make_trainer([listener(**{name: lambda t, name=name: order.append(name) for name in names})])
-    RUN_CHECKS.append(checks := Checks())
-    try:
+    train(trainer)
+    assert order == ["optimizer", "schedule", names[0], "before", names[1], "batch"]
+    with pytest.raises(ValueError, match="unfit"):
         train(trainer)
-        assert order == ["optimizer", "schedule", names[0], "before", names[1], "batch"]
-        with pytest.raises(ValueError, match="unfit"):
-            train(trainer)
-    finally:
-        RUN_CHECKS.remove(checks)
     assert order[6:] == ["optimizer", "schedule", names[0], "before"]
 
 

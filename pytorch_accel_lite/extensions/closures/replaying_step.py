@@ -81,6 +81,11 @@ class ReplayingStep(PlainStep):
         self._steps.append((batch, capture_generators()))
         return super().forward_backward(trainer, run, batch)
 
+    def apply_update(self, trainer: TrainerLike, run: Run) -> None:
+        """Update the weights, and forget the batches of the window."""
+        super().apply_update(trainer, run)
+        self._steps.clear()
+
     def recompute(self, trainer: TrainerLike, run: Run) -> torch.Tensor:
         """Compute the gradients of the window in the same way as before, and return the mean loss of the window."""
         if run.window.has_gradients or run.progress.update != self._update:

@@ -23,7 +23,7 @@ def check_rates(trainer: TrainerLike, run: Run, initial: Options | None) -> None
     """Name rates of the optimizer that a schedule replaces, that an earlier schedule has left, or that nothing scales.
 
     Args:
-        initial: see ``RunChecks.check_schedule()``
+        initial: see ``RunChecks.of_schedule``
     """
     if initial is not None and trainer.scheduler is None:
         _print_leftover_rates(trainer, initial)

@@ -27,8 +27,8 @@ def check_optimizers(trainer: TrainerLike) -> None:
             f"None of the optimizers {', '.join(map(repr, parts))} has the model's {listed([*missed], 3)}. Add them to "
             "one of the optimizers, or call requires_grad_(False) on those that should not be trained."
         )
-    for checks in RUN_CHECKS:
-        checks.check_optimizer(trainer, optimized)
+    for check in RUN_CHECKS.of_optimizer:
+        check(trainer, optimized)
 
 
 def not_optimized(module: nn.Module, optimized: Container[nn.Parameter]) -> dict[str, nn.Parameter]:

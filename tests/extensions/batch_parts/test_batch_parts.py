@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import UserDict
 
 import pytest
 import torch
@@ -20,6 +21,31 @@ def test_parts_have_the_samples_of_the_whole():
     assert [part.indices for part in parts] == [[7, 3], [4, 0, 1]]
     assert [part.num_samples for part in parts] == [2, 3]
     assert [part.total_samples for part in parts] == [5, 0]  # counted once
+
+
+class Encoded(UserDict[str, torch.Tensor]):
+    """A batch as a tokenizer returns it."""
+
+    def __init__(self, tokens: torch.Tensor, words: list[str]) -> None:
+        super().__init__(tokens=tokens)
+        self.words = words
+
+
+class SizedOnce(dict[str, torch.Tensor]):
+    """A batch whose tensors must all have one length."""
+
+    def update(self, *args: object, **kwargs: object) -> None:
+        raise RuntimeError("batch dimension mismatch")
+
+
+def test_parts_of_a_mapping_are_of_its_class_if_that_allows_it():
+    tokens, words = WHOLE.data
+    first, second = split_into_parts(WHOLE._replace(data=Encoded(tokens, words)), 2)
+    assert isinstance(first.data, Encoded)
+    assert torch.equal(torch.cat([first.data["tokens"], second.data["tokens"]]), tokens)
+    assert first.data.words + second.data.words == words
+    first, _ = split_into_parts(WHOLE._replace(data=SizedOnce(tokens=tokens)), 2)
+    assert torch.equal(first.data["tokens"], tokens[:2])
 
 
 def test_one_part_and_fillers_are_left_whole():

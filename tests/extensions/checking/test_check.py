@@ -38,6 +38,7 @@ def check(program: Program, **arguments: Any) -> Any:
     return trainer.check(data, **{**own_arguments, **arguments})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", marked(WRONG))
 def test_a_mistake_is_found_by_the_check_that_should_find_it(name):
     torch.manual_seed(0)

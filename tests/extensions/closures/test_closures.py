@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
@@ -386,3 +387,19 @@ def test_tools_whose_updates_have_no_closure_refuse(tool):
         getattr(adamw_trainer(model, optimizer=lbfgs(model)), tool)(DATA)
     with pytest.raises(RuntimeError, match="no update is under way that it could repeat"):
         getattr(SAM(model, nn.MSELoss(), sgd(model), callbacks=[]), tool)(DATA)
+
+
+def test_the_batches_of_a_window_are_freed_after_its_update():
+    batches: list[weakref.ref[torch.Tensor]] = []
+    kept: list[int] = []
+
+    class Counting(SAM):
+        def calculate_train_batch_loss(self, batch):
+            batches.append(weakref.ref(batch[0]))
+            return super().calculate_train_batch_loss(batch)
+
+    count = listener(on_update_end=lambda trainer, **_: kept.append(sum(each() is not None for each in batches)))
+    model = float64_model()
+    trainer = Counting(model, nn.MSELoss(), sgd(model), callbacks=[count])
+    trainer.train(DATA, 1, per_device_batch_size=4, gradient_accumulation_steps=3)
+    assert max(kept) == 2  # the last batch, which is computed twice

@@ -82,6 +82,7 @@ def offered(scripts) -> dict[str, list[str]]:
     return dict(zip(lines, completions(scripts / "all", *lines), strict=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.extension("metrics")
 @pytest.mark.parametrize(("line", "expected"), OFFERED)
 def test_completion_in_shells_offers_known_values(offered, line, expected):
