@@ -151,6 +151,7 @@ def test_a_shipped_callback_has_both_halves_of_a_state_or_none(callback_class):
     assert hasattr(callback_class, "state_dict") == hasattr(callback_class, "load_state_dict")
 
 
+@pytest.mark.sampled
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("callback_class", "seed"), [*product(OF_WHOLE_RUNS, [0]), *product(some_of(OF_WHOLE_RUNS), [None])]
@@ -251,6 +252,7 @@ def shipped_callbacks() -> Any:
     return results
 
 
+@pytest.mark.sampled
 @pytest.mark.soak
 @pytest.mark.parametrize("name", some_of(callback_class.__name__ for callback_class in SHIPPED))
 @two_are_enough

@@ -246,6 +246,7 @@ EPOCHS = 6 if SOAK else 2
 EVERYWHERE = (*range(-5, 0), *range(1, 36, 3)) if SOAK else (-1, 8)  # ends of epochs, and updates
 
 
+@pytest.mark.sampled
 @pytest.mark.soak
 @pytest.mark.parametrize(("kind", "workers"), some_of(starmap(case, product(SOURCES, [0, 2]))))
 def test_each_source_resumes_exactly_from_everywhere(tmp_path, kind, workers):

@@ -249,6 +249,7 @@ def use_everything(trainer: Trainer) -> tuple[Any, ...]:
     return *weights(trainer.model).values(), trainer.predict(make_data(3)), evaluated, rates
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("place", ["object", "class"])
 @pytest.mark.parametrize(
     "name",

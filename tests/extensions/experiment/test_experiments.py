@@ -540,6 +540,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("text", "arguments", "error"), WRONG, ids=lambda value: str(value)[:40])
 def test_errors_name_the_location_and_the_remedy(file, capsys, text, arguments, error):
     file.write_text(text)

@@ -473,6 +473,7 @@ def test_the_best_model_has_the_teacher_that_it_was_trained_with(tmp_path):
     assert equal_weights(fresh.teacher.state_dict(), trainer.teacher.state_dict())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", shipped_callbacks.SHIPPED, ids=lambda kind: kind.__name__)
 def test_a_shipped_callback_has_no_attributes_like_a_users(kind, tmp_path, monkeypatch):
     """Its constructor creates all attributes, so that those of a user's subclass can be distinguished."""
