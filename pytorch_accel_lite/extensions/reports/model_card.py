@@ -145,7 +145,8 @@ def _metadata(run: Run, saved: Mapping[str, float], later: Mapping[str, float], 
         if data in {"eval", *parts}  # not metrics of training or of averaged weights
     ]
     entries = {"library_name": "pytorch", "tags": ["pytorch-accel-lite"], "eval_results": results or None, **card_data}
-    return ModelCardData(**entries).to_yaml()
+    yaml: str = ModelCardData(**entries).to_yaml()
+    return yaml
 
 
 def _draw_curves(history: InMemoryRunHistory, path: Path) -> bool:
