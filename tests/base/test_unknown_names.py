@@ -102,6 +102,7 @@ def test_signatures_are_those_that_editors_and_help_show():
     assert "early_stopping_patience" in inspect.signature(EarlyStoppingCallback).parameters
 
 
+@pytest.mark.extension("common_mistakes")
 def test_warnings_of_train_point_to_the_calling_line():
     forgotten = torch.optim.SGD(make_model(1).parameters(), lr=0.1)
     trainer = make_trainer(optimizer=forgotten)

@@ -221,6 +221,7 @@ def test_a_checkpoint_of_another_loss_function_loads_and_warns(tmp_path):
     without.load_checkpoint(tmp_path / "model.pt", load_optimizer=False)
 
 
+@pytest.mark.extension("common_mistakes")
 def test_a_loss_function_that_no_optimizer_trains_is_warned_of(recwarn):
     model = make_model()
     loss_func = nn.ModuleDict({"head": nn.Linear(1, 1)})

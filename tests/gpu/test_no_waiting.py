@@ -16,7 +16,7 @@ import torch
 from torchmetrics.classification import MulticlassAccuracy
 
 from pytorch_accel_lite import Trainer, TrainerCallback, callbacks, get_default_callbacks
-from pytorch_accel_lite.callbacks import GradientNormCallback, LearningRateMonitorCallback, SaveTrainingStateCallback
+from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from tests.gpu.parts import ON_GPU, Task, fit, on_device, plain_loop, sgd, sized, trainer_of
 
 FIRST = sized(10, 2)  # step that is watched, after those in which memory is allocated and kernels are chosen
@@ -86,8 +86,8 @@ def all_callbacks(folder: Path) -> list[Any]:
         callbacks.ModelEmaCallback(0.99, evaluate_during_training=False, save_path=None),
         MetricsCallback(accuracy, train=True),
         callbacks.MetricsFileCallback(folder / "rows.jsonl", every_n_updates=5),
-        LearningRateMonitorCallback(),
-        GradientNormCallback(),
+        callbacks.LearningRateMonitorCallback(),
+        callbacks.GradientNormCallback(),
         callbacks.ThroughputCallback(),
     ]
 

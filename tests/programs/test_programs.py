@@ -437,10 +437,13 @@ PROGRAMS = {
     ),
     "graph": Program(GraphTrainer, {"train_dataset": None, "num_epochs": 6}, graph_by_hand),
 }
-#: These read lists and iterables of their own.
-READ_IN_TURN = ("graph", "language model", "policy")
+#: The extensions that programs need: some read lists and iterables of their own.
+NEEDED = dict.fromkeys(("graph", "language model", "policy"), ("streams",)) | {
+    "gan": ("manual_optimization",),
+    "lbfgs": ("closures",),
+}
 EACH = [
-    pytest.param(program, id=name, marks=[pytest.mark.extension("streams")] * (name in READ_IN_TURN))
+    pytest.param(program, id=name, marks=pytest.mark.extension(*NEEDED.get(name, ())))
     for name, program in PROGRAMS.items()
 ]
 

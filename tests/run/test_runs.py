@@ -628,6 +628,7 @@ def test_an_untrained_parameter_of_the_model_may_be_infinite(here):
     assert len(list(Path("states").glob("update-*"))) == 3
 
 
+@pytest.mark.extension("common_mistakes")
 def test_gradients_are_clipped_for_an_optimizer_on_copies():
     class Master(torch.optim.SGD):
         def __init__(self, parameters: Any, lr: float) -> None:
