@@ -70,8 +70,9 @@ def _select_in_mapping(data: Mapping[str, Tree], rows: slice | list[int], size: 
     try:
         selected = copy.copy(data)
         getattr(selected, "__dict__", {}).update(attributes)
-        selected.update(values)
-    except (TypeError, ValueError, RuntimeError):  # a class may want its values to have one length
+        for key, value in values.items():  # outputs of transformers refuse update()
+            selected[key] = value
+    except Exception:  # a class may want its values to have one length, or refuse changes
         return values
     return selected
 

@@ -31,10 +31,17 @@ class Encoded(UserDict[str, torch.Tensor]):
         self.words = words
 
 
-class SizedOnce(dict[str, torch.Tensor]):
-    """A batch whose tensors must all have one length."""
+class Output(dict[str, torch.Tensor]):
+    """As transformers' outputs of models."""
 
     def update(self, *args: object, **kwargs: object) -> None:
+        raise Exception("You cannot use update.")
+
+
+class SizedOnce(Output):
+    """A batch whose tensors must all have one length."""
+
+    def __setitem__(self, key: str, value: torch.Tensor) -> None:
         raise RuntimeError("batch dimension mismatch")
 
 
@@ -44,8 +51,10 @@ def test_parts_of_a_mapping_are_of_its_class_if_that_allows_it():
     assert isinstance(first.data, Encoded)
     assert torch.equal(torch.cat([first.data["tokens"], second.data["tokens"]]), tokens)
     assert first.data.words + second.data.words == words
-    first, _ = split_into_parts(WHOLE._replace(data=SizedOnce(tokens=tokens)), 2)
-    assert torch.equal(first.data["tokens"], tokens[:2])
+    for kind in (Output, SizedOnce):
+        first, _ = split_into_parts(WHOLE._replace(data=kind(tokens=tokens)), 2)
+        assert torch.equal(first.data["tokens"], tokens[:2])
+        assert isinstance(first.data, Output) == (kind is Output)
 
 
 def test_one_part_and_fillers_are_left_whole():
