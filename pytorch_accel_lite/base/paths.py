@@ -17,6 +17,7 @@ _PLACE = re.compile(r"(.*_)?(dir|directory|paths?|files?|folder|url|log|logger)"
 _ELSEWHERE = re.compile(
     r"(.*_)?(devices?|dtype|rank|replicas|world_size|epoch|verbose)|data_source|dataset|mixture|generator"
 )
+_ESCAPED = re.compile(r"%[0-9A-F]{2}|\A%\Z")
 _LONGEST_NAME = 255  # bytes, on all common file systems
 _LONGEST_PART = 150  # maximum length of a name made of several parts
 
@@ -152,7 +153,7 @@ def as_file_name(name: str) -> str:
     Parts that would lead to another folder, such as ``..`` or ``a/b``, are escaped as in a URL. Long names are cut.
     """
     is_plain = name.isprintable() and "/" not in name and name.strip(".") and len(os.fsencode(name)) <= _LONGEST_PART
-    if is_plain:
+    if is_plain and not _ESCAPED.search(name):  # or it could be the escaped form of another name
         return name
     quoted = quote(os.fsencode(name), safe=" ()[]{}=,+@&'") or "%"
     quoted = quoted.replace(".", "%2E") if not name.strip(".") else quoted

@@ -105,7 +105,8 @@ class EarlyStoppingCallback(MetricWatcher):
         if self._watched.improvement(metric, self.best_metric) > 0:
             self.best_metric = metric
         reference = self._reference
-        unit = abs(reference) if reference is not None and self.threshold_mode == "relative" else 1.0
+        is_relative = self.threshold_mode == "relative" and reference is not None and math.isfinite(reference)
+        unit = abs(reference) if reference is not None and is_relative else 1.0  # finite values beat an infinite one
         if self._watched.improvement(metric, reference) > self.early_stopping_threshold * unit:
             self._reference = metric
             self.early_stopping_patience_counter = 0

@@ -57,7 +57,7 @@ def default_loader_kwargs(dataset: Source, batch_size: int, shuffle: bool, accel
         "batch_size": batch_size,
         "num_workers": workers,
         "persistent_workers": workers > 0,
-        "pin_memory": torch.cuda.is_available() and can_be_pinned,
+        "pin_memory": accelerator.device.type == "cuda" and can_be_pinned,
     }
     if isinstance(dataset, NamedDatasets):
         kwargs["sampler"] = dataset.create_sampler(shuffle)

@@ -303,7 +303,7 @@ class MapLoader(ShardedLoader):
             collate_fn=self._collate,
             generator=generator_of_loader(self.options.seed, source.generator),
             num_workers=source.num_workers,
-            pin_memory=source.pin_memory,
+            pin_memory=self._pins,
             timeout=source.timeout,
             worker_init_fn=source.worker_init_fn,
             multiprocessing_context=source.multiprocessing_context,
@@ -329,11 +329,16 @@ class MapLoader(ShardedLoader):
             draw_seed(self.source.generator)  # as a DataLoader does, to draw the numbers of a hand-written loop
         return self._read_here() if self._memory is None else self._read_memory(self._memory)
 
+    @property
+    def _pins(self) -> bool:
+        """Whether batches are put into pinned memory, for the device of the run: a CPU needs none, beside a GPU too."""
+        return self.source.pin_memory and self._device.type != "cpu" and torch.accelerator.is_available()
+
     def _read_here(self) -> Iterator[BatchData]:
         """Read in this process, as a ``DataLoader`` does, but without recording each batch for profilers."""
         read, collate = self._reader.__getitems__, self._collate
         is_collated = collate is as_collated  # saves a call in each step
-        pins = self.source.pin_memory and torch.accelerator.is_available()
+        pins = self._pins
         for indices in self._shares:
             try:
                 batch = read(indices) if is_collated else collate(read(indices))
@@ -383,7 +388,7 @@ class MapLoader(ShardedLoader):
         return self._create_inner()
 
     def _read_memory(self, memory: InMemory) -> Iterator[BatchData]:
-        pin = self.source.pin_memory and self._device.type == "cuda" and memory.is_on(torch.device("cpu"))
+        pin = self._pins and self._device.type == "cuda" and memory.is_on(torch.device("cpu"))
         # Nothing in an epoch affects the orders of torch's samplers, so they may be drawn ahead.
         has_fixed_order = type(self._shares.sampler) in _OF_TORCH
         return read_rows(memory, self._shares, len(self.source.dataset), has_fixed_order, pin)

@@ -132,11 +132,11 @@ def read_rows(
         yield batch if arrange is None else arrange(batch)
 
 
-def _copied(rows: Iterator[torch.Tensor], devices: Iterable[torch.device], num_steps: int) -> Iterator[_Copies]:
+def _copied(rows: Iterator[torch.Tensor], devices: set[torch.device], num_steps: int) -> Iterator[_Copies]:
     """Yield the rows of each step by device. The rows of several steps are copied together."""
     for steps in grouped(rows, num_steps):
         together = torch.cat(steps)
-        if torch.cuda.is_available():
+        if any(device.type == "cuda" for device in devices):
             together = together.pin_memory()  # otherwise the copy would wait for earlier steps
         sizes = [len(step) for step in steps]
         copies = {device: together.to(device, non_blocking=True).split(sizes) for device in devices}  # type: ignore[no-untyped-call]

@@ -18,6 +18,7 @@ from pytorch_accel_lite.optimizers.param_group_options import (
     initial_options,
     layer_scales,
     scheduled_options,
+    set_option,
 )
 from pytorch_accel_lite.run.accumulation import Count, as_weight
 from pytorch_accel_lite.run.attributes_by_kind import buffers_in, other_modules, other_optimizers, registered_objects
@@ -31,6 +32,6 @@ __all__ = [
     "average_gradients", "buffers_in", "current_rates", "evaluating_optimizers", "format_rates", "group_names",
     "initial_options", "is_created", "layer_scales", "needs_closure", "no_sync_within_window", "not_optimized",
     "optimized_parameters", "other_modules", "other_optimizers", "parameters_not_in_model", "parts_of_optimizer",
-    "rates_change_in_each_update", "registered_objects", "scheduled_options", "schedulers_in", "set_optimizer_modes",
-    "sync_ddp_buffers", "total_norm",
+    "rates_change_in_each_update", "registered_objects", "scheduled_options", "schedulers_in", "set_option",
+    "set_optimizer_modes", "sync_ddp_buffers", "total_norm",
 ]  # fmt: skip

@@ -109,6 +109,7 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
     """
     stopped = None
     ended = kind == "evaluation"  # errors do not fire the ending events of an evaluation
+    method_was_called = False
     try:
         try:
             with naming_call(run.ranks) if run.ranks.world_size > 1 else nullcontext():
@@ -117,18 +118,19 @@ def ending(trainer: TrainerLike, run: Run, kind: Literal["training", "evaluation
             stopped = stop
             if run.outer is None:
                 _note_stop(trainer, run, stop)
-        ended = True
         if kind == "training":
             set_optimizer_modes(trainer, training=False)
             run.training_step.end(trainer)
+            method_was_called = True
             trainer.training_run_end()
+            ended = True
             _call_ending_event(trainer, run, "on_training_run_end")
         else:
             trainer.evaluation_run_end()
             _call_ending_event(trainer, run, "on_evaluation_run_end")
         run.end.make_last_calls()
     except BaseException as error:
-        end_failed_run(trainer, run, error, ended)
+        end_failed_run(trainer, run, error, ended, method_was_called)
         raise
     if stopped is not None and run.outer is not None:
         raise stopped
@@ -157,14 +159,17 @@ def _call_ending_event(trainer: TrainerLike, run: Run, event: str) -> None:
         run.end.reason = run.end.reason or str(stop)
 
 
-def end_failed_run(trainer: TrainerLike, run: Run, error: BaseException, ended: bool) -> None:
+def end_failed_run(
+    trainer: TrainerLike, run: Run, error: BaseException, ended: bool, method_was_called: bool = False
+) -> None:
     """Call the events of a run that an error ends; the caller raises the error itself.
 
     Does nothing within an outer run, which may catch the error. A rank that fails alone does not fire the ending
     events, because they may communicate with ranks that have not failed.
 
     Args:
-        ended: whether the ending events have already begun; one of their listeners may have failed
+        ended: whether ``on_training_run_end`` has been fired already; one of its listeners may have failed
+        method_was_called: whether ``training_run_end()`` has been called already; it may have failed itself
     """
     if run.outer is not None:
         return
@@ -176,7 +181,8 @@ def end_failed_run(trainer: TrainerLike, run: Run, error: BaseException, ended: 
     if together and not ended:
         try:
             run.record_interrupted_epoch(trainer.run_history, run.data.ranks)
-            trainer.training_run_end()
+            if not method_was_called:
+                trainer.training_run_end()
         except Exception as failure:
             problems.append(failure)
         problems += trainer.callback_handler.call_event_despite_errors("on_training_run_end", trainer)

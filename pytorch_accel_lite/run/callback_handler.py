@@ -231,9 +231,10 @@ class CallbackHandler:
             except (StopTrainingError, NonFiniteLossError) as error:
                 _note_source(error, listener, event)
                 ask(error)
-            except Exception as error:
+            except BaseException as error:  # Ctrl-C, too
                 self._failed = listener
-                _explain(error, listener, event, args, kwargs)
+                if isinstance(error, Exception):
+                    _explain(error, listener, event, args, kwargs)
                 raise
 
     def timing(self, phase: str) -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
 from pytorch_accel_lite.run.scheduler_stepping import step_after_update
 from pytorch_accel_lite.run.trained_objects import buffers_beside_model
 from pytorch_accel_lite.steps.clipping import clip_as_overridden, unscale
-from pytorch_accel_lite.steps.skipped_updates import tell_scaler
+from pytorch_accel_lite.steps.skipped_updates import step_or_tell_scaler
 
 
 class PlainStep(Step):
@@ -99,10 +99,10 @@ class PlainStep(Step):
             if trainer.accelerator.scaler is not None:
                 unscale(trainer)
             trainer.call_event("on_optimizer_step_start")
-        if not self.skips_update:
+        if trainer.accelerator.scaler is not None:
+            step_or_tell_scaler(trainer)
+        elif not self.skips_update:
             trainer.optimizer_step()
-        elif trainer.accelerator.scaler is not None:
-            tell_scaler(trainer)
         self.can_skip_update = False
         run.progress.update += 1
         prepared = trainer.prepared_model

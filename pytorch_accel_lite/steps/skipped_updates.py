@@ -35,9 +35,22 @@ def was_skipped(trainer: TrainerLike) -> bool:
     )
 
 
-def tell_scaler(trainer: TrainerLike) -> None:
-    """Let the gradient scaler see the gradients of a skipped update, if any: it finds its scale by overflows."""
-    if all(parameter.grad is None for parameter in optimized_parameters(trainer.optimizer)):
+def step_or_tell_scaler(trainer: TrainerLike) -> None:
+    """Step the optimizer with a gradient scaler, or let the scaler see the gradients of an update that is skipped.
+
+    It finds its scale by overflows, and refuses gradients that it has unscaled for an update that was not made.
+    """
+    step, scaler = trainer.current_run.training_step, trainer.accelerator.scaler
+    # The scaler replaces what it knows of the gradients once an update has been made; one that is disabled knows none.
+    before = getattr(scaler, "_per_optimizer_states", None)
+    if not step.skips_update:
+        trainer.optimizer_step()  # if it is overridden, it may skip the update
+    is_told = getattr(scaler, "_per_optimizer_states", None) is not before
+    if not step.skips_update or is_told or _has_no_gradients(trainer):
         return
     unscale(trainer)
-    trainer.accelerator.scaler.update()
+    scaler.update()
+
+
+def _has_no_gradients(trainer: TrainerLike) -> bool:
+    return all(parameter.grad is None for parameter in optimized_parameters(trainer.optimizer))

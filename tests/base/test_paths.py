@@ -115,6 +115,12 @@ def test_names_of_data_lead_to_no_other_folder(name, expected):
     assert len(as_file_name(name * 500)) < 200
 
 
+def test_different_names_lead_to_different_files():
+    names = ["a/b", "a%2Fb", "a%252Fb", "", "%", "%25", "50%", "50%/x", "50%25%2Fx", "..", "%2E%2E"]
+    assert len({*map(as_file_name, names)}) == len(names)
+    assert as_file_name("50%") == "50%"
+
+
 # ------------------------------------------------------------------------------------- two runs, one place
 
 

@@ -99,6 +99,14 @@ def test_the_first_value_must_improve_on_a_baseline(script, epochs):
         )
 
 
+@pytest.mark.parametrize("mode", ["absolute", "relative"])
+def test_a_finite_value_improves_on_an_infinite_baseline(mode):
+    stops = EarlyStoppingCallback(1, 0.01, "score", False, threshold_mode=mode, baseline=math.inf)
+    trainer = scripted([3.0, 2.0, 2.0, 1.0], stops)
+    assert trainer.progress.epoch == 3
+    assert stops.best_metric == 2.0
+
+
 @pytest.mark.parametrize("reset", [True, False])
 def test_early_stopping_restarts_in_the_next_run_by_default(reset):
     callback = EarlyStoppingCallback(early_stopping_patience=2, watch_metric="score", reset_on_train=reset)

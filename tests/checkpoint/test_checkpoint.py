@@ -339,6 +339,24 @@ def test_tensors_of_unknown_classes_are_refused(tmp_path):
         write_checkpoint({"my_entry": OTHER_VALUES[0]}, tmp_path / "model.pt")
 
 
+class KnownTensor(torch.Tensor):
+    pass
+
+
+def test_an_attribute_that_does_not_load_is_found_in_each_tensor(tmp_path):
+    """Also if tensors of the same class have been written before."""
+    with torch.serialization.safe_globals([KnownTensor]):
+        for note in (None, "text", Path(), "text"):
+            tensor = torch.zeros(2).as_subclass(KnownTensor)
+            tensor = tensor if note is None else noted(tensor, note)
+            if isinstance(note, Path):
+                with pytest.raises(TypeError, match=r"\['my_entry'\] is KnownTensor, which cannot be stored"):
+                    write_checkpoint({"model_state_dict": {}, "my_entry": tensor}, tmp_path / "model.pt")
+            else:
+                write_checkpoint({"model_state_dict": {}, "my_entry": tensor}, tmp_path / "model.pt")
+                assert type(read_checkpoint(tmp_path / "model.pt")["my_entry"]) is KnownTensor
+
+
 def test_attributes_that_cannot_be_loaded_are_left_out(tmp_path):
     kept = {"text": noted(torch.ones(2), "text"), "path": noted(nn.Parameter(torch.ones(2)), Path())}
     write_checkpoint({"model_state_dict": {}, "my_entry": kept}, tmp_path / "model.pt")

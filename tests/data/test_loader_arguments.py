@@ -30,6 +30,21 @@ def test_the_arguments_of_dataloaders_can_be_overridden():
     assert trainer.train_dataloader.num_workers == 0
 
 
+@pytest.mark.parametrize("pins", [None, True])
+def test_a_run_on_the_cpu_pins_nothing_beside_a_gpu(pins, monkeypatch):
+    """Pinning would create a context of CUDA, and fails here, where there is no GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: pytest.fail("has been pinned"))
+    for data in (float64_data(10), Rows(float64_data(10))):
+        for workers in (0, 1):
+            arguments = {"num_workers": workers} if pins is None else {"num_workers": workers, "pin_memory": pins}
+            trainer = make_trainer(model=float64_model())
+            trainer.train(data, 1, per_device_batch_size=5, train_dataloader_kwargs=arguments)
+            assert trainer.progress.samples == 10
+            assert trainer.run_config.train_dl_kwargs["pin_memory"] is bool(pins)
+
+
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_dataloader_of_an_overridden_method_is_used(seed, accumulation):

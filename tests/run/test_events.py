@@ -634,7 +634,7 @@ def test_an_error_in_an_overridden_method_ends_the_run_cleanly(name):
         train(trainer, eval_dataset=True)
     names = [name for name, _ in recorder.calls]
     assert names.count("on_exception") == 1
-    assert names[-1] == ("on_exception" if name == "training_run_end" else "on_training_run_end")
+    assert names[-1] == "on_training_run_end"
 
 
 def test_an_error_in_training_run_end_hides_nothing_either(capsys):
@@ -663,6 +663,13 @@ def test_a_second_error_while_ending_does_not_hide_the_first(first, event, capsy
         assert "the second one" in capsys.readouterr().out
     else:
         assert caught.value is second
+    assert [name for name, _ in recorder.calls][-2:] == ["on_exception", "on_training_run_end"]
+
+
+def test_ctrl_c_at_a_runs_end_still_notifies_later_callbacks():
+    recorder = recording_callback()
+    with pytest.raises(KeyboardInterrupt):
+        train(make_trainer([raising("on_training_run_end", KeyboardInterrupt()), recorder]))
     assert [name for name, _ in recorder.calls][-2:] == ["on_exception", "on_training_run_end"]
 
 

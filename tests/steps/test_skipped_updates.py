@@ -121,6 +121,40 @@ def test_overridden_methods_of_an_update_may_skip_it(trainer_class, is_manual):
     assert trainer.scheduler.last_epoch == 0
 
 
+@pytest.mark.parametrize("limit", [None, 1.0])
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_the_scaler_is_ready_after_an_override_skipped(limit, is_heard, scaled_accelerator):
+    """It has unscaled the gradients of the skipped update, to clip them or for a callback, or not at all."""
+
+    class SkipsFirst(Trainer):
+        def optimizer_step(self):
+            if self.progress.update == 0:
+                self.skip_update()
+            else:
+                super().optimizer_step()
+
+    skip = listener(on_optimizer_step_start=lambda trainer: trainer.progress.update or trainer.skip_update())
+    expected = train(make_trainer([skip], accelerator=scaled_accelerator), 2, gradient_clip_norm=limit)
+    heard = [listener(on_optimizer_step_start=lambda trainer: None)] if is_heard else []
+    trainer = make_trainer(heard, trainer_class=SkipsFirst, accelerator=scaled_accelerator)
+    train(trainer, 2, gradient_clip_norm=limit)
+    assert trainer.run.training_step.skipped_updates == expected.run.training_step.skipped_updates == 1
+    assert equal_weights(weights(trainer.model), weights(expected.model))
+    assert scaled_accelerator.scaler.state_dict()["_growth_tracker"] == 2 * trainer.progress.update
+
+
+def test_an_override_may_call_an_overflow_skipped_itself(scaled_accelerator):
+    class Tells(Overflows):
+        def optimizer_step(self):
+            super().optimizer_step()
+            if self.accelerator.optimizer_step_was_skipped:
+                self.skip_update()
+
+    trainer = train(make_trainer(trainer_class=Tells, accelerator=scaled_accelerator))
+    assert trainer.run.training_step.skipped_updates == 1
+    assert scaled_accelerator.scaler.get_scale() == 2.0**9
+
+
 @pytest.mark.extension("tuning")
 def test_the_batch_size_is_found_where_an_override_skips():
     assert make_trainer(trainer_class=SkipsInStep).find_batch_size(make_data(16), max_batch_size=4) == 4

@@ -81,7 +81,9 @@ def _loadable_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
     # Shards are written to other files. Packages such as torchao tell torch which of their classes are safe.
     if hasattr(tensor, "full_tensor"):
         return tensor
-    if not _LOADS.get(kind):  # a class that loads is not tried again, which would wait for the device
+    # A class that loads is not tried again, which would wait for the device, unless an attribute does not load.
+    others = {name: item for name, item in vars(tensor).items() if not isinstance(item, torch.Tensor)}
+    if not (_LOADS.get(kind) and (not others or _loads(others))):
         _LOADS[kind] = _loads(tensor)
     return tensor if _LOADS[kind] else None
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from pytorch_accel_lite.data import Batch
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import set_option
 from pytorch_accel_lite.extensions.checking.probe import (
     Finding,
     NotApplicableError,
@@ -141,7 +142,7 @@ def _fit(
     of_torch: list[float] = []
     with probe.training() as update:
         for group, rate in zip(probe.trainer.optimizer.param_groups, probe.rates, strict=False):
-            group["lr"] = rate * factor
+            set_option(group, "lr", rate * factor)
         while len(losses) < most and (probe.seconds_left > limit or not losses):
             result = update(probe.batch if order is None else _shuffled(probe.batch, order), len(losses))
             losses.append(result.loss)

@@ -15,7 +15,7 @@ from pytorch_accel_lite.data import CollateFunction, LoaderKwargs, NamedData
 from pytorch_accel_lite.extending import PLOTS, RunRequest, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positive_int, check_range
 from pytorch_accel_lite.extension_tools.data_and_batches import DEFAULT_BATCH_SIZE
-from pytorch_accel_lite.extension_tools.optimizers_and_gradients import layer_scales
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import layer_scales, set_option
 from pytorch_accel_lite.extension_tools.texts_and_pages import short_repr
 from pytorch_accel_lite.extensions.trials import Trial
 from pytorch_accel_lite.optimizers import CombinedOptimizer
@@ -152,7 +152,7 @@ def _range_test(
     trial.trainer.train_epoch_start()
     for number, lr in enumerate(np.geomspace(min_lr, max_lr, num_steps).tolist()):
         for group, share in zip(groups, shares, strict=True):
-            group["lr"] = lr * share
+            set_option(group, "lr", lr * share)
         means = trial.update(batches)
         loss = means.get(watched, means["loss"])
         mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
