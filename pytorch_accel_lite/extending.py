@@ -14,9 +14,9 @@ from pytorch_accel_lite.checkpoint.disk.torch_files import load_verified
 from pytorch_accel_lite.checkpoint.models.companion_files_seam import COMPANION_WRITERS, CompanionWriter, SavedModel
 from pytorch_accel_lite.checkpoint.models.model_forms import ADAPTERS, MODEL_FORMS, ModelForm, WriteModel
 from pytorch_accel_lite.checkpoint.states.manifest import catch_damage, manifest_text, read_manifest
-from pytorch_accel_lite.checkpoint.states.saved_states import StateStore
 from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import SETTINGS_RECORDER, SettingsRecorder
 from pytorch_accel_lite.checkpoint.states.state_files import CapturedState, read_model, read_verified, write_files
+from pytorch_accel_lite.checkpoint.states.state_store import StateStore
 from pytorch_accel_lite.checkpoint.stores_by_url import STORES, Store, read_state
 from pytorch_accel_lite.data import Batch
 from pytorch_accel_lite.data.batch_adapter import BatchAdapter, LossFunction
@@ -34,6 +34,7 @@ from pytorch_accel_lite.loop.model_setup import MODEL_CHANGES
 from pytorch_accel_lite.loop.snapshot import Snapshot, StepSnapshot
 from pytorch_accel_lite.run.accumulation import GradientWindow
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
+from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError, RunInterruptedError, StopTrainingError
 from pytorch_accel_lite.run.error_notes_seam import ERROR_NOTES, MEMORY_ADVICE
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.job_queues_seam import JOB_QUEUES, JobQueue
@@ -57,7 +58,6 @@ from pytorch_accel_lite.run.run import (
 from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS, RunChecks
 from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches, SkippedStep
 from pytorch_accel_lite.run.step_division import DIVISIONS, Division, create_division
-from pytorch_accel_lite.run.stop_errors import NonFiniteLossError, RunInterruptedError, StopTrainingError
 from pytorch_accel_lite.run.training_state import TrainingState
 from pytorch_accel_lite.steps.compile_step_seam import STEP_COMPILER, StepCompiler
 from pytorch_accel_lite.steps.plain_step import PlainStep, backward

@@ -40,7 +40,7 @@ from pytorch_accel_lite.checkpoint import loading, saving
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.data import Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batch_adapter import BatchAdapter, LossFunction
-from pytorch_accel_lite.data.dataloader_defaults import (
+from pytorch_accel_lite.data.dataloader_creation import (
     DEFAULT_BATCH_SIZE,
     LoaderKwargs,
     dataloader_for,
@@ -84,10 +84,10 @@ from pytorch_accel_lite.optimizers.optimizer_types import (
     TrainerOptimizer,
     TrainerScheduler,
 )
-from pytorch_accel_lite.run.accelerated_model import PreparedModel
 from pytorch_accel_lite.run.accumulation import Count
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.compiled_forward_interface import CompiledForwardLike
+from pytorch_accel_lite.run.ending.stop_errors import RunPausedError
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.intervals import Interval, parse_interval
@@ -101,7 +101,7 @@ from pytorch_accel_lite.run.run import Run, Step
 from pytorch_accel_lite.run.run_data import DataArguments
 from pytorch_accel_lite.run.scheduler_stepping import step_after_epoch
 from pytorch_accel_lite.run.step_division import create_division
-from pytorch_accel_lite.run.stop_errors import RunPausedError
+from pytorch_accel_lite.run.trainer_parts.accelerated_model import PreparedModel
 from pytorch_accel_lite.schedulers.placeholders import (
     PlaceholderError,
     TrainerPlaceholderValues,

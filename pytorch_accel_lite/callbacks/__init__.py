@@ -12,10 +12,10 @@ from pytorch_accel_lite.callbacks.default_callbacks import DefaultCallbacks, get
 from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
 from pytorch_accel_lite.callbacks.move_modules import MoveModulesToDeviceCallback
 from pytorch_accel_lite.callbacks.print_progress import PrintProgressCallback
+from pytorch_accel_lite.callbacks.save_training_state import SaveTrainingStateCallback
 from pytorch_accel_lite.callbacks.step_evaluation import StepBasedEvaluationCallback
 from pytorch_accel_lite.callbacks.stopping import EarlyStoppingCallback, TimeLimitCallback
 from pytorch_accel_lite.callbacks.terminate_on_nan import TerminateOnNaNCallback
-from pytorch_accel_lite.callbacks.training_states import SaveTrainingStateCallback
 from pytorch_accel_lite.extensions.advice import AdviceCallback  # adds to DEFAULTS
 from pytorch_accel_lite.extensions.energy import EnergyCallback
 from pytorch_accel_lite.extensions.failed_batches import SkipFailedBatchesCallback
@@ -47,14 +47,14 @@ from pytorch_accel_lite.extensions.trackers import TrackerCallback
 from pytorch_accel_lite.extensions.unfreezing import GradualUnfreezingCallback
 from pytorch_accel_lite.extensions.worst_samples import WorstSample, WorstSamplesCallback
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
-from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.metrics.watched_metric import WatchedMetric
-from pytorch_accel_lite.run.stop_errors import (
+from pytorch_accel_lite.run.ending.stop_errors import (
     NonFiniteLossError,
     RunInterruptedError,
     RunPausedError,
     StopTrainingError,
 )
+from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.metrics.watched_metric import WatchedMetric
 
 __all__ = [
     "CallbackHandler",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pytorch_accel_lite.run.attributes_by_kind import other_modules
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.trainer_parts.trainer_attributes import other_modules
 
 
 class MoveModulesToDeviceCallback(TrainerCallback):

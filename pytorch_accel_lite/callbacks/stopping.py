@@ -11,9 +11,9 @@ from pytorch_accel_lite.base.checked_calls import checked_calls
 from pytorch_accel_lite.base.formatting import wrapped
 from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
+from pytorch_accel_lite.run.ending.stop_errors import RunPausedError, StopTrainingError
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.stop_errors import RunPausedError, StopTrainingError
 
 _CLEAR_CHANGE = 0.01  # relative; a small loss that changes this much clearly changes
 

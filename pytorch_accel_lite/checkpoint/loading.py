@@ -15,8 +15,8 @@ from pytorch_accel_lite.checkpoint.disk.checkpoint_files import FROZEN, read_che
 from pytorch_accel_lite.checkpoint.disk.checksums import verify
 from pytorch_accel_lite.checkpoint.disk.shared_disks import check_on_all_ranks
 from pytorch_accel_lite.checkpoint.models.frozen_weights import describe_other_weights
+from pytorch_accel_lite.checkpoint.models.states_beside_model import load_loss_state, load_trained_object_states
 from pytorch_accel_lite.checkpoint.models.supported_engines import refuse_engines
-from pytorch_accel_lite.checkpoint.models.trained_object_states import load_loss_state, load_trained_object_states
 from pytorch_accel_lite.checkpoint.models.weights import (
     fit_model_state,
     load_optimizer_state,
@@ -30,8 +30,8 @@ from pytorch_accel_lite.checkpoint.states.state_files import read_learned
 from pytorch_accel_lite.checkpoint.stores_by_url import read_state, store_of
 from pytorch_accel_lite.distributed.lost_processes import naming_call
 from pytorch_accel_lite.run.latest_records import LoadedWeights
-from pytorch_accel_lite.run.optimizer_modes import evaluating_optimizers, set_optimizer_modes
 from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.trainer_parts.optimizer_modes import evaluating_optimizers, set_optimizer_modes
 
 
 def load_checkpoint(

@@ -25,15 +25,15 @@ from pytorch_accel_lite.checkpoint.disk.shared_disks import check_on_all_ranks
 from pytorch_accel_lite.checkpoint.models.companion_files_seam import COMPANION_WRITERS, SavedModel
 from pytorch_accel_lite.checkpoint.models.frozen_weights import check_has_trainable, leave_out_frozen
 from pytorch_accel_lite.checkpoint.models.model_forms import MODEL_FORMS, WriteModel, find_writer, write_in_form
+from pytorch_accel_lite.checkpoint.models.states_beside_model import (
+    loss_state,
+    names_beside_model,
+    trained_object_states,
+)
 from pytorch_accel_lite.checkpoint.models.supported_engines import (
     check_states_are_possible,
     refuse_engines,
     refuse_fsdp1,
-)
-from pytorch_accel_lite.checkpoint.models.trained_object_states import (
-    loss_state,
-    names_beside_model,
-    trained_object_states,
 )
 from pytorch_accel_lite.checkpoint.models.weights import WEIGHTS, full_state_dict, model_state
 from pytorch_accel_lite.checkpoint.states.state_contents import capture
@@ -41,10 +41,10 @@ from pytorch_accel_lite.checkpoint.states.state_files import CapturedState
 from pytorch_accel_lite.checkpoint.stores_by_url import open_folder, write_state
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.distributed.lost_processes import naming_call
-from pytorch_accel_lite.run.optimizer_modes import evaluating_optimizers
-from pytorch_accel_lite.run.parameters_of_optimizers import weights_are_finite
+from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.stop_errors import NonFiniteLossError
+from pytorch_accel_lite.run.trainer_parts.optimizer_modes import evaluating_optimizers
+from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import weights_are_finite
 
 
 def _warn_of_weights(trainer: TrainerLike, method: str) -> None:

@@ -1,6 +1,6 @@
 """Finding the training state that ``resume_from`` names, or the latest one.
 
-The newest intact state in a directory is found by ``StateStore.read_latest()`` in ``states/saved_states.py``.
+The newest intact state in a directory is found by ``StateStore.read_latest()`` in ``states/state_store.py``.
 """
 
 from __future__ import annotations

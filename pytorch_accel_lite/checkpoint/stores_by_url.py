@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
-from pytorch_accel_lite.checkpoint.states.saved_states import DirectoryStore, StateStore
 from pytorch_accel_lite.checkpoint.states.state_files import CapturedState, read_directory, write_directory
+from pytorch_accel_lite.checkpoint.states.state_store import DirectoryStore, StateStore
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.run.training_state import TrainingState
 

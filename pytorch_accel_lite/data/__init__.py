@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from pytorch_accel_lite.base.missing_extensions import missing_name_error
 from pytorch_accel_lite.data.batches import Batch
-from pytorch_accel_lite.data.dataloader_defaults import LoaderKwargs
+from pytorch_accel_lite.data.dataloader_creation import LoaderKwargs
 from pytorch_accel_lite.data.loader_base import FailedRead, LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.loader_choice import shard
 from pytorch_accel_lite.data.named_datasets import NamedDatasets, NamedSampler

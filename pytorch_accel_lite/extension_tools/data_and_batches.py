@@ -14,7 +14,7 @@ from pytorch_accel_lite.data.batch_slices import WHAT_CAN_BE_SPLIT, is_list_of_s
 from pytorch_accel_lite.data.batches import Batch, is_single_sample
 from pytorch_accel_lite.data.concatenation import ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.data.data_marks_seam import DATA_MARKS, Marks, marks_of
-from pytorch_accel_lite.data.dataloader_defaults import DEFAULT_BATCH_SIZE, LoaderKwargs, faster_data
+from pytorch_accel_lite.data.dataloader_creation import DEFAULT_BATCH_SIZE, LoaderKwargs, faster_data
 from pytorch_accel_lite.data.device_placement import to_device
 from pytorch_accel_lite.data.loader_base import LoaderOptions, ShardedLoader, copy_loader
 from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SequentialReader, is_loader_of_torch

@@ -21,10 +21,18 @@ from pytorch_accel_lite.optimizers.param_group_options import (
     set_option,
 )
 from pytorch_accel_lite.run.accumulation import Count, as_weight
-from pytorch_accel_lite.run.attributes_by_kind import buffers_in, other_modules, other_optimizers, registered_objects
 from pytorch_accel_lite.run.current_rates import current_rates, rates_change_in_each_update
-from pytorch_accel_lite.run.optimizer_modes import evaluating_optimizers, set_optimizer_modes
-from pytorch_accel_lite.run.parameters_of_optimizers import all_optimized_parameters, parameters_not_in_model
+from pytorch_accel_lite.run.trainer_parts.optimizer_modes import evaluating_optimizers, set_optimizer_modes
+from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import (
+    all_optimized_parameters,
+    parameters_not_in_model,
+)
+from pytorch_accel_lite.run.trainer_parts.trainer_attributes import (
+    buffers_in,
+    other_modules,
+    other_optimizers,
+    registered_objects,
+)
 from pytorch_accel_lite.steps.clipping import total_norm
 
 __all__ = [

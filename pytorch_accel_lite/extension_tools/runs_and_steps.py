@@ -8,8 +8,8 @@ from pytorch_accel_lite.loop.guards.dataset_checks import check_dataset
 from pytorch_accel_lite.loop.guards.trainer_arguments import check_training
 from pytorch_accel_lite.loop.inference import inference, inference_run, unwrapped_model
 from pytorch_accel_lite.loop.lifecycle import entering
-from pytorch_accel_lite.loop.loader_creation import create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.model_setup import prepare_model, release_model
+from pytorch_accel_lite.loop.run_loaders import create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.snapshot import preserving_attributes, replaced
 from pytorch_accel_lite.loop.training import run_step
 from pytorch_accel_lite.run.error_notes_seam import explain, explaining

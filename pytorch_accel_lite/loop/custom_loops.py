@@ -16,8 +16,8 @@ from pytorch_accel_lite.data.sources import Source
 from pytorch_accel_lite.loop import training
 from pytorch_accel_lite.loop.guards.end_checks import warn_of_nonfinite_weights
 from pytorch_accel_lite.loop.lifecycle import end_failed_run
+from pytorch_accel_lite.run.ending.stop_errors import StopTrainingError
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.stop_errors import StopTrainingError
 
 
 def run_custom_loop(trainer: TrainerLike, run: Run) -> None:

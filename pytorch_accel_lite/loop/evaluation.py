@@ -22,9 +22,10 @@ from pytorch_accel_lite.loop.guards.dataset_checks import check_dataset
 from pytorch_accel_lite.loop.guards.modes import call_start_event
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import ending, entering
-from pytorch_accel_lite.loop.loader_creation import loader_of_run
+from pytorch_accel_lite.loop.run_loaders import loader_of_run
 from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
+from pytorch_accel_lite.run.ending.stop_errors import StopTrainingError
 from pytorch_accel_lite.run.error_notes_seam import explaining
 from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.latest_records import EvaluationRecord
@@ -35,7 +36,6 @@ from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_data import DataArguments
 from pytorch_accel_lite.run.scheduler_stepping import step_within_epoch
 from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches
-from pytorch_accel_lite.run.stop_errors import StopTrainingError
 
 
 @contextmanager

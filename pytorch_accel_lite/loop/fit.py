@@ -24,20 +24,20 @@ from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_on_all_r
 from pytorch_accel_lite.loop.guards.trainer_arguments import check_training
 from pytorch_accel_lite.loop.inference import choose_inference_step
 from pytorch_accel_lite.loop.lifecycle import entering, find_sharding
-from pytorch_accel_lite.loop.loader_creation import check_gives_batches, create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.model_setup import apply_model_options, prepare_model
 from pytorch_accel_lite.loop.resolved_run_config import create_config
 from pytorch_accel_lite.loop.resuming import begin_resuming
+from pytorch_accel_lite.loop.run_loaders import check_gives_batches, create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.scheduler_creation import begin_schedule
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
 from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients
 from pytorch_accel_lite.run.accumulation import Accumulation, GradientWindow
+from pytorch_accel_lite.run.ending.signals import ending_at_signals, exit_after_signal
 from pytorch_accel_lite.run.latest_records import TrainingRecord
 from pytorch_accel_lite.run.metrics.history import InMemoryRunHistory
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_data import DataArguments
-from pytorch_accel_lite.run.signals import ending_at_signals, exit_after_signal
 
 
 def fit(

@@ -22,14 +22,14 @@ from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.data.step_outputs import complete_output
 from pytorch_accel_lite.loop.guards.modes import restoring_mode_between_batches
 from pytorch_accel_lite.loop.lifecycle import entering
-from pytorch_accel_lite.loop.loader_creation import create_eval_loaders
 from pytorch_accel_lite.loop.model_setup import prepare_model
 from pytorch_accel_lite.loop.resolved_run_config import create_config
-from pytorch_accel_lite.run.optimizer_modes import evaluating_optimizers
+from pytorch_accel_lite.loop.run_loaders import create_eval_loaders
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import InferenceStep, Run, TrainerLike
 from pytorch_accel_lite.run.run_data import DataArguments
 from pytorch_accel_lite.run.skipped_batches import SkippedBatches
+from pytorch_accel_lite.run.trainer_parts.optimizer_modes import evaluating_optimizers
 
 #: A step method, which returns its output for a batch.
 Compute: TypeAlias = Callable[[BatchData], Tree]

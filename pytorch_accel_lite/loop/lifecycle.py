@@ -18,10 +18,10 @@ from pytorch_accel_lite.loop.gather_for_metrics import gathering_uneven_batches
 from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_call
 from pytorch_accel_lite.loop.model_setup import check_model_has_values, release_model
 from pytorch_accel_lite.optimizers.param_group_options import learning_rates, note_initial_options
+from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError, StopTrainingError
 from pytorch_accel_lite.run.error_notes_seam import explain
-from pytorch_accel_lite.run.optimizer_modes import set_optimizer_modes
 from pytorch_accel_lite.run.run import SHARDING, Run, Sharding, TrainerLike
-from pytorch_accel_lite.run.stop_errors import NonFiniteLossError, StopTrainingError
+from pytorch_accel_lite.run.trainer_parts.optimizer_modes import set_optimizer_modes
 
 
 @contextmanager

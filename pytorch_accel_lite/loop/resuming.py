@@ -12,16 +12,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pytorch_accel_lite.base.types import JsonObject
+from pytorch_accel_lite.checkpoint.models.states_beside_model import describe_attributes
 from pytorch_accel_lite.checkpoint.models.trainability import note_trainability
-from pytorch_accel_lite.checkpoint.models.trained_object_states import describe_attributes
 from pytorch_accel_lite.checkpoint.states.settings_in_states_seam import settings_recorder
 from pytorch_accel_lite.checkpoint.states.state_contents import restore_after_start, restore_again, restore_before_start
 from pytorch_accel_lite.loop.guards.modes import has_starting_code
 from pytorch_accel_lite.loop.guards.schedule_checks import check_schedule_length, warn_of_other_schedule
 from pytorch_accel_lite.loop.recreated_schedule import must_recreate_schedule, resume_schedule
 from pytorch_accel_lite.optimizers.param_group_options import Options, all_options
+from pytorch_accel_lite.run.ending.stop_errors import StopTrainingError
 from pytorch_accel_lite.run.run import Run, TrainerLike
-from pytorch_accel_lite.run.stop_errors import StopTrainingError
 from pytorch_accel_lite.run.training_state import TrainingState
 
 

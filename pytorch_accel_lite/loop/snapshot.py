@@ -21,9 +21,9 @@ from pytorch_accel_lite.base.reachable_objects import is_generator
 from pytorch_accel_lite.base.tensor_bits import distinct_elements
 from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
-from pytorch_accel_lite.run.attributes_by_kind import other_modules, other_optimizers, registered_objects
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.trained_objects import trained_objects
+from pytorch_accel_lite.run.trainer_parts.trained_beside_model import trained_objects
+from pytorch_accel_lite.run.trainer_parts.trainer_attributes import other_modules, other_optimizers, registered_objects
 
 
 class Snapshot(ExitStack):

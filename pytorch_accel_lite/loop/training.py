@@ -17,7 +17,6 @@ from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, steps_of_
 from pytorch_accel_lite.loop.guards.modes import call_start_event, check_global_modes, restoring_mode_between_batches
 from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.lifecycle import ending
-from pytorch_accel_lite.loop.loader_creation import loader_of_run
 from pytorch_accel_lite.loop.resuming import (
     end_resuming,
     ending_resumption,
@@ -25,12 +24,13 @@ from pytorch_accel_lite.loop.resuming import (
     resume_before_epochs,
     resuming_within_epoch,
 )
+from pytorch_accel_lite.loop.run_loaders import loader_of_run
 from pytorch_accel_lite.run.error_notes_seam import explain
 from pytorch_accel_lite.run.loop_state import GlobalModes
-from pytorch_accel_lite.run.optimizer_modes import set_optimizer_modes
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
+from pytorch_accel_lite.run.trainer_parts.optimizer_modes import set_optimizer_modes
 
 
 def begin_training(trainer: TrainerLike, run: Run) -> None:

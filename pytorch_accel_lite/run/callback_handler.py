@@ -15,8 +15,8 @@ from pytorch_accel_lite.base.unknown_names import events_meant, suggest
 from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_overridden
 from pytorch_accel_lite.base.user_warnings import warn_outside
 from pytorch_accel_lite.data.sources import BatchOutput
+from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError, RunPausedError, StopTrainingError
 from pytorch_accel_lite.run.events import EVENTS, TrainerCallback, events_between, keywords_of
-from pytorch_accel_lite.run.stop_errors import NonFiniteLossError, RunPausedError, StopTrainingError
 
 if TYPE_CHECKING:
     from pytorch_accel_lite.run.request_and_config import RunRequest

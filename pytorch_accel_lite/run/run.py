@@ -27,15 +27,16 @@ from pytorch_accel_lite.base.types import ChosenModules, HasStateDict, StateDict
 from pytorch_accel_lite.base.user_code import overridden_methods
 from pytorch_accel_lite.data import Batch, Data, NamedData, ShardedLoader
 from pytorch_accel_lite.data.batch_adapter import LossFunction
-from pytorch_accel_lite.data.dataloader_defaults import LoaderKwargs
+from pytorch_accel_lite.data.dataloader_creation import LoaderKwargs
 from pytorch_accel_lite.data.named_datasets import NamedDatasets
 from pytorch_accel_lite.data.sources import BatchData, BatchOutput, CollateFunction, Index, find_length
 from pytorch_accel_lite.distributed import Ranks
 from pytorch_accel_lite.optimizers.optimizer_types import SchedulerFactory, TrainerOptimizer, TrainerScheduler
-from pytorch_accel_lite.run.accelerated_model import PreparedModel
 from pytorch_accel_lite.run.accumulation import Accumulation, Count, GradientWindow
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.compiled_forward_interface import CompiledForwardLike
+from pytorch_accel_lite.run.ending.run_end import RunEnd
+from pytorch_accel_lite.run.ending.stop_coordinator import StopCoordinator
 from pytorch_accel_lite.run.events import Phase
 from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.intervals import Interval
@@ -46,11 +47,10 @@ from pytorch_accel_lite.run.metrics.losses import LossTrackers
 from pytorch_accel_lite.run.progress import EpochPhase, Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run_data import RunData
-from pytorch_accel_lite.run.run_end import RunEnd
 from pytorch_accel_lite.run.run_schedule import RunSchedule
 from pytorch_accel_lite.run.skipped_batches import SkippedBatches
 from pytorch_accel_lite.run.step_division import Division
-from pytorch_accel_lite.run.stop_coordinator import StopCoordinator
+from pytorch_accel_lite.run.trainer_parts.accelerated_model import PreparedModel
 from pytorch_accel_lite.run.training_state import TrainingState
 
 T = TypeVar("T")

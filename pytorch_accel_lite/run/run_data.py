@@ -7,7 +7,7 @@ from typing import NamedTuple
 from weakref import WeakSet
 
 from pytorch_accel_lite.data import NamedData, ShardedLoader
-from pytorch_accel_lite.data.dataloader_defaults import DEFAULT_BATCH_SIZE, LoaderKwargs
+from pytorch_accel_lite.data.dataloader_creation import DEFAULT_BATCH_SIZE, LoaderKwargs
 from pytorch_accel_lite.data.sources import CollateFunction
 from pytorch_accel_lite.distributed import Ranks
 

@@ -14,9 +14,9 @@ from torch.amp.grad_scaler import OptState
 
 from pytorch_accel_lite.base.sharded_weights import are_sharded, local_shard
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
-from pytorch_accel_lite.run.parameters_of_optimizers import updated_parameters
 from pytorch_accel_lite.run.request_and_config import TrainerRunConfig
 from pytorch_accel_lite.run.run import ClippingOrder, TrainerLike
+from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import updated_parameters
 
 #: Returns the total norm of gradients.
 NormFunction: TypeAlias = Callable[[Iterable[torch.Tensor]], torch.Tensor]

@@ -200,7 +200,7 @@ def test_a_run_that_fails_early_releases_its_directory(tmp_path, resume_from):
 def test_a_run_locks_a_removed_directory_again(tmp_path, is_other_first):
     """Otherwise two runs could save in one directory."""
     code = (
-        "import sys; from pytorch_accel_lite.checkpoint.states.saved_states import DirectoryStore\n"
+        "import sys; from pytorch_accel_lite.checkpoint.states.state_store import DirectoryStore\n"
         "store = DirectoryStore(sys.argv[1]); store.lock(); print('locked', flush=True); sys.stdin.readline()"
     )
     command, pipe = [sys.executable, "-c", code, str(tmp_path / "states")], subprocess.PIPE

@@ -15,8 +15,8 @@ from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.models.weights import without_compile
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created, parts_of_optimizer
 from pytorch_accel_lite.optimizers.optimizer_types import TrainerOptimizer
-from pytorch_accel_lite.run.attributes_by_kind import other_modules, other_optimizers
 from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.trainer_parts.trainer_attributes import other_modules, other_optimizers
 
 
 def trainability(trainer: TrainerLike) -> dict[str, dict[str, bool]]:

@@ -23,19 +23,19 @@ from pytorch_accel_lite.checkpoint.disk.shards import extract_tensors, fits_safe
 from pytorch_accel_lite.checkpoint.disk.torch_files import storable
 from pytorch_accel_lite.checkpoint.models.frozen_weights import describe_other_weights, leave_out_frozen
 from pytorch_accel_lite.checkpoint.models.model_forms import base_of
-from pytorch_accel_lite.checkpoint.models.trainability import (
-    add_missing_groups,
-    capture_trainability,
-    lacks_groups,
-    restore_trainability,
-)
-from pytorch_accel_lite.checkpoint.models.trained_object_states import (
+from pytorch_accel_lite.checkpoint.models.states_beside_model import (
     load_each,
     load_loss_state,
     load_state,
     load_trained_object_states,
     loss_state,
     trained_object_states,
+)
+from pytorch_accel_lite.checkpoint.models.trainability import (
+    add_missing_groups,
+    capture_trainability,
+    lacks_groups,
+    restore_trainability,
 )
 from pytorch_accel_lite.checkpoint.models.weights import fit_model_state, full_state_dict, model_state, without_compile
 from pytorch_accel_lite.checkpoint.states.machine_facts import machine_facts
@@ -49,13 +49,13 @@ from pytorch_accel_lite.checkpoint.states.state_files import (
 )
 from pytorch_accel_lite.optimizers.optimizer_parts import group_names, parts_of_optimizer, state_class_names
 from pytorch_accel_lite.optimizers.param_group_options import Options, set_options
-from pytorch_accel_lite.run.attributes_by_kind import registered_objects
 from pytorch_accel_lite.run.callback_handler import callbacks_with
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.request_and_config import DatedStateSource
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.step_division import numbers_of_shares
-from pytorch_accel_lite.run.trained_objects import saved_optimizers
+from pytorch_accel_lite.run.trainer_parts.trained_beside_model import saved_optimizers
+from pytorch_accel_lite.run.trainer_parts.trainer_attributes import registered_objects
 from pytorch_accel_lite.run.training_state import TrainingState
 
 # What a training state keeps, by key: since which version, and what restores it: restore_before_start, before the

@@ -1,4 +1,4 @@
-"""Starting the thread of ``hang_reports`` with a run, and ending it with the run."""
+"""Starting the thread of ``run_watch`` with a run, and ending it with the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_range
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import set_listening
-from pytorch_accel_lite.extensions.hang_watch.hang_reports import HangWatch, Progressed
+from pytorch_accel_lite.extensions.hang_watch.run_watch import HangWatch, Progressed
 
 
 class HangWatchCallback(TrainerCallback):

@@ -13,7 +13,7 @@ from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.shown_errors import add_note
 from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_code import is_overridden
-from pytorch_accel_lite.data.dataloader_defaults import DEFAULT_BATCH_SIZE, LoaderKwargs, options_of
+from pytorch_accel_lite.data.dataloader_creation import DEFAULT_BATCH_SIZE, LoaderKwargs, options_of
 from pytorch_accel_lite.data.sampler_order_checks import is_prepared
 from pytorch_accel_lite.data.sources import Source, dataset_of, is_loader
 from pytorch_accel_lite.run.run import TrainerLike

@@ -8,9 +8,9 @@ from torch import nn
 
 from pytorch_accel_lite.base.formatting import listed
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created, parts_of_optimizer
-from pytorch_accel_lite.run.parameters_of_optimizers import all_optimized_parameters
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
+from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import all_optimized_parameters
 
 
 def check_optimizers(trainer: TrainerLike) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pytorch_accel_lite.run.stop_errors import RunPausedError, StopTrainingError
+from pytorch_accel_lite.run.ending.stop_errors import RunPausedError, StopTrainingError
 
 
 @dataclass(slots=True, eq=False, repr=False)

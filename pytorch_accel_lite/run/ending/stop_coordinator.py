@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
 from pytorch_accel_lite.distributed.ranks import Ranks
-from pytorch_accel_lite.run.stop_errors import (
+from pytorch_accel_lite.run.ending.stop_errors import (
     NonFiniteLossError,
     RunInterruptedError,
     RunPausedError,

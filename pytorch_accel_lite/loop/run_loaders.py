@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytorch_accel_lite.data import ShardedLoader
-from pytorch_accel_lite.data.dataloader_defaults import LoaderKwargs
+from pytorch_accel_lite.data.dataloader_creation import LoaderKwargs
 from pytorch_accel_lite.data.loader_base import LoaderOptions
 from pytorch_accel_lite.data.loader_choice import create_loader
 from pytorch_accel_lite.data.named_datasets import NamedSampler, describe_lengths

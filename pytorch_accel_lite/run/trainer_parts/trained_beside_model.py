@@ -15,7 +15,10 @@ from torch.optim import Optimizer
 
 from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
-from pytorch_accel_lite.run.attributes_by_kind import (
+from pytorch_accel_lite.run.events import TrainerCallback
+from pytorch_accel_lite.run.run import TrainerLike
+from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import all_optimized_parameters
+from pytorch_accel_lite.run.trainer_parts.trainer_attributes import (
     buffers_in,
     instances_in,
     other_modules,
@@ -24,9 +27,6 @@ from pytorch_accel_lite.run.attributes_by_kind import (
     parameters_in,
     registered_objects,
 )
-from pytorch_accel_lite.run.events import TrainerCallback
-from pytorch_accel_lite.run.parameters_of_optimizers import all_optimized_parameters
-from pytorch_accel_lite.run.run import TrainerLike
 
 T = TypeVar("T")
 

@@ -21,15 +21,15 @@ from pytorch_accel_lite.base.types import StateDict
 from pytorch_accel_lite.checkpoint.disk.background_writer import BackgroundWriter
 from pytorch_accel_lite.checkpoint.models.frozen_weights import model_checksums
 from pytorch_accel_lite.checkpoint.models.supported_engines import check_states_are_possible
-from pytorch_accel_lite.checkpoint.states.saved_states import remove_old_states, state_name
+from pytorch_accel_lite.checkpoint.states.state_store import remove_old_states, state_name
 from pytorch_accel_lite.checkpoint.stores_by_url import open_store
 from pytorch_accel_lite.run.callback_handler import set_listening
+from pytorch_accel_lite.run.ending.stop_errors import RunInterruptedError, RunPausedError
 from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.intervals import CountedRun, Interval, parse_interval
 from pytorch_accel_lite.run.job_queues_seam import JOB_QUEUES
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import TrainerLike
-from pytorch_accel_lite.run.stop_errors import RunInterruptedError, RunPausedError
 from pytorch_accel_lite.run.training_state import TrainingState
 
 # Expected seconds for the first state, and the number of states to average for the next.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from pytorch_accel_lite.base.shown_errors import add_note, notes_of
-from pytorch_accel_lite.run.stop_errors import RunInterruptedError
+from pytorch_accel_lite.run.ending.stop_errors import RunInterruptedError
 
 _HANDLED = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT
 
