@@ -1,10 +1,9 @@
-"""The files of training states: damage, rotation, locks, full disks, stores and what may not be stored."""
+"""The files of training states: damage, rotation, full disks, stores and what may not be stored."""
 
 from __future__ import annotations
 
 import contextlib
 import enum
-import gc
 import io
 import os
 import pickle
@@ -13,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents, ver
 from pytorch_accel_lite.checkpoint.states import state_contents
 from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.extending import STORES, Ranks, manifest_text, read_state, read_verified, write_files
-from tests.launching import PATIENCE, WarmPython, some_of
+from tests.launching import some_of
 from tests.ranks import rank as own_rank
 from tests.ranks import shared_folder, world_size
 from tests.scripts.resumable import run, saved_states
@@ -40,7 +38,6 @@ from tests.small_models import (
     equal_weights,
     float64_data,
     float64_model,
-    listener,
     make_data,
     make_trainer,
     notes_of_error,
@@ -122,22 +119,6 @@ def test_the_newest_state_does_not_depend_on_the_clock(keep, tmp_path, capsys):
     assert "update-000000012': epoch 4" in capsys.readouterr().out
 
 
-def test_finished_runs_close_their_lock_files(tmp_path):
-    trainer = make_trainer([SaveTrainingStateCallback(tmp_path)])
-    for _ in range(3):
-        train(trainer)
-
-    def is_held() -> bool:
-        # Neither isinstance() nor a name: one fails for a proxy of an object that is gone, one for a file of no buffer.
-        files = [repr(found) for found in gc.get_objects() if type(found) is io.TextIOWrapper]
-        return any(str(tmp_path / ".lock") in file for file in files)
-
-    latest = time.monotonic() + PATIENCE
-    while is_held() and time.monotonic() < latest:  # the threads that show that the runs are alive may be ending still
-        time.sleep(0.01)
-    assert not is_held()
-
-
 class Transposed(torch.nn.Module):
     """Has a weight that is another one transposed, in the same memory."""
 
@@ -162,75 +143,6 @@ def test_weights_that_share_memory_in_another_order_are_saved(tmp_path):
     other.load_checkpoint(tmp_path / "model.safetensors")
     assert equal_weights(other.model.state_dict(), trained)
     assert equal_weights(train(new(), resume_from="latest").model.state_dict(), trained)
-
-
-def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
-    code = (
-        "import fcntl, sys, time\n"
-        "file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); file.write('4711'); file.flush()\n"
-        "print('locked', flush=True); time.sleep(3600)"
-    )
-    (tmp_path / "states").mkdir()
-    command = [sys.executable, "-c", code, str(tmp_path / "states" / ".lock")]
-    with WarmPython(command, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "locked\n"
-        with pytest.raises(RuntimeError, match=r"Another run \(process 4711\) .* another save_dir"):
-            run(tmp_path)
-        other.kill()
-    run(tmp_path)
-
-
-@pytest.mark.parametrize("resume_from", [None, "latest"])
-def test_a_run_that_fails_early_releases_its_directory(tmp_path, resume_from):
-    """In a notebook, the error keeps the trainer and its callbacks alive."""
-
-    def fail(optimizer: torch.optim.Optimizer) -> None:
-        raise RuntimeError("no schedule")
-
-    def begin(**kwargs: Any) -> None:
-        train(make_trainer([SaveTrainingStateCallback(tmp_path / "states")]), resume_from=resume_from, **kwargs)
-
-    with pytest.raises(RuntimeError, match="no schedule") as kept:
-        begin(create_scheduler_fn=fail)
-    begin()
-    assert kept.value.__traceback__ is not None
-
-
-@pytest.mark.parametrize("is_other_first", [True, False])
-def test_a_run_locks_a_removed_directory_again(tmp_path, is_other_first):
-    """Otherwise two runs could save in one directory."""
-    code = (
-        "import sys; from pytorch_accel_lite.checkpoint.states.state_store import DirectoryStore\n"
-        "store = DirectoryStore(sys.argv[1]); store.lock(); print('locked', flush=True); sys.stdin.readline()"
-    )
-    command, pipe = [sys.executable, "-c", code, str(tmp_path / "states")], subprocess.PIPE
-    starts = 5 if is_other_first else 6
-
-    def interfere(trainer: Trainer, **kwargs: Any) -> None:
-        if trainer.progress.update == 5:
-            shutil.rmtree(tmp_path / "states")
-        if trainer.progress.update == starts:
-            others.append(WarmPython(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
-            answers.append(others[0].stdout.readline())
-
-    others: list[Any] = []
-    answers: list[str] = []
-    interferes = listener(on_train_step_end=interfere)
-    try:
-        if is_other_first:
-            with pytest.raises(RuntimeError, match=r"Another run \(process \d+\) .* another save_dir"):
-                run(tmp_path, extra=(interferes,))
-            assert answers == ["locked\n"]
-            assert not saved_states(tmp_path)
-        else:
-            run(tmp_path, extra=(interferes,))
-            assert answers == [""]
-            assert "Another run (process" in others[0].stderr.read()
-            assert [int(path.name[-2:]) for path in saved_states(tmp_path)] == [5, 6, 7, 8, 9, 10, 11, 12]
-    finally:
-        for other in others:
-            other.kill()
-            other.communicate()
 
 
 def test_a_save_dir_that_is_a_file_is_an_error_before_training(tmp_path):
