@@ -71,8 +71,8 @@ HELD = {
     "test_loaders_have_the_sizes_that_those_of_accelerate_have",
     "equal batches on all processes, samples repeated": "test_dataloaders.py::"
     "test_a_sampler_may_repeat_samples_to_fill_batches",
-    "saving into a buffer in memory": "test_checkpoint.py::test_saving_to_an_open_file_equals_saving_to_a_path",
-    "loading from a buffer in memory": "test_checkpoint.py::test_an_open_file_is_written_and_read_from_its_position",
+    "saving into a buffer in memory": "test_open_files.py::test_saving_to_an_open_file_equals_saving_to_a_path",
+    "loading from a buffer in memory": "test_open_files.py::test_an_open_file_is_written_and_read_from_its_position",
     "a word when their lengths differ": "test_named_datasets.py::test_training_datasets_by_name_give_batches_by_name",
     "a batch that fails is skipped in a validation": "test_failures.py::"
     "test_an_evaluation_leaves_out_the_failed_batch_alone",
