@@ -74,7 +74,7 @@ HELD = {
     "saving into a buffer in memory": "test_open_files.py::test_saving_to_an_open_file_equals_saving_to_a_path",
     "loading from a buffer in memory": "test_open_files.py::test_an_open_file_is_written_and_read_from_its_position",
     "a word when their lengths differ": "test_named_datasets.py::test_training_datasets_by_name_give_batches_by_name",
-    "a batch that fails is skipped in a validation": "test_failures.py::"
+    "a batch that fails is skipped in a validation": "test_skipped_evaluations.py::"
     "test_an_evaluation_leaves_out_the_failed_batch_alone",
     "a batch that fails is skipped in a test": "test_testing.py::test_a_test_may_skip_and_list_failed_batches",
     "a whole script with the import renamed": "test_docs.py::test_both_columns_of_a_page_train_the_same",
