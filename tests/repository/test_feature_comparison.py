@@ -129,10 +129,9 @@ HELD = {
     "a switch between eager and compiled": "test_model_options.py::"
     "test_a_model_compiled_in_place_trains_like_the_plain_one",
     "one file describes a run": "test_experiments.py::test_a_run_from_a_file_ends_in_the_bits_of_the_script",
-    "the command line wins over the file": "test_experiments.py::"
-    "test_another_class_drops_the_arguments_it_does_not_take",
+    "the command line wins over the file": "test_overrides.py::test_another_class_drops_the_arguments_it_does_not_take",
     "arguments of your own": "test_experiments.py::test_functions_without_types_may_create_parts",
-    "unknown options are named": "test_experiments.py::test_errors_name_the_location_and_the_remedy",
+    "unknown options are named": "test_experiment_errors.py::test_errors_name_the_location_and_the_remedy",
     "a folder for results, named like the file": "test_run_folders.py::test_each_new_run_has_its_own_folder",
     "commands to train and to test": "test_testing.py::test_the_test_command_follows_the_file",
     "the settings are kept beside the results": "test_experiments.py::test_the_resolved_file_is_the_same_experiment",
