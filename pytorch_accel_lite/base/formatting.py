@@ -1,11 +1,11 @@
-"""Formatting for users: metrics, durations, sizes, lists of names, wrapped and aligned lines."""
+"""Formatting for users: metrics, durations, sizes, lists of names, wrapped lines."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from tqdm import tqdm
 
@@ -69,14 +69,3 @@ def listed(names: Iterable[object], most: int = 5) -> str:
     texts = [str(name) for name in names]
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more
-
-
-def align(rows: Sequence[Sequence[str]], num_left: int = 0) -> list[str]:
-    """Return rows of cells as lines with aligned columns: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        cells[:num_left] = [cell.ljust(width) for cell, width in zip(row[:num_left], widths, strict=False)]
-        lines.append("  ".join(cells).rstrip())
-    return lines
