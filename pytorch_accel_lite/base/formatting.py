@@ -1,4 +1,4 @@
-"""Formatting for users: metrics, durations, sizes, lists of names, wrapped lines."""
+"""Formatting for users: metrics, sizes, lists of names, wrapped lines."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
-
-from tqdm import tqdm
 
 from pytorch_accel_lite.base.escaping import escape_unprintable
 from pytorch_accel_lite.base.plain_values import to_number
@@ -33,14 +31,6 @@ def format_value(value: object, scientific: bool = False) -> str:
         return f"{value:,}"
     is_extreme = value != 0 and not 1e-3 <= abs(value) < 1e5
     return f"{value:.2e}" if is_extreme or scientific else f"{value:.4f}"
-
-
-def format_duration(seconds: float) -> str:
-    """Return a readable duration such as ``0.42s``, ``12.3s``, ``4:05`` or ``2:04:05``."""
-    if seconds < 59.95:
-        return f"{seconds:.2f}s" if seconds < 9.995 else f"{seconds:.1f}s"
-    interval: str = tqdm.format_interval(round(seconds))
-    return interval.removeprefix("0")
 
 
 def format_bytes(size: float) -> str:

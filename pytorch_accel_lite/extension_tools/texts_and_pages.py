@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from tqdm import tqdm
+
 from pytorch_accel_lite.base.escaping import escape_unprintable
-from pytorch_accel_lite.base.formatting import format_duration, listed, wrapped
+from pytorch_accel_lite.base.formatting import listed, wrapped
 from pytorch_accel_lite.base.plain_values import as_number_or_text, as_plain, to_number
 from pytorch_accel_lite.base.reprs import html_table, short_repr
 from pytorch_accel_lite.base.templates import Column, render
@@ -60,3 +62,11 @@ def align(rows: Sequence[Sequence[str]], num_left: int = 0) -> list[str]:
         cells[:num_left] = [cell.ljust(width) for cell, width in zip(row[:num_left], widths, strict=False)]
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def format_duration(seconds: float) -> str:
+    """Return a readable duration such as ``0.42s``, ``12.3s``, ``4:05`` or ``2:04:05``."""
+    if seconds < 59.95:
+        return f"{seconds:.2f}s" if seconds < 9.995 else f"{seconds:.1f}s"
+    interval: str = tqdm.format_interval(round(seconds))
+    return interval.removeprefix("0")
