@@ -25,7 +25,7 @@ from pytorch_accel_lite.loop.resuming import (
     resuming_within_epoch,
 )
 from pytorch_accel_lite.loop.run_loaders import loader_of_run
-from pytorch_accel_lite.run.error_notes_seam import explain
+from pytorch_accel_lite.run.error_notes_seam import add_error_notes
 from pytorch_accel_lite.run.loop_state import GlobalModes
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import Run, TrainerLike
@@ -83,7 +83,7 @@ def _run_steps(trainer: TrainerLike, run: Run) -> None:
         else:
             run.end.has_reached_limit = train_epoch(trainer, run)
     except Exception as error:
-        explain(error, trainer, run, "training")
+        add_error_notes(error, trainer, run, "training")
         raise
 
 

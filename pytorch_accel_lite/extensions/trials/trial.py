@@ -30,13 +30,13 @@ from pytorch_accel_lite.extension_tools.optimizers_and_gradients import (
 )
 from pytorch_accel_lite.extension_tools.runs_and_steps import (
     DataArguments,
+    adding_error_notes,
     check_dataset,
     check_training,
     create_eval_loaders,
     create_step,
     create_train_loader,
     entering,
-    explaining,
     loss_of,
     min_share_for_batch_norm,
     prepare_model,
@@ -125,7 +125,7 @@ class Trial:
                         f"{self._name}() makes updates without the closure that the optimizer needs. Try another one."
                     )
                 run.batch_number = 0
-                with explaining(trainer, run, "training"):
+                with adding_error_notes(trainer, run, "training"):
                     yield self
 
     def begin_on(self, trainer: TrainerLike, batch_size: int) -> Trial:
