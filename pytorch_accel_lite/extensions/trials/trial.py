@@ -22,9 +22,9 @@ from pytorch_accel_lite.extension_tools.data_and_batches import complete_output,
 from pytorch_accel_lite.extension_tools.modules_and_devices import mixed_precision, preserving_modes
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import (
     all_optimized_parameters,
+    all_registered_objects,
     evaluating_optimizers,
     other_modules,
-    registered_objects,
     set_optimizer_modes,
     sync_ddp_buffers,
 )
@@ -308,7 +308,7 @@ def _keep_training(trainer: TrainerLike, before: Snapshot) -> None:
         raise ValueError("The model has uninitialised lazy layers. Pass it a batch first: model(inputs).")
     before.enter_context(preserving_modes(chain.from_iterable(root.modules() for root in roots)))
     before.set_gradients_aside(parameters)
-    before.keep_states([*stateful, *registered_objects(trainer).values()])
+    before.keep_states([*stateful, *all_registered_objects(trainer).values()])
     before.keep_buffers(roots)
     before.keep_tensors(parameters)
     before.keep_generators()
