@@ -26,7 +26,7 @@ from pytorch_accel_lite.loop.run_loaders import loader_of_run
 from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.ending.stop_errors import StopTrainingError
-from pytorch_accel_lite.run.error_notes_seam import explaining
+from pytorch_accel_lite.run.error_notes_seam import adding_error_notes
 from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.latest_records import EvaluationRecord
 from pytorch_accel_lite.run.metrics.history import MetricValue, RunHistory, count_values
@@ -63,7 +63,7 @@ def evaluate_all(
             data.eval_loader = loader
             data.eval_dataset_name = name or None
             with (
-                explaining(trainer, run, "evaluation"),
+                adding_error_notes(trainer, run, "evaluation"),
                 run.goodput.counting("evaluation"),
                 trainer.callback_handler.timing("evaluation"),
                 prefixing_metric_names(trainer.run_history, prefix),

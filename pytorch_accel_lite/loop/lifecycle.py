@@ -19,7 +19,7 @@ from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_call
 from pytorch_accel_lite.loop.model_setup import check_model_has_values, release_model
 from pytorch_accel_lite.optimizers.param_group_options import learning_rates, note_initial_options
 from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError, StopTrainingError
-from pytorch_accel_lite.run.error_notes_seam import explain
+from pytorch_accel_lite.run.error_notes_seam import add_error_notes
 from pytorch_accel_lite.run.run import SHARDING, Run, Sharding, TrainerLike
 from pytorch_accel_lite.run.trainer_parts.optimizer_modes import set_optimizer_modes
 
@@ -173,7 +173,7 @@ def end_failed_run(
     """
     if run.outer is not None:
         return
-    explain(error, trainer, run, run.kind)
+    add_error_notes(error, trainer, run, run.kind)
     run.end.has_failed = True
     run.control.forget()
     together = run.ranks.world_size == 1 or isinstance(error, NonFiniteLossError)

@@ -25,8 +25,8 @@ from pytorch_accel_lite.loop.resuming import (
     resuming_within_epoch,
 )
 from pytorch_accel_lite.loop.run_loaders import loader_of_run
-from pytorch_accel_lite.run.error_notes_seam import explain
-from pytorch_accel_lite.run.loop_state import GlobalModes
+from pytorch_accel_lite.run.error_notes_seam import add_error_notes
+from pytorch_accel_lite.run.parts_of_run import GlobalModes
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
@@ -83,7 +83,7 @@ def _run_steps(trainer: TrainerLike, run: Run) -> None:
         else:
             run.end.has_reached_limit = train_epoch(trainer, run)
     except Exception as error:
-        explain(error, trainer, run, "training")
+        add_error_notes(error, trainer, run, "training")
         raise
 
 
