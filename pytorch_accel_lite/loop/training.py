@@ -10,7 +10,7 @@ from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.data import Batch, ShardedLoader
 from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.distributed.gradient_sync import no_sync_within_window, sync_ddp_buffers
-from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, evaluate_if_due
+from pytorch_accel_lite.loop.evaluation import EvaluationKind, begin_evaluations, evaluate_all, evaluate_if_due
 from pytorch_accel_lite.loop.extra_passes import warm_up_ddp
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, steps_of_stream, warn_of_nonfinite_weights
@@ -64,7 +64,7 @@ def _run_epoch(trainer: TrainerLike, run: Run) -> None:
     if run.epoch_phase < EpochPhase.TRAINED:
         _run_steps(trainer, run)
     if run.epoch_phase < EpochPhase.EVALUATED and run.evaluation_is_due:
-        evaluate_all(trainer, run)
+        evaluate_all(trainer, run, EvaluationKind.OF_RUN)
     if run.epoch_phase < EpochPhase.ENDED:
         trainer._step_after_epoch()
         trainer.training_run_epoch_end()
