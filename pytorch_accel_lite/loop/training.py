@@ -19,10 +19,10 @@ from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.resuming import (
     end_resuming,
-    ending_resumption,
+    ending_resumption_at_latest,
+    options_before_epoch,
     print_state_contents,
-    resume_before_epochs,
-    resuming_within_epoch,
+    resumed_run_is_over,
 )
 from pytorch_accel_lite.loop.run_loaders import loader_of_run
 from pytorch_accel_lite.run.error_notes_seam import explain
@@ -44,7 +44,7 @@ def begin_training(trainer: TrainerLike, run: Run) -> None:
 def train(trainer: TrainerLike, run: Run) -> None:
     """Train for all epochs of a run, or for the remaining ones if it is resumed."""
     run.loop.uses_builtin_loop = True
-    with ending(trainer, run, "training"), ending_resumption(trainer, run):
+    with ending(trainer, run, "training"), ending_resumption_at_latest(trainer, run):
         trainer.training_run_start()
         trainer.call_event("on_training_run_start")
         run.loop.global_modes = GlobalModes.now(run.device)
@@ -52,7 +52,7 @@ def train(trainer: TrainerLike, run: Run) -> None:
         print_state_contents(trainer, run)
         for check in RUN_CHECKS.before_training:
             check(trainer, run)
-        is_over = resume_before_epochs(trainer, run)
+        is_over = resumed_run_is_over(trainer, run)
         while not is_over and (not run.is_finished or run.progress.is_mid_epoch):
             _run_epoch(trainer, run)
     warn_of_nonfinite_weights(trainer, run)
@@ -89,8 +89,9 @@ def _run_steps(trainer: TrainerLike, run: Run) -> None:
 
 def begin_epoch(trainer: TrainerLike, run: Run) -> None:
     """Begin the next epoch, unless the current one is incomplete."""
+    if not run.progress.is_mid_epoch or run.epoch_is_trained:
+        end_resuming(trainer, run)  # otherwise after the starting events of the epoch
     if not run.progress.is_mid_epoch:
-        end_resuming(trainer, run)  # an overridden method has not trained on what was left of the resumed epoch
         run.progress.start_epoch()
         trainer.run_history.set_between_epochs(False)
         run.window.filled = 0
@@ -130,12 +131,13 @@ def train_epoch(trainer: TrainerLike, run: Run) -> bool:
 
 def _begin_train_epoch(trainer: TrainerLike, run: Run) -> ShardedLoader:
     """Fire the starting events of the steps of an epoch, and return the loader to read."""
-    with resuming_within_epoch(trainer, run):
-        trainer.train_epoch_start()
-        run.loss_trackers = run.unrecorded_losses = trainer.division.create_trackers()
-        if trainer.callback_handler.listeners["on_train_epoch_start"]:
-            call_start_event(trainer, "on_train_epoch_start", "training")
-        check_global_modes(trainer, run)
+    options = options_before_epoch(trainer, run)
+    trainer.train_epoch_start()
+    run.loss_trackers = run.unrecorded_losses = trainer.division.create_trackers()
+    if trainer.callback_handler.listeners["on_train_epoch_start"]:
+        call_start_event(trainer, "on_train_epoch_start", "training")
+    check_global_modes(trainer, run)
+    end_resuming(trainer, run, options)
     loader = run.data.train_loader
     if not isinstance(loader, ShardedLoader):  # a callback has set trainer.train_dataloader
         run.data.train_loader = loader = loader_of_run(trainer, run, loader, training=True)
