@@ -45,17 +45,22 @@ def train(trainer: TrainerLike, run: Run) -> None:
     """Train for all epochs of a run, or for the remaining ones if it is resumed."""
     run.loop.uses_builtin_loop = True
     with ending(trainer, run, "training"), ending_resumption_at_latest(trainer, run):
-        trainer.training_run_start()
-        trainer.call_event("on_training_run_start")
-        run.loop.global_modes = GlobalModes.now(run.device)
-        run.control.sync(now=True)
-        print_state_contents(trainer, run)
-        for check in RUN_CHECKS.before_training:
-            check(trainer, run)
+        _call_starting_events(trainer, run)
         is_over = resumed_run_is_over(trainer, run)
         while not is_over and (not run.is_finished or run.progress.is_mid_epoch):
             _run_epoch(trainer, run)
     warn_of_nonfinite_weights(trainer, run)
+
+
+def _call_starting_events(trainer: TrainerLike, run: Run) -> None:
+    """Fire the starting events of a run, then note, print and check what they may have changed."""
+    trainer.training_run_start()
+    trainer.call_event("on_training_run_start")
+    run.loop.global_modes = GlobalModes.now(run.device)
+    run.control.sync(now=True)
+    print_state_contents(trainer, run)
+    for check in RUN_CHECKS.before_training:
+        check(trainer, run)
 
 
 def _run_epoch(trainer: TrainerLike, run: Run) -> None:
