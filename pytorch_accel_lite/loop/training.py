@@ -186,10 +186,11 @@ def _steps_until_reread(
             batch = next(batches, None) if progress.update < limit else None
         if batch is not None and progress.step and run.evaluates_within_epochs:
             evaluate_if_due(trainer, run)  # the run was interrupted before or within this evaluation
-        is_outdated = loader.is_outdated  # the evaluation may have changed the data
-        while batch is not None and not is_outdated:
-            if run.loop.must_warm_up_ddp:
-                warm_up_ddp(trainer, run, batch)
+            if loader.is_outdated:  # a callback of the evaluation has changed the data
+                return False
+        if batch is not None and run.loop.must_warm_up_ddp:
+            warm_up_ddp(trainer, run, batch)
+        while batch is not None:
             try:
                 run_step(trainer, run, batch)
             except Exception as error:
@@ -199,21 +200,21 @@ def _steps_until_reread(
             if run.loop.must_compare_replicas and progress.update:
                 run.loop.must_compare_replicas = False
                 trainer.compare_replicas()
-            is_outdated = loader.is_outdated
-            if not is_outdated:
-                begin = time.perf_counter()
-                batch = next(batches, None) if progress.update < limit else None
-                loader.seconds_waited += time.perf_counter() - begin
-    return not is_outdated
+            if loader.is_outdated:
+                return False
+            begin = time.perf_counter()
+            batch = next(batches, None) if progress.update < limit else None
+            loader.seconds_waited += time.perf_counter() - begin
+    return True
 
 
 def run_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     """Accumulate the gradients of a batch; at the end of an accumulation window, update the weights."""
-    step, window = run.progress.step, run.window  # step is a number; run.training_step trains
+    step_number, window = run.progress.step, run.window
     listeners = trainer.callback_handler.listeners
     window.filled = window.filled % window.steps + 1
     window.is_ending = batch.is_last or window.filled == window.steps
-    run.batch, run.batch_number = batch, step
+    run.batch, run.batch_number = batch, step_number
     if listeners["on_train_step_start"]:
         trainer.call_event("on_train_step_start")
     window.is_in_step = True
@@ -228,14 +229,14 @@ def run_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     window.is_in_step = False
     if output is not None and listeners["on_train_step_end"]:
         # A step of several shares combines them in the run's batch.
-        trainer.call_event("on_train_step_end", batch=run.batch.data, batch_output=output, step=step)
+        trainer.call_event("on_train_step_end", batch=run.batch.data, batch_output=output, step=step_number)
     if updates:
         if listeners["on_update_end"]:
-            trainer.call_event("on_update_end", step=step)
+            trainer.call_event("on_update_end", step=step_number)
         if run.loop.has_update_schedules:
             _follow_schedules(trainer, run, batch)
         if listeners["on_train_step_checkpoint"]:
-            trainer.call_event("on_train_step_checkpoint", step=step)
+            trainer.call_event("on_train_step_checkpoint", step=step_number)
         if run.control.must_sync:
             run.control.sync(can_save=True)
     run.batch, run.batch_number = None, run.progress.step
