@@ -176,7 +176,7 @@ def evaluate_dataset(trainer: TrainerLike, run: Run, source: Source, kind: Evalu
     if run.inference_step is not None:
         run.inference_step.report(trainer, run)
     trainer.eval_epoch_end()
-    run.record_losses(trainer.run_history, run.data.ranks, kind.value)
+    run.record_losses(trainer.run_history, kind.value)
     _note_completion(run)  # before the event: a run resumed from a state that is saved in it does not evaluate again
     trainer.call_event("on_eval_epoch_end", is_intermediate=is_intermediate)
     run.control.sync(now=True)

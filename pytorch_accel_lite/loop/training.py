@@ -158,7 +158,7 @@ def _end_train_epoch(trainer: TrainerLike, run: Run) -> None:
     sync_ddp_buffers(trainer.model, run.ranks)
     set_optimizer_modes(trainer, training=False)
     trainer.train_epoch_end()
-    run.record_losses(trainer.run_history, run.data.ranks, "train_{}_epoch")
+    run.record_losses(trainer.run_history, "train_{}_epoch")
     run.unrecorded_losses = None
     run.epoch_phase = EpochPhase.TRAINED
     trainer.call_event("on_train_epoch_end")
