@@ -404,7 +404,22 @@ def is_linked(node):
     return False
 
 
+# The navigation of pages with code, by the depth of the folder of the page.
+code_navigation = {}
+
+
+def reuse_navigation(app, pagename, templatename, context, doctree):
+    """Compute the navigation once for all pages with code, which it does not list."""
+    if pagename.startswith("_modules/"):
+        toctree, depth = context["toctree"], pagename.count("/")
+        context["toctree"] = lambda **options: (
+            code_navigation.get(depth)
+            or code_navigation.setdefault(depth, toctree(**options))
+        )
+
+
 def setup(app):
+    app.connect("html-page-context", reuse_navigation, priority=400)  # before the theme
     app.connect("source-read", add_index_entries)
     app.connect("autodoc-process-docstring", read_sections)
     app.connect("doctree-resolved", link_names)

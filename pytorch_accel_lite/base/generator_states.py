@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 
 from pytorch_accel_lite.base.reachable_objects import RandomGenerator, is_generator, reachable_from
 from pytorch_accel_lite.base.types import StateDict
@@ -27,7 +28,7 @@ def capture_generators() -> StateDict:
         # As a tensor, hundreds of numbers are copied and written at once.
         "python": (version, torch.from_numpy(np.array(numbers, dtype=np.int64)), cached),
         "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
-        **{name: module.get_rng_state() for name, module in modules_with_generators().items()},
+        **{name: module.get_rng_state() for name, module in modules_with_generators(only_used=True).items()},
     }
 
 
@@ -55,12 +56,21 @@ def preserving_generators(*only: str) -> Iterator[None]:
         restore_generators(kept)
 
 
-def modules_with_generators() -> dict[str, ModuleType]:
-    """Return the modules that get and set the states of torch's generators, by their names in a training state."""
+def modules_with_generators(only_used: bool = False) -> dict[str, ModuleType]:
+    """Return the modules that get and set the states of torch's generators, by their names in a training state.
+
+    Args:
+        only_used: whether to leave out a GPU that nothing has used, while Accelerate computes on the CPU: to ask for
+            the state of its generator takes memory of the GPU, which others may need
+    """
     modules: dict[str, ModuleType] = {"torch": torch}
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is not None:
-        modules[accelerator.type] = torch.get_device_module(accelerator)
+        module = torch.get_device_module(accelerator)
+        device = vars(PartialState)["_shared_state"].get("device", accelerator)
+        is_unused = device.type == "cpu" and not getattr(module, "is_initialized", lambda: True)()
+        if not (only_used and is_unused):
+            modules[accelerator.type] = module
     return modules
 
 

@@ -30,7 +30,7 @@ from pytorch_accel_lite.loop.resuming import begin_resuming
 from pytorch_accel_lite.loop.run_loaders import check_gives_batches, create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.scheduler_creation import begin_schedule
 from pytorch_accel_lite.optimizers.optimizer_parts import is_created
-from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients
+from pytorch_accel_lite.optimizers.optimizer_steps import clear_gradients, forget_unscaled
 from pytorch_accel_lite.run.accumulation import Accumulation, GradientWindow
 from pytorch_accel_lite.run.ending.signals import ending_at_signals, exit_after_signal
 from pytorch_accel_lite.run.latest_records import TrainingRecord
@@ -166,8 +166,10 @@ def prepare_training(trainer: TrainerLike, run: Run, batch_size: int) -> None:
     if run.ranks.world_size > 1:
         _check_same_settings(trainer, run, run.config)
     _create_window(run, run.config)
-    clear_gradients(trainer.optimizer)  # a run that failed within a window may have left gradients
-    trainer.accelerator.sync_gradients = True  # a run that failed within a window may have left it off
+    # What a run that failed within a window may have left.
+    clear_gradients(trainer.optimizer)
+    forget_unscaled(trainer.accelerator.scaler)
+    trainer.accelerator.sync_gradients = True
     # This also disables compile_step, if it does not work with what the run uses.
     run.training_step = trainer._create_step(run)
 

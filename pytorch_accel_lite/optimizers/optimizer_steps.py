@@ -54,6 +54,16 @@ def clear_gradients(optimizer: Optimizer) -> None:
         optimizer.zero_grad()
 
 
+def forget_unscaled(scaler: torch.amp.GradScaler | None) -> None:
+    """Let a gradient scaler forget that it has unscaled gradients, for an update that was not made.
+
+    It would refuse to unscale the next ones, or leave them scaled.
+    """
+    states = getattr(scaler, "_per_optimizer_states", None)  # which a disabled scaler does not have
+    if states is not None:
+        states.clear()
+
+
 def take_step(optimizer: TrainerOptimizer, *closure: Callable[[], torch.Tensor]) -> None:
     """Step an optimizer like ``optimizer.step()``, but create the record for profilers only while one is running.
 

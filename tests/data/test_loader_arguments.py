@@ -6,10 +6,11 @@ import copy
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.callbacks import LimitBatchesCallback, LimitEvalStepsCallback
+from pytorch_accel_lite.callbacks import LimitBatchesCallback, LimitEvalStepsCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.data import NamedDatasets
 from tests.datasets import Endless
 from tests.ranks import Recorder
@@ -31,15 +32,17 @@ def test_the_arguments_of_dataloaders_can_be_overridden():
 
 
 @pytest.mark.parametrize("pins", [None, True])
-def test_a_run_on_the_cpu_pins_nothing_beside_a_gpu(pins, monkeypatch):
-    """Pinning would create a context of CUDA, and fails here, where there is no GPU."""
+def test_a_run_on_the_cpu_leaves_a_gpu_alone(pins, tmp_path, no_accelerator, monkeypatch):
+    """Pinning, or the state of its generator, would take its memory, and fails here, where there is no GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: pytest.fail("has been pinned"))
     for data in (float64_data(10), Rows(float64_data(10))):
         for workers in (0, 1):
             arguments = {"num_workers": workers} if pins is None else {"num_workers": workers, "pin_memory": pins}
-            trainer = make_trainer(model=float64_model())
+            states = SaveTrainingStateCallback(tmp_path / f"{len(list(tmp_path.iterdir()))}")
+            trainer = make_trainer([states], float64_model(), accelerator=Accelerator(cpu=True), seed=1)
             trainer.train(data, 1, per_device_batch_size=5, train_dataloader_kwargs=arguments)
             assert trainer.progress.samples == 10
             assert trainer.run_config.train_dl_kwargs["pin_memory"] is bool(pins)

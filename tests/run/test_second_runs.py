@@ -1,4 +1,4 @@
-"""A second run with the same trainer: its learning rates and its epochs."""
+"""A second run with the same trainer: its learning rates, its epochs, its gradient scaler."""
 
 from __future__ import annotations
 
@@ -325,3 +325,24 @@ def test_all_ranks_record_the_epoch_in_which_they_stopped(ranks):
     for rows, means in ranks(stopped_in_mid_epoch):
         assert [epoch for epoch, _ in rows] == [1, 2, 3, 4]
         assert [rows[1][1], rows[3][1]] == pytest.approx(means)
+
+
+@pytest.mark.parametrize("limit", [None, 1.0])
+@pytest.mark.parametrize("error", [RuntimeError("once"), KeyboardInterrupt()])
+def test_the_scaler_forgets_gradients_of_a_run_that_failed(error, limit, scaled_accelerator):
+    """It has unscaled them, for the callback that failed, and would leave those of the next run scaled."""
+    errors = [error]
+
+    def fail_once(trainer: Trainer) -> None:
+        if errors:
+            raise errors.pop()
+
+    def trained(trainer: Trainer) -> dict[str, Any]:
+        trainer.model.load_state_dict(make_model().state_dict())
+        return weights(train(trainer, gradient_clip_norm=limit).model)
+
+    trainer = make_trainer([listener(on_optimizer_step_start=fail_once)], accelerator=scaled_accelerator)
+    with pytest.raises(type(error)):
+        train(trainer, gradient_clip_norm=limit)
+    fresh = make_trainer([listener(on_optimizer_step_start=fail_once)], accelerator=scaled_accelerator)
+    assert equal_weights(trained(trainer), trained(fresh))

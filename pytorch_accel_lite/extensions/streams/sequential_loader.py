@@ -306,7 +306,7 @@ def _generators_differ(source: Source, ranks: Ranks) -> bool:
 def _drawn_with_seeds(seeds: Iterable[int], items: Iterator[T]) -> Iterator[T]:
     """Yield items, each drawn with all generators set to a seed, and restore torch's generators."""
     default = torch.default_generator
-    devices = [module for name, module in modules_with_generators().items() if name != "torch"]
+    devices = [module for name, module in modules_with_generators(only_used=True).items() if name != "torch"]
     for seed in seeds:
         state, states = default.get_state(), [module.get_rng_state() for module in devices]
         seed_generators(seed)
