@@ -146,7 +146,7 @@ def _note_stop(trainer: TrainerLike, run: Run, stop: StopTrainingError) -> None:
         text = wrapped(reason if reason.startswith("Stop") else f"Stopped: {reason}")
         run.end.last_calls.append(lambda: trainer.print(text))
     _call_ending_event(trainer, run, "on_stop_training_error")
-    run.record_interrupted_epoch(trainer.run_history, run.data.ranks)  # after a state has been saved
+    run.record_interrupted_epoch(trainer.run_history)  # after a state has been saved
 
 
 def _call_ending_event(trainer: TrainerLike, run: Run, event: str) -> None:
@@ -180,7 +180,7 @@ def end_failed_run(
     problems = trainer.callback_handler.call_event_despite_errors("on_exception", trainer, exception=error)
     if together and not ended:
         try:
-            run.record_interrupted_epoch(trainer.run_history, run.data.ranks)
+            run.record_interrupted_epoch(trainer.run_history)
             if not method_was_called:
                 trainer.training_run_end()
         except Exception as failure:

@@ -420,21 +420,21 @@ class Run:
         progress.samples += total
         return local, total
 
-    def record_losses(self, history: RunHistory, ranks: Ranks, name: str) -> None:
-        """Record the mean losses over all ranks under ``name``, formatted with the name of each loss."""
-        means = self.loss_trackers.means(ranks, name)
+    def record_losses(self, history: RunHistory, name: str) -> None:
+        """Record the mean losses over all processes under ``name``, formatted with the name of each loss."""
+        means = self.loss_trackers.means(self.data.ranks, name)
         history.record_means(means, name)
         self.recorded_losses = means
 
-    def record_interrupted_epoch(self, history: RunHistory, ranks: Ranks) -> None:
+    def record_interrupted_epoch(self, history: RunHistory) -> None:
         """Record the mean losses of an epoch that was not completed. Call it on every process."""
         losses = self.unrecorded_losses
         self.unrecorded_losses = None
         if losses is None or not self.progress.is_mid_epoch:
             return
-        if any(weight for _, weight in losses.summed(ranks).values()):
+        if any(weight for _, weight in losses.summed(self.data.ranks).values()):
             name = "train_{}_epoch"
-            history.record_means(losses.means(ranks, name), name)
+            history.record_means(losses.means(self.data.ranks, name), name)
 
 
 class TrainerLike(Protocol):
