@@ -169,6 +169,15 @@ def listener(**methods: Callable[..., Any]) -> TrainerCallback:
     return type("Listener", (TrainerCallback,), {name: event(method) for name, method in methods.items()})()
 
 
+def raises(error: BaseException) -> Callable[..., None]:
+    """A function that raises an error, whatever it is called with."""
+
+    def action(*_: Any, **__: Any) -> None:
+        raise error
+
+    return action
+
+
 def raises_at(update: int | None, error: BaseException, event: str = "on_train_step_end") -> TrainerCallback:
     """A callback that raises an error at an event, once the given number of updates is reached."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -15,9 +14,7 @@ import pytest
 import torch
 
 from pytorch_accel_lite import TrainerCallback
-from pytorch_accel_lite.callbacks import SaveTrainingStateCallback
 from pytorch_accel_lite.checkpoint import verify_state
-from pytorch_accel_lite.extending import JOB_QUEUES
 from tests.launching import (
     CAN_SHARD,
     PATIENCE,
@@ -32,7 +29,7 @@ from tests.launching import (
     run_elastic_script,
 )
 from tests.scripts.resumable import final_state, run, run_to_the_end, saved_states, script
-from tests.small_models import adamw_trainer, assert_same, float64_model, listener, make_trainer, train
+from tests.small_models import adamw_trainer, assert_same, float64_model
 from tests.soak import soak
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
@@ -224,38 +221,3 @@ def test_a_job_restarts_by_itself_after_a_rank_was_killed(tmp_path, two_ranks, m
     assert len(list(tmp_path.glob("killed*"))) == 2
     two_ranks.run(run_to_the_end, tmp_path / "whole")
     assert_same(final_state(tmp_path), final_state(tmp_path / "whole"))
-
-
-class OwnQueue:
-    """A job queue of the user's own."""
-
-    def __init__(self) -> None:
-        self.asked: list[BaseException] = []
-
-    def check(self) -> None:
-        self.asked.clear()
-
-    def was_requeued(self) -> bool:
-        return False
-
-    def requeue_after(self, interruption: Exception) -> str:
-        self.asked.append(interruption)
-        return "It is back in the queue."
-
-
-def test_a_custom_job_queue_requeues_a_job(tmp_path, monkeypatch, capsys):
-    queue = OwnQueue()
-    monkeypatch.setitem(JOB_QUEUES, "Own", queue)
-    interrupt = listener(on_train_step_end=lambda trainer, **_: os.kill(os.getpid(), signal.SIGUSR1))
-    trainer = make_trainer([interrupt, SaveTrainingStateCallback(tmp_path, requeue=True)])
-    with pytest.raises(SystemExit):
-        train(trainer)
-    assert [type(error).__name__ for error in queue.asked] == ["RunInterruptedError"]
-    assert "It is back in the queue.\nThe run is saved in " in capsys.readouterr().out
-
-
-def test_without_any_queue_the_error_names_the_extension(tmp_path, monkeypatch):
-    for name in [*JOB_QUEUES]:
-        monkeypatch.delitem(JOB_QUEUES, name)
-    with pytest.raises(ValueError, match="requeue=True belongs to the extension 'slurm', which is not installed"):
-        SaveTrainingStateCallback(tmp_path, requeue=True)

@@ -1,12 +1,9 @@
-"""Resuming: a run continues from each of its training states to the same bits, or the error says what does not fit."""
+"""Resuming: a run continues from each of its training states to the same bits."""
 
 from __future__ import annotations
 
 import json
 import random
-import shutil
-import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset, TensorDataset
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, callbacks
-from pytorch_accel_lite.callbacks import (
-    LimitBatchesCallback,
-    RunPausedError,
-    SaveBestModelCallback,
-    SaveTrainingStateCallback,
-)
-from pytorch_accel_lite.checkpoint import DamagedStateError
-from pytorch_accel_lite.checkpoint.disk.checksums import checksum
+from pytorch_accel_lite.callbacks import LimitBatchesCallback, SaveBestModelCallback, SaveTrainingStateCallback
 from pytorch_accel_lite.extending import SETTINGS_RECORDER, SettingsRecorder
 from tests.launching import CAN_SHARD, SOAK, only_with_soak, some_of
 from tests.ranks import world_size
@@ -37,7 +27,6 @@ from tests.small_models import (
     Rows,
     adamw_trainer,
     assert_same,
-    changed_manifest,
     equal_weights,
     float64_data,
     float64_model,
@@ -45,7 +34,6 @@ from tests.small_models import (
     make_trainer,
     raises_at,
     train,
-    weights,
 )
 
 
@@ -104,10 +92,6 @@ def _drawn_tasks() -> Any:
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
-
-
-def hashes(folder: Path) -> dict[Path, str]:
-    return {path: checksum(path) for state in saved_states(folder) for path in sorted(state.iterdir())}
 
 
 @pytest.mark.soak
@@ -340,106 +324,6 @@ def test_a_long_history_is_resumed_unchanged(tmp_path):
     assert resumed.rows(20) == resumed.rows()[19:]
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "match"),
-    [
-        (True, False, "holds a schedule, but create_scheduler_fn was not passed to train.., so rates stay as set"),
-        (False, True, "holds no schedule, so that of create_scheduler_fn starts from the beginning"),
-    ],
-)
-def test_a_run_resumed_with_or_without_its_schedule_warns(first, second, match, tmp_path):
-    def run(epochs: int, is_scheduled: bool) -> Trainer:
-        decay = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9) if is_scheduled else None
-        trainer = make_trainer([SaveTrainingStateCallback(tmp_path)])
-        return train(trainer, epochs, create_scheduler_fn=decay, resume_from="latest")
-
-    run(1, first)
-    with pytest.warns(UserWarning, match=match):
-        run(2, second)
-
-
-class RefinedAdam(torch.optim.Adam):
-    """A subclass of the user's own, with the state of its base."""
-
-
-class OtherName(RefinedAdam):
-    """The same class under another name, as a decorator may derive it."""
-
-
-def train_with(make: Any, folder: Path, epochs: int, resume_from: Any = "latest", several: bool = False) -> Trainer:
-    model = float64_model(features=4, dtype=torch.float32)
-    optimizer = make(model.parameters())
-    if several:
-        optimizer = {"body": torch.optim.SGD(model[0].parameters(), lr=0.1), "head": make(model[2].parameters())}
-    trainer = make_trainer([SaveTrainingStateCallback(folder)], model, optimizer=optimizer)
-    return train(trainer, epochs, resume_from=resume_from)
-
-
-@pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (torch.optim.SGD, torch.optim.Adam),
-        (torch.optim.AdamW, torch.optim.Adam),
-        (torch.optim.Adam, torch.optim.AdamW),
-        (torch.optim.Adam, torch.optim.Adamax),
-        (RefinedAdam, torch.optim.AdamW),
-        (torch.optim.NAdam, torch.optim.RAdam),
-    ],
-)
-def test_the_state_of_another_class_of_optimizers_is_refused(tmp_path, first, second, several):
-    train_with(first, tmp_path, 1, several=several)
-    which = "that of group 'head'" if several else "it"
-    message = f"The optimizer in .* does not fit the trainer's: {which} was {first.__name__} and is {second.__name__} "
-    with pytest.raises(ValueError, match=message):
-        train_with(second, tmp_path, 2, several=several)
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (torch.optim.Adam, RefinedAdam),
-        (RefinedAdam, torch.optim.Adam),
-        (RefinedAdam, OtherName),
-        (torch.optim.Adam, partial(torch.optim.Adam, fused=True)),
-        (partial(torch.optim.Adam, foreach=True), torch.optim.Adam),
-        (torch.optim.AdamW, torch.optim.AdamW),
-    ],
-)
-def test_a_state_fits_a_derived_optimizer_class(tmp_path, first, second):
-    train_with(first, tmp_path, 1)
-    assert train_with(second, tmp_path, 2).progress.update == 6
-
-
-def test_an_attribute_of_another_class_of_optimizers_is_refused(tmp_path):
-    class WithCritic(Trainer):
-        critic_class = torch.optim.AdamW
-
-        def training_run_start(self):
-            self.critic = torch.nn.Linear(1, 1)
-            self.critic_optimizer = self.critic_class(self.critic.parameters())
-
-    def run(epochs):
-        trainer = make_trainer([SaveTrainingStateCallback(tmp_path)], trainer_class=WithCritic)
-        return train(trainer, epochs, resume_from="latest")
-
-    run(1)
-    WithCritic.critic_class = torch.optim.Adam
-    with pytest.raises(ValueError, match=r"The critic_optimizer in .* does not fit .*: it was AdamW and is Adam now"):
-        run(2)
-
-
-def test_a_state_without_its_optimizers_class_is_resumed(tmp_path):
-    train_with(torch.optim.Adam, tmp_path, 1)
-    (state,) = tmp_path.glob("update-*")
-    shared = torch.load(state / "trainer.pt")
-    assert shared.pop("optimizer_classes") == {"optimizer": [["Adam"]]}
-    torch.save(shared, state / "trainer.pt")
-    with changed_manifest(state, "trainer.pt"):
-        pass
-    assert train_with(torch.optim.Adam, tmp_path, 2).progress.update == 6
-
-
 def on_two_processes(folder: Path) -> Any:
     """The final weights, gathered, and the losses; each run that is resumed from a state ends with the same."""
     accelerator = sharding_accelerator()
@@ -588,263 +472,6 @@ def test_user_objects_are_saved(tmp_path):
         fresh.register_for_checkpointing("counter", again)
     with pytest.raises(TypeError, match=r"must have state_dict\(\)"):
         fresh.register_for_checkpointing("other", object())
-
-
-def test_a_state_that_does_not_fit_is_explained(tmp_path):
-    trainer = adamw_trainer(float64_model())
-    trainer.train(float64_data(8), 1)
-    trainer.save_training_state(tmp_path / "state")
-    with pytest.raises(ValueError, match=r"does not fit the model Linear: missing in the checkpoint: bias, weight"):
-        adamw_trainer(torch.nn.Linear(5, 1)).load_training_state(tmp_path / "state")
-    model = float64_model()
-    other = torch.optim.AdamW([model[0].weight], lr=0.1)
-    with pytest.raises(ValueError, match=r"The optimizer in '.*' does not fit the trainer's AdamW"):
-        adamw_trainer(model, optimizer=other).load_training_state(tmp_path / "state")
-    with pytest.raises(FileNotFoundError, match="There is no training state at"):
-        trainer.load_training_state(tmp_path / "nothing")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DamagedStateError, match=r"is not a training state: it has no manifest\.json"):
-        trainer.load_training_state(tmp_path / "empty")
-    with pytest.raises(ValueError, match="resume_from='latest' needs a SaveTrainingStateCallback"):
-        trainer.train(float64_data(8), 1, resume_from="latest")
-    with changed_manifest(tmp_path / "state") as manifest:
-        manifest["format_version"] = 99
-    with pytest.raises(ValueError, match=r"has format 99; this version .* Upgrade pytorch_accel_lite"):
-        trainer.load_training_state(tmp_path / "state")
-
-
-@pytest.mark.sampled
-@pytest.mark.extension("model_ema")
-@pytest.mark.slow
-@pytest.mark.parametrize("event", ["on_training_run_start", "on_train_epoch_start"])
-@pytest.mark.parametrize("update", [4, 6])
-def test_a_run_stopped_by_a_starting_event_resumes_its_bits(tmp_path, capsys, event, update):
-    def stop(trainer, **kwargs):
-        raise StopTrainingError("no time left")
-
-    def average():
-        return callbacks.ModelEmaCallback(0.9, save_path=None)
-
-    kept, whole = average(), average()
-    uninterrupted = run(tmp_path / "whole", extra=(whole,))
-    run(tmp_path, extra=(average(), raises_at(update, RunPausedError("paused"), "on_train_step_checkpoint")))
-    before = hashes(tmp_path)
-    stopped = run(tmp_path, extra=(kept, listener(**{event: stop})))
-    assert stopped["progress"]["update"] == kept.ema.num_updates == update
-    assert hashes(tmp_path) == before
-    said = capsys.readouterr().out
-    assert "the run was stopped before it had taken a step of its own" in said
-    assert "No best model was saved" not in said
-    assert_same(run(tmp_path, extra=(kept,)), uninterrupted)
-    assert equal_weights(kept.ema.module.state_dict(), whole.ema.module.state_dict())
-
-
-def _halve_rates(trainer, **kwargs):
-    for group in trainer.optimizer.param_groups:
-        group["lr"] *= 0.5
-
-
-def _shrink_weights(trainer, **kwargs):
-    with torch.no_grad():
-        for parameter in trainer.model.parameters():
-            parameter.mul_(0.5)
-
-
-def _load_pretrained(trainer, **kwargs):
-    trainer.get_model().load_state_dict(float64_model(4).state_dict())
-
-
-def _forget_momentum(trainer, **kwargs):
-    trainer.optimizer.state.clear()
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize(
-    ("event", "change"),
-    [
-        ("on_train_epoch_start", _halve_rates),
-        ("on_train_epoch_start", _shrink_weights),
-        ("on_train_epoch_start", _forget_momentum),
-        ("on_training_run_start", _load_pretrained),
-    ],
-)
-def test_starting_events_change_a_run_once_if_it_is_resumed(tmp_path, event, change, accumulation):
-    def train_until(update: int | None, **kwargs: Any) -> Trainer:
-        saving = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)
-        stop = raises_at(update, RunPausedError("paused"), "on_train_step_checkpoint")
-        trainer = adamw_trainer(float64_model(3), callbacks=[listener(**{event: change}), saving, stop], seed=1)
-        trainer.train(float64_data(12), 2, None, 2, gradient_accumulation_steps=accumulation, **kwargs)
-        return trainer
-
-    whole = train_until(None)
-    shutil.rmtree(tmp_path / "states")
-    last = whole.progress.update
-    for update in (2, last // 2, last - 1, None):  # within and at the end of epochs
-        resumed = train_until(update, resume_from="latest")
-    assert equal_weights(resumed.model.state_dict(), whole.model.state_dict())
-    assert resumed.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
-
-
-def test_overridden_starting_methods_change_a_resumed_run_once(tmp_path, capsys):
-    class Changing(Trainer):
-        def training_run_start(self):
-            _load_pretrained(self)
-
-        def train_epoch_start(self):
-            super().train_epoch_start()
-            _halve_rates(self)
-
-    def train_until(update: int | None, **kwargs: Any) -> Trainer:
-        saving = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)
-        stop = raises_at(update, RunPausedError("paused"), "on_train_step_checkpoint")
-        model = float64_model(3)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        trainer = Changing(model, nn.MSELoss(), optimizer, [saving, stop], seed=1)
-        trainer.train(float64_data(12), 2, None, 2, **kwargs)
-        return trainer
-
-    whole = train_until(None)
-    shutil.rmtree(tmp_path / "states")
-    train_until(8)
-    resumed = train_until(None, resume_from="latest")
-    assert equal_weights(resumed.model.state_dict(), whole.model.state_dict())
-    assert "The starting events have changed" in capsys.readouterr().out
-
-
-def _do_nothing(trainer, **kwargs):
-    pass
-
-
-class OwnEpochs(Trainer):
-    """Has a loop of its own for the steps of an epoch, and code that runs at the start."""
-
-    def _run_train_epoch(self, loader):
-        for x, y in loader:
-            self.loss_func(self.model(x), y).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def training_run_start(self):
-        pass
-
-
-def test_epochs_after_a_resumed_one_count_with_an_own_loop(tmp_path):
-    train(make_trainer([SaveTrainingStateCallback(tmp_path, save_every_n_steps=2)], seed=0), epochs=1)
-    state = min(path for path in tmp_path.iterdir() if path.is_dir())
-    trainer = make_trainer(trainer_class=OwnEpochs, seed=0)
-    seen = listener(on_epoch_checkpoint=lambda t: ends.append({n: w.clone() for n, w in weights(t.model).items()}))
-    ends: list[dict[str, torch.Tensor]] = []
-    trainer.callback_handler.add_callback(seen)
-    train(trainer, epochs=3, resume_from=state)
-    assert len(ends) == 3
-    assert not equal_weights(ends[1], ends[2])
-    assert equal_weights(ends[-1], weights(trainer.model))
-
-
-def test_what_an_overridden_load_training_state_loads_is_kept(tmp_path, capsys):
-    class Loads(Trainer):
-        def load_training_state(self, input_dir):
-            found = super().load_training_state(input_dir)
-            nn.init.constant_(self.model[2].bias, 7.0)
-            return found
-
-    seen: list[float] = []
-
-    def look(trainer, **kwargs):
-        seen.append(trainer.model[2].bias.item())
-
-    def train_with(update: int | None, **kwargs: Any) -> None:
-        model = float64_model(3)
-        saving = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)
-        stop = raises_at(update, RunPausedError("paused"), "on_train_step_checkpoint")
-        events = listener(on_training_run_start=_do_nothing, on_train_step_start=look)
-        trainer = Loads(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), [saving, stop, events])
-        trainer.train(float64_data(12), 2, None, 2, **kwargs)
-
-    train_with(4)
-    seen.clear()
-    train_with(None, resume_from="latest")
-    assert seen[0] == 7.0
-    assert "The starting events have changed" not in capsys.readouterr().out
-
-
-class PlainDescent:
-    """An optimizer of no library, without a state, one of whose options cannot be copied."""
-
-    def __init__(self, parameters: Any) -> None:
-        self.param_groups = [{"params": [*parameters], "lr": 0.01, "lock": threading.Lock()}]
-
-    def step(self) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.data.sub_(parameter.grad, alpha=self.param_groups[0]["lr"])
-
-    def zero_grad(self) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.grad = None
-
-    def state_dict(self) -> dict[str, Any]:
-        groups = [{"params": [*range(len(group["params"]))], "lr": group["lr"]} for group in self.param_groups]
-        return {"state": {}, "param_groups": groups}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.param_groups[0]["lr"] = state["param_groups"][0]["lr"]
-
-
-def test_unusual_weights_and_optimizers_resume_their_bits(tmp_path, capsys):
-    def train_until(update: int | None, **kwargs: Any) -> Trainer:
-        model = float64_model(3)
-        model.register_buffer("neighbours", torch.eye(3).to_sparse())
-        saving = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)
-        stop = raises_at(update, RunPausedError("paused"), "on_train_step_checkpoint")
-        callbacks = [listener(on_train_epoch_start=_do_nothing), saving, stop]
-        trainer = Trainer(model, nn.MSELoss(), PlainDescent(model.parameters()), callbacks, seed=1)
-        trainer.train(float64_data(12), 2, None, 2, **kwargs)
-        return trainer
-
-    whole = train_until(None)
-    shutil.rmtree(tmp_path / "states")
-    train_until(8)
-    resumed = train_until(None, resume_from="latest")
-    assert equal_weights(*({name: p.detach() for name, p in t.model.named_parameters()} for t in (resumed, whole)))
-    assert "The starting events have changed" not in capsys.readouterr().out
-
-
-def test_rates_set_at_the_start_of_a_resumed_run_hold(tmp_path):
-    def train_with(rate: float, update: int | None, **kwargs: Any) -> Trainer:
-        def set_rate(trainer, **kwargs):
-            trainer.optimizer.param_groups[0]["lr"] = rate
-
-        saving = SaveTrainingStateCallback(tmp_path / "states", save_every_n_steps=1)
-        stop = raises_at(update, RunPausedError("paused"), "on_train_step_checkpoint")
-        callbacks = [listener(on_training_run_start=set_rate), saving, stop]
-        trainer = adamw_trainer(float64_model(3), callbacks=callbacks, seed=1)
-        trainer.train(float64_data(12), 2, None, 2, **kwargs)
-        return trainer
-
-    train_with(0.01, 4)
-    resumed = train_with(0.5, None, resume_from="latest")
-    assert resumed.optimizer.param_groups[0]["lr"] == 0.5
-
-
-def test_removed_and_added_callbacks_are_named(tmp_path):
-    run(tmp_path, max_checkpoints=1)
-
-    class Other(TrainerCallback):
-        def state_dict(self):
-            return {}
-
-        def load_state_dict(self, state):
-            raise AssertionError
-
-    (state,) = saved_states(tmp_path)
-    trainer = adamw_trainer(make_model(), callbacks=[Other])
-    with (
-        pytest.warns(UserWarning, match="no longer exists"),
-        pytest.warns(UserWarning, match="nothing for the callback 'Other'"),
-        pytest.warns(UserWarning, match="state of callback 'EarlyStoppingCallback', which no longer exists"),
-    ):
-        trainer.load_training_state(state)
 
 
 @pytest.mark.parametrize(("first", "second"), [("pt", "other"), ("other", "format")])

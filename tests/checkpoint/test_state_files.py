@@ -1,23 +1,16 @@
-"""The files of training states: damage, rotation, locks, full disks, stores and what may not be stored."""
+"""The files of training states: damage, stores and what may not be stored."""
 
 from __future__ import annotations
 
 import contextlib
 import enum
-import gc
-import io
 import os
 import pickle
-import resource
-import shutil
 import subprocess
 import sys
-import threading
-import time
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import safetensors.torch
@@ -29,9 +22,9 @@ from pytorch_accel_lite.checkpoint import DamagedStateError, print_contents, ver
 from pytorch_accel_lite.checkpoint.states import state_contents
 from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.extending import STORES, Ranks, manifest_text, read_state, read_verified, write_files
-from tests.launching import PATIENCE, WarmPython, some_of
+from tests.launching import some_of
 from tests.ranks import rank as own_rank
-from tests.ranks import shared_folder, world_size
+from tests.ranks import shared_folder
 from tests.scripts.resumable import run, saved_states
 from tests.small_models import (
     adamw_trainer,
@@ -40,22 +33,12 @@ from tests.small_models import (
     equal_weights,
     float64_data,
     float64_model,
-    listener,
     make_data,
     make_trainer,
-    notes_of_error,
-    raises_at,
     train,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
-
-
-def test_a_finished_run_removes_its_old_states_when_resumed(tmp_path):
-    run(tmp_path)
-    *_, newest = saved_states(tmp_path)
-    run(tmp_path, max_checkpoints=1)
-    assert saved_states(tmp_path) == [newest]
 
 
 DAMAGES = {
@@ -95,49 +78,6 @@ def test_damaged_states_without_an_intact_one_are_an_error(tmp_path):
         run(tmp_path)
 
 
-def test_rotation_keeps_the_newest_and_foreign_files(tmp_path):
-    (tmp_path / "states" / "notes").mkdir(parents=True)
-    (tmp_path / "states" / "update-final").mkdir()
-    last = run(tmp_path, max_checkpoints=2, save_every_n_epochs=1)["progress"]["update"]
-    kept = [path for path in saved_states(tmp_path) if path.name != "update-final"]
-    assert {int(path.name.removeprefix("update-")) for path in kept} == {last - 1, last}
-    assert (tmp_path / "states" / "notes").is_dir()
-    assert not list((tmp_path / "states").glob(".update*"))
-
-
-@pytest.mark.parametrize("keep", [1, None])
-def test_the_newest_state_does_not_depend_on_the_clock(keep, tmp_path, capsys):
-    def run(epochs: int) -> Trainer:
-        saver = SaveTrainingStateCallback(tmp_path, save_every_n_epochs=1, max_checkpoints=keep)
-        return train(make_trainer([saver], seed=0), epochs, resume_from="latest")
-
-    run(2)
-    for state in tmp_path.glob("update-*"):
-        with changed_manifest(state) as manifest:
-            manifest["saved_at"] += 300.0  # as on a machine whose clock is ahead of this one's
-    run(4)
-    saved = sorted(path.name for path in tmp_path.glob("update-*"))
-    assert saved == [f"update-{update:09d}" for update in ([12] if keep else [3, 6, 9, 12])]
-    run(5)
-    assert "update-000000012': epoch 4" in capsys.readouterr().out
-
-
-def test_finished_runs_close_their_lock_files(tmp_path):
-    trainer = make_trainer([SaveTrainingStateCallback(tmp_path)])
-    for _ in range(3):
-        train(trainer)
-
-    def is_held() -> bool:
-        # Neither isinstance() nor a name: one fails for a proxy of an object that is gone, one for a file of no buffer.
-        files = [repr(found) for found in gc.get_objects() if type(found) is io.TextIOWrapper]
-        return any(str(tmp_path / ".lock") in file for file in files)
-
-    latest = time.monotonic() + PATIENCE
-    while is_held() and time.monotonic() < latest:  # the threads that show that the runs are alive may be ending still
-        time.sleep(0.01)
-    assert not is_held()
-
-
 class Transposed(torch.nn.Module):
     """Has a weight that is another one transposed, in the same memory."""
 
@@ -164,83 +104,6 @@ def test_weights_that_share_memory_in_another_order_are_saved(tmp_path):
     assert equal_weights(train(new(), resume_from="latest").model.state_dict(), trained)
 
 
-def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
-    code = (
-        "import fcntl, sys, time\n"
-        "file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); file.write('4711'); file.flush()\n"
-        "print('locked', flush=True); time.sleep(3600)"
-    )
-    (tmp_path / "states").mkdir()
-    command = [sys.executable, "-c", code, str(tmp_path / "states" / ".lock")]
-    with WarmPython(command, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "locked\n"
-        with pytest.raises(RuntimeError, match=r"Another run \(process 4711\) .* another save_dir"):
-            run(tmp_path)
-        other.kill()
-    run(tmp_path)
-
-
-@pytest.mark.parametrize("resume_from", [None, "latest"])
-def test_a_run_that_fails_early_releases_its_directory(tmp_path, resume_from):
-    """In a notebook, the error keeps the trainer and its callbacks alive."""
-
-    def fail(optimizer: torch.optim.Optimizer) -> None:
-        raise RuntimeError("no schedule")
-
-    def begin(**kwargs: Any) -> None:
-        train(make_trainer([SaveTrainingStateCallback(tmp_path / "states")]), resume_from=resume_from, **kwargs)
-
-    with pytest.raises(RuntimeError, match="no schedule") as kept:
-        begin(create_scheduler_fn=fail)
-    begin()
-    assert kept.value.__traceback__ is not None
-
-
-@pytest.mark.parametrize("is_other_first", [True, False])
-def test_a_run_locks_a_removed_directory_again(tmp_path, is_other_first):
-    """Otherwise two runs could save in one directory."""
-    code = (
-        "import sys; from pytorch_accel_lite.checkpoint.states.state_store import DirectoryStore\n"
-        "store = DirectoryStore(sys.argv[1]); store.lock(); print('locked', flush=True); sys.stdin.readline()"
-    )
-    command, pipe = [sys.executable, "-c", code, str(tmp_path / "states")], subprocess.PIPE
-    starts = 5 if is_other_first else 6
-
-    def interfere(trainer: Trainer, **kwargs: Any) -> None:
-        if trainer.progress.update == 5:
-            shutil.rmtree(tmp_path / "states")
-        if trainer.progress.update == starts:
-            others.append(WarmPython(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
-            answers.append(others[0].stdout.readline())
-
-    others: list[Any] = []
-    answers: list[str] = []
-    interferes = listener(on_train_step_end=interfere)
-    try:
-        if is_other_first:
-            with pytest.raises(RuntimeError, match=r"Another run \(process \d+\) .* another save_dir"):
-                run(tmp_path, extra=(interferes,))
-            assert answers == ["locked\n"]
-            assert not saved_states(tmp_path)
-        else:
-            run(tmp_path, extra=(interferes,))
-            assert answers == [""]
-            assert "Another run (process" in others[0].stderr.read()
-            assert [int(path.name[-2:]) for path in saved_states(tmp_path)] == [5, 6, 7, 8, 9, 10, 11, 12]
-    finally:
-        for other in others:
-            other.kill()
-            other.communicate()
-
-
-def test_a_save_dir_that_is_a_file_is_an_error_before_training(tmp_path):
-    (tmp_path / "states").touch()
-    trainer = make_trainer([SaveTrainingStateCallback(tmp_path / "states")])
-    with pytest.raises(NotADirectoryError, match=r"save_dir='.*/states' is not a directory.* another save_dir"):
-        train(trainer)
-    assert trainer.progress.update == 0
-
-
 def test_a_state_whose_manifest_is_a_directory_is_damaged(tmp_path, capsys):
     whole = run(tmp_path)
     *_, before, newest = saved_states(tmp_path)
@@ -250,21 +113,6 @@ def test_a_state_whose_manifest_is_a_directory_is_damaged(tmp_path, capsys):
     output = capsys.readouterr().out
     assert f"Skipping a damaged training state. '{newest}/manifest.json' is damaged: " in output
     assert f"Resuming from '{before}'" in output
-
-
-def test_rotation_removes_links_to_states_but_not_their_targets(tmp_path):
-    run(tmp_path, epochs=1, schedule=False)
-    (tmp_path / "elsewhere").mkdir()
-    for state in saved_states(tmp_path):
-        state.rename(tmp_path / "elsewhere" / state.name)
-        state.symlink_to(tmp_path / "elsewhere" / state.name)
-    (tmp_path / "states" / ".update-000000001.removed").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "states" / "update-000000005").symlink_to(tmp_path / "nothing")  # an update to come
-    (tmp_path / "states" / "update-000000006").touch()
-    whole = run(tmp_path / "whole", epochs=2, schedule=False)
-    assert_same(run(tmp_path, epochs=2, max_checkpoints=1, schedule=False), whole)
-    assert sorted(os.listdir(tmp_path / "states")) == [".lock", "update-000000008"]
-    assert len(os.listdir(tmp_path / "elsewhere")) == 4
 
 
 def test_a_run_that_cannot_begin_releases_its_directory(tmp_path):
@@ -371,151 +219,6 @@ def test_saving_at_the_wrong_moment_is_refused(tmp_path):
         adamw_trainer(float64_model(), callbacks=[SavesUnseeded]).train(float64_data(8), 1)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"save_every_n_epochs": 0}, "save_every_n_epochs=0 must be at least 1"),
-        ({"save_every_n_steps": -1}, "save_every_n_steps=-1 must be at least 1"),
-        ({"max_checkpoints": 0}, "max_checkpoints=0 must be at least 1"),
-        ({"save_every_n_minutes": 0}, "save_every_n_minutes=0 must be greater than 0"),
-    ],
-)
-def test_saving_states_refuses_bad_intervals(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        SaveTrainingStateCallback(**kwargs)
-
-
-def test_states_can_be_saved_by_the_clock(tmp_path):
-    saved = run(tmp_path, save_every_n_steps=None, save_every_n_minutes=1e-9, save_at_end=False)
-    assert len(saved_states(tmp_path)) == saved["progress"]["update"]
-
-
-class FillsDisk(TrainerCallback):
-    """Limits the size of files between two updates, to simulate a full disk."""
-
-    def __init__(self, first: int, last: int = 10**9, size: int = 1000) -> None:
-        self.first, self.last, self.size = first, last, size
-        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def on_train_step_end(self, trainer, **kwargs):
-        for thread in threading.enumerate():
-            if thread.name == "training-state-writer":  # what it writes belongs to the update before
-                thread.join()
-        if trainer.progress.update == self.first:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.before[1]))
-        if trainer.progress.update == self.last:
-            self.free()
-
-    def free(self):
-        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_keeps_and_names_the_last_state(tmp_path, asynchronous, capsys):
-    fills = FillsDisk(9)  # where the next thing to be written is a state
-    try:
-        with pytest.raises(OSError, match="File too large") as caught:
-            run(tmp_path, extra=(fills,), save_every_n_steps=3, asynchronous=asynchronous)
-    finally:
-        fills.free()
-    assert [path.name for path in saved_states(tmp_path)] == ["update-000000003", "update-000000006"]
-    assert not list((tmp_path / "states").glob(".*tmp"))
-    saved = f"The run is saved in '{tmp_path}/states/update-000000006', after update 6."
-    assert saved in notes_of_error(caught.value, capsys.readouterr().out)
-    fills.first = 7  # the resumed run can save nothing of its own
-    try:
-        with pytest.raises(OSError, match="File too large") as caught:
-            run(tmp_path, extra=(fills,), save_every_n_steps=3, asynchronous=asynchronous)
-    finally:
-        fills.free()
-    assert saved in notes_of_error(caught.value, capsys.readouterr().out)
-    whole = run(tmp_path / "whole", save_every_n_steps=3)
-    assert_same(run(tmp_path, save_every_n_steps=3), whole)
-
-
-def fail_while_a_state_is_written(folder: Path) -> str:
-    """The notes when both processes fail while a state is being written."""
-    assert world_size() == 2
-    may_end, sync, output = threading.Event(), os.fsync, io.StringIO()
-
-    def waiting_sync(descriptor: int) -> None:
-        if "update-000000004" in os.readlink(f"/proc/self/fd/{descriptor}"):
-            assert may_end.wait(120)
-        sync(descriptor)
-
-    saving = SaveTrainingStateCallback(folder, save_every_n_steps=2, asynchronous=True)
-    trainer = make_trainer([saving, raises_at(5, RuntimeError("broken"), "on_train_step_start")])
-    with patch.object(os, "fsync", waiting_sync), contextlib.redirect_stdout(output):
-        try:
-            with pytest.raises(RuntimeError, match="broken") as caught:
-                train(trainer, size=40)
-        finally:
-            may_end.set()
-            for thread in threading.enumerate():
-                if thread.name == "training-state-writer":
-                    thread.join(120)
-    assert trainer.progress.update == 5
-    return notes_of_error(caught.value, output.getvalue())
-
-
-@pytest.mark.processes
-def test_an_unfinished_state_of_a_failed_run_is_not_called_saved(tmp_path, two_ranks):
-    said, _ = two_ranks.run(fail_while_a_state_is_written, tmp_path)
-    assert f"The run is saved in '{tmp_path}/update-000000002', after update 2." in said
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_run_may_continue_when_the_disk_is_full(tmp_path, capsys, asynchronous):
-    fills = FillsDisk(5, 7)
-    try:
-        result = run(tmp_path, extra=(fills,), save_every_n_steps=3, asynchronous=asynchronous, continue_on_error=True)
-    finally:
-        fills.free()
-    assert "could not be saved; the run continues. OSError: [Errno 27]" in capsys.readouterr().out
-    names = [path.name for path in saved_states(tmp_path)]
-    assert names[0] == "update-000000003"
-    assert "update-000000006" not in names
-    assert names[-1] == "update-000000012"
-    assert_same(result, run(tmp_path / "whole", resume_from=None))
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("size", [0, 9000])
-def test_a_run_may_continue_wherever_a_state_fills_the_disk(tmp_path, capsys, size, asynchronous):
-    fills = FillsDisk(6, 8, size)
-    try:
-        run(tmp_path, extra=(fills,), asynchronous=asynchronous, continue_on_error=True)
-    finally:
-        fills.free()
-    report = "the run continues. OSError: [Errno 27] File too large:"
-    assert f"{report} '{tmp_path}/states/update-000000006/rank00000.pt'" in " ".join(capsys.readouterr().out.split())
-    assert [int(path.name[-2:]) for path in saved_states(tmp_path)] == [1, 2, 3, 4, 5, 8, 9, 10, 11, 12]
-
-
-def test_training_continues_while_a_state_is_written(tmp_path, monkeypatch):
-    """The first sync waits for a later update, so the test would hang if training waited for the sync."""
-    later, sync = threading.Event(), os.fsync
-
-    def waiting_sync(descriptor: int) -> None:
-        if threading.current_thread() is not threading.main_thread():  # which syncs the best model
-            assert later.wait(60)
-        sync(descriptor)
-
-    class Later(TrainerCallback):
-        def on_train_step_start(self, trainer, **kwargs):
-            if trainer.progress.update == 5:
-                assert not list((tmp_path / "states").glob("update-*"))
-                later.set()
-
-    monkeypatch.setattr(os, "fsync", waiting_sync)
-    result = run(tmp_path, extra=(Later(),), save_every_n_steps=3, asynchronous=True)
-    assert later.is_set()
-    assert [path.name[-2:] for path in saved_states(tmp_path)] == ["03", "06", "09", "12"]
-    assert_same(result, run(tmp_path / "whole", resume_from=None))
-    shutil.rmtree(saved_states(tmp_path)[-1])
-    assert_same(run(tmp_path), result)
-
-
 def test_save_model_writes_weights_that_others_load(tmp_path):
     class Tied(torch.nn.Module):
         def __init__(self):
@@ -575,13 +278,6 @@ def test_states_and_models_may_be_in_a_custom_store(tmp_path, monkeypatch, capsy
         assert equal_weights(other.model.state_dict(), expected)
     print_contents("own://state")
     assert "training state own://state" in capsys.readouterr().out
-
-
-def test_without_any_store_the_error_names_the_extension(monkeypatch):
-    for name in [*STORES]:
-        monkeypatch.delitem(STORES, name)
-    with pytest.raises(ValueError, match="belongs to the extension 'remote', which is not installed"):
-        SaveTrainingStateCallback("s3://bucket/run")
 
 
 class OwnSteps(Trainer):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pytorch_accel_lite import Trainer
-from tests.small_models import adamw_trainer, equal_weights, listener, make_data, weights
+from tests.small_models import adamw_trainer, equal_weights, listener, make_data, make_trainer, train, weights
 
 
 @pytest.fixture(autouse=True)
@@ -165,3 +165,12 @@ def test_a_changed_default_dtype_is_reported_immediately():
 def test_a_run_starts_with_the_modes_that_its_callbacks_set(recwarn):
     trained(once("on_training_run_start", lambda trainer: torch.set_default_dtype(torch.float64)))
     assert not recwarn
+
+
+def test_a_model_may_override_how_its_mode_changes():
+    class Freezes(nn.Linear):
+        def train(self, mode=True):
+            return super().train(False)
+
+    trainer = train(make_trainer(model=Freezes(4, 1)), eval_dataset=True)
+    assert not trainer.get_model().training

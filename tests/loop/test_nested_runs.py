@@ -444,3 +444,39 @@ def test_a_closed_trainer_leaves_the_passed_accelerator_alone():
     with make_trainer(accelerator=accelerator) as trainer:
         train(trainer)
     assert accelerator._models == [own]
+
+
+def test_evaluating_in_mid_epoch_leaves_model_and_run_unchanged():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    start = weights(model)
+    modes: list[bool] = []
+    evaluating = listener(
+        on_train_step_end=lambda trainer, **_: trainer.evaluate(make_data(4)),
+        on_backward_start=lambda trainer, **_: modes.append(trainer.model.training),
+    )
+    interrupted = train(make_trainer([evaluating], model=model), size=8)
+    assert modes == [True] * 4
+
+    plain_model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    plain_model.load_state_dict(start)
+    plain = train(make_trainer(model=plain_model), size=8)
+    assert equal_weights(weights(interrupted.model), weights(plain.model))
+    history = interrupted.run_history
+    assert history.get_metric_values("train_loss_epoch") == plain.run_history.get_metric_values("train_loss_epoch")
+    assert len(history.get_metric_values("evaluation_loss")) == 4
+
+
+def test_predicting_within_an_epoch_leaves_the_run_unchanged():
+    predicting = listener(on_train_step_end=lambda trainer, **_: trainer.predict(make_data(3)))
+    interrupted = train(make_trainer([predicting]), size=8, eval_dataset=True)
+    plain = train(make_trainer(), size=8, eval_dataset=True)
+    assert equal_weights(weights(interrupted.model), weights(plain.model))
+    assert interrupted.run_history.to_dict() == plain.run_history.to_dict()
+
+
+def test_evaluate_without_arguments_uses_the_last_runs_eval_data():
+    trainer = train(make_trainer(), eval_dataset=make_data(6))
+    expected = trainer.evaluate()["evaluation_loss"]
+    trainer.evaluate(make_data(3))
+    trainer.predict(make_data(2))
+    assert trainer.evaluate()["evaluation_loss"] == expected

@@ -214,16 +214,3 @@ def test_processes_save_together_at_the_pace_of_the_slowest(two_ranks):
     assert len(first[1]) > 2
     assert equal_weights(first[2], second[2])
     assert second[3] <= 0.025
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"save_every": "auto", "overhead": 0}, "overhead=0 must be greater than 0 and at most 0.5"),
-        ({"save_every": "auto", "overhead": 0.9}, "overhead=0.9 must be greater than 0 and at most 0.5"),
-        ({"save_every": "often"}, "save_every='often' must be a positive number and one of updates"),
-    ],
-)
-def test_the_saving_interval_refuses_bad_overheads(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        SaveTrainingStateCallback(**arguments)

@@ -608,3 +608,12 @@ def test_a_subclass_may_reset_what_its_constructor_creates():
     train(make_trainer(run_history=history))
     assert history.notes == []
     assert len(history["train_loss_epoch"]) == 1
+
+
+def test_a_history_refuses_invalid_names_and_values():
+    history = InMemoryRunHistory()
+    with pytest.raises(TypeError, match="metric_value=None is not a value of 'a'"):
+        history.update_metric("a", None)
+    with pytest.raises(TypeError, match="metric_name=3 must be the name"):
+        history.update_metric(3, 1.0)
+    assert not list(history)

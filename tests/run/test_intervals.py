@@ -322,11 +322,6 @@ def test_an_invalid_interval_is_refused(every, error, words):
         run(every)
 
 
-def test_callbacks_name_the_argument_with_an_invalid_interval():
-    with pytest.raises(ValueError, match=r"^save_every='often' must be"):
-        SaveTrainingStateCallback(save_every="often")
-
-
 def test_evaluate_every_and_eval_every_n_epochs_are_exclusive():
     with pytest.raises(ValueError, match="evaluate_every='2 epochs' is instead of eval_every_n_epochs=3"):
         run("2 epochs", eval_every_n_epochs=3)

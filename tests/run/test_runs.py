@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import BatchSampler, TensorDataset
+from torch.utils.data import BatchSampler
 
 from pytorch_accel_lite import (
     InMemoryRunHistory,
@@ -35,15 +34,17 @@ from pytorch_accel_lite.extending import RUN_CHECKS, RunRequest, TrainerRunConfi
 from tests.launching import some_of
 from tests.ranks import world_size
 from tests.shared_trainings import StopsAt
-from tests.small_models import equal_weights, listener, make_data, make_model, make_trainer, raises_at, train, weights
-
-
-def raises(error: BaseException) -> Any:
-    def action(*_: Any, **__: Any) -> None:
-        raise error
-
-    return action
-
+from tests.small_models import (
+    equal_weights,
+    listener,
+    make_data,
+    make_model,
+    make_trainer,
+    raises,
+    raises_at,
+    train,
+    weights,
+)
 
 # -------------------------------------------------------------------------------------- how long a run is
 
@@ -121,7 +122,6 @@ def test_a_run_beyond_its_requested_length_trains_no_further(here, asked, capsys
 
 
 # ------------------------------------------------------------------------------- what ends it, and the end
-
 
 EVENTS_THAT_STOP = [
     "on_train_step_end", "on_train_epoch_end", "on_eval_epoch_end", "on_training_run_epoch_end", "on_epoch_checkpoint"
@@ -347,61 +347,6 @@ def test_abandoning_a_prediction_is_no_error():
     for _ in trainer.predict_iter(make_data(), per_device_batch_size=2):
         break
     assert told == ["end"]
-
-
-# -------------------------------------------------------------------------------------- states of its end
-
-
-def test_a_run_resumes_from_the_newest_state_of_all_savers(here, capsys):
-    def run(updates: int) -> Trainer:
-        savers = [
-            SaveTrainingStateCallback("epochs", save_every_n_epochs=1),
-            SaveTrainingStateCallback("updates", save_every_n_steps=2),
-        ]
-        killed = raises_at(updates, KeyboardInterrupt(), "on_train_step_start")
-        trainer = make_trainer([*savers, killed], seed=0)
-        with suppress(KeyboardInterrupt):
-            train(trainer, epochs=2, size=12, resume_from="latest")
-        return trainer
-
-    run(5)
-    assert "No training state in 'epochs' or 'updates': starting a new run" in capsys.readouterr().out
-    assert run(99).progress.update == 12
-    assert "Resuming from 'updates/update-000000004'" in capsys.readouterr().out
-
-
-def test_a_stop_is_saved_even_if_its_moment_was_saved_already(here):
-    def run(stops: bool) -> Trainer:
-        saver = SaveTrainingStateCallback("states", save_every_n_steps=3)
-        stop = listener(
-            on_train_step_checkpoint=lambda t, **_: (
-                raises(StopTrainingError("enough"))() if stops and t.progress.update == 3 else None
-            )
-        )
-        return train(make_trainer([saver, stop], seed=0), epochs=2, size=12, resume_from="latest")
-
-    assert run(stops=True).progress.update == 3
-    again = run(stops=False)
-    assert again.progress.update == 3
-    assert again.stop_reason == "enough"
-
-
-def test_a_stop_within_a_window_reports_that_nothing_is_saved(here, capsys):
-    stop = listener(on_train_step_end=lambda t, step, **_: raises(StopTrainingError("enough"))() if step == 2 else None)
-    train(make_trainer([SaveTrainingStateCallback("states"), stop]), size=20, gradient_accumulation_steps=4)
-    assert list(Path("states").glob("update-*")) == []
-    assert "No training state was saved: the run was stopped within an accumulation window" in capsys.readouterr().out
-
-
-def test_non_finite_weights_never_replace_good_ones(here):
-    x, y = make_data(20).tensors
-    y[8] = float("nan")
-    trainer = make_trainer([SaveTrainingStateCallback("states", save_every_n_steps=1, max_checkpoints=2)], seed=0)
-    with pytest.raises(NonFiniteLossError, match="after update 5, and were not saved"):
-        train(trainer, train_dataset=TensorDataset(x, y))
-    states = sorted(Path("states").glob("update-*"))
-    assert [state.name for state in states] == ["update-000000003", "update-000000004"]
-    assert all(weight.isfinite().all() for weight in load_file(states[-1] / "model.safetensors").values())
 
 
 # ------------------------------------------------------------------------------------- what is part of it

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from pytorch_accel_lite import NonFiniteLossError, StopTrainingError, Trainer, TrainerCallback, callbacks
 from pytorch_accel_lite.callbacks import SaveTrainingStateCallback, TerminateOnNaNCallback, TimeLimitCallback
 from tests.launching import two_are_enough
-from tests.ranks import IN_ORDER, shared_folder
+from tests.ranks import shared_folder
 from tests.shared_trainings import NaNOnOneRank, StopsAt, nan_on_one_rank
 from tests.small_models import (
     adamw_trainer,
@@ -206,32 +204,6 @@ def nan_while_ending() -> Any:
 def test_a_nan_found_while_a_run_ends_belongs_to_that_run(ranks):
     assert nan_while_ending() == ("found while ending", True)
     assert ranks(nan_while_ending) == [("found while ending", True)] * ranks.world_size
-
-
-def states_with_nan() -> Any:
-    """Only one rank sees the NaN, and the ranks talk rarely; states are saved often."""
-    data = float64_data(400)
-    data.tensors[0][23] = math.nan
-    with shared_folder() as folder:
-        saver = SaveTrainingStateCallback(folder / "nan", save_every_n_steps=1, max_checkpoints=2)
-        trainer = adamw_trainer(float64_model(), callbacks=[TerminateOnNaNCallback, saver], seed=0)
-        failed = None
-        try:
-            trainer.train(data, 2, per_device_batch_size=2, train_dataloader_kwargs=IN_ORDER)
-        except NonFiniteLossError as error:
-            failed = str(error)
-        trainer.barrier()
-        kept = {path.name: load_file(path / "model.safetensors") for path in (folder / "nan").glob("update-*")}
-    finite = {name: all(bool(weight.isfinite().all()) for weight in state.values()) for name, state in kept.items()}
-    return {"failed": failed, "finite": finite}
-
-
-@two_are_enough
-def test_states_with_non_finite_weights_are_not_written(ranks):
-    for result in ranks(states_with_nan):
-        assert result["failed"] is not None
-        assert len(result["finite"]) == 2
-        assert all(result["finite"].values())
 
 
 def stop_before_others() -> Any:

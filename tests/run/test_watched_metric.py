@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import warnings
 from contextlib import suppress
 from functools import partial
@@ -34,17 +32,7 @@ from pytorch_accel_lite.callbacks import (
 from tests.launching import some_of, two_are_enough
 from tests.ranks import shared_folder
 from tests.shipped_callbacks import RUN, SHIPPED, build
-from tests.small_models import (
-    adamw_trainer,
-    float64_data,
-    float64_model,
-    listener,
-    make_data,
-    make_trainer,
-    notes_of_error,
-    raises_at,
-    train,
-)
+from tests.small_models import adamw_trainer, float64_data, float64_model, listener, make_data, make_trainer, train
 
 
 class RecordsMae(TrainerCallback):
@@ -541,43 +529,6 @@ def test_a_stopped_run_is_reported_as_finished(capsys):
 
     train(make_trainer([PrintProgressCallback, listener(on_train_step_end=stop)]))
     assert capsys.readouterr().out.splitlines()[-2:] == ["Finishing training run", "Stopped: enough"]
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_interrupted_run_says_where_it_is_saved(asynchronous, here, capsys):
-    def interrupt(trainer: Trainer, **kwargs: Any) -> None:
-        if trainer.progress.update == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    saver = SaveTrainingStateCallback("states", asynchronous=asynchronous)
-    trainer = make_trainer([PrintProgressCallback, listener(on_train_step_end=interrupt), saver])
-    with pytest.raises(KeyboardInterrupt) as caught:
-        train(trainer)
-    assert notes_of_error(caught.value, capsys.readouterr().out).endswith(
-        " Stopping because of SIGINT. The run is saved in 'states/update-000000002', after update 2. To resume it, "
-        'call train() with the same arguments and resume_from="latest".'
-    )
-    assert [path.name for path in Path("states").glob("update-*")] == ["update-000000002"]
-    train(make_trainer([PrintProgressCallback, saver]), resume_from="latest")
-    assert capsys.readouterr().out.splitlines()[-1] == "Finishing training run"
-
-
-def test_a_run_that_fails_says_where_it_was_saved_last(here, capsys):
-    saving = SaveTrainingStateCallback("states", save_every_n_steps=2)
-    trainer = make_trainer([saving, raises_at(3, ValueError("broken"))])
-    with pytest.raises(ValueError, match="broken") as caught:
-        train(trainer)
-    assert "The run is saved in 'states/update-000000002', after update 2." in notes_of_error(
-        caught.value, capsys.readouterr().out
-    )
-    assert caught.value.__notes__[-1].startswith("The run is saved in")  # below what happened
-
-
-def test_a_failing_later_evaluation_is_not_reported_as_saved(here, capsys):
-    trainer = train(make_trainer([SaveTrainingStateCallback("states")]))
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        trainer.evaluate([(torch.zeros(3), torch.zeros(1))])
-    assert capsys.readouterr().out == ""
 
 
 def test_the_best_models_epoch_is_counted_as_in_other_lines(here, capsys):

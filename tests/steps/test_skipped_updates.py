@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pytorch_accel_lite import Trainer
-from tests.run.test_events import KINDS, OWNERS
+from tests.kinds_of_steps import KINDS, OWNERS
 from tests.small_models import Overflows, equal_weights, listener, make_data, make_trainer, train, weights
 
 WITHOUT_SCALER = ("LBFGS", "recomputed gradients")

@@ -25,6 +25,7 @@ from pytorch_accel_lite.callbacks import RunPausedError, SaveTrainingStateCallba
 from pytorch_accel_lite.experiment import CrossValidation, Experiment
 from tests.extensions.experiment import parts
 from tests.extensions.experiment.parts import Net, load_data
+from tests.extensions.experiment.small_experiment import FILE
 from tests.launching import run_forked, some_of
 from tests.ranks import shared_folder
 from tests.small_models import raises_at
@@ -254,8 +255,6 @@ def test_the_deviation_of_one_fold_is_unknown(tmp_path):
 @pytest.mark.thorough
 def test_an_experiment_file_describes_the_trainer_of_each_fold(tmp_path):
     pytest.importorskip("jsonargparse")
-    from tests.extensions.experiment.test_experiments import FILE
-
     states = "callbacks: [{class_path: SaveTrainingStateCallback, init_args: {save_every_n_epochs: 1}}]\n"
     (tmp_path / "small.yaml").write_text(FILE + states)
 

@@ -20,7 +20,7 @@ from pytorch_accel_lite.callbacks import MetricsFileCallback, SaveTrainingStateC
 from pytorch_accel_lite.experiment import Experiment, RunComparison
 from pytorch_accel_lite.extensions.experiment.command_line import main
 from tests.extensions.experiment import parts
-from tests.extensions.experiment.test_experiments import FILE, SCHEDULE
+from tests.extensions.experiment.small_experiment import FILE, SCHEDULE
 from tests.small_models import listener, make_data, make_trainer
 
 METRICS = """

@@ -14,7 +14,7 @@ pytest.importorskip("jsonargparse", reason="needs the extra cli")
 
 from pytorch_accel_lite.experiment import Experiment
 from pytorch_accel_lite.extensions.experiment.command_line import main
-from tests.extensions.experiment.test_experiments import FILE, run
+from tests.extensions.experiment.small_experiment import FILE, run
 from tests.launching import run_elastic, run_forked
 
 CALLBACKS = """

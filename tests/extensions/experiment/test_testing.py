@@ -28,7 +28,7 @@ from pytorch_accel_lite.extensions.experiment.chosen_weights import find_weights
 from pytorch_accel_lite.extensions.experiment.command_line import main
 from pytorch_accel_lite.extensions.experiment.results import added_callbacks
 from tests.extensions.experiment import parts
-from tests.extensions.experiment.test_experiments import FILE
+from tests.extensions.experiment.small_experiment import FILE
 from tests.launching import SOAK, run_forked
 from tests.small_models import listener
 

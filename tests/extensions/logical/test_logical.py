@@ -37,9 +37,9 @@ from pytorch_accel_lite.data import OwnShard
 from pytorch_accel_lite.extension_tools.data_and_batches import share_bounds
 from pytorch_accel_lite.extensions.logical import LogicalStep
 from pytorch_accel_lite.extensions.logical.gradient_sum import Node, TreeSum, blocks_of
+from tests.kinds_of_steps import PARTS, TWO_STEPS, Kind, check_kind
 from tests.launching import SOAK, only_with_soak, two_are_enough
 from tests.ranks import world_size
-from tests.run.test_events import PARTS, TWO_STEPS, Kind, check_kind
 from tests.scripts.resumable import CopyStates, run_to_the_end
 from tests.small_models import (
     Stream,

@@ -1,0 +1,152 @@
+"""Checkpoints that do not fit, or are none: the file and what is wrong are named, and nothing is loaded."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pytorch_accel_lite import Trainer
+from tests.checkpoint.small_checkpoints import Holder, save_file, trained
+from tests.small_models import equal_weights, make_model, make_trainer, same_bits, weights
+
+
+def refuse_file(path: Path, error: type[Exception], match: str, trainer: Trainer | None = None, **kwargs: Any) -> str:
+    """Expect an error that names the file, and an unchanged trainer."""
+    trainer = trainer or trained()
+    before = weights(trainer.model), copy.deepcopy(trainer.optimizer.state_dict()) if trainer.optimizer else None
+    with pytest.raises(error, match=match) as caught:
+        trainer.load_checkpoint(path, **kwargs)
+    assert equal_weights(weights(trainer.model), before[0])
+    assert not trainer.optimizer or same_bits(trainer.optimizer.state_dict(), before[1])
+    return str(caught.value)
+
+
+def test_keys_and_shapes_that_do_not_fit_are_all_listed(tmp_path):
+    state = make_model(1).state_dict()
+    state["0.weight"] = torch.zeros(8, 5)
+    state["4.gamma"] = torch.zeros(1)
+    del state["2.bias"]
+    torch.save({"model_state_dict": state}, tmp_path / "model.pt")
+    message = refuse_file(tmp_path / "model.pt", ValueError, "does not fit the model Sequential")
+    assert str(tmp_path / "model.pt") in message
+    assert "missing in the checkpoint: 2.bias" in message
+    assert "not in the model: 4.gamma" in message
+    assert "0.weight (checkpoint (8, 5), model (8, 4))" in message
+
+
+def test_a_prefix_hides_no_other_mismatch_of_a_file(tmp_path):
+    state = {f"module.{key}": value for key, value in Holder(1).state_dict().items()}
+    del state["module.module.2.bias"]
+    torch.save({"model_state_dict": state}, tmp_path / "model.pt")
+    message = refuse_file(tmp_path / "model.pt", ValueError, "missing in the checkpoint", make_trainer(model=Holder(0)))
+    assert "missing in the checkpoint: module.2.bias. " in message
+    assert "not in the model" not in message
+
+
+def test_a_long_list_of_keys_is_cut(tmp_path):
+    path = save_file(tmp_path / "model.pt", nn.ModuleList(nn.Linear(1, 1) for _ in range(50)))
+    message = refuse_file(path, ValueError, "and [0-9]+ more")
+    assert len(message) < 1000
+
+
+class Versioned(nn.Linear):
+    """Reads its state by the version that the state names, as torchvision's MNASNet does."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        assert local_metadata["version"] == 2
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+def test_modules_with_versioned_states_load_their_own_files(tmp_path, name):
+    first, second = (make_trainer(model=nn.Sequential(Versioned(4, 1))) for _ in range(2))
+    (first.save_model if name.endswith("safetensors") else first.save_checkpoint)(tmp_path / name)
+    second.load_checkpoint(tmp_path / name)
+    assert torch.equal(first.model[0].weight, second.model[0].weight)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    refuse_file(tmp_path / "model.pt", FileNotFoundError, r"no checkpoint at '.*model\.pt'")
+
+
+def test_a_folder_is_not_a_checkpoint(tmp_path):
+    refuse_file(tmp_path, FileNotFoundError, "no checkpoint at")
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize(
+    "content", [b"", b"this is no checkpoint", b"PK\x03\x04 broken", pickle.dumps({"a": 1})], ids=repr
+)
+def test_a_file_that_is_not_a_checkpoint_is_named(tmp_path, content):
+    (tmp_path / "model.pt").write_bytes(content)
+    refuse_file(tmp_path / "model.pt", ValueError, r"model\.pt' cannot be loaded as plain tensors and values")
+
+
+@pytest.mark.parametrize(
+    ("content", "holds"), [([1, 2], "list"), ({"state_dict": {}, "epoch": 1}, "'state_dict', 'epoch'"), ({}, "dict")]
+)
+def test_a_torch_file_without_model_state_dict_is_refused(tmp_path, content, holds):
+    torch.save(content, tmp_path / "model.pt")
+    message = rf"model\.pt' is not a checkpoint: it has no 'model_state_dict'\. It holds {holds}\. Load what"
+    refuse_file(tmp_path / "model.pt", ValueError, message)
+
+
+def test_weights_that_torch_has_saved_are_loaded(tmp_path):
+    model = make_model(seed=5)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    trainer = make_trainer(model=make_model())
+    trainer.load_checkpoint(tmp_path / "model.pt")
+    assert equal_weights(weights(trainer.model), weights(model))
+
+
+@pytest.mark.parametrize("keep", [0.1, 0.5, 0.99])
+def test_a_file_that_was_cut_short_is_named(tmp_path, keep):
+    trained().save_checkpoint(tmp_path / "model.pt")
+    content = (tmp_path / "model.pt").read_bytes()
+    (tmp_path / "model.pt").write_bytes(content[: int(len(content) * keep)])
+    refuse_file(tmp_path / "model.pt", ValueError, r"model\.pt' cannot be loaded as plain tensors and values")
+
+
+class Malicious:
+    """Runs a program when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return subprocess.check_call, ([sys.executable, "-c", f"open({str(self.trace)!r}, 'w')"],)
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path):
+    trace = tmp_path / "was_run"
+    pickle.loads(pickle.dumps(Malicious(trace)))
+    assert trace.exists()  # the program really runs when nothing prevents it
+    trace.unlink()
+    save_file(tmp_path / "model.pt", make_model(1), extra=Malicious(trace))
+    refuse_file(tmp_path / "model.pt", ValueError, r"model\.pt' cannot be loaded")
+    assert not trace.exists()
+
+
+def test_loading_a_checkpoint_with_an_optimizer_needs_one(tmp_path):
+    trained().save_checkpoint(tmp_path / "model.pt")
+    trainer = make_trainer(model=make_model(1), optimizer=None)
+    refuse_file(tmp_path / "model.pt", ValueError, "no optimizer.*load_optimizer=False", trainer)
+    trainer.load_checkpoint(tmp_path / "model.pt", load_optimizer=False)
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path):
+    trained().save_checkpoint(tmp_path / "model.pt")
+    model = make_model(1)
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+    trainer = make_trainer(model=model, optimizer=torch.optim.Adam(groups))
+    refuse_file(tmp_path / "model.pt", ValueError, "parameter group", trainer)

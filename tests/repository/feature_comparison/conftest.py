@@ -1,0 +1,26 @@
+"""Runs that many tests look at."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.repository.feature_comparison.noted_runs import run_noted
+from tests.small_models import make_data
+
+
+@pytest.fixture(scope="module")
+def ran() -> Any:
+    """A run of two epochs of three batches, which accumulates two, with an evaluation and a schedule."""
+    return run_noted()
+
+
+@pytest.fixture(scope="module")
+def evaluated() -> Any:
+    """A run like ``ran``, evaluated afterwards: the calls, the settings before the evaluation, and its metrics."""
+    trainer = run_noted()
+    config, calls = trainer.run_config, len(trainer.calls)
+    metrics = trainer.evaluate(make_data(), 2)
+    return SimpleNamespace(trainer=trainer, calls=trainer.calls[calls:], config=config, metrics=metrics)
