@@ -463,7 +463,8 @@ class Trainer:
         Raises:
             RuntimeError: if called outside a training run, or in one without an ``eval_dataset``
         """
-        return evaluation.run_evaluation(self, model, prefix, is_intermediate, callbacks)
+        kind = evaluation.EvaluationKind.from_flags(is_training=True, is_intermediate=is_intermediate)
+        return evaluation.run_evaluation(self, model, prefix, kind, callbacks)
 
     def predict(
         self,
@@ -1256,7 +1257,8 @@ class Trainer:
         self, valid_dl: Iterable[BatchData], is_training: bool = True, is_intermediate: bool = False
     ) -> None:
         """Evaluate on one dataset, within a training run or alone, and record its losses."""
-        evaluation.evaluate_dataset(self, self.current_run, valid_dl, is_training, is_intermediate)
+        kind = evaluation.EvaluationKind.from_flags(is_training, is_intermediate)
+        evaluation.evaluate_dataset(self, self.current_run, valid_dl, kind)
 
     def _create_step(self, run: Run) -> Step:
         """Choose how the run trains on a batch, and whether that is compiled."""

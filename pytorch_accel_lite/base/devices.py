@@ -7,23 +7,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from accelerate.utils.memory import should_reduce_batch_size
 
 
 def module_of(device: torch.device) -> ModuleType | None:
     """Return torch's module for a kind of device, for example ``torch.cuda``; ``None`` if torch has no such module."""
     return getattr(torch, device.type, None)
-
-
-def capacity_of(device: torch.device) -> int | None:
-    """Return the size of a device's memory in bytes; ``None`` if torch does not know it, as for a CPU."""
-    properties = getattr(module_of(device), "get_device_properties", None)
-    return None if properties is None else getattr(properties(device), "total_memory", None)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error means that the device or the host ran out of memory."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or should_reduce_batch_size(error)
 
 
 def launched_on_cpus() -> bool:

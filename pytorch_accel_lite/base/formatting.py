@@ -1,13 +1,11 @@
-"""Formatting for users: metrics, durations, sizes, lists of names, wrapped and aligned lines."""
+"""Formatting for users: metrics, sizes, lists of names, wrapped lines."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
-
-from tqdm import tqdm
+from collections.abc import Iterable
 
 from pytorch_accel_lite.base.escaping import escape_unprintable
 from pytorch_accel_lite.base.plain_values import to_number
@@ -33,14 +31,6 @@ def format_value(value: object, scientific: bool = False) -> str:
         return f"{value:,}"
     is_extreme = value != 0 and not 1e-3 <= abs(value) < 1e5
     return f"{value:.2e}" if is_extreme or scientific else f"{value:.4f}"
-
-
-def format_duration(seconds: float) -> str:
-    """Return a readable duration such as ``0.42s``, ``12.3s``, ``4:05`` or ``2:04:05``."""
-    if seconds < 59.95:
-        return f"{seconds:.2f}s" if seconds < 9.995 else f"{seconds:.1f}s"
-    interval: str = tqdm.format_interval(round(seconds))
-    return interval.removeprefix("0")
 
 
 def format_bytes(size: float) -> str:
@@ -69,14 +59,3 @@ def listed(names: Iterable[object], most: int = 5) -> str:
     texts = [str(name) for name in names]
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more
-
-
-def align(rows: Sequence[Sequence[str]], num_left: int = 0) -> list[str]:
-    """Return rows of cells as lines with aligned columns: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        cells[:num_left] = [cell.ljust(width) for cell, width in zip(row[:num_left], widths, strict=False)]
-        lines.append("  ".join(cells).rstrip())
-    return lines

@@ -13,10 +13,6 @@ StrPath = str | os.PathLike[str]
 #: A path, or a binary file that the user has opened, or an ``io.BytesIO``.
 PathOrFile = StrPath | IO[bytes]
 _PLACE = re.compile(r"(.*_)?(dir|directory|paths?|files?|folder|url|log|logger)")
-#: Names of arguments for devices, parts of a job, and data.
-_ELSEWHERE = re.compile(
-    r"(.*_)?(devices?|dtype|rank|replicas|world_size|epoch|verbose)|data_source|dataset|mixture|generator"
-)
 _ESCAPED = re.compile(r"%[0-9A-F]{2}|\A%\Z")
 _LONGEST_NAME = 255  # bytes, on all common file systems
 _LONGEST_PART = 150  # maximum length of a name made of several parts
@@ -25,11 +21,6 @@ _LONGEST_PART = 150  # maximum length of a name made of several parts
 def is_place(argument: str) -> bool:
     """Return whether an argument, by its name, only says where something is read or written."""
     return _PLACE.fullmatch(argument) is not None
-
-
-def may_differ(argument: str) -> bool:
-    """Return whether an argument, by its name, may differ in a resumed run, as a place or a device may."""
-    return is_place(argument) or _ELSEWHERE.fullmatch(argument) is not None
 
 
 def parse_location(path: StrPath, argument: str = "path") -> Path | str:

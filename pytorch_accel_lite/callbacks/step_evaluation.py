@@ -1,4 +1,4 @@
-"""Evaluating in the middle of an epoch."""
+"""Evaluating within an epoch by a callback; ``evaluate_every`` of ``train()`` is handled in ``loop/evaluation.py``."""
 
 from __future__ import annotations
 

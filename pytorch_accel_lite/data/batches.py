@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -55,13 +54,3 @@ class Batch(NamedTuple):
     def is_filler(self) -> bool:
         """Whether the batch only keeps this process in step with the others, and must get no weight."""
         return self.num_samples == 0
-
-
-def is_single_sample(item: BatchData) -> bool:
-    """Whether an item is a pair of inputs and a target with different numbers of rows, like a single sample."""
-    if type(item) not in (tuple, list) or len(item) != 2 or not isinstance(item[0], torch.Tensor) or not item[0].ndim:
-        return False
-    target = item[1]
-    if isinstance(target, torch.Tensor):
-        return not target.ndim or len(target) != len(item[0])
-    return isinstance(target, numbers.Number)

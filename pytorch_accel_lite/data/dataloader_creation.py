@@ -1,4 +1,4 @@
-"""Creating the DataLoader of a dataset: its default arguments, and advice on its workers."""
+"""Creating the DataLoader of a dataset, with its default arguments."""
 
 from __future__ import annotations
 
@@ -102,19 +102,3 @@ def _merged(dataset: Source, defaults: LoaderKwargs, arguments: LoaderKwargs | N
     if not (defaults | arguments).get("num_workers"):
         excluded |= {"persistent_workers", "prefetch_factor"}
     return {name: value for name, value in defaults.items() if name not in excluded} | arguments
-
-
-def faster_data(loader: Source, processes: int) -> str:
-    """Return advice, for the cores of this machine, on how to feed a model that waits for the data of a loader."""
-    workers = getattr(loader, "num_workers", 0)
-    cores = cores_per_process(processes)
-    if workers < cores:
-        more = "more workers" if workers else "workers"
-        count = min(cores, max(8, 2 * workers))
-        advice = f"Use {more}, num_workers={count} in train_dataloader_kwargs or in your DataLoader, or precompute"
-    else:
-        advice = f"{workers} workers already share {cores} core{'s' * (cores > 1)}; more would not help. Precompute"
-    return (
-        f"{advice} what the dataset does for each sample. Data that fits in memory can be a TensorDataset, which is "
-        "read a batch at a time."
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader
 from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.device_placement import to_device
 from pytorch_accel_lite.data.shares import Shares, whole_steps
-from pytorch_accel_lite.data.sources import BatchData, Index, Sample, Source, SourceState, find_length
+from pytorch_accel_lite.data.sources import BatchData, Index, Source, SourceState, find_length
 from pytorch_accel_lite.data.worker_startup import start_reading
 from pytorch_accel_lite.distributed import Ranks
 
@@ -265,10 +264,3 @@ class ShardedLoader(ABC):
         if name == "source":  # during unpickling, source is not set yet
             raise AttributeError(name)
         return getattr(self.source, name)
-
-
-def copy_loader(loader: DataLoader[Sample], **changes: object) -> DataLoader[Sample]:
-    """Return a copy of a loader with changed attributes. torch refuses to set these on an existing loader."""
-    other = copy.copy(loader)
-    vars(other).update(changes)
-    return other

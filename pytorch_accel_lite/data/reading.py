@@ -14,15 +14,12 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
-from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.base.shown_errors import add_note, notes_of
 from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.data.sources import BatchData, Index, Sample, Source
 from pytorch_accel_lite.data.steps_from_position import grouped
 
 _STEPS = 256  # number of steps whose indices are copied to a device together
-_MOST_OF_RANGE = 8  # consecutive samples that are listed one by one
-_MOST_SAMPLES = 64  # samples whose indices are shown
 _READING = "In reading"  # the beginning of the note of an error
 _CPU = torch.device("cpu")
 #: Row numbers in tensors.
@@ -196,13 +193,3 @@ def add_missing_note(error: Exception, dataset: Source, indices: Iterable[Index]
 def names_sample(error: Exception) -> bool:
     """Whether an error, perhaps of a worker, says which sample could not be read."""
     return any(re.search(rf"(?m)^{_READING} ", text) for text in [str(error), *notes_of(error)])
-
-
-def list_samples(indices: list[Index]) -> str:
-    """Return the indices of samples as text: of many consecutive indices the ends, of many others the first ones."""
-    if len(indices) > _MOST_OF_RANGE and isinstance(first := indices[0], int):
-        last = first + len(indices) - 1
-        if indices == [*range(first, last + 1)]:
-            return f"samples [{first} to {last}]"
-    most = [short_repr(index) for index in indices[:_MOST_SAMPLES]]
-    return f"samples [{', '.join(most)}{', ...' if len(indices) > len(most) else ''}]"

@@ -84,13 +84,6 @@ def _as_scalar(loss: torch.Tensor) -> torch.Tensor:
     return loss.reshape(()) if loss.numel() == 1 else loss
 
 
-def is_number(value: object) -> bool:
-    """Whether a value is a number, or a tensor without dimensions."""
-    if isinstance(value, torch.Tensor):
-        return value.ndim == 0 and not value.is_complex()
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
 def total_loss(losses: Losses) -> torch.Tensor:
     """Return the loss to minimise: the sum, if there are several losses by name."""
     total: torch.Tensor = reduce(operator.add, losses.values()) if isinstance(losses, Mapping) else losses

@@ -1,4 +1,8 @@
-"""Checks of arguments; errors, notes and warnings; whose code something is."""
+"""Checks of arguments; errors, notes and warnings; whose code something is, and what arguments are for."""
+
+from __future__ import annotations
+
+import re
 
 from pytorch_accel_lite.base.argument_checks import (
     check_bool,
@@ -13,7 +17,7 @@ from pytorch_accel_lite.base.checked_calls import checked_calls
 from pytorch_accel_lite.base.constructor_calls import arguments_of, library_attributes
 from pytorch_accel_lite.base.missing_extensions import missing_extension_text
 from pytorch_accel_lite.base.optional_packages import install_command
-from pytorch_accel_lite.base.paths import may_differ, parse_location
+from pytorch_accel_lite.base.paths import is_place, parse_location
 from pytorch_accel_lite.base.shown_errors import add_note, describe_error, notes_of
 from pytorch_accel_lite.base.unknown_names import did_you_mean
 from pytorch_accel_lite.base.user_code import checked_by, is_from_this_package, is_in_this_package, is_overridden
@@ -25,3 +29,13 @@ __all__ = [
     "is_from_this_package", "is_in_this_package", "is_overridden", "library_attributes", "may_differ",
     "missing_extension_text", "notes_of", "optional", "parse_location", "checked_calls", "warn_outside",
 ]  # fmt: skip
+
+#: Names of arguments for devices, parts of a job, and data.
+_ELSEWHERE = re.compile(
+    r"(.*_)?(devices?|dtype|rank|replicas|world_size|epoch|verbose)|data_source|dataset|mixture|generator"
+)
+
+
+def may_differ(argument: str) -> bool:
+    """Return whether an argument, by its name, may differ in a resumed run, as a place or a device may."""
+    return is_place(argument) or _ELSEWHERE.fullmatch(argument) is not None

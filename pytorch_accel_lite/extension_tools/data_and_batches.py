@@ -1,7 +1,17 @@
 """Sources, samples and batches; the loaders that read them, and the outputs of steps. Below the run."""
 
+from __future__ import annotations
+
+import copy
+import numbers
+
+import torch
+from torch.utils.data import DataLoader
+
+from pytorch_accel_lite.base.cpu_cores import cores_per_process
 from pytorch_accel_lite.base.nested_data import parts_in, tensors_in
 from pytorch_accel_lite.base.reachable_objects import is_a, nested_in, parts_held, reachable_from
+from pytorch_accel_lite.base.reprs import short_repr
 from pytorch_accel_lite.data.batch_adapter import (
     IGNORED_LABEL,
     TARGET_KEYS,
@@ -11,16 +21,16 @@ from pytorch_accel_lite.data.batch_adapter import (
 )
 from pytorch_accel_lite.data.batch_size import infer_batch_size, is_as_long, is_packed
 from pytorch_accel_lite.data.batch_slices import WHAT_CAN_BE_SPLIT, is_list_of_samples, select_samples, slice_batch
-from pytorch_accel_lite.data.batches import Batch, is_single_sample
+from pytorch_accel_lite.data.batches import Batch
 from pytorch_accel_lite.data.concatenation import ListOfSamples, concatenate, to_cpu
 from pytorch_accel_lite.data.data_marks_seam import DATA_MARKS, Marks, marks_of
-from pytorch_accel_lite.data.dataloader_creation import DEFAULT_BATCH_SIZE, LoaderKwargs, faster_data
+from pytorch_accel_lite.data.dataloader_creation import DEFAULT_BATCH_SIZE, LoaderKwargs
 from pytorch_accel_lite.data.device_placement import to_device
-from pytorch_accel_lite.data.loader_base import LoaderOptions, ShardedLoader, copy_loader
+from pytorch_accel_lite.data.loader_base import LoaderOptions, ShardedLoader
 from pytorch_accel_lite.data.loader_choice import SEQUENTIAL_READER, SequentialReader, is_loader_of_torch
 from pytorch_accel_lite.data.map_loader import MapLoader
 from pytorch_accel_lite.data.named_datasets import check_are_named, sizes_of
-from pytorch_accel_lite.data.reading import add_missing_note, list_samples, names_sample, reader_of
+from pytorch_accel_lite.data.reading import add_missing_note, names_sample, reader_of
 from pytorch_accel_lite.data.sample_order import of_all_processes
 from pytorch_accel_lite.data.sampler_order_checks import PASS_OWN_SHARD, checksum_of_indices
 from pytorch_accel_lite.data.shares import share_bounds
@@ -37,7 +47,7 @@ from pytorch_accel_lite.data.sources import (
     dataset_of,
     find_length,
 )
-from pytorch_accel_lite.data.step_outputs import check_items, complete_output, is_number, mean_that_counts
+from pytorch_accel_lite.data.step_outputs import check_items, complete_output, mean_that_counts
 from pytorch_accel_lite.data.steps_from_position import (
     count_global_batches,
     early_end_error,
@@ -58,3 +68,56 @@ __all__ = [
     "parts_in", "reachable_from", "reader_of", "select_samples", "shapes_are_known", "share_bounds", "sizes_of",
     "skip_samples", "slice_batch", "tensors_in", "to_cpu", "to_device", "with_last",
 ]  # fmt: skip
+
+_MOST_OF_RANGE = 8  # consecutive samples that are listed one by one
+_MOST_SAMPLES = 64  # samples whose indices are shown
+
+
+def is_single_sample(item: BatchData) -> bool:
+    """Whether an item is a pair of inputs and a target with different numbers of rows, like a single sample."""
+    if type(item) not in (tuple, list) or len(item) != 2 or not isinstance(item[0], torch.Tensor) or not item[0].ndim:
+        return False
+    target = item[1]
+    if isinstance(target, torch.Tensor):
+        return not target.ndim or len(target) != len(item[0])
+    return isinstance(target, numbers.Number)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number, or a tensor without dimensions."""
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0 and not value.is_complex()
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def copy_loader(loader: DataLoader[Sample], **changes: object) -> DataLoader[Sample]:
+    """Return a copy of a loader with changed attributes. torch refuses to set these on an existing loader."""
+    other = copy.copy(loader)
+    vars(other).update(changes)
+    return other
+
+
+def faster_data(loader: Source, processes: int) -> str:
+    """Return advice, for the cores of this machine, on how to feed a model that waits for the data of a loader."""
+    workers = getattr(loader, "num_workers", 0)
+    cores = cores_per_process(processes)
+    if workers < cores:
+        more = "more workers" if workers else "workers"
+        count = min(cores, max(8, 2 * workers))
+        advice = f"Use {more}, num_workers={count} in train_dataloader_kwargs or in your DataLoader, or precompute"
+    else:
+        advice = f"{workers} workers already share {cores} core{'s' * (cores > 1)}; more would not help. Precompute"
+    return (
+        f"{advice} what the dataset does for each sample. Data that fits in memory can be a TensorDataset, which is "
+        "read a batch at a time."
+    )
+
+
+def list_samples(indices: list[Index]) -> str:
+    """Return the indices of samples as text: of many consecutive indices the ends, of many others the first ones."""
+    if len(indices) > _MOST_OF_RANGE and isinstance(first := indices[0], int):
+        last = first + len(indices) - 1
+        if indices == [*range(first, last + 1)]:
+            return f"samples [{first} to {last}]"
+    most = [short_repr(index) for index in indices[:_MOST_SAMPLES]]
+    return f"samples [{', '.join(most)}{', ...' if len(indices) > len(most) else ''}]"

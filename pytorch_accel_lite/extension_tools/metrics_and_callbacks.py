@@ -1,10 +1,18 @@
 """Metrics and events: what callbacks record, when they are due, and callbacks of which others are kinds."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from pytorch_accel_lite.base.types import Tree
 from pytorch_accel_lite.callbacks.default_callbacks import DEFAULTS, PROGRESS_BARS
 from pytorch_accel_lite.callbacks.log_metrics import LogMetricsCallback
 from pytorch_accel_lite.callbacks.metric_watcher import MetricWatcher
 from pytorch_accel_lite.callbacks.print_progress import epoch_of
-from pytorch_accel_lite.data.predictions_and_targets import default_transform
+from pytorch_accel_lite.data.batch_adapter import TARGET_KEYS
+from pytorch_accel_lite.data.sources import BatchData
 from pytorch_accel_lite.run.callback_handler import named_callbacks, set_listening
 from pytorch_accel_lite.run.events import EVENTS, Failure, Phase, Picture, events_between, keywords_of
 from pytorch_accel_lite.run.goodput import describe_fractions
@@ -20,3 +28,31 @@ __all__ = [
     "describe_fractions", "direction_of", "epoch_of", "events_between", "improvement", "is_monitor", "keywords_of",
     "named_callbacks", "panels_by_metric", "parse_interval", "set_listening",
 ]  # fmt: skip
+
+
+def default_transform(batch: BatchData, batch_output: Mapping[str, Tree]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the predictions and targets of a batch: the default ``transform`` of callbacks that compare them.
+
+    Raises:
+        ValueError: if predictions or targets cannot be determined
+    """
+    outputs = batch_output.get("model_outputs", batch_output)  # an overridden method may return logits directly
+    predictions = outputs if isinstance(outputs, torch.Tensor) else _value_of(outputs, ("logits", "predictions"))
+    if isinstance(batch, Mapping):
+        targets = _value_of(batch, TARGET_KEYS)
+    else:
+        targets = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+    if not isinstance(predictions, torch.Tensor) or not isinstance(targets, torch.Tensor):
+        raise ValueError(
+            f"Cannot find predictions and targets in a model output of type {type(outputs).__name__} and a batch of "
+            f"type {type(batch).__name__}. Pass transform=lambda batch, batch_output: (preds, targets)."
+        )
+    return predictions, targets
+
+
+def _value_of(values: Tree, names: tuple[str, ...]) -> Tree:
+    for name in names:
+        result = values.get(name) if isinstance(values, Mapping) else getattr(values, name, None)
+        if result is not None:
+            return result
+    return None

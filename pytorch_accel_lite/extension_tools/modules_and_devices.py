@@ -1,11 +1,14 @@
 """Modules and their tensors: modes, wrappers, shards, quantised weights; devices, their memory and waiting for them."""
 
+from __future__ import annotations
+
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+
 from pytorch_accel_lite.base.devices import (
     AsyncCopy,
     accumulation_dtype,
-    capacity_of,
     is_asynchronous,
-    is_out_of_memory,
     module_of,
     record_event,
     to_float,
@@ -28,3 +31,14 @@ __all__ = [
     "local_shard", "mixed_precision", "module_of", "plain_parts", "preserving_modes", "quantised_entries",
     "record_event", "release_from_eval", "reshard", "to_float", "unsharded_class", "unwrap",
 ]  # fmt: skip
+
+
+def capacity_of(device: torch.device) -> int | None:
+    """Return the size of a device's memory in bytes; ``None`` if torch does not know it, as for a CPU."""
+    properties = getattr(module_of(device), "get_device_properties", None)
+    return None if properties is None else getattr(properties(device), "total_memory", None)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error means that the device or the host ran out of memory."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or should_reduce_batch_size(error)

@@ -1,5 +1,9 @@
 """Optimizers, their rates and parameters, and the gradients of an update."""
 
+from __future__ import annotations
+
+import torch
+
 from pytorch_accel_lite.distributed.gradient_sync import average_gradients, no_sync_within_window, sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.optimizer_checks import not_optimized
 from pytorch_accel_lite.optimizers.optimizer_parts import (
@@ -21,25 +25,40 @@ from pytorch_accel_lite.optimizers.param_group_options import (
     set_option,
 )
 from pytorch_accel_lite.run.accumulation import Count, as_weight
-from pytorch_accel_lite.run.current_rates import current_rates, rates_change_in_each_update
+from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.optimizer_modes import evaluating_optimizers, set_optimizer_modes
 from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import (
     all_optimized_parameters,
     parameters_not_in_model,
 )
 from pytorch_accel_lite.run.trainer_parts.trainer_attributes import (
+    all_registered_objects,
     buffers_in,
     other_modules,
     other_optimizers,
-    registered_objects,
 )
 from pytorch_accel_lite.steps.clipping import total_norm
 
 __all__ = [
-    "Count", "CreateScheduler", "Options", "ParamGroup", "TrainerOptimizer", "all_optimized_parameters", "as_weight",
-    "average_gradients", "buffers_in", "current_rates", "evaluating_optimizers", "format_rates", "group_names",
-    "initial_options", "is_created", "layer_scales", "needs_closure", "no_sync_within_window", "not_optimized",
-    "optimized_parameters", "other_modules", "other_optimizers", "parameters_not_in_model", "parts_of_optimizer",
-    "rates_change_in_each_update", "registered_objects", "scheduled_options", "schedulers_in", "set_option",
-    "set_optimizer_modes", "sync_ddp_buffers", "total_norm",
+    "Count", "CreateScheduler", "Options", "ParamGroup", "TrainerOptimizer", "all_optimized_parameters",
+    "all_registered_objects", "as_weight", "average_gradients", "buffers_in", "current_rates",
+    "evaluating_optimizers", "format_rates", "group_names", "initial_options", "is_created", "layer_scales",
+    "needs_closure", "no_sync_within_window", "not_optimized", "optimized_parameters", "other_modules",
+    "other_optimizers", "parameters_not_in_model", "parts_of_optimizer", "scheduled_options", "schedulers_in",
+    "set_optimizer_modes", "set_option", "sync_ddp_buffers", "total_norm",
 ]  # fmt: skip
+
+
+def current_rates(trainer: TrainerLike) -> dict[str, float | torch.Tensor]:
+    """Return the rate of the first parameter group: ``lr``, or ``lr_<name>`` for each of several optimizers.
+
+    Rates that are tensors are copied, not read from the device.
+    """
+    parts = parts_of_optimizer(trainer.optimizer)
+    named = [(f"lr_{name}", part) for name, part in parts.items()] if parts else [("lr", trainer.optimizer)]
+    rates = {}
+    for name, part in named:  # in each update: as few calls as possible
+        rate = part.param_groups[0].get("lr") if part.param_groups else None
+        if rate is not None:
+            rates[name] = rate.clone() if isinstance(rate, torch.Tensor) else rate
+    return rates

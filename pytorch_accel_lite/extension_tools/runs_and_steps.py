@@ -12,14 +12,14 @@ from pytorch_accel_lite.loop.model_setup import prepare_model, release_model
 from pytorch_accel_lite.loop.run_loaders import create_eval_loaders, create_train_loader
 from pytorch_accel_lite.loop.snapshot import preserving_attributes, replaced
 from pytorch_accel_lite.loop.training import run_step
-from pytorch_accel_lite.run.error_notes_seam import explain, explaining
+from pytorch_accel_lite.run.error_notes_seam import add_error_notes, adding_error_notes
 from pytorch_accel_lite.run.run_data import DataArguments
 from pytorch_accel_lite.run.scheduler_stepping import is_stepped_after_updates, step_after_update
 from pytorch_accel_lite.steps.step_choice import create_step
 
 __all__ = [
-    "DataArguments", "check_dataset", "check_training", "create_eval_loaders", "create_step", "create_train_loader",
-    "entering", "explain", "explaining", "inference", "inference_run", "is_stepped_after_updates", "loss_of",
-    "min_share_for_batch_norm", "prepare_model", "prepare_training", "preserving_attributes", "release_model",
-    "replaced", "run_step", "step_after_update", "tensor_parallel_size", "unwrapped_model",
+    "DataArguments", "add_error_notes", "adding_error_notes", "check_dataset", "check_training", "create_eval_loaders",
+    "create_step", "create_train_loader", "entering", "inference", "inference_run", "is_stepped_after_updates",
+    "loss_of", "min_share_for_batch_norm", "prepare_model", "prepare_training", "preserving_attributes",
+    "release_model", "replaced", "run_step", "step_after_update", "tensor_parallel_size", "unwrapped_model",
 ]  # fmt: skip

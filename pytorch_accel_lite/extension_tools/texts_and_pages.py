@@ -1,15 +1,72 @@
-"""What users see: texts, tables, pages."""
+"""What users see: texts, tables, pages; reports, which are the results of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from tqdm import tqdm
 
 from pytorch_accel_lite.base.escaping import escape_unprintable
-from pytorch_accel_lite.base.formatting import align, format_duration, listed, wrapped
+from pytorch_accel_lite.base.formatting import listed, wrapped
 from pytorch_accel_lite.base.plain_values import as_number_or_text, as_plain, to_number
 from pytorch_accel_lite.base.reprs import html_table, short_repr
 from pytorch_accel_lite.base.templates import Column, render
 from pytorch_accel_lite.base.terminals_and_notebooks import in_notebook, is_terminal, shows_live
-from pytorch_accel_lite.base.tool_reports import Report
 
 __all__ = [
     "Column", "Report", "align", "as_number_or_text",
     "as_plain", "escape_unprintable", "format_duration", "html_table", "in_notebook", "is_terminal", "listed",
     "render", "short_repr", "shows_live", "to_number", "wrapped",
 ]  # fmt: skip
+
+
+class Report:
+    """The result of a tool, which consoles and notebooks show as a sentence, a table and a list of advice.
+
+    Attributes:
+        is_text: whether values are texts, aligned to the left, rather than numbers
+    """
+
+    is_text: ClassVar[bool] = False
+
+    def summary(self) -> str:
+        """Return the main result in a sentence."""
+        raise NotImplementedError
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the name and the value, as text, of each row of the table."""
+        raise NotImplementedError
+
+    def notes(self) -> Sequence[str]:
+        """Return the advice to show."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        rows = self.rows()
+        indent = " " * (max((len(name) for name, _ in rows), default=0) + 4)
+        lines = [wrapped(f"  {line}", indent) for line in align(rows, 2 if self.is_text else 1)]
+        notes = (wrapped(line, "    ") for text in self.notes() for line in f"- {text}".splitlines())
+        return "\n".join([self.summary(), *lines, *notes])
+
+    def _repr_html_(self) -> str:
+        return html_table(self.summary(), self.rows(), notes=self.notes())
+
+
+def align(rows: Sequence[Sequence[str]], num_left: int = 0) -> list[str]:
+    """Return rows of cells as lines with aligned columns: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[:num_left] = [cell.ljust(width) for cell, width in zip(row[:num_left], widths, strict=False)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def format_duration(seconds: float) -> str:
+    """Return a readable duration such as ``0.42s``, ``12.3s``, ``4:05`` or ``2:04:05``."""
+    if seconds < 59.95:
+        return f"{seconds:.2f}s" if seconds < 9.995 else f"{seconds:.1f}s"
+    interval: str = tqdm.format_interval(round(seconds))
+    return interval.removeprefix("0")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 from functools import partial
 
 from torch import nn
@@ -26,7 +27,7 @@ from pytorch_accel_lite.loop.run_loaders import loader_of_run
 from pytorch_accel_lite.loop.snapshot import replaced
 from pytorch_accel_lite.run.callback_handler import CallbackHandler
 from pytorch_accel_lite.run.ending.stop_errors import StopTrainingError
-from pytorch_accel_lite.run.error_notes_seam import explaining
+from pytorch_accel_lite.run.error_notes_seam import adding_error_notes
 from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.latest_records import EvaluationRecord
 from pytorch_accel_lite.run.metrics.history import MetricValue, RunHistory, count_values
@@ -36,6 +37,29 @@ from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_data import DataArguments
 from pytorch_accel_lite.run.scheduler_stepping import step_within_epoch
 from pytorch_accel_lite.run.skipped_batches import SKIPPED, SkippedBatches
+
+
+class EvaluationKind(Enum):
+    """What an evaluation is for. The value formats the names of its losses.
+
+    Methods that users override or call have two flags in its place, as in pytorch-accelerated.
+    """
+
+    OF_RUN = "eval_{}_epoch"  # after its epochs, or within them
+    INTERMEDIATE = "intermediate_eval_{}"  # within a run, in addition to its own
+    ALONE = "evaluation_{}"  # by ``evaluate()``
+
+    @classmethod
+    def from_flags(cls, is_training: bool, is_intermediate: bool) -> EvaluationKind:
+        """Return the kind that the arguments of ``_run_eval_epoch`` stand for."""
+        return cls.INTERMEDIATE if is_intermediate else cls.OF_RUN if is_training else cls.ALONE
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """The flags that differ from their defaults. Overrides written for pytorch-accelerated may lack the others."""
+        if self is EvaluationKind.INTERMEDIATE:
+            return {"is_intermediate": True}
+        return {"is_training": False} if self is EvaluationKind.ALONE else {}
 
 
 @contextmanager
@@ -49,28 +73,25 @@ def prefixing_metric_names(history: RunHistory, prefix: str) -> Iterator[None]:
         history.set_metric_name_prefix(before)
 
 
-def evaluate_all(
-    trainer: TrainerLike, run: Run, is_training: bool = True, is_intermediate: bool = False
-) -> dict[str, float]:
+def evaluate_all(trainer: TrainerLike, run: Run, kind: EvaluationKind) -> dict[str, float]:
     """Evaluate on all evaluation datasets. If there are several, the names of metrics begin with the dataset's name."""
     data = run.data
     losses: dict[str, float] = {}
     loaders = data.eval_loaders or {"": data.required_eval_loader}
-    of_run = is_training and not is_intermediate
     try:
         for number, (name, loader) in enumerate(loaders.items(), 1):
             prefix = f"{name}_" if name else ""
             data.eval_loader = loader
             data.eval_dataset_name = name or None
             with (
-                explaining(trainer, run, "evaluation"),
+                adding_error_notes(trainer, run, "evaluation"),
                 run.goodput.counting("evaluation"),
                 trainer.callback_handler.timing("evaluation"),
                 prefixing_metric_names(trainer.run_history, prefix),
                 _loss_in_evaluation_mode(trainer),
             ):
-                run.completes_evaluation = of_run and number == len(loaders)
-                evaluate = _evaluation_on(trainer, run, loader, is_training, is_intermediate)
+                run.completes_evaluation = kind == EvaluationKind.OF_RUN and number == len(loaders)
+                evaluate = _evaluation_on(trainer, run, loader, kind)
                 trainer.ranks.repeatable(evaluate, changes=trainer)
                 _note_completion(run)  # an override need not call evaluate_dataset()
             losses |= {f"{prefix}{metric}": loss for metric, loss in run.recorded_losses.items()}
@@ -80,15 +101,11 @@ def evaluate_all(
     return losses
 
 
-def _evaluation_on(
-    trainer: TrainerLike, run: Run, loader: ShardedLoader, is_training: bool, is_intermediate: bool
-) -> Callable[[], None]:
+def _evaluation_on(trainer: TrainerLike, run: Run, loader: ShardedLoader, kind: EvaluationKind) -> Callable[[], None]:
     """Return what evaluates on one dataset: ``evaluate_dataset()``, or the user's method for it."""
     if not is_overridden(trainer, "_run_eval_epoch"):
-        return partial(evaluate_dataset, trainer, run, loader, is_training, is_intermediate)
-    # Without their defaults, as overrides that were written for pytorch-accelerated may lack these arguments.
-    flags = ({} if is_training else {"is_training": False}) | ({"is_intermediate": True} if is_intermediate else {})
-    return partial(trainer._run_eval_epoch, loader, **flags)
+        return partial(evaluate_dataset, trainer, run, loader, kind)
+    return partial(trainer._run_eval_epoch, loader, **kind.flags)
 
 
 def begin_evaluations(run: Run) -> None:
@@ -121,7 +138,7 @@ def evaluate_if_due(trainer: TrainerLike, run: Run, ends_epoch: bool = False) ->
     inner = run.derive()
     stopped: StopTrainingError | None = None
     try:
-        _evaluate_in_derived_run(trainer, inner, is_intermediate=False)
+        _evaluate_in_derived_run(trainer, inner, EvaluationKind.OF_RUN)
     except StopTrainingError as stop:  # of a callback, which may come after a complete evaluation
         stopped = stop
     if inner.epoch_phase == EpochPhase.EVALUATED:
@@ -141,8 +158,9 @@ def _loss_in_evaluation_mode(trainer: TrainerLike) -> Iterator[None]:
         yield
 
 
-def evaluate_dataset(trainer: TrainerLike, run: Run, source: Source, is_training: bool, is_intermediate: bool) -> None:
+def evaluate_dataset(trainer: TrainerLike, run: Run, source: Source, kind: EvaluationKind) -> None:
     """Evaluate on one dataset and record its losses."""
+    is_intermediate = kind == EvaluationKind.INTERMEDIATE
     trainer.eval_epoch_start()
     run.loss_trackers = trainer.division.create_trackers()
     call_start_event(trainer, "on_eval_epoch_start", "evaluation", is_intermediate=is_intermediate)
@@ -158,8 +176,7 @@ def evaluate_dataset(trainer: TrainerLike, run: Run, source: Source, is_training
     if run.inference_step is not None:
         run.inference_step.report(trainer, run)
     trainer.eval_epoch_end()
-    name = "intermediate_eval_{}" if is_intermediate else "eval_{}_epoch" if is_training else "evaluation_{}"
-    run.record_losses(trainer.run_history, run.data.ranks, name)
+    run.record_losses(trainer.run_history, kind.value)
     _note_completion(run)  # before the event: a run resumed from a state that is saved in it does not evaluate again
     trainer.call_event("on_eval_epoch_end", is_intermediate=is_intermediate)
     run.control.sync(now=True)
@@ -224,14 +241,14 @@ def evaluate(trainer: TrainerLike, passed: DataArguments) -> dict[str, MetricVal
         trainer.call_event("on_dataloaders_created")
         trainer.evaluation_run_start()
         trainer.call_event("on_evaluation_run_start")
-        evaluate_all(trainer, run, is_training=False)
+        evaluate_all(trainer, run, EvaluationKind.ALONE)
     if run.outer is None:
         run.latest.evaluation = EvaluationRecord(arguments.dataset, result)
     return result
 
 
 def run_evaluation(
-    trainer: TrainerLike, model: nn.Module | None, prefix: str, is_intermediate: bool, callbacks: CallbackHandler | None
+    trainer: TrainerLike, model: nn.Module | None, prefix: str, kind: EvaluationKind, callbacks: CallbackHandler | None
 ) -> dict[str, float]:
     """Carry out ``Trainer.run_evaluation()``."""
     if not trainer.is_running or trainer.train_dataloader is None or not trainer.eval_dataloaders:
@@ -250,16 +267,16 @@ def run_evaluation(
         replaced(handler, timer=trainer.callback_handler.timer),
         replaced(trainer, model=used, callback_handler=handler),
     ):
-        return _evaluate_in_derived_run(trainer, run, is_intermediate)
+        return _evaluate_in_derived_run(trainer, run, kind)
 
 
-def _evaluate_in_derived_run(trainer: TrainerLike, run: Run, is_intermediate: bool) -> dict[str, float]:
+def _evaluate_in_derived_run(trainer: TrainerLike, run: Run, kind: EvaluationKind) -> dict[str, float]:
     """Evaluate in a run derived from the training run, which stays unchanged."""
     trained = trainer.model if run.trained_model is None else run.trained_model
     with entering(trainer, run, "run_evaluation()"), preserving_generators(), preserving_modes(trained.modules()):
         if run.trained_model is not None:
             trainer.sync_buffers(trainer.model)
-        return evaluate_all(trainer, run, is_intermediate=is_intermediate)
+        return evaluate_all(trainer, run, kind)
 
 
 @contextmanager

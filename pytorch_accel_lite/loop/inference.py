@@ -89,6 +89,7 @@ def compute_batches(
 ) -> Iterator[tuple[Batch, Tree]]:
     """Yield each batch with its output from a step method, or with ``SKIPPED`` if the batch failed and is skipped."""
     listeners = trainer.callback_handler.listeners
+    compute_batch = partial(_compute, trainer, compute, is_evaluation)
     run.batch_number = 0
     batches = restoring_mode_between_batches(trainer, run, batches, "evaluation" if is_evaluation else "prediction")
     for number, batch in enumerate(batches, start=1):
@@ -97,13 +98,10 @@ def compute_batches(
             trainer.division.begin_share(batch)
         if is_evaluation and listeners["on_eval_step_start"]:
             trainer.call_event("on_eval_step_start")
-        if run.inference_step is not None:
-            output = run.inference_step.compute(trainer, run, batch, partial(_compute, trainer, compute, is_evaluation))
-        else:  # inlines _compute(), a tenth of the calls of an evaluation batch
-            with mixed_precision(trainer.accelerator):
-                output = compute(batch.data)
-            if is_evaluation:
-                complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)
+        if run.inference_step is None:
+            output = compute_batch(batch)
+        else:
+            output = run.inference_step.compute(trainer, run, batch, compute_batch)
         yield batch, output
         del output
         run.batch, run.batch_number = None, number
@@ -111,7 +109,10 @@ def compute_batches(
 
 
 def _compute(trainer: TrainerLike, compute: Compute, is_evaluation: bool, batch: Batch) -> Tree:
-    with mixed_precision(trainer.accelerator):
+    if trainer.accelerator.native_amp:
+        with mixed_precision(trainer.accelerator):
+            output = compute(batch.data)
+    else:  # entering an empty context costs time
         output = compute(batch.data)
     if is_evaluation:
         complete_output(output, batch.data, batch.num_samples, "calculate_eval_batch_loss", training=False)

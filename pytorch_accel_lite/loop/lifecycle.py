@@ -19,7 +19,7 @@ from pytorch_accel_lite.loop.guards.same_on_all_ranks import check_same_call
 from pytorch_accel_lite.loop.model_setup import check_model_has_values, release_model
 from pytorch_accel_lite.optimizers.param_group_options import learning_rates, note_initial_options
 from pytorch_accel_lite.run.ending.stop_errors import NonFiniteLossError, StopTrainingError
-from pytorch_accel_lite.run.error_notes_seam import explain
+from pytorch_accel_lite.run.error_notes_seam import add_error_notes
 from pytorch_accel_lite.run.run import SHARDING, Run, Sharding, TrainerLike
 from pytorch_accel_lite.run.trainer_parts.optimizer_modes import set_optimizer_modes
 
@@ -146,7 +146,7 @@ def _note_stop(trainer: TrainerLike, run: Run, stop: StopTrainingError) -> None:
         text = wrapped(reason if reason.startswith("Stop") else f"Stopped: {reason}")
         run.end.last_calls.append(lambda: trainer.print(text))
     _call_ending_event(trainer, run, "on_stop_training_error")
-    run.record_interrupted_epoch(trainer.run_history, run.data.ranks)  # after a state has been saved
+    run.record_interrupted_epoch(trainer.run_history)  # after a state has been saved
 
 
 def _call_ending_event(trainer: TrainerLike, run: Run, event: str) -> None:
@@ -173,14 +173,14 @@ def end_failed_run(
     """
     if run.outer is not None:
         return
-    explain(error, trainer, run, run.kind)
+    add_error_notes(error, trainer, run, run.kind)
     run.end.has_failed = True
     run.control.forget()
     together = run.ranks.world_size == 1 or isinstance(error, NonFiniteLossError)
     problems = trainer.callback_handler.call_event_despite_errors("on_exception", trainer, exception=error)
     if together and not ended:
         try:
-            run.record_interrupted_epoch(trainer.run_history, run.data.ranks)
+            run.record_interrupted_epoch(trainer.run_history)
             if not method_was_called:
                 trainer.training_run_end()
         except Exception as failure:

@@ -28,7 +28,7 @@ from pytorch_accel_lite.distributed.gradient_sync import sync_ddp_buffers
 from pytorch_accel_lite.loop.guards.dataset_checks import check_dataset
 from pytorch_accel_lite.loop.inference import compute_batches, inference, inference_run, preserving_randomness
 from pytorch_accel_lite.loop.lifecycle import end_failed_run
-from pytorch_accel_lite.run.error_notes_seam import explaining
+from pytorch_accel_lite.run.error_notes_seam import adding_error_notes
 from pytorch_accel_lite.run.request_and_config import RunRequest
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_data import DataArguments
@@ -102,7 +102,7 @@ def _predict_by_step(
             trainer.call_event("on_predict_run_start")
             sync_ddp_buffers(trainer.model, trainer.ranks)
             mode = evaluation_mode(trainer.model) if run.outer is None else nullcontext()
-            with explaining(trainer, run, "prediction"), mode:
+            with adding_error_notes(trainer, run, "prediction"), mode:
                 steps = _outputs_of_all_processes(trainer, run, only_first, is_collected)
                 steps = steps if _wants_outputs(trainer, only_first) else ([] for _ in steps)
                 yield from steps if is_collected else _outer_run_between_parts(trainer, run, steps)

@@ -51,8 +51,8 @@ def begin_resuming(trainer: TrainerLike, run: Run) -> None:
 
 
 @contextmanager
-def ending_resumption(trainer: TrainerLike, run: Run) -> Iterator[None]:
-    """End the resumption after the loop of a run, if nothing is left to do, or a starting event stops the run."""
+def ending_resumption_at_latest(trainer: TrainerLike, run: Run) -> Iterator[None]:
+    """End the resumption after the loop of a run, if no epoch has: nothing was left to do, or an event stopped it."""
     stopped: StopTrainingError | None = None
     try:
         yield
@@ -63,33 +63,20 @@ def ending_resumption(trainer: TrainerLike, run: Run) -> Iterator[None]:
         raise stopped
 
 
-def resume_before_epochs(trainer: TrainerLike, run: Run) -> bool:
-    """End the resumption after the starting events of the run, unless the run resumes within the steps of an epoch.
-
-    Returns:
-        whether the run has nothing left to do; it then has the reason to stop it, and why has been printed
-    """
+def resumed_run_is_over(trainer: TrainerLike, run: Run) -> bool:
+    """Return whether a resumed run has nothing left to do; if so, note a reason to stop it, and print why."""
     state = run.resumed
     if state is None:
         return False
     is_over = _is_complete(trainer, run, state)
     trainer.run_history.set_between_epochs(is_over and not run.progress.is_mid_epoch)
-    if not run.progress.is_mid_epoch or run.epoch_is_trained:
-        end_resuming(trainer, run)
     return is_over
 
 
-@contextmanager
-def resuming_within_epoch(trainer: TrainerLike, run: Run) -> Iterator[None]:
-    """End the resumption after a block with the starting events of an epoch, within whose steps the run resumes."""
-    state = run.resumed
-    if state is None:
-        yield
-        return
-    # Before it trained, the saved run had the options of now, without what these events change.
-    options = all_options(trainer.optimizer) if has_starting_code(trainer, run) else None
-    yield
-    end_resuming(trainer, run, options)
+def options_before_epoch(trainer: TrainerLike, run: Run) -> Options | None:
+    """Return the options for ``end_resuming()``, if the starting events of a resumed epoch may change them."""
+    may_change = run.resumed is not None and has_starting_code(trainer, run)
+    return all_options(trainer.optimizer) if may_change else None
 
 
 def end_resuming(trainer: TrainerLike, run: Run, options: Options | None = None) -> None:

@@ -23,7 +23,11 @@ from pytorch_accel_lite.base.types import HasStateDict
 from pytorch_accel_lite.optimizers.optimizer_parts import optimized_parameters
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.trained_beside_model import trained_objects
-from pytorch_accel_lite.run.trainer_parts.trainer_attributes import other_modules, other_optimizers, registered_objects
+from pytorch_accel_lite.run.trainer_parts.trainer_attributes import (
+    all_registered_objects,
+    other_modules,
+    other_optimizers,
+)
 
 
 class Snapshot(ExitStack):
@@ -107,7 +111,7 @@ class StepSnapshot(Snapshot):
         self.keep_gradients(parameter for parameter in elsewhere if parameter not in self.gradients)
         self.set_gradients_aside(self.gradients)
         stepped = [value for value in trained_objects(trainer).values() if not isinstance(value, nn.Module)]
-        self.keep_states([trainer.current_run.loss_trackers, *stepped, *registered_objects(trainer).values()])
+        self.keep_states([trainer.current_run.loss_trackers, *stepped, *all_registered_objects(trainer).values()])
         self.keep_buffers([model, *beside])
         self.keep_tensors(trained)
         self.keep_generators()

@@ -10,7 +10,7 @@ from pytorch_accel_lite.base.user_code import is_overridden
 from pytorch_accel_lite.data import Batch, ShardedLoader
 from pytorch_accel_lite.data.sources import BatchOutput
 from pytorch_accel_lite.distributed.gradient_sync import no_sync_within_window, sync_ddp_buffers
-from pytorch_accel_lite.loop.evaluation import begin_evaluations, evaluate_all, evaluate_if_due
+from pytorch_accel_lite.loop.evaluation import EvaluationKind, begin_evaluations, evaluate_all, evaluate_if_due
 from pytorch_accel_lite.loop.extra_passes import warm_up_ddp
 from pytorch_accel_lite.loop.guards.batch_norm import min_share_for_batch_norm
 from pytorch_accel_lite.loop.guards.end_checks import check_num_steps, steps_of_stream, warn_of_nonfinite_weights
@@ -19,14 +19,14 @@ from pytorch_accel_lite.loop.guards.replicas import note_missing_gradients
 from pytorch_accel_lite.loop.lifecycle import ending
 from pytorch_accel_lite.loop.resuming import (
     end_resuming,
-    ending_resumption,
+    ending_resumption_at_latest,
+    options_before_epoch,
     print_state_contents,
-    resume_before_epochs,
-    resuming_within_epoch,
+    resumed_run_is_over,
 )
 from pytorch_accel_lite.loop.run_loaders import loader_of_run
-from pytorch_accel_lite.run.error_notes_seam import explain
-from pytorch_accel_lite.run.loop_state import GlobalModes
+from pytorch_accel_lite.run.error_notes_seam import add_error_notes
+from pytorch_accel_lite.run.parts_of_run import GlobalModes
 from pytorch_accel_lite.run.progress import EpochPhase
 from pytorch_accel_lite.run.run import Run, TrainerLike
 from pytorch_accel_lite.run.run_checks_seam import RUN_CHECKS
@@ -44,18 +44,23 @@ def begin_training(trainer: TrainerLike, run: Run) -> None:
 def train(trainer: TrainerLike, run: Run) -> None:
     """Train for all epochs of a run, or for the remaining ones if it is resumed."""
     run.loop.uses_builtin_loop = True
-    with ending(trainer, run, "training"), ending_resumption(trainer, run):
-        trainer.training_run_start()
-        trainer.call_event("on_training_run_start")
-        run.loop.global_modes = GlobalModes.now(run.device)
-        run.control.sync(now=True)
-        print_state_contents(trainer, run)
-        for check in RUN_CHECKS.before_training:
-            check(trainer, run)
-        is_over = resume_before_epochs(trainer, run)
+    with ending(trainer, run, "training"), ending_resumption_at_latest(trainer, run):
+        _call_starting_events(trainer, run)
+        is_over = resumed_run_is_over(trainer, run)
         while not is_over and (not run.is_finished or run.progress.is_mid_epoch):
             _run_epoch(trainer, run)
     warn_of_nonfinite_weights(trainer, run)
+
+
+def _call_starting_events(trainer: TrainerLike, run: Run) -> None:
+    """Fire the starting events of a run, then note, print and check what they may have changed."""
+    trainer.training_run_start()
+    trainer.call_event("on_training_run_start")
+    run.loop.global_modes = GlobalModes.now(run.device)
+    run.control.sync(now=True)
+    print_state_contents(trainer, run)
+    for check in RUN_CHECKS.before_training:
+        check(trainer, run)
 
 
 def _run_epoch(trainer: TrainerLike, run: Run) -> None:
@@ -64,7 +69,7 @@ def _run_epoch(trainer: TrainerLike, run: Run) -> None:
     if run.epoch_phase < EpochPhase.TRAINED:
         _run_steps(trainer, run)
     if run.epoch_phase < EpochPhase.EVALUATED and run.evaluation_is_due:
-        evaluate_all(trainer, run)
+        evaluate_all(trainer, run, EvaluationKind.OF_RUN)
     if run.epoch_phase < EpochPhase.ENDED:
         trainer._step_after_epoch()
         trainer.training_run_epoch_end()
@@ -83,14 +88,15 @@ def _run_steps(trainer: TrainerLike, run: Run) -> None:
         else:
             run.end.has_reached_limit = train_epoch(trainer, run)
     except Exception as error:
-        explain(error, trainer, run, "training")
+        add_error_notes(error, trainer, run, "training")
         raise
 
 
 def begin_epoch(trainer: TrainerLike, run: Run) -> None:
     """Begin the next epoch, unless the current one is incomplete."""
+    if not run.progress.is_mid_epoch or run.epoch_is_trained:
+        end_resuming(trainer, run)  # otherwise after the starting events of the epoch
     if not run.progress.is_mid_epoch:
-        end_resuming(trainer, run)  # an overridden method has not trained on what was left of the resumed epoch
         run.progress.start_epoch()
         trainer.run_history.set_between_epochs(False)
         run.window.filled = 0
@@ -130,12 +136,13 @@ def train_epoch(trainer: TrainerLike, run: Run) -> bool:
 
 def _begin_train_epoch(trainer: TrainerLike, run: Run) -> ShardedLoader:
     """Fire the starting events of the steps of an epoch, and return the loader to read."""
-    with resuming_within_epoch(trainer, run):
-        trainer.train_epoch_start()
-        run.loss_trackers = run.unrecorded_losses = trainer.division.create_trackers()
-        if trainer.callback_handler.listeners["on_train_epoch_start"]:
-            call_start_event(trainer, "on_train_epoch_start", "training")
-        check_global_modes(trainer, run)
+    options = options_before_epoch(trainer, run)
+    trainer.train_epoch_start()
+    run.loss_trackers = run.unrecorded_losses = trainer.division.create_trackers()
+    if trainer.callback_handler.listeners["on_train_epoch_start"]:
+        call_start_event(trainer, "on_train_epoch_start", "training")
+    check_global_modes(trainer, run)
+    end_resuming(trainer, run, options)
     loader = run.data.train_loader
     if not isinstance(loader, ShardedLoader):  # a callback has set trainer.train_dataloader
         run.data.train_loader = loader = loader_of_run(trainer, run, loader, training=True)
@@ -151,7 +158,7 @@ def _end_train_epoch(trainer: TrainerLike, run: Run) -> None:
     sync_ddp_buffers(trainer.model, run.ranks)
     set_optimizer_modes(trainer, training=False)
     trainer.train_epoch_end()
-    run.record_losses(trainer.run_history, run.data.ranks, "train_{}_epoch")
+    run.record_losses(trainer.run_history, "train_{}_epoch")
     run.unrecorded_losses = None
     run.epoch_phase = EpochPhase.TRAINED
     trainer.call_event("on_train_epoch_end")
@@ -179,10 +186,11 @@ def _steps_until_reread(
             batch = next(batches, None) if progress.update < limit else None
         if batch is not None and progress.step and run.evaluates_within_epochs:
             evaluate_if_due(trainer, run)  # the run was interrupted before or within this evaluation
-        is_outdated = loader.is_outdated  # the evaluation may have changed the data
-        while batch is not None and not is_outdated:
-            if run.loop.must_warm_up_ddp:
-                warm_up_ddp(trainer, run, batch)
+            if loader.is_outdated:  # a callback of the evaluation has changed the data
+                return False
+        if batch is not None and run.loop.must_warm_up_ddp:
+            warm_up_ddp(trainer, run, batch)
+        while batch is not None:
             try:
                 run_step(trainer, run, batch)
             except Exception as error:
@@ -192,21 +200,21 @@ def _steps_until_reread(
             if run.loop.must_compare_replicas and progress.update:
                 run.loop.must_compare_replicas = False
                 trainer.compare_replicas()
-            is_outdated = loader.is_outdated
-            if not is_outdated:
-                begin = time.perf_counter()
-                batch = next(batches, None) if progress.update < limit else None
-                loader.seconds_waited += time.perf_counter() - begin
-    return not is_outdated
+            if loader.is_outdated:
+                return False
+            begin = time.perf_counter()
+            batch = next(batches, None) if progress.update < limit else None
+            loader.seconds_waited += time.perf_counter() - begin
+    return True
 
 
 def run_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     """Accumulate the gradients of a batch; at the end of an accumulation window, update the weights."""
-    step, window = run.progress.step, run.window  # step is a number; run.training_step trains
+    step_number, window = run.progress.step, run.window
     listeners = trainer.callback_handler.listeners
     window.filled = window.filled % window.steps + 1
     window.is_ending = batch.is_last or window.filled == window.steps
-    run.batch, run.batch_number = batch, step
+    run.batch, run.batch_number = batch, step_number
     if listeners["on_train_step_start"]:
         trainer.call_event("on_train_step_start")
     window.is_in_step = True
@@ -221,14 +229,14 @@ def run_step(trainer: TrainerLike, run: Run, batch: Batch) -> None:
     window.is_in_step = False
     if output is not None and listeners["on_train_step_end"]:
         # A step of several shares combines them in the run's batch.
-        trainer.call_event("on_train_step_end", batch=run.batch.data, batch_output=output, step=step)
+        trainer.call_event("on_train_step_end", batch=run.batch.data, batch_output=output, step=step_number)
     if updates:
         if listeners["on_update_end"]:
-            trainer.call_event("on_update_end", step=step)
+            trainer.call_event("on_update_end", step=step_number)
         if run.loop.has_update_schedules:
             _follow_schedules(trainer, run, batch)
         if listeners["on_train_step_checkpoint"]:
-            trainer.call_event("on_train_step_checkpoint", step=step)
+            trainer.call_event("on_train_step_checkpoint", step=step_number)
         if run.control.must_sync:
             run.control.sync(can_save=True)
     run.batch, run.batch_number = None, run.progress.step

@@ -1,4 +1,7 @@
-"""The interface of compiled forward passes, as steps and trainers see them."""
+"""The interface of compiled forward passes, as steps and trainers see them.
+
+It is not in ``steps/compile_step_seam.py``, whose compiler takes a trainer, because a trainer has a compiled pass.
+"""
 
 from __future__ import annotations
 

@@ -18,19 +18,19 @@ MEMORY_ADVICE: list[Callable[[TrainerLike], str]] = []
 
 
 @contextmanager
-def explaining(trainer: TrainerLike, run: Run, phase: Phase) -> Iterator[None]:
+def adding_error_notes(trainer: TrainerLike, run: Run, phase: Phase) -> Iterator[None]:
     """Let extensions add notes to an error that is raised within a block."""
     try:
         yield
     except Exception as error:
-        explain(error, trainer, run, phase)
+        add_error_notes(error, trainer, run, phase)
         raise
 
 
-def explain(error: BaseException, trainer: TrainerLike, run: Run, phase: Phase) -> None:
+def add_error_notes(error: BaseException, trainer: TrainerLike, run: Run, phase: Phase) -> None:
     """Let extensions add notes to an error of a run."""
     if not isinstance(error, Exception):
         return
     for add_notes in ERROR_NOTES:
-        with suppress(Exception):  # a failing explanation must not hide the error
+        with suppress(Exception):  # a failing note must not hide the error
             add_notes(error, trainer, run, phase)

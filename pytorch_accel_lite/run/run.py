@@ -41,13 +41,12 @@ from pytorch_accel_lite.run.events import Phase
 from pytorch_accel_lite.run.goodput import Goodput
 from pytorch_accel_lite.run.intervals import Interval
 from pytorch_accel_lite.run.latest_records import LatestRecords
-from pytorch_accel_lite.run.loop_state import LoopState
 from pytorch_accel_lite.run.metrics.history import MetricValue, RunHistory
 from pytorch_accel_lite.run.metrics.losses import LossTrackers
+from pytorch_accel_lite.run.parts_of_run import LoopState, RunSchedule
 from pytorch_accel_lite.run.progress import EpochPhase, Progress
 from pytorch_accel_lite.run.request_and_config import RunRequest, TrainerRunConfig
 from pytorch_accel_lite.run.run_data import RunData
-from pytorch_accel_lite.run.run_schedule import RunSchedule
 from pytorch_accel_lite.run.skipped_batches import SkippedBatches
 from pytorch_accel_lite.run.step_division import Division
 from pytorch_accel_lite.run.trainer_parts.accelerated_model import PreparedModel
@@ -421,21 +420,21 @@ class Run:
         progress.samples += total
         return local, total
 
-    def record_losses(self, history: RunHistory, ranks: Ranks, name: str) -> None:
-        """Record the mean losses over all ranks under ``name``, formatted with the name of each loss."""
-        means = self.loss_trackers.means(ranks, name)
+    def record_losses(self, history: RunHistory, name: str) -> None:
+        """Record the mean losses over all processes under ``name``, formatted with the name of each loss."""
+        means = self.loss_trackers.means(self.data.ranks, name)
         history.record_means(means, name)
         self.recorded_losses = means
 
-    def record_interrupted_epoch(self, history: RunHistory, ranks: Ranks) -> None:
+    def record_interrupted_epoch(self, history: RunHistory) -> None:
         """Record the mean losses of an epoch that was not completed. Call it on every process."""
         losses = self.unrecorded_losses
         self.unrecorded_losses = None
         if losses is None or not self.progress.is_mid_epoch:
             return
-        if any(weight for _, weight in losses.summed(ranks).values()):
+        if any(weight for _, weight in losses.summed(self.data.ranks).values()):
             name = "train_{}_epoch"
-            history.record_means(losses.means(ranks, name), name)
+            history.record_means(losses.means(self.data.ranks, name), name)
 
 
 class TrainerLike(Protocol):

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from pytorch_accel_lite import Trainer
-from pytorch_accel_lite.base.formatting import format_duration
+from pytorch_accel_lite.extension_tools.texts_and_pages import format_duration
 from pytorch_accel_lite.utils import (
     DataLoaderSlice,
     local_process_zero_first,

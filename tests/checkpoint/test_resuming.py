@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from pytorch_accel_lite import StopTrainingError, Trainer, TrainerCallback, callbacks
 from pytorch_accel_lite.callbacks import LimitBatchesCallback, SaveBestModelCallback, SaveTrainingStateCallback
@@ -194,6 +194,28 @@ def test_processes_resume_the_same_bits_from_every_save_point(tmp_path, job, pro
         for again in resumed:
             assert again["processes"] == processes
             assert_same(again, whole)
+
+
+def several_buckets(folder: Path) -> bool:
+    """Whether a resumed run ends with the weights of the whole one, if DDP has several buckets of gradients."""
+
+    def train_large(resume_from: Path | None) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(300, 300) for _ in range(6)], nn.Linear(300, 1))  # more than 1 MiB
+        saving = SaveTrainingStateCallback(folder, save_every_n_epochs=None, save_every_n_steps=2, save_at_end=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trainer = Trainer(model, nn.MSELoss(), optimizer, [saving] if resume_from is None else [])
+        data = TensorDataset(torch.randn(36, 300), torch.randn(36, 1))
+        trainer.train(data, 1, per_device_batch_size=3, resume_from=resume_from)
+        return trainer.get_model().state_dict()
+
+    return equal_weights(train_large(None), train_large(folder / "update-000000002"))
+
+
+@pytest.mark.processes
+def test_three_processes_resume_ddp_in_the_same_bits(tmp_path, job):
+    """The wrapper rearranges its buckets after its first backward pass, and so the order of the sums."""
+    assert job(3).run(several_buckets, tmp_path) == [True] * 3
 
 
 def save_in_mid_epoch(folder: Path) -> list[list[int]]:

@@ -33,7 +33,7 @@ FACADE = {
     "pytorch_accel_lite.schedulers",
     "pytorch_accel_lite.schedulers.wsd_scheduler",
 }
-#: From the bottom up: each imports only those before it. Other files of the package only re-export.
+#: From the bottom up: each imports only those before it. Other files re-export, or are for extensions alone.
 LAYERS = (
     "extension_names", "base", "distributed", "optimizers", "schedulers", "data", "run", "checkpoint.disk",
     "checkpoint.models", "checkpoint.states", "checkpoint", "loop.guards", "loop", "steps", "callbacks",

@@ -55,7 +55,7 @@ from pytorch_accel_lite.run.request_and_config import DatedStateSource
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.step_division import numbers_of_shares
 from pytorch_accel_lite.run.trainer_parts.trained_beside_model import saved_optimizers
-from pytorch_accel_lite.run.trainer_parts.trainer_attributes import registered_objects
+from pytorch_accel_lite.run.trainer_parts.trainer_attributes import all_registered_objects
 from pytorch_accel_lite.run.training_state import TrainingState
 
 # What a training state keeps, by key: since which version, and what restores it: restore_before_start, before the
@@ -165,7 +165,7 @@ def _collect_shared(trainer: TrainerLike, is_first: bool, sharded: bool) -> Stat
         "loss_func": loss_state(trainer),
         "attributes": trained_object_states(trainer, is_first),
         "callbacks": {name: gather(callback.state_dict()) for name, callback in callbacks.items()},
-        "objects": {name: obj.state_dict() for name, obj in registered_objects(trainer).items()},
+        "objects": {name: obj.state_dict() for name, obj in all_registered_objects(trainer).items()},
         "trainability": capture_trainability(trainer),
         "losses": run.loss_trackers.summed(trainer.data_ranks),
         **run.training_step.state_dict(),
@@ -313,7 +313,7 @@ def restore_before_start(trainer: TrainerLike, state: TrainingState, with_schedu
     run = trainer.current_run
     run.epoch_phase = EpochPhase(state.metadata.get("epoch_phase", 0))
     _restore_history(trainer, shared)
-    load_each("registered object", registered_objects(trainer), shared["objects"], is_final=False)
+    load_each("registered object", all_registered_objects(trainer), shared["objects"], is_final=False)
     run.training_step.load_state_dict(shared)
     run.schedule.shift = shared.get("schedule_shift", 0)
     run.window.items_per_batch = shared["items_per_batch"]
@@ -390,7 +390,7 @@ def restore_after_start(trainer: TrainerLike, state: TrainingState) -> None:
     for name in state.postponed:
         load_state(name, trainer.optimizer, state.shared[name], state.directory)
     load_trained_object_states(trainer, state.shared.get("attributes", {}), state.directory, is_final=True)
-    load_each("registered object", registered_objects(trainer), state.shared["objects"])
+    load_each("registered object", all_registered_objects(trainer), state.shared["objects"])
     load_each("callback", callbacks_with("load_state_dict", trainer.callback_handler), state.shared["callbacks"])
     _restore_user_attributes(trainer, state, is_final=True)
     restore_trainability(trainer, state.shared.get("trainability", {}))

@@ -11,7 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from pytorch_accel_lite.extension_tools.arguments_and_errors import describe_error
 from pytorch_accel_lite.extension_tools.data_and_batches import infer_batch_size, is_single_sample
-from pytorch_accel_lite.extension_tools.optimizers_and_gradients import registered_objects
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import all_registered_objects
 from pytorch_accel_lite.extension_tools.runs_and_steps import replaced
 from pytorch_accel_lite.extensions.checking.probe import (
     TOLERANCE,
@@ -80,7 +80,7 @@ def check_determinism(probe: Probe) -> Iterator[Finding]:
     if off > TOLERANCE:
         text = f"Two evaluations of a batch differ by {off:.1%} of the largest output; the model draws {drawn}."
         yield doubt(text, "Draw noise only if self.training.", difference=off)
-    elif off_after > TOLERANCE and registered_objects(probe.trainer):
+    elif off_after > TOLERANCE and all_registered_objects(probe.trainer):
         raise NotApplicableError("The program registers a state, which it carries from each batch to the next.")
     elif off_after > TOLERANCE and not findings:
         text = f"Evaluated after another batch, outputs differ by {off_after:.1%} of the largest: a state is kept."

@@ -26,7 +26,7 @@ from pytorch_accel_lite.extending import (
 from pytorch_accel_lite.extension_tools.data_and_batches import infer_batch_size, list_samples
 from pytorch_accel_lite.extension_tools.modules_and_devices import is_out_of_memory
 from pytorch_accel_lite.extension_tools.plain_types import Tree
-from pytorch_accel_lite.extension_tools.runs_and_steps import explain, replaced
+from pytorch_accel_lite.extension_tools.runs_and_steps import add_error_notes, replaced
 from pytorch_accel_lite.extensions.batch_parts import merge_outputs, split_into_parts
 from pytorch_accel_lite.extensions.failed_batches.failures import NEVER_SKIPPED, describe_failure
 
@@ -153,7 +153,7 @@ def _skip(trainer: TrainerLike, run: Run, batch: Batch, error: Exception, before
     before.close()
     skipped, step = run.skipped, run.batch_number or 0
     assert skipped is not None
-    explain(error, trainer, run, skipped.phase)
+    add_error_notes(error, trainer, run, skipped.phase)
     failure = describe_failure(run, error)
     skipped.batches.append(SkippedStep(failure, step, _count_samples(batch)))
     skipped.first_error = skipped.first_error or error

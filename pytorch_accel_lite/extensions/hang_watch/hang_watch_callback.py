@@ -1,4 +1,4 @@
-"""Starting the thread of ``run_watch`` with a run, and ending it with the run."""
+"""Watching for runs that make no progress: starts ``RunWatch`` with a training run, and stops it with the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import check_range
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import set_listening
-from pytorch_accel_lite.extensions.hang_watch.run_watch import HangWatch, Progressed
+from pytorch_accel_lite.extensions.hang_watch.run_watch import Progressed, RunWatch
 
 
 class HangWatchCallback(TrainerCallback):
@@ -44,7 +44,7 @@ class HangWatchCallback(TrainerCallback):
     def __init__(self, seconds: float = 300, end: bool = False) -> None:
         self.seconds = check_range("seconds", seconds, above=0)
         self.end = end
-        self._watch: HangWatch | None = None
+        self._watch: RunWatch | None = None
         self.steps = 0  # steps and ends of epochs, for the watching thread
 
     def on_training_run_start(self, trainer: TrainerLike, **kwargs: object) -> None:
@@ -52,7 +52,7 @@ class HangWatchCallback(TrainerCallback):
         self.steps = 0
         set_listening(trainer, self, True, "on_update_end")
         name = trainer.broadcast_object(uuid.uuid4().hex)  # the store may still have the keys of an earlier job
-        self._watch = HangWatch(self.seconds, trainer.ranks, partial(self._progressed, trainer), name)
+        self._watch = RunWatch(self.seconds, trainer.ranks, partial(self._progressed, trainer), name)
         self._watch.start()
 
     def _progressed(self, trainer: TrainerLike) -> Progressed:

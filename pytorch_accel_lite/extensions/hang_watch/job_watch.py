@@ -1,4 +1,4 @@
-"""A thread in each process of a job that reports processes waiting for each other, and ends a stuck job."""
+"""The thread that watches a job through all its runs: it reports processes that wait for each other, and may end it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread of ``HangWatchCallback``, which reports the position of each process if a run makes no progress."""
+"""The thread that watches one run, for ``HangWatchCallback``: if no step ends, it reports where each process is."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class StackPosition(NamedTuple):
     stack: str
 
 
-class HangWatch(threading.Thread):
-    """Checks regularly whether the run makes progress.
+class RunWatch(threading.Thread):
+    """Checks regularly whether a run makes progress, on one process or several.
 
     A process without progress for half of the time keeps its position in the store. The first one to exceed the time
     prints a report on all processes. The store holds the number of reports so far.

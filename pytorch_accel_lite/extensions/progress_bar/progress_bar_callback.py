@@ -15,7 +15,8 @@ from pytorch_accel_lite.extension_tools.arguments_and_errors import check_positi
 from pytorch_accel_lite.extension_tools.data_and_batches import find_length
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import epoch_of, set_listening
 from pytorch_accel_lite.extension_tools.modules_and_devices import AsyncCopy, is_asynchronous, to_float
-from pytorch_accel_lite.extension_tools.optimizers_and_gradients import current_rates, rates_change_in_each_update
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import current_rates
+from pytorch_accel_lite.extension_tools.runs_and_steps import is_stepped_after_updates
 from pytorch_accel_lite.extension_tools.texts_and_pages import escape_unprintable, in_notebook, shows_live
 from pytorch_accel_lite.extensions.progress_bar.tqdm_bars import Bar, NotebookBar, NotebookOutput, TerminalBar
 from pytorch_accel_lite.run_config import TrainerRunConfig
@@ -124,14 +125,14 @@ class ProgressBarCallback(TrainerCallback):
             self._updates_before = trainer.progress.update
             self._speed = _Speed()
             self._rates_used = {}
-            set_listening(trainer, self, rates_change_in_each_update(trainer), "on_optimizer_step_start")
+            set_listening(trainer, self, is_stepped_after_updates(trainer), "on_optimizer_step_start")
         else:
             self._leave_out(trainer)
         if not self.pbar.disable:
             self.pbar.update(trainer.progress.step)
 
     def on_optimizer_step_start(self, trainer: TrainerLike, **kwargs: object) -> None:
-        self._rates_used = current_rates(trainer)
+        self._rates_used = current_rates(trainer)  # now: the schedule sets the next rate before the bar shows this one
 
     def on_train_step_end(self, trainer: TrainerLike, *args: object, **kwargs: object) -> None:
         now = time.monotonic()

@@ -24,7 +24,8 @@ from pytorch_accel_lite.extension_tools.metrics_and_callbacks import (
     improvement,
     set_listening,
 )
-from pytorch_accel_lite.extension_tools.optimizers_and_gradients import current_rates, rates_change_in_each_update
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import current_rates
+from pytorch_accel_lite.extension_tools.runs_and_steps import is_stepped_after_updates
 from pytorch_accel_lite.extension_tools.texts_and_pages import (
     escape_unprintable,
     format_duration,
@@ -109,7 +110,7 @@ class ProgressTableCallback(LogMetricsCallback):
         if self._row_every and not trainer.ranks.result_of_first(lambda: self._shows_table):
             self._row_every = None  # set on all processes, which add up their losses for a row
         set_listening(trainer, self, self._row_every is not None, "on_update_end")
-        set_listening(trainer, self, rates_change_in_each_update(trainer), "on_optimizer_step_start")
+        set_listening(trainer, self, is_stepped_after_updates(trainer), "on_optimizer_step_start")
         trainer.run.end.last_calls.append(lambda: self._end_table(trainer))
 
     def on_train_epoch_start(self, trainer: TrainerLike, **kwargs: object) -> None:

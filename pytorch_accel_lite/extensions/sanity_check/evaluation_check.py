@@ -21,7 +21,7 @@ from pytorch_accel_lite.extension_tools.modules_and_devices import mixed_precisi
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import other_modules
 from pytorch_accel_lite.extension_tools.random_numbers import find_held_generators, preserving_held_generators
 from pytorch_accel_lite.extension_tools.runs_and_steps import (
-    explaining,
+    adding_error_notes,
     preserving_attributes,
     replaced,
     unwrapped_model,
@@ -99,7 +99,7 @@ def _try_batch(trainer: TrainerLike, run: Run, loader: ShardedLoader) -> None:
     with (
         _leaving_no_trace(owners),
         replaced(run, batch=None, batch_number=0, loss_trackers=trainer.division.create_trackers()),
-        explaining(trainer, run, "evaluation"),
+        adding_error_notes(trainer, run, "evaluation"),
     ):
         run.batch = batch = read_single_batch(loader)
         if isinstance(batch.data, FailedRead):

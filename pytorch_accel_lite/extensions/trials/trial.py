@@ -22,21 +22,21 @@ from pytorch_accel_lite.extension_tools.data_and_batches import complete_output,
 from pytorch_accel_lite.extension_tools.modules_and_devices import mixed_precision, preserving_modes
 from pytorch_accel_lite.extension_tools.optimizers_and_gradients import (
     all_optimized_parameters,
+    all_registered_objects,
     evaluating_optimizers,
     other_modules,
-    registered_objects,
     set_optimizer_modes,
     sync_ddp_buffers,
 )
 from pytorch_accel_lite.extension_tools.runs_and_steps import (
     DataArguments,
+    adding_error_notes,
     check_dataset,
     check_training,
     create_eval_loaders,
     create_step,
     create_train_loader,
     entering,
-    explaining,
     loss_of,
     min_share_for_batch_norm,
     prepare_model,
@@ -125,7 +125,7 @@ class Trial:
                         f"{self._name}() makes updates without the closure that the optimizer needs. Try another one."
                     )
                 run.batch_number = 0
-                with explaining(trainer, run, "training"):
+                with adding_error_notes(trainer, run, "training"):
                     yield self
 
     def begin_on(self, trainer: TrainerLike, batch_size: int) -> Trial:
@@ -308,7 +308,7 @@ def _keep_training(trainer: TrainerLike, before: Snapshot) -> None:
         raise ValueError("The model has uninitialised lazy layers. Pass it a batch first: model(inputs).")
     before.enter_context(preserving_modes(chain.from_iterable(root.modules() for root in roots)))
     before.set_gradients_aside(parameters)
-    before.keep_states([*stateful, *registered_objects(trainer).values()])
+    before.keep_states([*stateful, *all_registered_objects(trainer).values()])
     before.keep_buffers(roots)
     before.keep_tensors(parameters)
     before.keep_generators()

@@ -11,7 +11,7 @@ from torch import nn
 from pytorch_accel_lite.extending import TrainerCallback, TrainerLike
 from pytorch_accel_lite.extension_tools.arguments_and_errors import is_from_this_package, library_attributes
 from pytorch_accel_lite.extension_tools.metrics_and_callbacks import named_callbacks
-from pytorch_accel_lite.extension_tools.optimizers_and_gradients import registered_objects
+from pytorch_accel_lite.extension_tools.optimizers_and_gradients import all_registered_objects
 from pytorch_accel_lite.extension_tools.states_and_files import (
     loose_parameters,
     trained_objects,
@@ -69,7 +69,7 @@ def saved_elsewhere(trainer: TrainerLike) -> Callable[[object], bool]:
     optimizer = trainer.optimizer
     roots: list[object] = [trainer.model, trainer.get_model(), trainer.loss_func]
     roots += [*trained_objects(trainer).values(), *loose_parameters(trainer).values()]
-    roots += registered_objects(trainer).values()
+    roots += all_registered_objects(trainer).values()
     modules = [root for root in roots if isinstance(root, nn.Module)]
     objects = [
         trainer, trainer.accelerator, trainer.callback_handler, trainer.run_history, trainer.current_run, optimizer,

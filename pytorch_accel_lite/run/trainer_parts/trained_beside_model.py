@@ -19,13 +19,13 @@ from pytorch_accel_lite.run.events import TrainerCallback
 from pytorch_accel_lite.run.run import TrainerLike
 from pytorch_accel_lite.run.trainer_parts.parameters_of_optimizers import all_optimized_parameters
 from pytorch_accel_lite.run.trainer_parts.trainer_attributes import (
+    all_registered_objects,
     buffers_in,
     instances_in,
     other_modules,
     other_optimizers,
     other_schedulers,
     parameters_in,
-    registered_objects,
 )
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ def _saved_or_unsaved(trainer: TrainerLike) -> dict[str, HasStateDict]:
     if not others and not schedulers and not other_optimizers(trainer):  # the usual case, which is fast
         return {}
     optimized = set(map(id, all_optimized_parameters(trainer)))
-    saved = set(map(id, [*registered_objects(trainer).values(), trainer.loss_func, trainer.scheduler]))
+    saved = set(map(id, [*all_registered_objects(trainer).values(), trainer.loss_func, trainer.scheduler]))
     seen = {id(parameter) for module in (trainer.model, trainer.loss_func) for parameter in parameters_in(module)}
     attributes: dict[str, HasStateDict] = {}
     for name, module in other_modules(trainer).items():
@@ -117,7 +117,7 @@ def _places(trainer: TrainerLike) -> dict[str, torch.Tensor]:
         trainer.model,
         trainer.loss_func,
         *_saved_or_unsaved(trainer).values(),
-        *registered_objects(trainer).values(),
+        *all_registered_objects(trainer).values(),
     ]
     named = {id(parameter) for owner in saved for parameter in parameters_in(owner)}
     return {

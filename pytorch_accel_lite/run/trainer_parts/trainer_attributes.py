@@ -40,7 +40,7 @@ def other_schedulers(trainer: TrainerLike) -> dict[str, AttachedScheduler]:
     return _find(trainer, is_scheduler)
 
 
-def registered_objects(trainer: TrainerLike) -> dict[str, HasStateDict]:
+def all_registered_objects(trainer: TrainerLike) -> dict[str, HasStateDict]:
     """Return the objects registered with the trainer, by name, or with its ``Accelerator``, by class and number.
 
     Excludes the model, the optimizer and the scheduler, which are always saved.
