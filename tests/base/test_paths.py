@@ -60,6 +60,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("path", ["", "s3://", "file://", "file:///", "a\0b", "~nobody-of-this-name/x"])
 @pytest.mark.parametrize(("write", "argument"), FILES + OTHERS)
 def test_an_empty_path_is_refused(tmp_path, monkeypatch, write, argument, path):

@@ -62,6 +62,7 @@ def test_a_shipped_callback_serves_two_runs(callback_class, here):
     assert trainer.callback_handler.callbacks == [callback]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("callback_class", SHIPPED)
 def test_a_shipped_callback_serves_inference_before_any_run(callback_class, here):
     trainer = make_trainer([build(callback_class)])
@@ -69,6 +70,7 @@ def test_a_shipped_callback_serves_inference_before_any_run(callback_class, here
     assert trainer.predict(make_data()).shape == (6, 1)
 
 
+@pytest.mark.sampled
 @pytest.mark.extension("streams")
 @pytest.mark.parametrize("callback_class", SHIPPED)
 def test_a_shipped_callback_serves_a_run_without_length(callback_class, here):

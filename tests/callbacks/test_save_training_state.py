@@ -279,6 +279,7 @@ class FillsDisk(TrainerCallback):
         resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_keeps_and_names_the_last_state(tmp_path, asynchronous, capsys):
     fills = FillsDisk(9)  # where the next thing to be written is a state
@@ -317,6 +318,7 @@ def test_a_run_may_continue_when_the_disk_is_full(tmp_path, capsys, asynchronous
     assert_same(result, run(tmp_path / "whole", resume_from=None))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("size", [0, 9000])
 def test_a_run_may_continue_wherever_a_state_fills_the_disk(tmp_path, capsys, size, asynchronous):

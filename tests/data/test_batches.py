@@ -178,6 +178,7 @@ def test_keys_that_the_model_does_not_take_are_named_once():
     assert [warning.category for warning in warned].count(UserWarning) == 1  # Python 3.12 warns of forked workers
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [1, 7, 8, 9])
 @pytest.mark.parametrize("make", [float64_data, lambda n: Rows(float64_data(n))], ids=["memory", "rows"])
 def test_predictions_come_in_the_order_of_the_dataset(size, make):

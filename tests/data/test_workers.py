@@ -165,6 +165,7 @@ print(trainer.progress.samples, len(list(tried.iterdir())))
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "samples"), [("map", 6), ("stream", 12)])
 def test_a_forked_worker_that_does_not_begin_is_replaced(tmp_path, kind, samples):

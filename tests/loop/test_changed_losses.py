@@ -121,6 +121,7 @@ def test_a_loss_changed_before_the_backward_pass_is_trained_on(kind, accumulatio
     assert not equal_weights(weights(found.model), weights(without.model))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("adds", [replace, change_in_place])
 @each_kind
 def test_the_recorded_loss_is_the_one_that_the_step_has_returned(kind, adds):
@@ -213,6 +214,7 @@ def changed_on_shards() -> list[dict[str, torch.Tensor]]:
     return [sharded(adds) for adds in (True, False)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", [changed_on_ranks, pytest.param(changed_on_shards, marks=CAN_SHARD)])
 def test_processes_train_on_changed_losses(two_ranks, case):
     (changed, by_step), (changed_too, _) = two_ranks(case)

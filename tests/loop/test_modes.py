@@ -64,6 +64,7 @@ IN_STEPS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("event", IN_STEPS)
 def test_evaluation_mode_left_by_a_step_ends_with_it(event, accumulation):

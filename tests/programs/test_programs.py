@@ -463,6 +463,7 @@ def trained(program: Program, callbacks: list[Any], **kwargs: Any) -> Weights:
     }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("program", EACH)
 def test_a_program_equals_its_loop_bit_for_bit(program):
     seed(0)

@@ -191,6 +191,7 @@ def test_importing_costs_only_accelerate_torch_numpy_and_tqdm(fresh):
     assert "pytorch_accel_lite" in packages
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "package",
     [

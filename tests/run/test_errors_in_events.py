@@ -139,6 +139,7 @@ def test_an_error_at_a_runs_end_still_notifies_later_callbacks(tmp_path, capsys)
     assert f"so the best model is not loaded. It is in {str(best.save_path)!r}: epoch 2" in said
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "error", [CustomError("x"), KeyboardInterrupt(), StopTrainingError("x"), NonFiniteLossError("x")]
 )

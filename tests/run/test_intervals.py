@@ -46,6 +46,7 @@ def due_after(every: str) -> list[int]:
 EVERY = ["1 updates", "4 updates", "0.25 epochs", "0.4 epochs", "1 epochs", "2 epochs", "2.5 epochs", "10 samples"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("every", [*EVERY, "1 samples", "1_0 samples"])
 def test_evaluations_follow_each_interval_and_the_end(every):
     trainer, evaluated = run(every)
@@ -143,6 +144,7 @@ def stop_in(event: str, update: int) -> TrainerCallback:
     return type("Stop", (TrainerCallback,), {event: stop})()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("event", ["on_update_end", "on_eval_epoch_start", "on_eval_step_end", "on_eval_epoch_end"])
 @pytest.mark.soak
 @pytest.mark.parametrize("update", [6, *[4, 8] * SOAK])
@@ -176,6 +178,7 @@ def test_the_best_of_several_evaluations_in_an_epoch_is_kept(tmp_path):
     assert kept == set(sorted(losses, key=lambda update: losses[update])[:3])
 
 
+@pytest.mark.sampled
 @pytest.mark.extension("model_ema")
 @pytest.mark.soak
 @pytest.mark.parametrize("update", some_of(some_of(range(1, 18))))
@@ -208,6 +211,7 @@ def test_an_epoch_improves_if_any_of_its_evaluations_does():
     assert stopping.best_metric == 3.0
 
 
+@pytest.mark.sampled
 @pytest.mark.soak
 @pytest.mark.parametrize("update", some_of(some_of(range(1, 18))))
 def test_a_run_resumed_within_an_epoch_has_the_same_patience(update, tmp_path):

@@ -172,6 +172,7 @@ def test_a_stopped_run_trains_further_if_an_argument_changed(tmp_path, event, ch
     check_trained_further(trained_further(tmp_path, event, change), change)
 
 
+@pytest.mark.sampled
 @pytest.mark.soak
 @pytest.mark.processes
 @pytest.mark.parametrize("event", some_of(EVENTS_THAT_STOP))

@@ -167,6 +167,7 @@ OWNERS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -304,6 +305,7 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -388,6 +390,7 @@ class Counting(Trainer):
         return output | {"loss": output["loss"] / self.calls}
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", fails])
 def test_a_compiled_step_with_a_state_computes_each_batch_once(backend):

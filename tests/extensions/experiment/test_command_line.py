@@ -105,6 +105,7 @@ def test_predictions_follow_the_data_of_the_file(file, capsys):
         assert len(read_predictions("runs/small/predictions/eval")) == size
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "option",
     [

@@ -13,6 +13,7 @@ from tests.extensions.experiment.small_experiment import run
 MARKUP = re.compile(r"init_args|Namespace|0x|:\w+:`|``|`_")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("columns", ["60", "80", "200"])
 def test_help_shows_the_values_of_the_experiment(file, capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)

@@ -58,6 +58,7 @@ def test_a_schedule_counts_in_the_units_of_the_run(file):
     assert trainer.optimizer.param_groups[0]["lr"] == 0.01 / 4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("scheduler", "arguments", "rate"),
     [

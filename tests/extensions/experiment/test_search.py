@@ -33,6 +33,7 @@ def test_a_search_space_gives_values_of_the_right_type():
             suggest_overrides(study.ask(), {"x": wrong})
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["bf16", "no"])
 def test_a_trial_does_not_take_over_the_precision_of_another(first, tmp_path, no_accelerator):

@@ -259,6 +259,7 @@ def fatal_on_the_last_process(place: str) -> list[str]:
     return [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("place", "message"),
     [

@@ -70,6 +70,7 @@ def test_the_error_of_a_batch_left_out_says_where_it_was():
     assert "In evaluation, step 2:" in errors[0].__notes__[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("workers", [0, 2])
 def test_predictions_omit_and_name_failed_samples(workers, capsys):
     skip = SkipFailedBatchesCallback(phases=ALL_PHASES)

@@ -90,6 +90,7 @@ def ancestor() -> Any:
     return importlib.import_module("pytorch_accelerated.finetuning")
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("freeze_batch_norms", [False, True])
 @pytest.mark.parametrize("name", MODELS)

@@ -112,6 +112,7 @@ def test_a_rank_that_works_for_long_is_named_only(tmp_path, monkeypatch):
     assert goes_on in said
 
 
+@pytest.mark.sampled
 @pytest.mark.processes
 @pytest.mark.parametrize(("leave", "words"), [
     (lambda trainer: sys.exit(0), r"Rank 1 has left the run: SystemExit: 0, in <lambda> of test_job_watch.py:\d+\."),

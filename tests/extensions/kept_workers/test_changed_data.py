@@ -91,6 +91,7 @@ def train(data, change, workers, seed=None, epochs=3):
     return {epoch: torch.cat(rows) for epoch, rows in trainer.seen.items()}
 
 
+@pytest.mark.sampled
 @pytest.mark.soak
 @pytest.mark.parametrize("how", some_of(CHANGES))
 def test_persistent_workers_see_data_changed_by_callbacks(how):
@@ -102,6 +103,7 @@ def test_persistent_workers_see_data_changed_by_callbacks(how):
     assert {epoch: rows[:, column].unique().tolist() for epoch, rows in seen.items()} == {1: [1], 2: [2], 3: [3]}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", ["transform's attribute", "list in place", "dict in a list"])
 def test_workers_see_a_change_from_minus_one_to_minus_two(how):
     column, change = CHANGES[how]  # Python gives both numbers the same hash
@@ -111,6 +113,7 @@ def test_workers_see_a_change_from_minus_one_to_minus_two(how):
     assert {epoch: rows[:, column].unique().tolist() for epoch, rows in seen.items()} == {1: [-1], 2: [-2]}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_set_epoch_of_a_dataset_is_called_and_reaches_workers(wrapper, workers):

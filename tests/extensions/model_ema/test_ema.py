@@ -152,6 +152,7 @@ def test_tied_frozen_and_compiled_models_are_averaged():
     assert not torch.equal(average.first.weight, inner.first.weight)
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("option", ["compile_model", "channels_last"])
 def test_a_compiled_or_channels_last_models_average_is_the_same(option, tmp_path):
@@ -211,6 +212,7 @@ def test_averages_keep_masks_of_infinities(decay):
     torch.testing.assert_close(ema.module.weight, decay * before + (1 - decay) * model.weight, rtol=0, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("warmup", [False, True])
 @pytest.mark.parametrize("decay", [0.3, 0.9, 0.99, 0.9999])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

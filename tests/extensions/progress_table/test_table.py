@@ -254,6 +254,7 @@ def test_a_metric_that_is_not_recorded_has_no_column(capsys):
     assert head == ["epoch", "train loss", "samples_per_second", "lr", "time"]
 
 
+@pytest.mark.sampled
 @pytest.mark.extension("streams")
 @pytest.mark.parametrize(("updates", "every"), [(45, 10), (420, 20)])
 def test_a_stream_has_rows_within_its_epoch_with_running_means(updates, every, capsys):

@@ -133,6 +133,7 @@ NAMED = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "case",
     [

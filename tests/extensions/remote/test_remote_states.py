@@ -184,6 +184,7 @@ def test_sigkill_at_each_operation_leads_to_the_same_bits(folder):
     assert number > 20
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("damage", ["manifest.json", "model.safetensors", "trainer.pt", "rank00000.pt", "missing"])
 def test_a_damaged_object_is_named_and_an_older_state_is_used(folder, damage, capsys):
     saving(folder)

@@ -263,6 +263,7 @@ def loaded(how: str, folder: Path) -> dict[str, Any]:
     return gathered(trainer.model.state_dict())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("how", "processes"), [("fsdp", 2), ("tp_fsdp", 4)])
 def test_a_sharded_model_loads_a_directory_and_saves_one_file(tmp_path, job, how, processes):
     whole = dict(create_model().state_dict())
@@ -293,6 +294,7 @@ def saved_by_transformers(folder: Path) -> dict[str, Any]:
     return gathered(trainer.model.state_dict())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tied", [False, True])
 def test_transformers_saves_a_sharded_model(tmp_path, two_ranks, tied):
     transformers = pytest.importorskip("transformers")

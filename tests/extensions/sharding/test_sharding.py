@@ -159,6 +159,7 @@ def clipped_with_loss(how: str, limits: dict[str, Any], logical: bool, trains_mo
     return {"weights": weights, "norms": norms}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("limits", [{"gradient_clip_norm": 1.0}, {"gradient_clip_value": 0.05}], ids=str)
 @pytest.mark.parametrize(
     ("how", "logical", "trains_model"),

@@ -47,6 +47,7 @@ def test_shuffling_refuses_other_data_and_bad_blocks(stream, kwargs, error, mess
         ShuffledStream(stream, **kwargs)
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shelf", "forgetful", "hugging face"])
 def test_a_stream_shuffled_in_blocks_rereads_one_block_at_most(tmp_path, kind):

@@ -80,6 +80,7 @@ def seen_batches(source: Any, batch_size: int, count: Any = len, callbacks: Any 
     return trainer.seen
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("source", "kwargs"),
     [(Numbers(30, 5), {"train_dataloader_kwargs": {"batch_size": None}}), (Numbers(30, 5).items, {})],

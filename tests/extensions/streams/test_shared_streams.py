@@ -285,6 +285,7 @@ def test_any_number_of_processes_completes_a_divided_stream(two_ranks, job, tmp_
         assert Counter(numbers_in(resumed) + seen) == Counter([*range(31)] * 2)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["cut", "forgetful cut"])
 def test_the_rest_of_divided_streams_keeps_its_noise(two_ranks, tmp_path, kind):
     whole = two_ranks.run(train_on, kind, tmp_path, size=31)

@@ -47,6 +47,7 @@ def test_a_stream_with_a_state_for_its_loader_only_is_reread(tmp_path):
     assert equal_weights(resumed["weights"], whole["weights"])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["shelf", "hugging face", "loader", pytest.param("workers", marks=pytest.mark.slow)])
 def test_a_stateful_source_resumes_without_reading_again(tmp_path, kind):
     require(kind)
@@ -61,6 +62,7 @@ def test_a_stateful_source_resumes_without_reading_again(tmp_path, kind):
         assert "read again" not in resumed["printed"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
@@ -153,6 +155,7 @@ def test_steps_may_count_anything_when_a_stream_is_read_again(tmp_path, factor):
     assert same_bits(seen[1], seen[0][3:])
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("has_generator", [False, True])
 def test_workers_draw_the_same_numbers_when_a_stream_is_reread(tmp_path, has_generator):

@@ -108,6 +108,7 @@ class Remembers(Trainer):
         return output
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("arguments", [{}, {"gradient_accumulation_steps": 2}, SPLITTING])
 def test_counting_flops_changes_nothing(arguments, tmp_path):
     def run(*callbacks: Any, **kwargs: Any) -> Any:
